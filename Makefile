@@ -1,0 +1,47 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both create .venv themselves.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(STAMP)-run
+	$(BIN)/everserve demo
+
+test: $(STAMP)-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+bench: $(STAMP)-dev
+	$(BIN)/everserve bench engine $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+# Installed once; again only when the pins or the project's metadata change. torch comes first and pinned, so that
+# no other package pulls in a different build of it.
+$(VENV)/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "everserve needs Python 3.11 or newer")'
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP)-run: constraints.txt pyproject.toml | $(VENV)/bin/python
+	@echo "installing into $(VENV) (once; a minute or two)"
+	$(PIP) torch
+	$(PIP) -e .
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)-run
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(STAMP)-check: $(STAMP)-run
+	$(PIP) -e '.[check]'
+	@touch $@

@@ -1,0 +1,34 @@
+"""The command line, one file per command.
+
+    serve.py    serve a model
+    demo.py     the story in one terminal
+    status.py   who is here, and is the instance valid
+    bench.py    one benchmark by name (the benchmarks themselves are in bench/)
+"""
+
+import sys
+
+import typer
+
+from everserve.errors import UserError
+
+app = typer.Typer(
+    name="everserve",
+    help="LLM serving that keeps every token stream going when workers die.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def main() -> None:
+    """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
+    from everserve.cli import bench, demo, serve, status, version  # noqa: PLC0415 (each registers its command)
+
+    del bench, demo, serve, status, version
+    try:
+        app()
+    except UserError as error:
+        print(f"everserve: {error}", file=sys.stderr)
+        sys.exit(2)

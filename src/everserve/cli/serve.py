@@ -1,0 +1,159 @@
+"""`everserve serve MODEL`: gateway and worker under a supervisor, in the foreground."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from everserve.cli import app
+from everserve.errors import ConfigError
+from everserve.runtime.messages import StartGateway, StartWorker
+from everserve.runtime.supervisor import Supervisor, listen_on
+from everserve.tables.ids import Incarnation, Rank
+
+DEMO_MODEL = Path(__file__).parent.parent / "model" / "demo"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def _load_config(context: typer.Context, path: Path | None) -> Path | None:
+    """`--config file.yaml`: keys are flags without dashes; the command line wins."""
+    if path is None:
+        return None
+    try:
+        values = yaml.safe_load(path.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: expected `flag: value` lines")
+    known = {parameter.name for parameter in context.command.params if parameter.name}
+    named = {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
+    unknown = sorted(set(named) - known)
+    if unknown:
+        raise ConfigError(f"--config {path}: unknown flags {', '.join(unknown)}; see `everserve serve --help`")
+    context.default_map = {**(context.default_map or {}), **named}
+    return path
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A Hugging Face-format directory, or `demo` for the bundled model.")],
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file of flags.", callback=_load_config, is_eager=True)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.", min=0, max=65535)] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: MODEL.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Accept only requests with one of these keys.", envvar="EVERSERVE_API_KEY")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16: of weights and KV cache.")] = "auto",
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt plus output, in tokens. Default: the model's own.", min=1)
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Most streams in one step.", min=1)] = 128,
+    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.", min=1)] = 512,
+    max_queue: Annotated[
+        int, typer.Option(help="Most streams in flight, waiting ones included; beyond: 503.", min=1)
+    ] = 1024,
+    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")] = 16,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(help="Share of the device's free memory for the KV cache (on a CPU: of RAM; default 0.25)."),
+    ] = None,
+    kv_cache_memory_bytes: Annotated[
+        int | None, typer.Option(help="Size of the KV cache; overrides --gpu-memory-utilization.", min=1)
+    ] = None,
+    enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prefixes.")] = True,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="A row's numbers never depend on the rest of the batch.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option(help="Compute threads of a worker. Default: one per core.", min=1)
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of requests that bring none. Default: a random one each.", min=0)
+    ] = None,
+    max_logprobs: Annotated[int, typer.Option(help="Most alternatives per token.", min=0, max=20)] = 20,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja file to use instead of the model's own template.")
+    ] = None,
+    shutdown_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get to finish on SIGINT or SIGTERM.", min=0)
+    ] = 30.0,
+    enable_chaos: Annotated[bool, typer.Option("--enable-chaos", help="Allow fault injection over HTTP.")] = False,
+    event_log: Annotated[Path | None, typer.Option(help="Directory for typed events, a file per process.")] = None,
+) -> None:
+    """Serve a model over the OpenAI API."""
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    if block_size not in (16, 32, 64, 128):
+        raise ConfigError(f"--block-size {block_size}: choose 16, 32, 64 or 128")
+    if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
+        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
+    directory = resolve_model(model)
+    listen = listen_on(host, port)
+    url = f"http://{host}:{listen.getsockname()[1]}"
+    supervisor = Supervisor(
+        listen,
+        StartGateway(
+            model=str(directory),
+            served_model_names=served_model_name or [model],
+            api_keys=api_key or [],
+            max_queue=max_queue,
+            shutdown_timeout_s=shutdown_timeout,
+            enable_chaos=enable_chaos,
+            seed=seed,
+            max_logprobs=max_logprobs,
+            chat_template=_read(chat_template),
+            event_log=_text(event_log),
+        ),
+        StartWorker(
+            rank=Rank(0),
+            incarnation=Incarnation(1),
+            model=str(directory),
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_bytes=kv_cache_memory_bytes,
+            memory_utilization=gpu_memory_utilization or 0.25,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+            num_threads=threads,
+            event_log=_text(event_log),
+        ),
+        grace_s=shutdown_timeout,
+        event_log=_text(event_log),
+        on_ready=lambda: _say_ready(model, url),
+    )
+    sys.exit(supervisor.run())
+
+
+def resolve_model(model: str) -> Path:
+    """The directory behind a MODEL argument."""
+    directory = DEMO_MODEL if model == "demo" else Path(model)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{model} is not a directory: give the path of a downloaded Hugging Face model, or `demo` for the bundled one"
+        )
+    return directory.resolve()
+
+
+def _say_ready(model: str, url: str) -> None:
+    print(f"everserve: {model} ready at {url}", file=sys.stderr, flush=True)
+
+
+def _read(path: Path | None) -> str | None:
+    try:
+        return path.read_text() if path is not None else None
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
+
+
+def _text(path: Path | None) -> str | None:
+    return str(path.resolve()) if path is not None else None

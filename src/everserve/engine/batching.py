@@ -1,0 +1,58 @@
+"""Scheduled chunks to the tensors of a StepBatch."""
+
+import numpy as np
+import torch
+
+from everserve.engine.scheduler import Chunk
+from everserve.model.batch import StepBatch
+
+
+def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> StepBatch:
+    """Lay out the rows of all chunks, one after the other, and say which rows' logits are wanted."""
+    num_tokens = sum(chunk.num_tokens for chunk in chunks)
+    width = max(len(chunk.sequence.blocks) for chunk in chunks)
+    tokens = np.empty(num_tokens, np.int32)
+    positions = np.empty(num_tokens, np.int32)
+    kv_slots = np.empty(num_tokens, np.int32)
+    tables = np.zeros((len(chunks), width), np.int32)
+    query_starts = np.zeros(len(chunks) + 1, np.int32)
+    logits_rows: list[int] = []
+    row = 0
+    for i, chunk in enumerate(chunks):
+        sequence, num = chunk.sequence, chunk.num_tokens
+        first, end = sequence.num_computed, row + num
+        tables[i, : len(sequence.blocks)] = sequence.blocks
+        if num == 1:
+            tokens[row], positions[row] = sequence.tokens[first], first
+            kv_slots[row] = sequence.blocks[first // block_size] * block_size + first % block_size
+        else:
+            position = np.arange(first, first + num, dtype=np.int32)
+            tokens[row:end] = sequence.tokens[first : first + num]
+            positions[row:end] = position
+            kv_slots[row:end] = tables[i, position // block_size] * block_size + position % block_size
+        logits_rows.extend(wanted_rows(chunk, row))
+        row = query_starts[i + 1] = end
+    return StepBatch(
+        tokens_T=_tensor(tokens, device),
+        positions_T=_tensor(positions, device),
+        kv_slots_T=_tensor(kv_slots, device),
+        query_starts_S=_tensor(query_starts, device),
+        block_tables_SB=_tensor(tables, device),
+        logits_rows_L=torch.tensor(logits_rows, dtype=torch.int64, device=device),
+    )
+
+
+def wanted_rows(chunk: Chunk, first_row: int) -> range:
+    """The rows whose logits this chunk needs: its last one if that gives a token, all of them for prompt logprobs.
+
+    Row j of a prompt predicts prompt token j + 1; so all rows of the chunk but a completing last one are needed for
+    prompt logprobs, and that last one gives the first output token.
+    """
+    end = first_row + chunk.num_tokens
+    if chunk.sequence.wants_prompt_logprobs:
+        return range(first_row, end)
+    return range(end - 1, end) if chunk.completes else range(0)
+
+
+def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device)

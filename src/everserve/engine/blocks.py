@@ -1,0 +1,123 @@
+"""The pool of KV blocks.
+
+A block is in use (refs > 0) or free (refs == 0). A free block may still hold KV that a later prompt can reuse: it is
+then *cached*, findable by the hash of all tokens up to its end, until someone takes it for something else. Free blocks
+wait in a list, next victim first: blocks that hold nothing useful at the head, cached ones by time of release.
+
+              allocate                          share (prefix hit)
+    free ------------------> in use        free ------------------> in use
+         <------------------                    <------------------
+          release (last ref)                     release (last ref)
+
+The free list is linked through two arrays. Unlinking a block leaves its own two links as they were, so that linking it
+back in reverse order (the undo log's order) restores the list exactly, wherever the block stood.
+"""
+
+from everserve.engine.undo import UndoLog
+
+NO_BLOCKS_LEFT = -1
+
+
+class BlockPool:
+    """Reference counts, free list and prefix cache over block numbers 0..num_blocks-1."""
+
+    def __init__(self, num_blocks: int, block_size: int, undo: UndoLog) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_free = num_blocks
+        self.refs = [0] * num_blocks
+        self.hash_of: list[bytes | None] = [None] * num_blocks
+        self.block_of: dict[bytes, int] = {}
+        self._undo = undo
+        self._head = num_blocks  # the list's sentinel: next[head] is the next victim, prev[head] the last
+        self._next = [(i + 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
+        self._prev = [(i - 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def allocate(self) -> int:
+        """Take the next victim; its old content is forgotten. NO_BLOCKS_LEFT if all are in use."""
+        block = self._next[self._head]
+        if block == self._head:
+            return NO_BLOCKS_LEFT
+        old_hash = self.hash_of[block]
+        if old_hash is not None:
+            self._forget(block, old_hash)
+            self._undo.record(self._remember, block, old_hash)
+        self._take(block)
+        return block
+
+    def share(self, block: int) -> None:
+        """One more user of a block that is in use or cached."""
+        if self.refs[block] == 0:
+            self._take(block)
+        else:
+            self._add_ref(block)
+            self._undo.record(self._drop_ref, block)
+
+    def release(self, block: int) -> None:
+        """One user fewer. The last one puts the block on the free list, cached content at the end."""
+        assert self.refs[block] > 0, f"block {block} released more often than taken"
+        self._drop_ref(block)
+        self._undo.record(self._add_ref, block)
+        if self.refs[block] == 0:
+            before = self._head if self.hash_of[block] is not None else self._next[self._head]
+            self._link(block, before)
+            self._undo.record(self._unlink, block)
+
+    def publish(self, block: int, chain_hash: bytes) -> None:
+        """The block is full and computed: later prompts may find it. Only after a step has succeeded."""
+        if self.hash_of[block] is None and chain_hash not in self.block_of:
+            self._remember(block, chain_hash)
+
+    def find(self, chain_hash: bytes) -> int | None:
+        """The block that holds these tokens, if one does."""
+        return self.block_of.get(chain_hash)
+
+    def free_list(self) -> list[int]:
+        """The free blocks, next victim first."""
+        blocks, block = [], self._next[self._head]
+        while block != self._head and len(blocks) <= self.num_blocks:
+            blocks.append(block)
+            block = self._next[block]
+        return blocks
+
+    def _take(self, block: int) -> None:
+        self._unlink(block)
+        self._undo.record(self._relink, block)
+        self._add_ref(block)
+        self._undo.record(self._drop_ref, block)
+
+    def _add_ref(self, block: int) -> None:
+        self.refs[block] += 1
+
+    def _drop_ref(self, block: int) -> None:
+        self.refs[block] -= 1
+
+    def _remember(self, block: int, chain_hash: bytes) -> None:
+        self.hash_of[block] = chain_hash
+        self.block_of[chain_hash] = block
+
+    def _forget(self, block: int, chain_hash: bytes) -> None:
+        self.hash_of[block] = None
+        del self.block_of[chain_hash]
+
+    def _link(self, block: int, before: int) -> None:
+        """Put the block into the free list in front of `before`."""
+        after = self._prev[before]
+        self._prev[block], self._next[block] = after, before
+        self._next[after] = self._prev[before] = block
+        self.num_free += 1
+
+    def _unlink(self, block: int) -> None:
+        before, after = self._next[block], self._prev[block]
+        self._next[after], self._prev[before] = before, after
+        self.num_free -= 1
+
+    def _relink(self, block: int) -> None:
+        """The inverse of `_unlink`: the block's own links still say where it stood."""
+        self._next[self._prev[block]] = self._prev[self._next[block]] = block
+        self.num_free += 1

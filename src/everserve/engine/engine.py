@@ -1,0 +1,228 @@
+"""One step: schedule -> run -> postprocess.
+
+The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from everserve.engine import integrity
+from everserve.engine.batching import build_batch, wanted_rows
+from everserve.engine.blocks import BlockPool
+from everserve.engine.scheduler import Chunk, Scheduler
+from everserve.engine.sequence import Sequence
+from everserve.engine.undo import UndoLog
+from everserve.errors import RequestError
+from everserve.model.batch import StepBatch
+from everserve.model.sampling import Choice, SamplingRow, sample, token_logprobs
+from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
+from everserve.tables.requests import RequestSpec
+
+_MAX_LOGITS_BYTES = 128 << 20  # of one step
+
+Forward = Callable[[StepBatch], torch.Tensor]  # rows in, logits_LV of batch.logits_rows_L out; writes KV
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    enable_prefix_caching: bool = True
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def max_logits_rows(self) -> int:
+        return max(1, _MAX_LOGITS_BYTES // (4 * self.vocab_size))
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step produced: outputs, streams that broke (id, reason), streams that were preempted."""
+
+    outputs: list[Output]
+    failed: list[tuple[str, str]]
+    preempted: list[Sequence]
+
+
+class Engine:
+    """Advances many streams together."""
+
+    def __init__(self, config: EngineConfig, forward: Forward) -> None:
+        self.config = config
+        self._forward = forward
+        self._undo = UndoLog()
+        self._sequences: dict[str, Sequence] = {}
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self.scheduler = Scheduler(
+            pool=BlockPool(config.num_blocks, config.block_size, self._undo),
+            undo=self._undo,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_logits_rows=config.max_logits_rows,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, spec: RequestSpec) -> None:
+        """Accept a stream, or say why not. An accepted stream ends by finishing or by `cancel`, never by itself."""
+        limit = min(self.config.max_model_len, self.config.num_blocks * self.config.block_size)
+        if spec.id in self._sequences:
+            raise RequestError(f"a request with the id {spec.id!r} is running already")
+        if not spec.prompt:
+            raise RequestError("the prompt has no tokens")
+        if len(spec.prompt) + (spec.params.max_tokens > 0) > limit:
+            raise RequestError(f"the prompt has {len(spec.prompt)} tokens; at most {limit - 1} fit")
+        if min(spec.prompt) < 0 or max(spec.prompt) >= self.config.vocab_size:
+            raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        sequence = Sequence(spec, self.config.block_size)
+        self._sequences[spec.id] = sequence
+        self.scheduler.add(sequence)
+
+    def cancel(self, id: str) -> bool:
+        """Forget a stream; False if it has ended already."""
+        sequence = self._sequences.pop(id, None)
+        if sequence is not None:
+            self.scheduler.remove(sequence)
+        return sequence is not None
+
+    def step(self) -> StepResult:
+        """Advance. If the forward pass is abandoned (it raises), everything is as it was before the call."""
+        chunks = self.scheduler.schedule()
+        assert chunks or not self._sequences, "there is work but nothing could be scheduled"
+        if not chunks:
+            return StepResult([], [], [])
+        try:
+            logits_LV = self._forward(build_batch(chunks, self.config.block_size, self.config.device))
+            results = self._read_logits(chunks, logits_LV)
+        except BaseException:
+            self.scheduler.abandon()
+            raise
+        self._num_steps += 1
+        self._num_prompt_tokens += sum(chunk.num_prompt_tokens for chunk in chunks)
+        self.scheduler.commit(chunks)
+        outputs: list[Output] = []
+        failed: list[tuple[str, str]] = []
+        for result in results:
+            self._postprocess(result, outputs, failed)
+        return StepResult(outputs, failed, list(self.scheduler.preempted))
+
+    def check(self) -> None:
+        """Die loudly if the engine's tables contradict each other."""
+        found = integrity.violations(self.scheduler)
+        assert not found, "; ".join(found)
+
+    def stats(self) -> EngineStats:
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=scheduler.pool.num_used / scheduler.pool.num_blocks,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated_tokens,
+            prefix_cache_queries=scheduler.prefix_queries,
+            prefix_cache_hits=scheduler.prefix_hits,
+        )
+
+    def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list["_Result"]:
+        """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
+        results: list[_Result] = []
+        last_rows: list[int] = []
+        row = 0
+        for chunk in chunks:
+            num_rows = len(wanted_rows(chunk, 0))
+            scores = self._score_prompt(chunk, logits_LV[row : row + num_rows])
+            row += num_rows
+            if chunk.completes:
+                last_rows.append(row - 1)
+            if chunk.completes or scores:
+                results.append(_Result(chunk, chunk.sequence.num_computed + 1, scores))
+        completing = [result for result in results if result.chunk.completes]
+        if completing:
+            picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
+            sequences = [result.chunk.sequence for result in completing]
+            rows = [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences]
+            for result, choice in zip(completing, sample(picked_LV, rows), strict=True):
+                result.choice = choice
+        return results
+
+    def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> list[TokenLogprobs]:
+        """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
+        sequence = chunk.sequence
+        if not sequence.wants_prompt_logprobs:
+            return []
+        first = sequence.num_computed + 1
+        targets = sequence.tokens[first : min(first + chunk.num_tokens, sequence.num_prompt)]
+        return token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
+
+    def _postprocess(self, result: "_Result", outputs: list[Output], failed: list[tuple[str, str]]) -> None:
+        """Extend one stream by what the step found; end it if this was its last token."""
+        chunk, choice = result.chunk, result.choice
+        sequence, params = chunk.sequence, chunk.sequence.params
+        if result.scores:
+            end = result.first_scored + len(result.scores)
+            sequence.prompt_logprobs[result.first_scored : end] = result.scores
+        if not result.completes:
+            return
+        if choice is None:
+            failed.append((sequence.id, "the model's output is not a number: broken weights, or a dtype too narrow"))
+            self.cancel(sequence.id)
+            return
+        index = sequence.num_output
+        is_first = index == 0
+        token, finish, stop_id = self._advance(sequence, choice.token)
+        outputs.append(
+            Output(
+                id=sequence.id,
+                index=index,
+                token=token,
+                finish_reason=finish,
+                stop_id=stop_id,
+                logprobs=choice.logprobs if token is not None else None,
+                prompt_logprobs=sequence.prompt_logprobs if is_first and params.prompt_logprobs is not None else None,
+                num_cached=sequence.num_cached if is_first else 0,
+            )
+        )
+        if finish is not None:
+            self.cancel(sequence.id)
+
+    def _advance(self, sequence: Sequence, token: int) -> tuple[int | None, str | None, int | None]:
+        """Append a token; returns (token or None, finish reason or None, the stop id that ended the stream or None)."""
+        params = sequence.params
+        if params.max_tokens == 0:
+            return None, "length", None
+        sequence.append(token)
+        self._num_generated_tokens += 1
+        if token in params.stop_ids and sequence.num_output >= params.min_tokens:
+            return token, "stop", token
+        if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
+            return token, "length", None
+        return token, None, None
+
+
+@dataclass
+class _Result:
+    """What one chunk's logits gave: prompt scores from prompt token `first_scored` on, and the chosen token."""
+
+    chunk: Chunk
+    first_scored: int
+    scores: list[TokenLogprobs]
+    choice: Choice | None = None
+    completes: bool = False
+
+    def __post_init__(self) -> None:
+        self.completes = self.chunk.completes  # remembered: committing the step changes what is pending

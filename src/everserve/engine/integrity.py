@@ -1,0 +1,53 @@
+"""What must hold between steps. Returns what does not, in words; empty = sound."""
+
+from collections import Counter
+
+from everserve.engine.blocks import BlockPool
+from everserve.engine.scheduler import Scheduler
+from everserve.engine.sequence import Status
+
+
+def violations(scheduler: Scheduler) -> list[str]:
+    """Every way in which pool, tables and queues contradict each other."""
+    return [*_pool_violations(scheduler.pool), *_queue_violations(scheduler), *_ref_violations(scheduler)]
+
+
+def _pool_violations(pool: BlockPool) -> list[str]:
+    found = []
+    free = pool.free_list()
+    if len(free) != pool.num_free or len(set(free)) != len(free):
+        found.append(f"free list has {len(free)} entries ({len(set(free))} distinct), num_free says {pool.num_free}")
+    wrong = [block for block in free if pool.refs[block] != 0]
+    if wrong:
+        found.append(f"blocks on the free list are in use: {wrong}")
+    if sum(refs == 0 for refs in pool.refs) != pool.num_free:
+        found.append("some unused blocks are not on the free list")
+    hashed = {block: chain_hash for block, chain_hash in enumerate(pool.hash_of) if chain_hash is not None}
+    if hashed != {block: chain_hash for chain_hash, block in pool.block_of.items()}:
+        found.append("the prefix cache's two maps differ")
+    return found
+
+
+def _queue_violations(scheduler: Scheduler) -> list[str]:
+    found = []
+    everyone = [*scheduler.waiting, *scheduler.running]
+    if len({sequence.id for sequence in everyone}) != len(everyone):
+        found.append("a sequence is queued twice")
+    for sequence in scheduler.waiting:
+        if sequence.status is not Status.WAITING or sequence.blocks or sequence.num_computed:
+            found.append(f"{sequence.id} waits but is {sequence.status.name} with {len(sequence.blocks)} blocks")
+    for sequence in scheduler.running:
+        capacity = len(sequence.blocks) * scheduler.pool.block_size
+        if sequence.status is not Status.RUNNING:
+            found.append(f"{sequence.id} runs but is {sequence.status.name}")
+        if not sequence.num_computed <= capacity or sequence.num_pending < 1:
+            found.append(
+                f"{sequence.id}: {sequence.num_computed} of {len(sequence.tokens)} tokens computed, room for {capacity}"
+            )
+    return found
+
+
+def _ref_violations(scheduler: Scheduler) -> list[str]:
+    held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
+    refs = {block: count for block, count in enumerate(scheduler.pool.refs) if count}
+    return [] if refs == dict(held) else [f"reference counts {refs} differ from the block tables {dict(held)}"]

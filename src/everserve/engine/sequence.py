@@ -1,0 +1,84 @@
+"""One stream inside the engine.
+
+    tokens          p p p p p p p p | o o o        prompt, then output
+    num_computed    ^^^^^^^^^^^^                   KV of these is in the pool
+    num_pending                 ^^^^^^^^           the rest: 1 = decoding, more = prefilling
+
+A step computes some of the pending tokens. When none is left pending, the last row's logits give the next token. A
+preempted stream loses its blocks, not its tokens: everything becomes pending again and is recomputed as given.
+
+    WAITING --admit--> RUNNING --finish--> FINISHED
+       ^------preempt-----'
+    (cancel: from anywhere, the sequence is simply forgotten)
+"""
+
+import hashlib
+import struct
+from enum import Enum, auto
+
+from everserve.model.sampling import Penalties
+from everserve.tables.outputs import TokenLogprobs
+from everserve.tables.requests import RequestSpec, SamplingParams
+
+
+class Status(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+
+
+class Sequence:
+    """The engine's state of one stream. Only the scheduler changes `status`, `blocks` and `num_computed`."""
+
+    def __init__(self, spec: RequestSpec, block_size: int) -> None:
+        self.spec = spec
+        self.tokens = list(spec.prompt)
+        self.num_prompt = len(spec.prompt)
+        self.num_computed = 0
+        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.blocks: list[int] = []
+        self.status = Status.WAITING
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.penalties = Penalties.of(spec)
+        self._block_size = block_size
+        self._hashes: list[bytes] = []
+
+    @property
+    def id(self) -> str:
+        return self.spec.id
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.spec.params
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logits of prompt rows are still needed. Those rows must be computed, not found in the prefix cache."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def block_hashes(self) -> list[bytes]:
+        """One hash per full block of tokens, each over everything before it too."""
+        for start in range(len(self._hashes) * self._block_size, len(self.tokens), self._block_size):
+            block_tokens = self.tokens[start : start + self._block_size]
+            if len(block_tokens) < self._block_size:
+                break
+            parent = self._hashes[-1] if self._hashes else b""
+            data = parent + struct.pack(f"<{self._block_size}i", *block_tokens)
+            self._hashes.append(hashlib.blake2b(data, digest_size=16).digest())
+        return self._hashes
+
+    def append(self, token: int) -> None:
+        self.tokens.append(token)
+        if self.penalties is not None:
+            self.penalties.count(token)

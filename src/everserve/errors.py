@@ -1,0 +1,53 @@
+"""Everything Everserve raises on purpose.
+
+    EverserveError
+    ├── UserError            the input is at fault; one clear line, no traceback; do not retry unchanged
+    │   ├── ConfigError      flags or config file        (the process does not start)
+    │   ├── ModelError       model directory             (the process does not start)
+    │   └── RequestError     one request                 (HTTP 400; nobody else is affected)
+    ├── OverloadedError      one request                 (HTTP 503 with Retry-After; retry later)
+    ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
+    └── WorkerDied           every request of that worker (HTTP 500 / an error event in the stream; retry)
+
+Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
+"""
+
+
+class EverserveError(Exception):
+    """Base of everything raised on purpose."""
+
+
+class UserError(EverserveError):
+    """The input is at fault. The message is one line that says what is wrong and what to do."""
+
+
+class ConfigError(UserError):
+    """A flag, a combination of flags or a config file is impossible."""
+
+
+class ModelError(UserError):
+    """A model directory is incomplete, inconsistent or of an unknown architecture."""
+
+
+class RequestError(UserError):
+    """One request is malformed or impossible. `param` names the offending field, if there is one."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class OverloadedError(EverserveError):
+    """The queue is full. The client should come back after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class ProtocolError(EverserveError):
+    """Bytes arrived that are not one of our messages."""
+
+
+class WorkerDied(EverserveError):
+    """The worker that owned these requests is gone."""

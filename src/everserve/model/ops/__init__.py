@@ -1,0 +1,77 @@
+"""The arithmetic of one kind of device, behind one small interface.
+
+    reference.py   plain PyTorch: what every other set is tested against; runs anywhere
+    native.py      C kernels for CPUs (native/*.c), compiled once per machine with the system's compiler
+
+Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
+O output features, N experts, K experts per token, R (token, expert) rows, F expert intermediate size.
+
+Batch invariance: an op is *batch-invariant* when each row of its result is the same, bit for bit, whatever
+other rows are in the call. All native ops are. Attention in addition reduces over keys in tiles at fixed absolute
+positions, so that prefill, chunked prefill and decode give a row the same bits. `Ops.batch_invariant` says
+whether the set as a whole has this property.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from everserve.model.batch import StepBatch
+
+
+class ExpertSlots(Protocol):
+    """The expert weights of one layer, by slot; slots are filled and emptied one by one."""
+
+    num_slots: int
+
+    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put one expert's weights into a slot. Tensors may be views of mapped files: they are kept alive, not copied, where the device can read them in place."""
+
+    def clear(self, slot: int) -> None:
+        """Empty the slot; using it afterwards is an error."""
+
+
+class Ops(Protocol):
+    """What a decoder needs. Activations are `activation_dtype`; weights may be float32, bfloat16 or float16."""
+
+    name: str
+    device: torch.device
+    activation_dtype: torch.dtype
+    batch_invariant: bool
+
+    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None) -> Tensor:
+        """x @ weight.T (+ bias) (+ residual)."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm of each row, float32 inside."""
+
+    def rotate_and_store(
+        self,
+        qkv_TX: Tensor,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        cos_PE: Tensor,
+        sin_PE: Tensor,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Split qkv rows (H + G + G heads of size E), norm q and k per head if weights are given, rotate them by their
+        positions, write k and v into the pool at batch.kv_slots, return q_THE."""
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+        """Causal attention of every row over its own sequence in the pool, up to and including its position; x_TX with X = H*E."""
+
+    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """Softmax over experts in float32, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""
+
+    def expert_slots(self, num_slots: int) -> ExpertSlots:
+        """An empty set of slots for one layer."""
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        """For each r: expert slot_R[r] applied to x_TD[token_R[r]]: down(silu(gate x) * up x); y_RD. Both index tensors are int32."""
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""

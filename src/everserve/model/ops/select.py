@@ -1,0 +1,25 @@
+"""Which ops this machine should use."""
+
+import logging
+import os
+
+from everserve.model.ops import Ops
+from everserve.model.ops.reference import ReferenceOps
+
+log = logging.getLogger(__name__)
+
+
+def select_ops(num_threads: int | None, batch_invariant: bool) -> Ops:
+    """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
+    from everserve.model.ops import build, native  # noqa: PLC0415 (only who computes needs them)
+
+    reason = build.why_unavailable()
+    if reason is None:
+        return native.NativeOps(num_threads=num_threads or default_num_threads())
+    log.warning("no native kernels (%s): using plain PyTorch, which is several times slower", reason)
+    return ReferenceOps(batch_invariant=batch_invariant)
+
+
+def default_num_threads() -> int:
+    """One per core that this process may use."""
+    return len(os.sched_getaffinity(0))

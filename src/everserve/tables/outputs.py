@@ -1,0 +1,43 @@
+"""What a stream produces, step by step, and how busy its engine is."""
+
+import msgspec
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The chosen token's log probability and rank, and the best alternatives, best first."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one stream produced in one step.
+
+    `index` counts the stream's output tokens from 0; `token` is None only in the message that carries
+    prompt logprobs for a stream that wants no tokens (max_tokens=0).
+    """
+
+    id: str
+    index: int
+    token: int | None = None
+    finish_reason: str | None = None  # "stop" or "length"; set in the last message of a stream
+    stop_id: int | None = None  # the stop id that ended the stream
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; first entry None
+    num_cached: int = 0  # with the first output: prompt tokens found in the prefix cache
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The engine's gauges after a step, and its counters since the start."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float  # 0..1, blocks that hold live requests
+    num_steps: int
+    num_preemptions: int
+    num_prompt_tokens: int  # prompt tokens computed (cached ones not counted)
+    num_generated_tokens: int
+    prefix_cache_queries: int  # prompt tokens looked up
+    prefix_cache_hits: int  # prompt tokens found

@@ -1,0 +1,39 @@
+"""What a client asked for, as every process sees it.
+
+One `RequestSpec` is one token stream. A client's request with `n` choices or several prompts becomes
+several specs in the gateway; they find each other's KV through the prefix cache.
+
+Nothing in a spec depends on who runs it: with the same spec any worker produces the same stream.
+"""
+
+import msgspec
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """How to choose tokens. Values are checked by the gateway, which knows how to say no politely."""
+
+    max_tokens: int  # >= 0; 0 only makes sense together with prompt_logprobs
+    seed: int = 0  # with the token index, the only source of randomness; 0 <= seed < 2**63
+    min_tokens: int = 0  # no stop id is sampled before this many tokens
+    temperature: float = 1.0  # 0 = greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids included, unless ignore_eos
+    logprobs: int | None = None  # how many alternatives beside the chosen token; None = no logprobs
+    prompt_logprobs: int | None = None  # the same for each prompt token (`echo`)
+
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One token stream: its id, its prompt and how to continue it."""
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams

@@ -1,0 +1,86 @@
+"""From a StartWorker message to an engine with its weights loaded."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from everserve.datapath.local import LocalExperts
+from everserve.engine.engine import Engine, EngineConfig
+from everserve.errors import ConfigError
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.model.expert_half import ExpertHalf
+from everserve.model.layout import check_checkpoint
+from everserve.model.ops import Ops
+from everserve.model.ops.select import select_ops
+from everserve.plan.sizing import num_kv_blocks
+from everserve.runtime.messages import StartWorker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine ready to serve, and what others need to know of it."""
+
+    engine: Engine
+    model: ModelConfig
+    ops: Ops
+
+
+def build(start: StartWorker) -> Built:
+    """Check everything that can be checked from headers first, then load. Raises UserError with one clear line."""
+    model = ModelConfig.from_directory(Path(start.model))
+    checkpoint = Checkpoint.open(Path(start.model))
+    check_checkpoint(model, checkpoint)
+    max_model_len = resolve_max_model_len(start.max_model_len, model.max_position_embeddings)
+
+    torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
+    torch.set_grad_enabled(False)
+    ops = select_ops(num_threads=start.num_threads, batch_invariant=start.batch_invariant)
+    decoder = Decoder(model, checkpoint, ops, max_model_len, start.dtype)
+    experts = ExpertHalf(model, checkpoint, ops, num_slots=model.num_experts, dtype=start.dtype)
+    experts.load_all()
+    expert_io = LocalExperts(experts)
+
+    num_blocks = _size_pool(start, decoder, max_model_len)
+    kv_pool = torch.zeros(decoder.kv_shape(num_blocks, start.block_size), dtype=decoder.kv_dtype)
+    engine = Engine(
+        EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=start.max_num_seqs,
+            max_num_batched_tokens=start.max_num_batched_tokens,
+            block_size=start.block_size,
+            num_blocks=num_blocks,
+            vocab_size=model.vocab_size,
+            enable_prefix_caching=start.enable_prefix_caching,
+            device=ops.device,
+        ),
+        forward=lambda batch: decoder.forward(batch, kv_pool, expert_io),
+    )
+    return Built(engine, model, ops)
+
+
+def resolve_max_model_len(asked: int | None, trained: int) -> int:
+    """What the user asked for, if the model can do it; otherwise what the model was trained for."""
+    if asked is not None and asked > trained:
+        raise ConfigError(f"--max-model-len {asked} is more than the model's max_position_embeddings ({trained})")
+    return asked or trained
+
+
+def _size_pool(start: StartWorker, decoder: Decoder, max_model_len: int) -> int:
+    shape = decoder.kv_shape(1, 1)
+    bytes_per_token = torch.Size(shape).numel() * decoder.kv_dtype.itemsize
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    budget = start.kv_cache_bytes or int(available * start.memory_utilization)
+    return num_kv_blocks(
+        budget_bytes=budget,
+        bytes_per_token=bytes_per_token,
+        block_size=start.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=start.max_num_seqs,
+    )

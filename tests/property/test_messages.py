@@ -1,0 +1,94 @@
+"""Every message survives the wire; nothing else gets through."""
+
+import types
+import typing
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everserve.errors import ProtocolError
+from everserve.runtime.events import AnyEvent
+from everserve.runtime.messages import AnyMessage, Message, decode, encode
+from everserve.tables.members import Members, Worker
+
+MESSAGES = typing.get_args(AnyMessage)
+
+
+
+def instances(kind: type) -> st.SearchStrategy:
+    """Any value of a struct: every field set, nested structs included."""
+    fields = {field.name: values_of(field.type) for field in msgspec.structs.fields(kind)}
+    if kind is Members:
+        fields["workers"] = values_of(tuple[Worker, ...]).filter(lambda ws: len({w.rank for w in ws}) == len(ws))
+    return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
+
+
+def values_of(kind: object) -> st.SearchStrategy:
+    """Any value of a field's type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return instances(kind)
+    if isinstance(kind, typing.NewType):
+        return values_of(kind.__supertype__)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([values_of(argument) for argument in arguments])
+    if origin is list:
+        return st.lists(values_of(arguments[0]), max_size=3)
+    if origin is tuple:
+        return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+    if kind is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if kind is float:
+        return st.floats(allow_nan=False)
+    return st.from_type(kind)  # type: ignore[arg-type]
+
+
+
+def test_every_message_class_is_in_the_union():
+    assert set(Message.__subclasses__()) == set(MESSAGES)
+    assert all(message.__doc__ for message in MESSAGES)
+
+
+@pytest.mark.parametrize("kind", [*MESSAGES], ids=lambda kind: kind.__name__)
+def test_round_trip(kind):
+    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(instances(kind))
+    def check(message):
+        assert decode(encode(message)) == message
+
+    check()
+
+
+@pytest.mark.parametrize("kind", typing.get_args(AnyEvent), ids=lambda kind: kind.__name__)
+def test_events_have_snake_case_names(kind):
+    name = kind.__struct_config__.tag
+    assert name == name.lower() and " " not in name
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise):
+    try:
+        decode(noise)
+    except ProtocolError:
+        return
+    raise AssertionError("noise was taken for a message")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        {"type": "Ready", "extra": 1},
+        {"type": "Cancel"},
+        {"type": "Cancel", "id": 5},
+        {"type": "Unknown"},
+        {"id": "x"},
+        ["Ready"],
+    ],
+)
+def test_unknown_and_wrong_fields_are_refused(payload):
+    with pytest.raises(ProtocolError):
+        decode(msgspec.msgpack.encode(payload))

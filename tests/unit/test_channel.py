@@ -1,0 +1,116 @@
+"""Channels: framing, descriptors, bad bytes, slow readers, ends."""
+
+import asyncio
+import os
+import socket
+import struct
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
+from everserve.runtime.messages import Attach, Cancel, Ready, encode
+from everserve.tables.ids import Incarnation, Rank
+
+
+def pair() -> tuple[Channel, Channel]:
+    a, b = Channel.pair()
+    return Channel(a), Channel(b)
+
+
+def test_messages_arrive_in_order():
+    a, b = pair()
+    messages = [Cancel(id=str(i)) for i in range(1000)]
+    received = []
+    for message in messages:
+        a.send(message)
+    while len(received) < len(messages):
+        received += b.receive_all()
+        a.flush()
+    assert received == messages
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
+def test_any_fragmentation(cuts):
+    sender, receiver = socket.socketpair()
+    channel = Channel(receiver)
+    frames = b"".join(struct.pack("<I", len(p)) + p for p in (encode(Cancel(id="x" * n)) for n in cuts))
+    received = []
+    for n in cuts * 5:
+        sender.sendall(frames[:n])
+        frames = frames[n:]
+        received += channel.receive_all()
+    sender.sendall(frames)
+    received += channel.receive_all()
+    assert [len(m.id) for m in received] == cuts
+    sender.close()
+    channel.close()
+
+
+def test_a_reader_that_does_not_read_does_not_block_the_writer():
+    a, b = pair()
+    big = Cancel(id="x" * 100_000)
+    for _ in range(100):
+        a.send(big)
+    assert a.wants_write
+    count = 0
+    while count < 100:
+        count += len(b.receive_all())
+        a.flush()
+    assert not a.wants_write
+
+
+def test_bytes_that_are_no_message_are_dropped_and_counted():
+    sender, receiver = socket.socketpair()
+    channel = Channel(receiver)
+    for payload in (b"\xff\xff garbage", encode(Ready()), b"", b"\x81\xa4type\xa3Bad"):
+        sender.sendall(struct.pack("<I", len(payload)) + payload)
+    assert channel.receive_all() == [Ready()]
+    assert channel.num_dropped == 3
+
+
+def test_the_end_comes_after_everything_that_was_sent():
+    a, b = pair()
+    a.send(Ready())
+    a.close()
+    assert b.receive_all() == [Ready()]
+    with pytest.raises(ChannelClosed):
+        b.receive_all()
+    b.send(Ready())  # nobody listens; not an error of the sender
+
+
+def test_descriptors_travel_with_their_message():
+    a, b = pair()
+    reader, writer = os.pipe()
+    a.send(Attach(rank=Rank(0), incarnation=Incarnation(1)), fds=[reader])
+    os.close(reader)
+    assert isinstance(b.receive(timeout_s=1), Attach)
+    os.write(writer, b"hello")
+    fd = b.take_fd()
+    assert os.read(fd, 5) == b"hello"
+    os.close(fd)
+    os.close(writer)
+
+
+def test_receive_times_out():
+    _, b = (ends := pair())
+    assert b.receive(timeout_s=0.01) is None
+    del ends
+
+
+def test_async_end():
+    async def talk() -> list:
+        a, b = Channel.pair()
+        left, right = AsyncChannel(a), AsyncChannel(b)
+        for i in range(50):
+            left.send(Cancel(id=str(i) * 20_000))
+        received = [await right.receive() for _ in range(50)]
+        left.close()
+        with pytest.raises(ChannelClosed):
+            await right.receive()
+        right.close()
+        return received
+
+    assert [m.id[:1] for m in asyncio.run(talk())] == [str(i)[0] for i in range(50)]

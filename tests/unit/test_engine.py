@@ -1,0 +1,126 @@
+"""The engine's doors, on the toy model: limits, cancellation, preemption, prefix sharing, prompt logprobs."""
+
+import pytest
+import torch
+
+from everserve.errors import RequestError
+from tests.toy import logits_after, make_engine, run_alone, spec
+
+
+def drain(engine) -> dict[str, list]:
+    outputs: dict[str, list] = {}
+    for _ in range(1000):
+        if not engine.has_work:
+            break
+        for output in engine.step().outputs:
+            outputs.setdefault(output.id, []).append(output)
+        engine.check()
+    assert not engine.has_work
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [([], "no tokens"), (list(range(64)), "at most 63"), ([97], "between 0 and 96"), ([-1], "between 0 and 96")],
+)
+def test_impossible_requests_are_refused(prompt, words):
+    engine, _ = make_engine()
+    with pytest.raises(RequestError, match=words):
+        engine.add(spec("a", prompt))
+    assert not engine.has_work
+
+
+def test_an_id_runs_once():
+    engine, _ = make_engine()
+    engine.add(spec("a", [1]))
+    with pytest.raises(RequestError, match="already"):
+        engine.add(spec("a", [1]))
+    drain(engine)
+    engine.add(spec("a", [1]))  # ended: free again
+    drain(engine)
+
+
+def test_finish_reasons():
+    engine, _ = make_engine()
+    stream = run_alone(spec("x", [1, 2], max_tokens=6, temperature=0.0))
+    engine.add(spec("length", [1, 2], max_tokens=6, temperature=0.0))
+    engine.add(spec("stop", [1, 2], max_tokens=6, temperature=0.0, stop_ids=(stream[2],)))
+    engine.add(spec("model", list(range(60)), max_tokens=50))
+    outputs = drain(engine)
+    assert [o.token for o in outputs["length"]] == stream
+    assert outputs["length"][-1].finish_reason == "length"
+    stop_at = stream.index(stream[2])
+    assert [o.token for o in outputs["stop"]] == stream[: stop_at + 1]
+    assert (outputs["stop"][-1].finish_reason, outputs["stop"][-1].stop_id) == ("stop", stream[2])
+    assert len(outputs["model"]) == 4, "prompt and output together are at most max_model_len"
+
+
+def test_cancel_at_any_time_gives_everything_back():
+    engine, _ = make_engine()
+    for steps in range(6):
+        engine.add(spec("a", list(range(30)), max_tokens=30))
+        for _ in range(steps):
+            engine.step()
+        assert engine.cancel("a")
+        assert not engine.cancel("a")
+        engine.check()
+        assert engine.scheduler.pool.num_used == 0
+
+
+def test_preempted_streams_continue_as_if_nothing_had_happened():
+    engine, _ = make_engine(num_blocks=16)
+    specs = [spec(f"r{i}", [i, i + 1, i + 2], max_tokens=40, seed=i) for i in range(5)]
+    for request in specs:
+        engine.add(request)
+    outputs = drain(engine)
+    assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
+    for request in specs:
+        assert [o.token for o in outputs[request.id]] == run_alone(request)
+
+
+def test_siblings_compute_their_common_prompt_once():
+    engine, _ = make_engine(num_blocks=64)
+    for i in range(4):
+        engine.add(spec(f"r{i}", list(range(33)), max_tokens=4, seed=i))
+    outputs = drain(engine)
+    assert engine.stats().num_prompt_tokens == 33 + 3 * 1, "32 of 33 tokens are in full blocks"
+    assert sorted(o[0].num_cached for o in outputs.values()) == [0, 32, 32, 32]
+
+
+def test_decoding_streams_advance_while_a_long_prompt_is_computed():
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=8)
+    engine.add(spec("short", [1], max_tokens=20))
+    engine.step()
+    engine.add(spec("long", list(range(60)), max_tokens=1))
+    ids = [[o.id for o in engine.step().outputs] for _ in range(8)]
+    assert all("short" in step for step in ids), "chunked prefill shares the budget, it does not take it"
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("budget", [5, 64])
+def test_prompt_logprobs(budget, max_tokens):
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=budget)
+    prompt = [5, 9, 2, 44, 3, 3, 17, 8, 60]
+    for id in ("first", "again"):  # the second must not be spoilt by the prefix cache
+        engine.add(spec(id, prompt, max_tokens=max_tokens, prompt_logprobs=2, temperature=0.0))
+        outputs = drain(engine)[id]
+        found = outputs[0].prompt_logprobs
+        assert found[0] is None and len(found) == len(prompt)
+        for i in range(1, len(prompt)):
+            expected = torch.log_softmax(logits_after(prompt[:i]), -1)
+            assert found[i].logprob == pytest.approx(expected[prompt[i]].item(), abs=1e-5)
+            assert found[i].top_ids == expected.topk(2).indices.tolist()
+        assert [o.token for o in outputs if o.token is not None] == run_alone(
+            spec("x", prompt, max_tokens=max_tokens, temperature=0.0)
+        )
+        assert all(o.prompt_logprobs is None for o in outputs[1:])
+
+
+def test_a_broken_model_fails_its_streams_and_nobody_hangs():
+    engine, _ = make_engine()
+    engine._forward = lambda batch: torch.full((len(batch.logits_rows_L), 97), torch.nan)
+    engine.add(spec("a", [1, 2, 3]))
+    result = engine.step()
+    assert [id for id, _ in result.failed] == ["a"] and result.outputs == []
+    assert not engine.has_work
+    engine.check()

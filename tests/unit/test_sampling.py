@@ -1,0 +1,137 @@
+"""Sampling: what is kept, what is chosen, and that nothing else in the batch matters."""
+
+import math
+
+import pytest
+import torch
+
+from everserve.model.sampling import Penalties, SamplingRow, sample, token_logprobs, uniform
+from everserve.tables.requests import RequestSpec, SamplingParams
+
+
+def row(index: int = 0, penalties: Penalties | None = None, **params: object) -> SamplingRow:
+    return SamplingRow(SamplingParams(max_tokens=100, **params), index, penalties)  # type: ignore[arg-type]
+
+
+def tokens(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    choices = sample(logits, rows)
+    assert all(choice is not None for choice in choices)
+    return [choice.token for choice in choices if choice is not None]
+
+
+def frequencies(logits_V: torch.Tensor, num: int = 4000, **params: object) -> torch.Tensor:
+    rows = [row(index=i, seed=7, **params) for i in range(num)]
+    chosen = torch.tensor(tokens(logits_V.expand(num, -1), rows))
+    return torch.bincount(chosen, minlength=logits_V.shape[0]) / num
+
+
+def test_greedy_takes_the_largest():
+    logits = torch.randn(5, 50)
+    assert tokens(logits, [row(temperature=0.0)] * 5) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_sampled_frequencies_follow_the_softmax(temperature):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
+    expected = torch.softmax(logits / temperature, -1)
+    assert torch.allclose(frequencies(logits, temperature=temperature), expected, atol=0.03)
+
+
+@pytest.mark.parametrize(
+    ("params", "kept"),
+    [
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.7}, [0, 1]),  # 0.643 alone does not reach 0.7
+        ({"top_p": 0.01}, [0]),
+        ({"min_p": 0.3}, [0, 1]),
+        ({"top_k": 3, "top_p": 0.95, "min_p": 0.2}, [0, 1]),
+    ],
+)
+def test_filters_keep_exactly_what_they_should(params, kept):
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])  # probabilities .643 .237 .087 .032 .004
+    expected = torch.zeros(5)
+    expected[kept] = torch.softmax(logits, -1)[kept]
+    assert torch.allclose(frequencies(logits, **params), expected / expected.sum(), atol=0.03)
+
+
+def test_filters_beyond_the_candidate_list():
+    """A flat distribution over many tokens needs more than the first few hundred candidates."""
+    logits = torch.linspace(0, 0.01, 2000)
+    seen = frequencies(logits, top_p=0.9).nonzero().flatten()
+    assert seen.min() >= 150
+    assert (seen < 1000).any()
+
+
+def test_equal_logits_go_to_the_lower_id_first():
+    logits = torch.zeros(1, 600)
+    assert {tokens(logits, [row(index=i, top_k=3)])[0] for i in range(50)} == {0, 1, 2}
+
+
+def test_rows_do_not_depend_on_the_batch():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(40, 1000, generator=generator) * 4
+    kinds: list[dict] = [
+        {}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1, "temperature": 0.6}, {"top_p": 0.99, "top_k": 400},
+    ]  # fmt: skip
+    rows = [row(index=i, seed=i * 31, logprobs=3, **kinds[i % len(kinds)]) for i in range(40)]
+    together = sample(logits, rows)
+    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)]
+    assert together == alone
+
+
+def test_uniform_depends_on_seed_and_index_alone_and_is_even():
+    draws = torch.tensor([uniform(seed, index) for seed in range(100) for index in range(100)], dtype=torch.float64)
+    assert uniform(3, 4) == uniform(3, 4) != uniform(4, 3)
+    assert 0 <= draws.min() and draws.max() < 1
+    assert abs(draws.mean() - 0.5) < 0.01
+    assert torch.histc(draws.float(), 10, 0, 1).min() > 900
+    assert len(set(draws.tolist())) == 10_000
+
+
+def test_penalties():
+    spec = RequestSpec(
+        id="r",
+        prompt=[0, 1],
+        params=SamplingParams(
+            max_tokens=1, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0
+        ),
+    )
+    penalties = Penalties.of(spec)
+    assert penalties is not None
+    for token in (2, 2, 3):
+        penalties.count(token)
+    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 1.0])
+    penalties.apply(logits, spec.params)
+    expected = [2.0, -8.0, 2.0 - 2 * 0.25 - 0.5, -8.0 - 0.25 - 0.5, 1.0]
+    assert logits.tolist() == pytest.approx(expected)
+
+
+def test_bias_and_min_tokens():
+    logits = torch.tensor([[5.0, 0.0, 0.0]])
+    assert tokens(logits, [row(temperature=0.0, logit_bias={2: 100.0})]) == [2]
+    assert tokens(logits, [row(temperature=0.0, stop_ids=(0,), min_tokens=1)]) != [0]
+    assert tokens(logits, [row(index=1, temperature=0.0, stop_ids=(0,), min_tokens=1)]) == [0]
+    assert logits.tolist() == [[5.0, 0.0, 0.0]], "the model's logits are not changed"
+
+
+def test_logprobs_are_the_models_own():
+    """Temperature and filters change the choice, not the reported probabilities."""
+    logits = torch.randn(1, 30)
+    choice = sample(logits, [row(temperature=0.3, top_k=4, logprobs=5)])[0]
+    assert choice is not None and choice.logprobs is not None
+    expected = torch.log_softmax(logits[0], -1)
+    assert choice.logprobs.logprob == pytest.approx(expected[choice.token].item())
+    assert choice.logprobs.top_ids == expected.topk(5).indices.tolist()
+    assert choice.logprobs.rank == 1 + int((expected > expected[choice.token]).sum())
+
+
+def test_token_logprobs_without_alternatives():
+    entry = token_logprobs(torch.zeros(1, 4), [2], 0)[0]
+    assert entry.logprob == pytest.approx(-math.log(4)) and entry.top_ids == []
+
+
+def test_broken_logits_are_noticed():
+    logits = torch.randn(2, 10)
+    logits[1, 3] = torch.nan
+    first, second = sample(logits, [row(), row(temperature=0.0)])
+    assert first is not None and second is None
