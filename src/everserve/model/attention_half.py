@@ -1,0 +1,72 @@
+"""AttentionHalf: one layer up to the seam, the half that owns KV.
+
+    hidden -> norm -> qkv -> rotate, store -> attend -> output + hidden -> norm -> router ... | seam | ... experts
+                                                        = residual         = normed
+
+What crosses the seam is `normed` and the router's choice; what comes back is added to `residual`. A layer without
+experts does not cross it: its FFN is computed here, as a set of expert slots with a single slot, so that one kernel
+serves both.
+"""
+
+import torch
+from torch import Tensor
+
+from everserve.model.batch import StepBatch
+from everserve.model.config import ModelConfig
+from everserve.model.layout import Weights
+from everserve.model.ops import ExpertSlots, Ops
+from everserve.model.rope import RopeTables
+
+
+class AttentionHalf:
+    """Norms, attention, router or dense FFN of one layer."""
+
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables) -> None:
+        self.layer = layer
+        self.is_moe = config.is_moe_layer(layer)
+        self._config = config
+        self._ops = ops
+        self._rope = rope
+        self._scale = config.head_size**-0.5
+
+        sources = weights.layout.attention(layer)
+        self._input_norm_D = weights.load(sources.input_norm)
+        self._qkv_XD = weights.merge(sources.qkv)
+        self._qkv_bias_X = weights.merge(sources.qkv_bias) if sources.qkv_bias else None
+        self._q_norm_E = weights.load_optional(sources.q_norm)
+        self._k_norm_E = weights.load_optional(sources.k_norm)
+        self._output_DX = weights.load(sources.output)
+        self._output_bias_D = weights.load_optional(sources.output_bias)
+        self._post_norm_D = weights.load(sources.post_norm)
+        self._router_ND = weights.load(weights.layout.router(layer)) if self.is_moe else None
+        self._dense = None if self.is_moe else _dense_slots(layer, weights, ops)
+
+    def attend(self, hidden_TD: Tensor, batch: StepBatch, kv_pool: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the rows' KV into the pool; return (residual_TD, normed_TD)."""
+        ops, eps = self._ops, self._config.rms_norm_eps
+        normed_TD = ops.rms_norm(hidden_TD, self._input_norm_D, eps)
+        qkv_TX = ops.linear(normed_TD, self._qkv_XD, self._qkv_bias_X)
+        q_THE = ops.rotate_and_store(
+            qkv_TX, batch, kv_pool, self.layer, *self._rope, self._q_norm_E, self._k_norm_E, eps
+        )
+        attended_TX = ops.attend(q_THE, batch, kv_pool, self.layer, self._scale)
+        residual_TD = ops.linear(attended_TX, self._output_DX, self._output_bias_D, hidden_TD)
+        return residual_TD, ops.rms_norm(residual_TD, self._post_norm_D, eps)
+
+    def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Which experts each row goes to: ids_TK, weights_TK. Only for layers with experts."""
+        assert self._router_ND is not None, f"layer {self.layer} has no experts"
+        return self._ops.route(normed_TD, self._router_ND, self._config.experts_per_token, self._config.renormalise)
+
+    def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        """The rest of a layer without experts: hidden_TD."""
+        assert self._dense is not None, f"layer {self.layer} has experts"
+        token_T = torch.arange(normed_TD.shape[0], dtype=torch.int32, device=normed_TD.device)
+        return residual_TD + self._ops.expert_rows(normed_TD, token_T, torch.zeros_like(token_T), self._dense)
+
+
+def _dense_slots(layer: int, weights: Weights, ops: Ops) -> ExpertSlots:
+    sources = weights.layout.dense(layer)
+    slots = ops.expert_slots(1)
+    slots.fill(0, weights.load(sources.gate), weights.load(sources.up), weights.load(sources.down))
+    return slots

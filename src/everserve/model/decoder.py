@@ -1,0 +1,78 @@
+"""Decoder: the whole model around the seam.
+
+It holds everything but the experts. Those are reached through `expert_io`, a callable given to each forward pass, so
+that the decoder is the same whether experts are in this process or behind a network.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from everserve.model.attention_half import AttentionHalf
+from everserve.model.batch import StepBatch
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.layout import Weights
+from everserve.model.ops import Ops
+from everserve.model.rope import rope_tables
+
+# (layer, ids_TK, weights_TK, normed_TD, residual_TD) -> hidden_TD
+ExpertCall = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Decoder:
+    """Embedding, layers, final norm, logits.
+
+    `dtype` ("auto" or one of config.DTYPES) is that of the KV pool and the widest that weights are kept in;
+    activations are what the ops compute with. Sequences may be `max_model_len` tokens long.
+    `progress(done, total)` counts layers as they are loaded.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        max_model_len: int,
+        dtype: str = "auto",
+        *,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.max_model_len = max_model_len
+        weights = Weights(config, checkpoint, dtype, ops.device)
+        self.kv_dtype = weights.dtype
+        rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device)
+
+        self._embedding_VD = weights.load(weights.layout.embedding)
+        self._final_norm_D = weights.load(weights.layout.final_norm)
+        # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
+        tied = config.tie_word_embeddings
+        self._lm_head_VD = self._embedding_VD if tied else weights.load(weights.layout.lm_head)
+        self.layers: list[AttentionHalf] = []
+        for layer in range(config.num_layers):
+            self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
+            if progress is not None:
+                progress(layer + 1, config.num_layers)
+
+    def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        """The KV pool's shape (batch.py says why in this order); its dtype is `kv_dtype`."""
+        c = self.config
+        return (num_blocks, c.num_layers, 2, c.num_kv_heads, block_size, c.head_size)
+
+    def forward(self, batch: StepBatch, kv_pool: Tensor, expert_io: ExpertCall) -> Tensor:
+        """Compute all rows, write their KV into the pool, return logits_LV (float32) of the rows asked for."""
+        hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
+        for half in self.layers:
+            residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
+            if half.is_moe:
+                ids_TK, weights_TK = half.route(normed_TD)
+                hidden_TD = expert_io(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
+            else:
+                hidden_TD = half.feed_forward(normed_TD, residual_TD)
+        return self._logits(hidden_TD.index_select(0, batch.logits_rows_L))
+
+    def _logits(self, hidden_LD: Tensor) -> Tensor:
+        normed_LD = self.ops.rms_norm(hidden_LD, self._final_norm_D, self.config.rms_norm_eps)
+        return self.ops.linear(normed_LD, self._lm_head_VD).float()

@@ -1,0 +1,50 @@
+"""ExpertHalf: the other side of the seam, a pure function of expert slots and rows.
+
+It knows neither requests nor KV nor routes: rows come with the slot that is to compute them, and nothing is kept
+between calls. Which expert is in which slot is decided, and remembered, by the tables outside.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.layout import Weights
+from everserve.model.ops import Ops
+
+
+class ExpertHalf:
+    """The expert slots of all MoE layers: `num_slots` per layer, empty at first."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, num_slots: int, dtype: str = "auto"
+    ) -> None:
+        self.config = config
+        self.ops = ops
+        self.num_slots = num_slots
+        self._weights = Weights(config, checkpoint, dtype, ops.device)
+        self._slots = {layer: ops.expert_slots(num_slots) for layer in config.moe_layers}
+
+    def load(self, layer: int, expert: int, slot: int) -> None:
+        """Put an expert into a slot, from the checkpoint."""
+        sources = self._weights.layout.expert(layer, expert)
+        gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
+        self._slots[layer].fill(slot, gate_FD, up_FD, self._weights.load(sources.down))
+
+    def load_all(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Every expert into the slot of its own number; `progress(done, total)` counts experts."""
+        assert self.num_slots >= self.config.num_experts
+        total = len(self._slots) * self.config.num_experts
+        for index, layer in enumerate(self._slots):
+            for expert in range(self.config.num_experts):
+                self.load(layer, expert, slot=expert)
+                if progress is not None:
+                    progress(index * self.config.num_experts + expert + 1, total)
+
+    def clear(self, layer: int, slot: int) -> None:
+        self._slots[layer].clear(slot)
+
+    def rows(self, layer: int, x_TD: Tensor, token_R: Tensor, slot_R: Tensor) -> Tensor:
+        """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]]."""
+        return self.ops.expert_rows(x_TD, token_R, slot_R, self._slots[layer])

@@ -1,0 +1,81 @@
+"""Rotary tables: cos and sin of every position, scaled as the config says.
+
+A head of size E is rotated in E/2 pairs (i, i + E/2), pair i by position * frequency[i]. Both halves of a table row
+hold the same numbers, so that an op needs no index arithmetic:  x * cos + (-x[E/2:], x[:E/2]) * sin.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from everserve.model.config import RopeConfig
+
+RopeTables = tuple[Tensor, Tensor]  # cos_PE, sin_PE
+
+
+def rope_tables(rope: RopeConfig, head_size: int, max_len: int, device: torch.device) -> RopeTables:
+    """For positions below max_len, in float32. YaRN's attention factor is multiplied in."""
+    frequencies = inverse_frequencies(rope, head_size)
+    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
+    angles_PE = torch.cat((angles, angles), dim=-1)
+    scale = attention_factor(rope)
+    return (angles_PE.cos() * scale).to(device), (angles_PE.sin() * scale).to(device)
+
+
+def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
+    """Radians per position of each of the E/2 pairs, float32."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    plain = 1.0 / rope.theta**exponents
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3(plain, rope)
+        case "yarn":
+            return _yarn(plain, rope, head_size)
+        case _:
+            raise AssertionError(f"ModelConfig let the rope kind {rope.kind} through")
+
+
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Short waves stay, waves longer than the original context are stretched, those between are blended."""
+    waves_per_context = rope.original_max_positions / (2 * math.pi / plain)
+    blend = (waves_per_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)
+    return (1 - blend) * (plain / rope.factor) + blend * plain
+
+
+def _yarn(plain: Tensor, rope: RopeConfig, head_size: int) -> Tensor:
+    """Pairs that turn over beta_fast times in the original context stay, those under beta_slow are stretched."""
+
+    def pair_turning(times: float) -> float:
+        """The (fractional) pair that turns this many times within the original context."""
+        context_per_turn = rope.original_max_positions / (times * 2 * math.pi)
+        return head_size * math.log(context_per_turn) / (2 * math.log(rope.theta))
+
+    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # The upper bound is in terms of E, not E/2: that is how the published models were trained.
+    low, high = max(low, 0), min(high, head_size - 1)
+    width = (high - low) or 0.001
+    stretched_share = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return (plain / rope.factor) * stretched_share + plain * (1 - stretched_share)
+
+
+def attention_factor(rope: RopeConfig) -> float:
+    """What YaRN multiplies cos and sin with, to keep the entropy of attention over longer contexts."""
+    if rope.kind != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def growth(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1.0 else 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return growth(rope.mscale) / growth(rope.mscale_all_dim)
+    return growth(1.0)
