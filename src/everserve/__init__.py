@@ -9,6 +9,8 @@ Rooms, from the ground up (imports only point upwards in this list):
     engine              how one worker advances: schedule, run, postprocess
     datapath            how rows travel between the two halves of a layer
     worker, gateway     the processes
+    client              a lean streaming client
+    bench               benchmarks, one file per question
     cli                 one file per command
 """
 

@@ -9,11 +9,12 @@ import yaml
 
 from everserve.cli import app
 from everserve.errors import ConfigError
+from everserve.model.bundled import DEMO_MODEL
 from everserve.runtime.messages import StartGateway, StartWorker
 from everserve.runtime.supervisor import Supervisor, listen_on
 from everserve.tables.ids import Incarnation, Rank
 
-DEMO_MODEL = Path(__file__).parent.parent / "model" / "demo"
+
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -96,7 +97,6 @@ def serve(
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
     directory = resolve_model(model)
     listen = listen_on(host, port)
-    url = f"http://{host}:{listen.getsockname()[1]}"
     supervisor = Supervisor(
         listen,
         StartGateway(
@@ -129,7 +129,7 @@ def serve(
         ),
         grace_s=shutdown_timeout,
         event_log=_text(event_log),
-        on_ready=lambda: _say_ready(model, url),
+        on_ready=lambda url: _say_ready(model, url),
     )
     sys.exit(supervisor.run())
 

@@ -42,6 +42,12 @@ class WorkerBecameReady(Event):
     num_blocks: int
 
 
+class Serving(Event):
+    """All processes are ready; clients are welcome at `url`."""
+
+    url: str
+
+
 class WorkerGone(Event):
     """A worker's process ended."""
 
@@ -79,7 +85,7 @@ class ShutdownBegan(Event):
 
 
 AnyEvent = (
-    ProcessStarted | WorkerBecameReady | WorkerGone | EpochPublished | RequestPreempted | BadBytes | ShutdownBegan
+    ProcessStarted | WorkerBecameReady | Serving | WorkerGone | EpochPublished | RequestPreempted | BadBytes | ShutdownBegan
 )
 
 

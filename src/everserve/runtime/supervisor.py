@@ -23,6 +23,7 @@ from everserve.runtime.events import (
     EpochPublished,
     EventLog,
     ProcessStarted,
+    Serving,
     ShutdownBegan,
     WorkerGone,
 )
@@ -65,9 +66,10 @@ class Supervisor:
         start_worker: StartWorker,
         grace_s: float,
         event_log: str | None,
-        on_ready: Callable[[], None],
+        on_ready: Callable[[str], None],
     ) -> None:
         self._listen = listen
+        self._url = _url_of(listen)
         self._start_gateway = start_gateway
         self._start_worker = start_worker
         self._grace_s = grace_s
@@ -76,11 +78,12 @@ class Supervisor:
         self._epoch = 0
         self._stopping_since: float | None = None
         self._failure: str | None = None
+        self._exit_status = 0
         self._selector = selectors.DefaultSelector()
         self._events = EventLog("supervisor", event_log, self._tell_gateway)
 
     def run(self) -> int:
-        """Serve until a signal or a death ends it; returns the exit status. Raises ConfigError-like user errors."""
+        """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
         signals = _SignalPipe(self._selector)
         try:
             self._spawn_all()
@@ -91,8 +94,7 @@ class Supervisor:
             self._kill_everything()
         if self._failure is not None:
             print(f"everserve: {self._failure}", file=sys.stderr)
-            return 1
-        return 0
+        return self._exit_status
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -148,7 +150,8 @@ class Supervisor:
             child.is_ready, child.state = True, WorkerState.READY
             self._publish()
             if all(other.is_ready for other in self._children.values()):
-                self._on_ready()
+                self._events.append(Serving(process="supervisor", url=self._url))
+                self._on_ready(self._url)
         elif isinstance(message, Failed):
             child.failure = message
         elif isinstance(message, EventHappened):
@@ -170,6 +173,7 @@ class Supervisor:
         if self._stopping_since is None:
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
             self._failure = child.failure.reason if child.failure else f"the {child.name} died ({how}); stopping"
+            self._exit_status = 2 if child.failure and child.failure.user_error else 1
             self._publish()
             self._stop(self._failure, grace_s=0.0)
         elif child.name == "gateway":
@@ -277,3 +281,8 @@ def listen_on(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port") from error
     return sock
+
+
+def _url_of(listen: socket.socket) -> str:
+    host, port = listen.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

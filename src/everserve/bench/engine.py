@@ -1,0 +1,203 @@
+"""Is one worker fast, next to what people would use instead?
+
+Through HTTP, streaming, greedy: tokens/s for 1 and 16 streams (prompt 32, output 128), time to first token and inter-token
+times, beside transformers' `generate` and continuous batching on the same weights in the same run. Variants are
+interleaved and repeated; the table shows medians, the JSON the spread too. Then how cost grows with streams and context.
+
+The floor is the time to read, once per step, the bytes that the step must read, at the read bandwidth measured in the run.
+"""
+
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+from everserve.bench import report
+from everserve.bench.baseline import KINDS, Baseline
+from everserve.bench.shapes import SMALL_MOE, bytes_per_step, write_random_model
+from everserve.client import Stream, complete_all
+from everserve.model.bundled import DEMO_MODEL
+from everserve.runtime.local_server import LocalServer
+
+PROMPT, OUTPUT = 32, 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model to measure."""
+
+    name: str
+    directory: Path
+    config: dict[str, Any]
+    itemsize: int  # bytes per weight that the server reads
+
+
+def run(rounds: int, quick: bool, out: Path | None) -> None:
+    """The whole benchmark; `quick` leaves out the growth table and continuous batching."""
+    with tempfile.TemporaryDirectory(prefix="everserve-bench-") as scratch:
+        small = write_random_model(Path(scratch) / "small-moe", SMALL_MOE)
+        cases = [
+            Case("Qwen3-MoE 61 M, random, float32", small, SMALL_MOE, itemsize=4),
+            Case("bundled model", DEMO_MODEL, report.read_json(DEMO_MODEL / "config.json"), itemsize=2),
+        ]
+        bandwidth = read_bandwidth()
+        result: dict[str, Any] = {"prompt": PROMPT, "output": OUTPUT, "read_bandwidth": bandwidth, "cases": []}
+        for case in cases:
+            result["cases"].append(_measure_case(case, bandwidth, rounds, quick))
+    path = report.write("engine", result, out)
+    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; written to {path}")
+
+
+def _measure_case(case: Case, bandwidth: float, rounds: int, quick: bool) -> dict[str, Any]:
+    with LocalServer(str(case.directory)) as server:
+        baseline = Baseline(case.directory, "float32")
+        try:
+            compared = _compare(case, server, baseline, rounds, KINDS[:1] if quick else KINDS)
+        finally:
+            baseline.close()
+        growth = [] if quick else _growth(case, server)
+    _print_comparison(case, compared, bandwidth)
+    _print_growth(case, growth, bandwidth)
+    return {"model": case.name, "compared": compared, "growth": growth}
+
+
+def _compare(
+    case: Case, server: LocalServer, baseline: Baseline, rounds: int, kinds: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Everserve and each baseline, interleaved, for 1 and 16 streams."""
+    samples: dict[tuple[str, int], list[dict[str, float]]] = {}
+    with Progress(transient=True) as progress:
+        task = progress.add_task(case.name, total=(rounds + 1) * 2 * (len(kinds) + 1))
+        for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
+            for num_streams in (1, 16):
+                prompts = random_prompts(case.config["vocab_size"], num_streams, PROMPT, seed=round_)
+                runs: dict[str, Callable[[], dict[str, float]]] = {
+                    "everserve": lambda p=prompts: _ours(server, p, OUTPUT)  # type: ignore[misc]
+                }
+                for kind in kinds:
+                    runs[f"transformers {kind}"] = lambda p=prompts, k=kind: _theirs(baseline, k, p)  # type: ignore[misc]
+                for name, measure in runs.items():
+                    sample = measure()
+                    progress.advance(task)
+                    if round_ > 0:
+                        samples.setdefault((name, num_streams), []).append(sample)
+    return [
+        {"system": name, "streams": num_streams, **_summary(found)} for (name, num_streams), found in samples.items()
+    ]
+
+
+def _ours(server: LocalServer, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    streams = complete_all(server.url, server.model, prompts, max_tokens)
+    broken = [stream.error for stream in streams if stream.error or len(stream.token_ids) != max_tokens]
+    if broken:
+        raise RuntimeError(f"streams are incomplete: {broken}")
+    return _timing(streams)
+
+
+def _timing(streams: list[Stream]) -> dict[str, float]:
+    began = min(stream.started_s for stream in streams)
+    seconds = max(stream.arrivals_s[-1] for stream in streams) - began
+    gaps = [gap for stream in streams for gap in stream.gaps_s]
+    return {
+        "tokens_per_s": sum(len(stream.token_ids) for stream in streams) / seconds,
+        "first_token_ms": 1e3 * report.percentile([stream.first_token_s for stream in streams], 0.5),
+        "itl_p50_ms": 1e3 * report.percentile(gaps, 0.5),
+        "itl_p99_ms": 1e3 * report.percentile(gaps, 0.99),
+    }
+
+
+def _theirs(baseline: Baseline, kind: str, prompts: list[list[int]]) -> dict[str, float]:
+    answer = baseline.measure(kind, prompts, OUTPUT)
+    arrivals = answer["arrivals_s"]
+    found = {"tokens_per_s": len(prompts) * OUTPUT / answer["seconds"]}
+    if arrivals:
+        gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+        found["first_token_ms"] = 1e3 * arrivals[0]
+        found["itl_p50_ms"] = 1e3 * report.percentile(gaps, 0.5)
+        found["itl_p99_ms"] = 1e3 * report.percentile(gaps, 0.99)
+    return found
+
+
+def _growth(case: Case, server: LocalServer) -> list[dict[str, Any]]:
+    """Inter-token time over streams at a short context, and over contexts at one stream."""
+    points = [(n, PROMPT) for n in (1, 2, 4, 8, 16, 32, 64)] + [(1, c) for c in (128, 512, 1024, 2048, 4000)]
+    rows = []
+    for num_streams, context in points:
+        prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + context + num_streams)
+        rows.append({"streams": num_streams, "context": context, **_ours(server, prompts, 64)})
+    return rows
+
+
+def _summary(samples: list[dict[str, float]]) -> dict[str, Any]:
+    return {key: report.spread([sample[key] for sample in samples]) for key in samples[0]}
+
+
+def _print_comparison(case: Case, compared: list[dict[str, Any]], bandwidth: float) -> None:
+    reference = {
+        row["streams"]: row["tokens_per_s"]["median"] for row in compared if row["system"] == "transformers generate"
+    }
+    rows = []
+    for row in sorted(compared, key=lambda row: row["streams"]):
+        speed = row["tokens_per_s"]
+        cells = [f"{row[key]['median']:.1f}" if key in row else "" for key in _LATENCIES]
+        share = ""
+        if row["system"] == "everserve":
+            floor_s = bytes_per_step(case.config, row["streams"], PROMPT + OUTPUT // 2, case.itemsize) / bandwidth
+            share = f"{speed['median'] * floor_s / row['streams']:.0%}"
+        rows.append(
+            [
+                row["system"],
+                str(row["streams"]),
+                f"{speed['median']:.0f} ({speed['min']:.0f}-{speed['max']:.0f})",
+                f"{speed['median'] / reference[row['streams']]:.2f}x",
+                *cells,
+                share,
+            ]
+        )
+    columns = ["system", "streams", "tokens/s (min-max)", "vs generate", "first ms", "p50 ms", "p99 ms", "of floor"]
+    report.print_table(f"{case.name}: prompt {PROMPT}, output {OUTPUT}", columns, rows)
+
+
+_LATENCIES = ("first_token_ms", "itl_p50_ms", "itl_p99_ms")
+
+
+def _print_growth(case: Case, growth: list[dict[str, Any]], bandwidth: float) -> None:
+    if not growth:
+        return
+    rows = []
+    for row in growth:
+        floor_ms = 1e3 * bytes_per_step(case.config, row["streams"], row["context"] + 32, case.itemsize) / bandwidth
+        rows.append(
+            [
+                str(row["streams"]),
+                str(row["context"]),
+                f"{row['tokens_per_s']:.0f}",
+                *(f"{row[key]:.1f}" for key in _LATENCIES),
+                f"{floor_ms:.1f}",
+            ]
+        )
+    columns = ["streams", "context", "tokens/s", "first ms", "p50 ms", "p99 ms", "floor ms"]
+    report.print_table(f"{case.name}: how cost grows (output 64)", columns, rows)
+
+
+def random_prompts(vocab_size: int, num: int, length: int, seed: int) -> list[list[int]]:
+    """Prompts nobody has seen before, so that the prefix cache cannot help."""
+    generator = random.Random(f"{seed}/{num}/{length}")
+    return [[generator.randrange(1, vocab_size) for _ in range(length)] for _ in range(num)]
+
+
+def read_bandwidth(num_bytes: int = 512 << 20, repeats: int = 5) -> float:
+    """Bytes per second when all cores read a buffer far larger than the caches; the best of a few."""
+    buffer = torch.ones(num_bytes // 4)
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        buffer.sum()
+        best = min(best, time.perf_counter() - start)
+    return num_bytes / best

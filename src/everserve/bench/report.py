@@ -1,0 +1,85 @@
+"""Where and with what a benchmark ran; tables for people, JSON for machines."""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from everserve import __version__
+
+RESULTS = Path("bench/results")
+
+
+def environment() -> dict[str, Any]:
+    """Commit, hardware and versions: what a reader needs to judge or repeat the numbers."""
+    return {
+        "commit": _command("git", "rev-parse", "--short", "HEAD"),
+        "dirty": bool(_command("git", "status", "--porcelain", "--untracked-files=no")),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": platform.machine(),
+        "cpu": _cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "everserve": __version__,
+        "command": " ".join(["everserve", *sys.argv[1:]]),
+    }
+
+
+def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:
+    """The whole result as JSON, beside the environment it was measured in."""
+    directory = directory or RESULTS
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    return path
+
+
+def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    table = Table(*columns, title=title, title_justify="left")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and range of repeated measurements."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def percentile(values: list[float], q: float) -> float:
+    """The q-quantile (0..1), nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+
+
+def _command(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _cpu_name() -> str:
+    for line in (_command("lscpu") or "").splitlines():
+        if line.startswith("Model name:"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or "unknown"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())

@@ -1,0 +1,188 @@
+"""Processes and signals: starting, stopping, dying, leaving nothing behind."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from everserve.client import Stream, complete
+
+
+def run_serve(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "everserve.cli", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
+            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children(server) -> dict[str, int]:
+    cluster = httpx.get(f"{server.url}/cluster").json()
+    pids = {process["name"]: process["pid"] for process in cluster["processes"]}
+    return pids | {f"worker-{worker['rank']}": worker["pid"] for worker in cluster["workers"]}
+
+
+async def during(stream_of: list[Stream], server, act: Callable[[], None], num: int = 4, max_tokens: int = 400) -> None:
+    """Run streams, call `act` once all of them have a token, and wait for their ends."""
+    stream_of.extend(Stream() for _ in range(num))
+    work = asyncio.gather(
+        *(
+            complete(server.url, server.model, [5 + i, 6, 7], max_tokens, stream)
+            for i, stream in enumerate(stream_of)
+        )
+    )
+    while not all(stream.token_ids for stream in stream_of):
+        await asyncio.sleep(0.002)
+    act()
+    await asyncio.wait_for(work, 60)
+
+
+def test_a_whole_life(start_server):
+    with start_server() as server:
+        cluster = httpx.get(f"{server.url}/cluster").json()
+        assert cluster["violations"] == [] and cluster["epoch"] >= 1
+        assert [worker["state"] for worker in cluster["workers"]] == ["ready"]
+        pids = children(server)
+        assert set(pids) == {"supervisor", "gateway", "worker-0"}
+        assert server.process.pid == pids["supervisor"]
+        names = [event["event"] for event in server.events()]
+        assert names.index("worker_became_ready") < names.index("serving")
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=20) == 0
+        assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_sigterm_lets_running_streams_finish(start_server):
+    with start_server() as server:
+        streams: list[Stream] = []
+        asyncio.run(during(streams, server, lambda: server.process.send_signal(signal.SIGTERM)))
+        assert [len(stream.token_ids) for stream in streams] == [400] * 4
+        assert all(stream.error is None and stream.finish_reason == "length" for stream in streams)
+        assert server.process.wait(timeout=20) == 0
+
+
+def test_a_second_signal_ends_everything_at_once(start_server):
+    with start_server("--shutdown-timeout", "600") as server:
+        pids = children(server)
+
+        def twice() -> None:
+            server.process.send_signal(signal.SIGINT)
+            wait_until(lambda: any(event["event"] == "shutdown_began" for event in server.events()))
+            server.process.send_signal(signal.SIGINT)
+
+        with pytest.raises((ConnectionError, AssertionError)):
+            streams: list[Stream] = []
+            asyncio.run(during(streams, server, twice, max_tokens=4000))
+            assert all(stream.finish_reason for stream in streams)
+        server.process.wait(timeout=20)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
+
+
+def test_nobody_survives_the_supervisor(start_server):
+    with start_server() as server:
+        pids = children(server)
+        os.kill(pids["supervisor"], signal.SIGKILL)
+        wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
+
+
+def test_a_dead_worker_is_told_to_every_client(start_server):
+    """Until failover exists, the truth: streams end with an error, the server says why and exits."""
+    with start_server() as server:
+        pids = children(server)
+        streams: list[Stream] = []
+        asyncio.run(during(streams, server, lambda: os.kill(pids["worker-0"], signal.SIGKILL), max_tokens=4000))
+        assert not is_alive(pids["worker-0"])
+        assert all(stream.error and "died" in stream.error for stream in streams)
+        assert server.process.wait(timeout=20) == 1
+        assert "the worker died (signal SIGKILL)" in server.log_text()
+        assert any(event["event"] == "worker_gone" for event in server.events())
+        assert not any(is_alive(pid) for pid in pids.values())
+
+
+def test_two_servers_side_by_side(start_server, server):
+    with start_server() as other:
+        assert other.url != server.url
+        for one in (server, other):
+            streams: list[Stream] = []
+            asyncio.run(during(streams, one, lambda: None, max_tokens=5))
+            assert all(len(stream.token_ids) == 5 for stream in streams)
+
+
+def test_a_client_that_leaves_is_forgotten(server):
+    async def leave() -> None:
+        stream = Stream()
+        task = asyncio.create_task(complete(server.url, server.model, [1, 2, 3], 4000, stream))
+        while not stream.token_ids:
+            await asyncio.sleep(0.002)
+        task.cancel()
+
+    asyncio.run(leave())
+    wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 0)
+    wait_until(lambda: "num_requests_running{" in (text := httpx.get(f"{server.url}/metrics").text)
+               and all(line.endswith(" 0.0") for line in text.splitlines() if line.startswith("vllm:num_requests_running{")))  # fmt: skip
+
+
+def test_a_taken_port_is_one_clear_line():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_serve("demo", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2
+    assert "choose another --host or --port" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["/does/not/exist"], "is not a directory"),
+        (["demo", "--block-size", "17"], "choose 16, 32, 64 or 128"),
+        (["demo", "--dtype", "int3"], "choose one of"),
+        (["demo", "--port", "0", "--max-model-len", "1000000"], "max_position_embeddings"),
+        (["demo", "--port", "0", "--kv-cache-memory-bytes", "1000"], "lower --max-model-len"),
+        (["demo", "--no-such-flag"], "No such option"),
+        (["demo", "--config", "/nope.yaml"], "nope.yaml"),
+    ],
+)
+def test_impossible_flags_are_clear_errors(arguments, words):
+    done = run_serve(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_incomplete_model_directory_is_one_clear_line(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    done = run_serve(str(tmp_path), "--port", "0")
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("everserve: ") and "GPT2LMHeadModel" in last
+    assert "Traceback" not in done.stderr
+
+
+def test_config_file(tmp_path, start_server):
+    config = tmp_path / "serve.yaml"
+    config.write_text("served-model-name: [yaml-name]\nmax-model-len: 256\n")
+    with start_server("--config", str(config), "--max-model-len", "128") as server:
+        models = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert [model["id"] for model in models] == ["yaml-name"]
+        assert models[0]["max_model_len"] == 128, "the command line wins"
+    config.write_text("no-such-flag: 1\n")
+    done = run_serve("demo", "--config", str(config))
+    assert done.returncode == 2 and "no_such_flag" in done.stderr
