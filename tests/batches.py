@@ -24,7 +24,7 @@ class PagedSequences:
         ops: Ops,
         *,
         dtype: str = "auto",
-        block_size: int = 8,
+        block_size: int = 16,
         num_blocks: int = 64,
         seed: int = 0,
     ) -> None:

@@ -4,7 +4,6 @@ One forward pass of transformers over the whole sequence is the truth for all ro
 is causal, so the logits of a row do not know whether the rows after it were in the same pass.
 """
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import accumulate, pairwise
@@ -21,6 +20,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import Ops
+from everserve.model.ops.native import NativeOps, unavailable
 from everserve.model.ops.reference import ReferenceOps
 from tests.batches import PagedSequences
 from tests.models import KINDS, MOE_KINDS, model_directory, random_tokens, transformers_model
@@ -33,13 +33,7 @@ DECODED = [len(TOKENS) - NUM_DECODED] + [1] * NUM_DECODED
 
 
 # The native set joins where it can be built; if it then does not start, that is a failure, not a skip.
-NATIVE: dict[str, Callable[[], Ops]] = {}
-if importlib.util.find_spec("everserve.model.ops.native") is not None:
-    from everserve.model.ops.build import why_unavailable
-    from everserve.model.ops.native import NativeOps
-
-    if why_unavailable() is None:
-        NATIVE["native"] = partial(NativeOps, num_threads=2)
+NATIVE: dict[str, Callable[[], Ops]] = {"native": partial(NativeOps, num_threads=2)} if unavailable() is None else {}
 OPS_SETS: dict[str, Callable[[], Ops]] = {"reference": ReferenceOps, **NATIVE}
 INVARIANT_SETS: dict[str, Callable[[], Ops]] = {"by-row": partial(ReferenceOps, batch_invariant=True), **NATIVE}
 
@@ -125,7 +119,7 @@ def test_a_sequence_does_not_notice_its_neighbours(kind: str, ops_name: str) -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_chunks_and_decode_give_the_same_bits(kind: str, dtype: str, invariant_ops: Ops) -> None:
-    sequences = PagedSequences(model_directory(kind, dtype), invariant_ops, block_size=4)
+    sequences = PagedSequences(model_directory(kind, dtype), invariant_ops, block_size=32)
     whole, chunked, decoded = (
         in_chunks(sequences, sizes, seq=seq) for seq, sizes in enumerate((WHOLE, CHUNKED, DECODED))
     )

@@ -11,9 +11,9 @@ log = logging.getLogger(__name__)
 
 def select_ops(num_threads: int | None, batch_invariant: bool) -> Ops:
     """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
-    from everserve.model.ops import build, native  # noqa: PLC0415 (only who computes needs them)
+    from everserve.model.ops import native  # noqa: PLC0415 (only who computes needs it)
 
-    reason = build.why_unavailable()
+    reason = native.unavailable()
     if reason is None:
         return native.NativeOps(num_threads=num_threads or default_num_threads())
     log.warning("no native kernels (%s): using plain PyTorch, which is several times slower", reason)

@@ -1,0 +1,85 @@
+"""Batch invariance through the whole engine: a stream's tokens and logprobs, bit for bit, alone and in random company.
+
+Prompts, chunk sizes, arrivals, preemptions and prefix hits all differ between the runs; the numbers may not.
+"""
+
+import random
+
+import pytest
+import torch
+
+from everserve.model.config import ModelConfig
+from everserve.runtime.messages import StartWorker
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.outputs import Output
+from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.worker.build import build
+from tests.models import model_directory
+
+
+def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
+    if ops == "reference":
+        monkeypatch.setattr("everserve.model.ops.native.unavailable", lambda: "switched off by this test")
+    settings: dict = {
+        "rank": Rank(0), "incarnation": Incarnation(1), "model": str(model_directory(kind)), "dtype": "auto",
+        "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "block_size": 16,
+        "kv_cache_bytes": None, "memory_utilization": 0.01, "enable_prefix_caching": True, "batch_invariant": True,
+        "num_threads": 2, "event_log": None,
+    }  # fmt: skip
+    threads = torch.get_num_threads()
+    built = build(StartWorker(**{**settings, **overrides}))
+    torch.set_num_threads(threads)
+    assert built.ops.batch_invariant
+    return built.engine
+
+
+def kv_block_bytes(kind: str) -> int:
+    config = ModelConfig.from_directory(model_directory(kind))
+    return 16 * 2 * 4 * config.num_layers * config.num_kv_heads * config.head_size
+
+
+def random_specs(num: int, vocab: int, seed: int) -> list[RequestSpec]:
+    generator = random.Random(seed)
+    shared = [generator.randrange(vocab) for _ in range(40)]
+    kinds: list[dict] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 7, "presence_penalty": 0.5}]
+    return [
+        RequestSpec(
+            id=f"r{i}",
+            prompt=shared[: generator.randrange(41)] + [generator.randrange(vocab) for _ in range(generator.randint(1, 30))],
+            params=SamplingParams(max_tokens=generator.randint(3, 20), seed=i, logprobs=2, **generator.choice(kinds)),
+        )
+        for i in range(num)
+    ]
+
+
+def run(engine, specs: list[RequestSpec], seed: int) -> dict[str, list[tuple]]:
+    """Add the specs at random moments and collect what each stream produced."""
+    generator = random.Random(seed)
+    waiting, streams = list(specs), {spec.id: [] for spec in specs}
+    while waiting or engine.has_work:
+        while waiting and (not engine.has_work or generator.random() < 0.4):
+            engine.add(waiting.pop(generator.randrange(len(waiting))))
+        for output in engine.step().outputs:
+            streams[output.id].append(content(output))
+        engine.check()
+    return streams
+
+
+def content(output: Output) -> tuple:
+    assert output.logprobs is not None
+    return output.index, output.token, output.finish_reason, output.logprobs.logprob, tuple(output.logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize(("kind", "ops"), [("qwen3-moe", "native"), ("mixtral", "native"), ("qwen3-moe", "reference")])
+def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
+    crowded = make_engine(kind, ops, monkeypatch)
+    specs = random_specs(14 if ops == "reference" else 20, crowded.config.vocab_size, seed=1)
+    alone = {}
+    quiet = make_engine(kind, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
+    for spec in specs:
+        alone |= run(quiet, [spec], seed=0)
+    for seed in range(3):
+        assert run(crowded, specs, seed) == alone
+    tight = make_engine(kind, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
+    assert run(tight, specs, seed=9) == alone
+    assert tight.stats().num_preemptions > 0, "the pool was meant to be too small"
