@@ -96,3 +96,9 @@ def complete_all(url: str, model: str, prompts: list[list[int]], max_tokens: int
         return await asyncio.gather(*(complete(url, model, prompt, max_tokens, **params) for prompt in prompts))
 
     return asyncio.run(run())
+
+
+def percentile(values: list[float], q: float) -> float:
+    """The q-quantile (0..1), nearest rank."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")

@@ -10,9 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from everserve.bench.report import percentile
 from everserve.cli import app
-from everserve.client import Stream, complete
+from everserve.client import Stream, complete, percentile
 from everserve.errors import EverserveError
 from everserve.runtime.local_server import LocalServer
 

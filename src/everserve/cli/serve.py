@@ -10,6 +10,7 @@ import yaml
 from everserve.cli import app
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
+from everserve.model.config import ModelConfig
 from everserve.runtime.messages import StartGateway, StartWorker
 from everserve.runtime.supervisor import Supervisor, listen_on
 from everserve.tables.ids import Incarnation, Rank
@@ -96,6 +97,7 @@ def serve(
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
     directory = resolve_model(model)
+    ModelConfig.from_directory(directory)  # a model that cannot be served is refused before anything starts
     listen = listen_on(host, port)
     supervisor = Supervisor(
         listen,

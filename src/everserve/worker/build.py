@@ -48,7 +48,8 @@ def build(start: StartWorker) -> Built:
     expert_io = LocalExperts(experts)
 
     num_blocks = _size_pool(start, decoder, max_model_len)
-    kv_pool = torch.zeros(decoder.kv_shape(num_blocks, start.block_size), dtype=decoder.kv_dtype)
+    # Not zeroed: pages are only touched, and paid for, as streams need them.
+    kv_pool = torch.empty(decoder.kv_shape(num_blocks, start.block_size), dtype=decoder.kv_dtype, device=ops.device)
     engine = Engine(
         EngineConfig(
             max_model_len=max_model_len,
