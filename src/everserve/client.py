@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ class Stream:
 
     @property
     def gaps_s(self) -> list[float]:
-        return [b - a for a, b in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+        return [b - a for a, b in pairwise(self.arrivals_s)]
 
 
 async def complete(

@@ -35,6 +35,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def num_running(server) -> float:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
 def children(server) -> dict[str, int]:
     cluster = httpx.get(f"{server.url}/cluster").json()
     pids = {process["name"]: process["pid"] for process in cluster["processes"]}
@@ -45,10 +50,7 @@ async def during(stream_of: list[Stream], server, act: Callable[[], None], num: 
     """Run streams, call `act` once all of them have a token, and wait for their ends."""
     stream_of.extend(Stream() for _ in range(num))
     work = asyncio.gather(
-        *(
-            complete(server.url, server.model, [5 + i, 6, 7], max_tokens, stream)
-            for i, stream in enumerate(stream_of)
-        )
+        *(complete(server.url, server.model, [5 + i, 6, 7], max_tokens, stream) for i, stream in enumerate(stream_of))
     )
     while not all(stream.token_ids for stream in stream_of):
         await asyncio.sleep(0.002)
@@ -137,8 +139,7 @@ def test_a_client_that_leaves_is_forgotten(server):
 
     asyncio.run(leave())
     wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 0)
-    wait_until(lambda: "num_requests_running{" in (text := httpx.get(f"{server.url}/metrics").text)
-               and all(line.endswith(" 0.0") for line in text.splitlines() if line.startswith("vllm:num_requests_running{")))  # fmt: skip
+    wait_until(lambda: num_running(server) == 0)
 
 
 def test_a_taken_port_is_one_clear_line():

@@ -96,5 +96,11 @@ def snapshot(engine) -> tuple:
     ]
     stats = engine.stats()
     return (
-        sequences, len(scheduler.running), pool.free_list(), list(pool.refs), list(pool.hash_of), dict(pool.block_of), stats
+        sequences,
+        len(scheduler.running),
+        pool.free_list(),
+        list(pool.refs),
+        list(pool.hash_of),
+        dict(pool.block_of),
+        stats,
     )

@@ -16,7 +16,6 @@ from everserve.tables.members import Members, Worker
 MESSAGES = typing.get_args(AnyMessage)
 
 
-
 def instances(kind: type) -> st.SearchStrategy:
     """Any value of a struct: every field set, nested structs included."""
     fields = {field.name: values_of(field.type) for field in msgspec.structs.fields(kind)}
@@ -45,7 +44,6 @@ def values_of(kind: object) -> st.SearchStrategy:
     if kind is float:
         return st.floats(allow_nan=False)
     return st.from_type(kind)  # type: ignore[arg-type]
-
 
 
 def test_every_message_class_is_in_the_union():

@@ -70,9 +70,7 @@ def test_equal_logits_go_to_the_lower_id_first():
 def test_rows_do_not_depend_on_the_batch():
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1000, generator=generator) * 4
-    kinds: list[dict] = [
-        {}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1, "temperature": 0.6}, {"top_p": 0.99, "top_k": 400},
-    ]  # fmt: skip
+    kinds: list[dict] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 400}]
     rows = [row(index=i, seed=i * 31, logprobs=3, **kinds[i % len(kinds)]) for i in range(40)]
     together = sample(logits, rows)
     alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)]
@@ -82,7 +80,7 @@ def test_rows_do_not_depend_on_the_batch():
 def test_uniform_depends_on_seed_and_index_alone_and_is_even():
     draws = torch.tensor([uniform(seed, index) for seed in range(100) for index in range(100)], dtype=torch.float64)
     assert uniform(3, 4) == uniform(3, 4) != uniform(4, 3)
-    assert 0 <= draws.min() and draws.max() < 1
+    assert draws.min() >= 0 and draws.max() < 1
     assert abs(draws.mean() - 0.5) < 0.01
     assert torch.histc(draws.float(), 10, 0, 1).min() > 900
     assert len(set(draws.tolist())) == 10_000
@@ -92,9 +90,7 @@ def test_penalties():
     spec = RequestSpec(
         id="r",
         prompt=[0, 1],
-        params=SamplingParams(
-            max_tokens=1, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0
-        ),
+        params=SamplingParams(max_tokens=1, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0),
     )
     penalties = Penalties.of(spec)
     assert penalties is not None

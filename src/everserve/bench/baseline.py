@@ -33,7 +33,8 @@ class Baseline:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the transformers baseline died ({kind}, {len(prompts)} prompts)")
-        return json.loads(line)
+        result: dict[str, Any] = json.loads(line)
+        return result
 
     def close(self) -> None:
         self._process.kill()

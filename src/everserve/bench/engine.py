@@ -1,10 +1,12 @@
 """Is one worker fast, next to what people would use instead?
 
-Through HTTP, streaming, greedy: tokens/s for 1 and 16 streams (prompt 32, output 128), time to first token and inter-token
-times, beside transformers' `generate` and continuous batching on the same weights in the same run. Variants are
-interleaved and repeated; the table shows medians, the JSON the spread too. Then how cost grows with streams and context.
+Through HTTP, streaming, greedy: tokens/s for 1 and 16 streams (prompt 32, output 128), time to first token and
+inter-token times, beside transformers' `generate` and continuous batching on the same weights in the same run.
+Variants are interleaved and repeated; the table shows medians, the JSON the spread too. Then how cost grows with
+streams and context.
 
-The floor is the time to read, once per step, the bytes that the step must read, at the read bandwidth measured in the run.
+The floor is the time to read, once per step, the bytes that the step must read, at the read bandwidth measured in the
+run.
 """
 
 import random
@@ -12,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +120,7 @@ def _theirs(baseline: Baseline, kind: str, prompts: list[list[int]]) -> dict[str
     arrivals = answer["arrivals_s"]
     found = {"tokens_per_s": len(prompts) * OUTPUT / answer["seconds"]}
     if arrivals:
-        gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+        gaps = [b - a for a, b in pairwise(arrivals)]
         found["first_token_ms"] = 1e3 * arrivals[0]
         found["itl_p50_ms"] = 1e3 * percentile(gaps, 0.5)
         found["itl_p99_ms"] = 1e3 * percentile(gaps, 0.99)

@@ -1,9 +1,9 @@
 """The command line, one file per command.
 
-    serve.py    serve a model
-    demo.py     the story in one terminal
-    status.py   who is here, and is the instance valid
-    bench.py    one benchmark by name (the benchmarks themselves are in bench/)
+serve.py    serve a model
+demo.py     the story in one terminal
+status.py   who is here, and is the instance valid
+bench.py    one benchmark by name (the benchmarks themselves are in bench/)
 """
 
 import sys

@@ -15,7 +15,6 @@ from everserve.runtime.messages import StartGateway, StartWorker
 from everserve.runtime.supervisor import Supervisor, listen_on
 from everserve.tables.ids import Incarnation, Rank
 
-
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -141,7 +140,8 @@ def resolve_model(model: str) -> Path:
     directory = DEMO_MODEL if model == "demo" else Path(model)
     if not directory.is_dir():
         raise ConfigError(
-            f"{model} is not a directory: give the path of a downloaded Hugging Face model, or `demo` for the bundled one"
+            f"{model} is not a directory: give the path of a downloaded Hugging Face model, or `demo` for the bundled"
+            " one"
         )
     return directory.resolve()
 

@@ -34,7 +34,8 @@ def fetch_cluster(url: str) -> dict[str, Any]:
     try:
         response = httpx.get(f"{url}/cluster", timeout=5.0)
         response.raise_for_status()
-        return response.json()
+        cluster: dict[str, Any] = response.json()
+        return cluster
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ConfigError(f"no answer from {url} ({error}): is the server running? see --url") from error
 

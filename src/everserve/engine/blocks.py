@@ -79,7 +79,8 @@ class BlockPool:
 
     def free_list(self) -> list[int]:
         """The free blocks, next victim first."""
-        blocks, block = [], self._next[self._head]
+        blocks: list[int] = []
+        block = self._next[self._head]
         while block != self._head and len(blocks) <= self.num_blocks:
             blocks.append(block)
             block = self._next[block]

@@ -22,6 +22,7 @@ from everserve.tables.requests import RequestSpec
 
 _MAX_LOGITS_BYTES = 128 << 20  # of one step
 
+CPU = torch.device("cpu")
 Forward = Callable[[StepBatch], torch.Tensor]  # rows in, logits_LV of batch.logits_rows_L out; writes KV
 
 
@@ -36,7 +37,7 @@ class EngineConfig:
     num_blocks: int
     vocab_size: int
     enable_prefix_caching: bool = True
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
 
     @property
     def max_logits_rows(self) -> int:

@@ -195,8 +195,10 @@ class Scheduler:
         sequence.blocks.clear()
 
     def _chunk_limit(self, sequence: Sequence) -> int:
-        """Rows that need logits are dear when the vocabulary is large: prompts that want logprobs go in smaller chunks."""
-        return min(sequence.num_pending, self._max_logits_rows) if sequence.wants_prompt_logprobs else sequence.num_pending
+        """Logits are dear when the vocabulary is large: prompts that want logprobs go in smaller chunks."""
+        return (
+            min(sequence.num_pending, self._max_logits_rows) if sequence.wants_prompt_logprobs else sequence.num_pending
+        )
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed."""

@@ -61,7 +61,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logits of prompt rows are still needed. Those rows must be computed, not found in the prefix cache."""
+        """Whether logits of prompt rows are still needed: those rows must be computed, not found in the cache."""
         return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
 
     def num_blocks_for(self, num_tokens: int) -> int:

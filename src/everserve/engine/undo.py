@@ -14,9 +14,9 @@ class UndoLog:
     """Inverses of what the current step has done so far."""
 
     def __init__(self) -> None:
-        self._entries: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._entries: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
 
-    def record(self, inverse: Callable[..., None], *args: Any) -> None:
+    def record(self, inverse: Callable[..., Any], *args: Any) -> None:
         """Remember how to take back what was just done."""
         self._entries.append((inverse, args))
 

@@ -1,15 +1,15 @@
 """What is computed: architectures cut at the attention/expert seam.
 
-    config.py          ModelConfig: one Hugging Face config.json, checked
-    fields.py          JSON fields, read with checks and clear errors
-    checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
-    layout.py          which tensor of which architecture is which weight of ours
-    rope.py            rotary tables, scaled as the config says
-    batch.py           StepBatch: the rows of one step and where their KV lives
-    attention_half.py  norms, attention, router, residual: owns KV
-    expert_half.py     a pure function of expert slots and rows: stateless
-    decoder.py         embedding, layers, final norm, logits: the whole model around the seam
-    sampling.py        logits to tokens; randomness is a function of (seed, index)
-    ops/               the arithmetic itself, one module per kind of device
-    bundled.py, demo/  the bundled model and where it is
+config.py          ModelConfig: one Hugging Face config.json, checked
+fields.py          JSON fields, read with checks and clear errors
+checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
+layout.py          which tensor of which architecture is which weight of ours
+rope.py            rotary tables, scaled as the config says
+batch.py           StepBatch: the rows of one step and where their KV lives
+attention_half.py  norms, attention, router, residual: owns KV
+expert_half.py     a pure function of expert slots and rows: stateless
+decoder.py         embedding, layers, final norm, logits: the whole model around the seam
+sampling.py        logits to tokens; randomness is a function of (seed, index)
+ops/               the arithmetic itself, one module per kind of device
+bundled.py, demo/  the bundled model and where it is
 """

@@ -10,8 +10,8 @@ one as many as its chunk:
     query_starts    0             1                           5            6
 
 The KV pool is one tensor [num_blocks, num_layers, 2, G, block_size, E]: a block holds all layers of its tokens in one
-contiguous piece, so that a block is copied, logged or restored in one go. Row t's KV goes to block kv_slots[t] // block_size,
-offset kv_slots[t] % block_size. All index tensors are int32 on the CPU's side of the device (contiguous).
+contiguous piece, so that a block is copied, logged or restored in one go. Row t's KV goes to block
+kv_slots[t] // block_size, offset kv_slots[t] % block_size. All index tensors are contiguous int32.
 """
 
 from dataclasses import dataclass

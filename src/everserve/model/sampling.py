@@ -3,8 +3,8 @@
 The only randomness is `uniform(seed, index)`: one number in [0, 1) per (request seed, token index). So a stream's
 tokens do not depend on what else is in the batch, on which worker it runs, or on whether it was moved in between.
 
-Every choice among tokens goes by (logit, then lower id first) as one integer key without ties, so that the result does not
-depend on the algorithm that sorts either.
+Every choice among tokens goes by (logit, then lower id first) as one integer key without ties, so that the result does
+not depend on the algorithm that sorts either.
 """
 
 from dataclasses import dataclass

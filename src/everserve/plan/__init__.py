@@ -1,4 +1,4 @@
 """What to do next: pure functions of tables and numbers. No I/O, no clock, no torch.
 
-    sizing.py   how many KV blocks an engine gets
+sizing.py   how many KV blocks an engine gets
 """

@@ -181,7 +181,12 @@ class AsyncChannel:
 
     async def _readable(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self.channel.sock, lambda: ready.done() or ready.set_result(None))
+
+        def on_readable() -> None:
+            if not ready.done():
+                ready.set_result(None)
+
+        self._loop.add_reader(self.channel.sock, on_readable)
         try:
             await ready
         finally:

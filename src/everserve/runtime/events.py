@@ -18,7 +18,7 @@ def _snake(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
-    """Base of all events. `at_s` is the machine's monotonic clock, comparable between its processes; `unix_s` is wall time."""
+    """Base of all events. `at_s` is the machine's monotonic clock, comparable between its processes."""
 
     at_s: float = msgspec.field(default_factory=time.monotonic)
     unix_s: float = msgspec.field(default_factory=time.time)
@@ -26,14 +26,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_s
     pid: int = msgspec.field(default_factory=os.getpid)
 
 
-class ProcessStarted(Event):
+class ProcessStarted(Event, frozen=True):
     """A process was started by the supervisor."""
 
     child: str
     child_pid: int
 
 
-class WorkerBecameReady(Event):
+class WorkerBecameReady(Event, frozen=True):
     """A worker has its weights and accepts requests."""
 
     rank: int
@@ -42,13 +42,13 @@ class WorkerBecameReady(Event):
     num_blocks: int
 
 
-class Serving(Event):
+class Serving(Event, frozen=True):
     """All processes are ready; clients are welcome at `url`."""
 
     url: str
 
 
-class WorkerGone(Event):
+class WorkerGone(Event, frozen=True):
     """A worker's process ended."""
 
     rank: int
@@ -56,14 +56,14 @@ class WorkerGone(Event):
     exit_status: int
 
 
-class EpochPublished(Event):
+class EpochPublished(Event, frozen=True):
     """The membership table changed."""
 
     epoch: int
     violations: tuple[str, ...]
 
 
-class RequestPreempted(Event):
+class RequestPreempted(Event, frozen=True):
     """KV blocks ran out; this stream gave its blocks back and will be recomputed."""
 
     rank: int
@@ -71,13 +71,13 @@ class RequestPreempted(Event):
     num_tokens: int
 
 
-class BadBytes(Event):
+class BadBytes(Event, frozen=True):
     """Frames arrived that are not one of our messages; they were dropped (said once per channel)."""
 
     num_dropped: int
 
 
-class ShutdownBegan(Event):
+class ShutdownBegan(Event, frozen=True):
     """The instance stops; running requests may finish within the grace time."""
 
     reason: str
@@ -85,7 +85,14 @@ class ShutdownBegan(Event):
 
 
 AnyEvent = (
-    ProcessStarted | WorkerBecameReady | Serving | WorkerGone | EpochPublished | RequestPreempted | BadBytes | ShutdownBegan
+    ProcessStarted
+    | WorkerBecameReady
+    | Serving
+    | WorkerGone
+    | EpochPublished
+    | RequestPreempted
+    | BadBytes
+    | ShutdownBegan
 )
 
 

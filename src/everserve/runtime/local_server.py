@@ -61,7 +61,9 @@ class LocalServer:
 
     def events(self) -> list[dict[str, Any]]:
         """Every event of every process so far, by time."""
-        lines = [line for path in (self._directory / "events").glob("*.jsonl") for line in path.read_text().splitlines()]
+        lines = [
+            line for path in (self._directory / "events").glob("*.jsonl") for line in path.read_text().splitlines()
+        ]
         return sorted((json.loads(line) for line in lines), key=lambda event: event["at_s"])
 
     def log_text(self) -> str:

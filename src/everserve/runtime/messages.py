@@ -17,9 +17,7 @@ from everserve.errors import ProtocolError
 from everserve.runtime.events import AnyEvent
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.members import Members
-from everserve.tables.outputs import EngineStats as EngineStats
-from everserve.tables.outputs import Output as Output
-from everserve.tables.outputs import TokenLogprobs as TokenLogprobs
+from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.requests import RequestSpec
 
 
@@ -30,13 +28,13 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 # -- gateway -> worker ---------------------------------------------------------------------------
 
 
-class Submit(Message):
+class Submit(Message, frozen=True):
     """Gateway to worker: start this stream."""
 
     spec: RequestSpec
 
 
-class Cancel(Message):
+class Cancel(Message, frozen=True):
     """Gateway to worker: nobody waits for this stream any more, or a stop string ended it."""
 
     id: str
@@ -45,7 +43,7 @@ class Cancel(Message):
 # -- worker -> gateway ---------------------------------------------------------------------------
 
 
-class WorkerReady(Message):
+class WorkerReady(Message, frozen=True):
     """Worker to gateway, first message: what this worker can serve."""
 
     rank: Rank
@@ -56,14 +54,14 @@ class WorkerReady(Message):
     block_size: int
 
 
-class StepOutput(Message):
+class StepOutput(Message, frozen=True):
     """Worker to gateway, after every step, and once a second while idle."""
 
     outputs: list[Output]
     stats: EngineStats
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """Worker to gateway: this stream cannot run here (the gateway should have known). Nothing was kept of it."""
 
     id: str
@@ -73,7 +71,7 @@ class Rejected(Message):
 # -- supervisor -> child -------------------------------------------------------------------------
 
 
-class StartWorker(Message):
+class StartWorker(Message, frozen=True):
     """Supervisor to worker, first message: what to be."""
 
     rank: Rank
@@ -92,7 +90,7 @@ class StartWorker(Message):
     event_log: str | None
 
 
-class StartGateway(Message):
+class StartGateway(Message, frozen=True):
     """Supervisor to gateway, first message: what to be. The listening socket comes as an inherited descriptor."""
 
     model: str
@@ -107,20 +105,20 @@ class StartGateway(Message):
     event_log: str | None
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Supervisor to gateway: a worker's channel is the descriptor that came with this message."""
 
     rank: Rank
     incarnation: Incarnation
 
 
-class ClusterChanged(Message):
+class ClusterChanged(Message, frozen=True):
     """Supervisor to gateway: who is here now."""
 
     members: Members
 
 
-class Shutdown(Message):
+class Shutdown(Message, frozen=True):
     """Supervisor to child: finish what runs within `grace_s`, then exit."""
 
     grace_s: float
@@ -129,18 +127,18 @@ class Shutdown(Message):
 # -- child -> supervisor -------------------------------------------------------------------------
 
 
-class Ready(Message):
+class Ready(Message, frozen=True):
     """Child to supervisor: start-up is done."""
 
 
-class Failed(Message):
+class Failed(Message, frozen=True):
     """Child to supervisor, before it exits: one line that says why, and whether the user is at fault."""
 
     reason: str
     user_error: bool
 
 
-class EventHappened(Message):
+class EventHappened(Message, frozen=True):
     """Child to supervisor, and supervisor to gateway: something worth telling."""
 
     event: AnyEvent

@@ -2,8 +2,8 @@
 
     supervisor --control--> gateway  <--tokens--> worker  <--control-- supervisor
 
-Every child holds one end of a control channel; when the supervisor is gone, however it went, the children see the end of that
-channel and exit. Sockets are nameless pairs passed by descriptor, so nothing is left behind in the file system.
+Every child holds one end of a control channel; when the supervisor is gone, however it went, the children see the end
+of that channel and exit. Sockets are nameless pairs passed by descriptor, so nothing is left behind in the file system.
 """
 
 import os
@@ -166,9 +166,7 @@ class Supervisor:
         if child.name == "worker":
             start = self._start_worker
             self._events.append(
-                WorkerGone(
-                    process="supervisor", rank=start.rank, incarnation=start.incarnation, exit_status=status
-                )
+                WorkerGone(process="supervisor", rank=start.rank, incarnation=start.incarnation, exit_status=status)
             )
         if self._stopping_since is None:
             how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -195,9 +193,10 @@ class Supervisor:
             first.control.send(Shutdown(grace_s=grace_s))
 
     def _enforce_deadline(self) -> None:
-        if self._stopping_since is not None:
-            if time.monotonic() - self._stopping_since > self._grace_s + _KILL_AFTER_S:
-                self._kill_everything()
+        if self._stopping_since is None:
+            return
+        if time.monotonic() - self._stopping_since > self._grace_s + _KILL_AFTER_S:
+            self._kill_everything()
 
     def _kill_everything(self) -> None:
         for child in self._children.values():
@@ -219,9 +218,7 @@ class Supervisor:
         """A new epoch of the membership table, to whoever shows it."""
         self._epoch += 1
         members = self._members()
-        self._events.append(
-            EpochPublished(process="supervisor", epoch=self._epoch, violations=members.violations())
-        )
+        self._events.append(EpochPublished(process="supervisor", epoch=self._epoch, violations=members.violations()))
         gateway = self._children.get("gateway")
         if gateway is not None:
             gateway.control.send(ClusterChanged(members=members))
@@ -279,7 +276,9 @@ def listen_on(host: str, port: int) -> socket.socket:
         sock.listen(1024)  # clients that come early wait for the gateway
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
+        ) from error
     return sock
 
 

@@ -44,9 +44,7 @@ def serve(start: StartWorker, control: Channel, gateway: Channel) -> int:
         return 1
     from everserve.worker.loop import WorkerLoop  # noqa: PLC0415
 
-    events = EventLog(
-        f"worker-{start.rank}", start.event_log, lambda event: control.send(EventHappened(event=event))
-    )
+    events = EventLog(f"worker-{start.rank}", start.event_log, lambda event: control.send(EventHappened(event=event)))
     engine = built.engine
     gateway.send(
         WorkerReady(

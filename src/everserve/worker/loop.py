@@ -22,7 +22,9 @@ _IDLE_REPORT_S = 1.0
 class WorkerLoop:
     """One engine between a gateway and a supervisor."""
 
-    def __init__(self, start: StartWorker, engine: Engine, gateway: Channel, control: Channel, events: EventLog) -> None:
+    def __init__(
+        self, start: StartWorker, engine: Engine, gateway: Channel, control: Channel, events: EventLog
+    ) -> None:
         self._start = start
         self._engine = engine
         self._gateway = gateway

@@ -26,7 +26,10 @@ class ExpertSlots(Protocol):
     num_slots: int
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Put one expert's weights into a slot. Tensors may be views of mapped files: they are kept alive, not copied, where the device can read them in place."""
+        """Put one expert's weights into a slot.
+
+        Tensors may be views of mapped files: they are kept alive, not copied, where the device can read them in place.
+        """
 
     def clear(self, slot: int) -> None:
         """Empty the slot; using it afterwards is an error."""
@@ -40,7 +43,9 @@ class Ops(Protocol):
     activation_dtype: torch.dtype
     batch_invariant: bool
 
-    def linear(self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+    ) -> Tensor:
         """x @ weight.T (+ bias) (+ residual)."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -62,16 +67,19 @@ class Ops(Protocol):
         positions, write k and v into the pool at batch.kv_slots, return q_THE."""
 
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
-        """Causal attention of every row over its own sequence in the pool, up to and including its position; x_TX with X = H*E."""
+        """Causal attention of every row over its own sequence in the pool, up to its own position; X = H * E."""
 
     def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over experts in float32, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""
+        """Softmax over experts, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""
 
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         """An empty set of slots for one layer."""
 
     def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
-        """For each r: expert slot_R[r] applied to x_TD[token_R[r]]: down(silu(gate x) * up x); y_RD. Both index tensors are int32."""
+        """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]], down(silu(gate x) * up x).
+
+        Both index tensors are int32.
+        """
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""
