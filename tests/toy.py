@@ -52,7 +52,11 @@ def logits_after(context: list[int]) -> torch.Tensor:
 
 def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     settings: dict = {
-        "max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16, "vocab_size": VOCAB, **overrides
+        "max_model_len": 64,
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 16,
+        "vocab_size": VOCAB,
+        **overrides,
     }
     model = ToyModel(num_blocks, block_size)
     return Engine(EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings), model), model

@@ -41,11 +41,17 @@ def kv_block_bytes(kind: str) -> int:
 def random_specs(num: int, vocab: int, seed: int) -> list[RequestSpec]:
     generator = random.Random(seed)
     shared = [generator.randrange(vocab) for _ in range(40)]
-    kinds: list[dict] = [{"temperature": 0.0}, {"temperature": 0.9}, {"top_p": 0.9}, {"top_k": 7, "presence_penalty": 0.5}]
+    kinds: list[dict] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"top_p": 0.9},
+        {"top_k": 7, "presence_penalty": 0.5},
+    ]
     return [
         RequestSpec(
             id=f"r{i}",
-            prompt=shared[: generator.randrange(41)] + [generator.randrange(vocab) for _ in range(generator.randint(1, 30))],
+            prompt=shared[: generator.randrange(41)]
+            + [generator.randrange(vocab) for _ in range(generator.randint(1, 30))],
             params=SamplingParams(max_tokens=generator.randint(3, 20), seed=i, logprobs=2, **generator.choice(kinds)),
         )
         for i in range(num)
@@ -67,7 +73,13 @@ def run(engine, specs: list[RequestSpec], seed: int) -> dict[str, list[tuple]]:
 
 def content(output: Output) -> tuple:
     assert output.logprobs is not None
-    return output.index, output.token, output.finish_reason, output.logprobs.logprob, tuple(output.logprobs.top_logprobs)
+    return (
+        output.index,
+        output.token,
+        output.finish_reason,
+        output.logprobs.logprob,
+        tuple(output.logprobs.top_logprobs),
+    )
 
 
 @pytest.mark.parametrize(("kind", "ops"), [("qwen3-moe", "native"), ("mixtral", "native"), ("qwen3-moe", "reference")])

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,8 +20,11 @@ from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
 from everserve.plan.sizing import num_kv_blocks
 from everserve.runtime.messages import StartWorker
+from everserve.tables.requests import RequestSpec, SamplingParams
 
 log = logging.getLogger(__name__)
+
+_SAY_PROGRESS_EVERY_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -42,9 +46,9 @@ def build(start: StartWorker) -> Built:
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
     ops = select_ops(num_threads=start.num_threads, batch_invariant=start.batch_invariant)
-    decoder = Decoder(model, checkpoint, ops, max_model_len, start.dtype)
+    decoder = Decoder(model, checkpoint, ops, max_model_len, start.dtype, progress=_Progress("layers"))
     experts = ExpertHalf(model, checkpoint, ops, num_slots=model.num_experts, dtype=start.dtype)
-    experts.load_all()
+    experts.load_all(progress=_Progress("experts"))
     expert_io = LocalExperts(experts)
 
     num_blocks = _size_pool(start, decoder, max_model_len)
@@ -63,6 +67,7 @@ def build(start: StartWorker) -> Built:
         ),
         forward=lambda batch: decoder.forward(batch, kv_pool, expert_io),
     )
+    _warm_up(engine)
     return Built(engine, model, ops)
 
 
@@ -71,6 +76,27 @@ def resolve_max_model_len(asked: int | None, trained: int) -> int:
     if asked is not None and asked > trained:
         raise ConfigError(f"--max-model-len {asked} is more than the model's max_position_embeddings ({trained})")
     return asked or trained
+
+
+def _warm_up(engine: Engine) -> None:
+    """Two tokens for nobody, so that the first client does not pay for first touches. Too short to enter the cache."""
+    engine.add(RequestSpec(id="warm-up", prompt=[0], params=SamplingParams(max_tokens=2, temperature=0.0)))
+    while engine.has_work:
+        engine.step()
+    engine.check()
+
+
+class _Progress:
+    """Says how far loading is, once every few seconds: nothing at all for models that load at once."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said_s > _SAY_PROGRESS_EVERY_S:
+            self._said_s = time.monotonic()
+            log.info("loaded %d of %d %s", done, total, self._what)
 
 
 def _size_pool(start: StartWorker, decoder: Decoder, max_model_len: int) -> int:

@@ -1,7 +1,7 @@
 """The arithmetic of one kind of device, behind one small interface.
 
     reference.py   plain PyTorch: what every other set is tested against; runs anywhere
-    native.py      C kernels for CPUs (native/*.c), compiled once per machine with the system's compiler
+    native.py      C kernels for CPUs (csrc/*.c), compiled once per machine with the system's compiler
 
 Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
 O output features, N experts, K experts per token, R (token, expert) rows, F expert intermediate size.
