@@ -1,0 +1,34 @@
+"""The gateway: HTTP on one side, workers on the other, and every token stream in between.
+
+    __main__.py     the process: bootstrap, then one loop over the supervisor's messages
+    gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
+    app.py          the routes; one HTTP exchange from request id to response
+    http.py         one exchange over ASGI: headers, body, disconnects
+    errors.py       OpenAI-shaped errors and the words for bad JSON
+    openapi.py      /openapi.json, from the routes and the structs they use
+
+    protocol.py     request bodies, field by field with their ranges
+    sampling.py     request -> SamplingParams: the checks that need the model, defaults, seeds
+    prompts.py      request -> token ids: texts, lists, chat templates
+    responses.py    response bodies
+    completions.py  /v1/completions
+    chat.py         /v1/chat/completions
+    models.py       /v1/models
+    tokenize.py     /tokenize, /detokenize, /tokenizer_info
+    cluster.py      /cluster, /events
+    health.py       /health, /ping, /version, /load, /metrics
+
+    generation.py   one client's request: its choices and the hand-off to the task that writes to the client
+    choices.py      one choice: tokens in, text out
+    streams.py      exactly once: the streams in flight at one worker, by token index
+    workers.py      channels to workers, and which worker gets the next stream
+    tokenizer.py    the model's tokenizer and chat template; the only importer of transformers
+    detokenizer.py  exact text, token by token
+    stops.py        stop strings, across token boundaries
+    logprobs.py     log probabilities in the shapes clients expect
+    sse.py          server-sent events
+    metrics.py      Prometheus, under vLLM's names
+
+A token's way: workers.py reads a StepOutput -> streams.py finds its stream and checks its index -> choices.py makes
+text of it -> completions.py or chat.py makes an event of that -> generation.py wakes the task that sends it.
+"""

@@ -1,0 +1,199 @@
+"""The gateway process: `python -m everserve.gateway --control-fd N --listen-fd M`, started by the supervisor.
+
+    StartGateway -> load the tokenizer -> serve HTTP -> Ready -> handle the supervisor's messages until Shutdown
+
+The end of the control channel means that the supervisor is gone: the process ends at once. So does a second Shutdown.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from everserve.errors import UserError, WorkerDied
+from everserve.gateway.app import App
+from everserve.gateway.errors import HttpError
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.sampling import read_defaults
+from everserve.gateway.tokenizer import load_tokenizer
+from everserve.gateway.workers import Fleet
+from everserve.runtime.channel import AsyncChannel, ChannelClosed
+from everserve.runtime.events import BadBytes, EventLog
+from everserve.runtime.messages import (
+    AnyMessage,
+    Attach,
+    ClusterChanged,
+    EventHappened,
+    Failed,
+    Ready,
+    Shutdown,
+    StartGateway,
+)
+
+_KEEP_ALIVE_S = 60  # idle connections; longer than clients' pools keep them, so that they close first
+_CLOSE_S = 2  # after the streams have ended, for their last bytes to leave
+
+
+class GatewayProcess:
+    """The loop around one Gateway."""
+
+    def __init__(self, control: AsyncChannel, gateway: Gateway, server: uvicorn.Server) -> None:
+        self._control = control
+        self._gateway = gateway
+        self._server = server
+        self._draining: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Handle the supervisor's messages until the HTTP server has ended."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
+        while True:
+            try:
+                message = await self._control.receive()
+            except ChannelClosed:
+                os._exit(0 if self._draining else 1)
+            self._handle(message)
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Attach):
+            sock = socket.socket(fileno=self._control.take_fd())
+            self._gateway.fleet.attach(message.rank, message.incarnation, sock)
+        elif isinstance(message, ClusterChanged):
+            self._gateway.cluster.members = message.members
+        elif isinstance(message, EventHappened):
+            self._gateway.cluster.on_event(message.event)
+        elif isinstance(message, Shutdown):
+            self._shut_down(message.grace_s)
+        else:
+            raise AssertionError(f"the supervisor does not send {type(message).__name__} to a running gateway")
+
+    def _on_sigterm(self) -> None:
+        self._shut_down(self._gateway.settings.shutdown_timeout_s)
+
+    def _shut_down(self, grace_s: float) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain(grace_s))
+
+    async def _drain(self, grace_s: float) -> None:
+        """No new requests; running ones may finish within the grace time; then all connections close."""
+        gateway = self._gateway
+        gateway.is_draining = True
+        deadline_s = asyncio.get_running_loop().time() + grace_s
+        while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
+            await asyncio.sleep(0.02)
+        gateway.fleet.close(WorkerDied("The server was shut down before this request had finished."))
+        gateway.cluster.close()
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own ideas about signals."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """Bytes that are not HTTP get an error of the same shape as all others."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = HttpError(400, msg).body()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+async def serve(control_fd: int, listen_fd: int) -> int:
+    """The whole life of the process; returns its exit status."""
+    control = AsyncChannel(socket.socket(fileno=control_fd))
+    start = await control.receive()
+    assert isinstance(start, StartGateway), f"expected StartGateway, got {type(start).__name__}"
+    try:
+        gateway = _build(start, control)
+    except UserError as error:
+        control.send(Failed(reason=str(error), user_error=True))
+        return 1
+    except Exception as error:
+        traceback.print_exc(file=sys.stderr)
+        control.send(Failed(reason=f"{type(error).__name__}: {error}", user_error=False))
+        return 1
+    server = _Server(
+        uvicorn.Config(
+            App(gateway),
+            http=_HttpProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # the app reports its own errors; clients' mistakes are not worth a line
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_CLOSE_S,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listen_fd)]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.001)
+    _freeze_garbage()
+    control.send(Ready())
+    handling = asyncio.create_task(GatewayProcess(control, gateway, server).run())
+    done, _ = await asyncio.wait((serving, handling), return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()  # raises what went wrong
+    return 0
+
+
+def _build(start: StartGateway, control: AsyncChannel) -> Gateway:
+    tokenizer = load_tokenizer(start.model, start.chat_template)
+    defaults = read_defaults(start.model, tokenizer.eos_id)
+    events = EventLog("gateway", start.event_log, tell=lambda event: control.send(EventHappened(event=event)))
+    fleet = Fleet(
+        start.max_queue,
+        on_bad_bytes=lambda num_dropped: events.append(BadBytes(process="gateway", num_dropped=num_dropped)),
+    )
+    return Gateway(start, tokenizer, defaults, fleet)
+
+
+def _freeze_garbage() -> None:
+    """What start-up made stays for good; looking through it at every full collection costs tens of milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """An exception that nobody handles is a bug of ours: say so and let the supervisor decide."""
+    loop.default_exception_handler(context)
+    os._exit(70)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the supervisor handles it
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--listen-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.get_loop().set_exception_handler(_die)
+        try:
+            return runner.run(serve(arguments.control_fd, arguments.listen_fd))
+        except ChannelClosed:
+            return 1  # the supervisor went away before it had said what to do
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""/v1/chat/completions"""
+
+import time
+
+import msgspec
+from msgspec import UNSET
+
+from everserve.gateway import sse
+from everserve.gateway.choices import Choice
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.generation import Generation
+from everserve.gateway.http import Exchange
+from everserve.gateway.logprobs import chat_logprobs
+from everserve.gateway.prompts import chat_prompt
+from everserve.gateway.protocol import UNSUPPORTED, ChatRequest
+from everserve.gateway.responses import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatResponse,
+    Delta,
+    Usage,
+)
+from everserve.gateway.sampling import check_combinations
+from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.tables.outputs import Output
+
+_decoder = msgspec.json.Decoder(ChatRequest)
+
+
+async def chat(gateway: Gateway, exchange: Exchange) -> None:
+    """POST /v1/chat/completions"""
+    request: ChatRequest = await exchange.json_body(_decoder, UNSUPPORTED)
+    model = gateway.check_model(request.model)
+    check_combinations(request)
+    gateway.fleet.find_room(request.n or 1)
+    prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
+    id = f"chatcmpl-{exchange.request_id}"
+    renderer = ChatRenderer(id, model, request, gateway.tokenizer)
+    await Generation(gateway, request, renderer).respond(exchange, id, [prompt])
+
+
+class ChatRenderer:
+    """Writes answers as messages of the assistant."""
+
+    def __init__(self, id: str, model: str, request: ChatRequest, tokenizer: ModelTokenizer) -> None:
+        self._id = id
+        self._model = model
+        self._created = int(time.time())
+        self._wants_logprobs = bool(request.logprobs)
+        self._wants_ids = bool(request.return_token_ids)
+        self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
+        self._tokenizer = tokenizer
+
+    def event(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
+        first = self._role_event(choice, usage) if output.index == 0 else b""
+        rendered = ChatChunkChoice(
+            index=choice.index,
+            delta=Delta(content=text),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+        )
+        if self._wants_logprobs and output.token is not None:
+            rendered.logprobs = chat_logprobs([(output.token, output.logprobs)], self._tokenizer)
+        if self._wants_ids and output.token is not None:
+            rendered.token_ids = [output.token]
+        return first + sse.event(self._chunk([rendered], usage))
+
+    def last_event(self, usage: Usage) -> bytes:
+        return sse.event(self._chunk([], usage))
+
+    def whole(self, choices: list[Choice], usage: Usage) -> ChatResponse:
+        return ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[self._whole_choice(choice) for choice in choices],
+            usage=usage,
+            prompt_token_ids=choices[0].prompt.ids if self._wants_ids else UNSET,
+        )
+
+    def _whole_choice(self, choice: Choice) -> ChatChoice:
+        assert choice.finish_reason is not None
+        return ChatChoice(
+            index=choice.index,
+            message=AssistantMessage(content="".join(choice.texts)),
+            logprobs=chat_logprobs(choice.scored, self._tokenizer) if self._wants_logprobs else None,
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            token_ids=choice.token_ids if self._wants_ids else UNSET,
+        )
+
+    def _role_event(self, choice: Choice, usage: Usage | None) -> bytes:
+        """Opens a choice: who speaks, before anything is said."""
+        chunk = self._chunk([ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content=""))], usage)
+        if self._wants_ids:
+            chunk.prompt_token_ids = choice.prompt.ids
+        return sse.event(chunk)
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=usage if self._wants_usage else UNSET,
+        )

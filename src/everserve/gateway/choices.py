@@ -1,0 +1,148 @@
+"""One choice of a client's request: tokens in, text out."""
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from everserve.errors import EverserveError
+from everserve.gateway.logprobs import Scored
+from everserve.gateway.prompts import Prompt
+from everserve.gateway.protocol import GenerationRequest
+from everserve.gateway.responses import FinishReason
+from everserve.gateway.stops import StopMatcher, StopStrings
+from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.workers import WorkerLink
+from everserve.tables.outputs import Output
+from everserve.tables.requests import RequestSpec
+
+
+class ChoiceOwner(Protocol):
+    """The request that this choice is part of."""
+
+    def on_text(self, choice: "Choice", text: str, output: Output) -> None: ...
+
+    def on_failure(self, error: EverserveError) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How a request wants its tokens turned into text; shared by its choices."""
+
+    skip_special_tokens: bool
+    stops: StopStrings | None
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "TextOptions":
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop
+        return cls(
+            skip_special_tokens=request.skip_special_tokens is not False,
+            stops=StopStrings(stops) if stops else None,
+            stop_token_ids=frozenset(request.stop_token_ids or ()),
+            include_stop=bool(request.include_stop_str_in_output),
+        )
+
+
+class Choice:
+    """Listens to one stream, makes text of its tokens, and ends at a stop string."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        spec: RequestSpec,
+        prompt: Prompt,
+        link: WorkerLink,
+        owner: ChoiceOwner,
+        tokenizer: ModelTokenizer,
+        options: TextOptions,
+        arrived_s: float,
+    ) -> None:
+        self.index = index
+        self.spec = spec
+        self.prompt = prompt
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.texts: list[str] = []  # these three are filled only where the whole answer is needed at the end
+        self.token_ids: list[int] = []
+        self.scored: list[Scored] = []
+        self.next_offset = 0  # where the next token's text begins, for text_offset of streamed logprobs
+        self._link = link
+        self._owner = owner
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+        self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
+        self._arrived_s = arrived_s
+        self._first_s = self._last_s = arrived_s
+        self._has_ended = False
+
+    def submit(self) -> None:
+        self._link.submit(self.spec, self)
+
+    def cancel(self) -> None:
+        """The client has gone. Nothing happens if the choice has ended."""
+        if not self._has_ended:
+            self._end("abort")
+            self._link.cancel(self.spec.id)
+
+    def on_output(self, output: Output, now_s: float) -> None:
+        """One token, exactly once and in order."""
+        self._measure(output, now_s)
+        is_last = output.finish_reason is not None
+        text = self._text_of(output)
+        if is_last:
+            text += self._detokenizer.flush()
+            self.finish_reason = cast(FinishReason, output.finish_reason)
+            if output.stop_id in self._options.stop_token_ids:
+                self.stop_reason = output.stop_id  # the model's own end of sequence is no news
+        if self._stops is not None:
+            text = self._stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
+            if self._stops.hit is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stops.hit
+                if not is_last:
+                    self._link.cancel(self.spec.id)
+            elif is_last:
+                text += self._stops.flush()
+        if self.finish_reason is not None:
+            self._end(self.finish_reason)
+        self._owner.on_text(self, text, output)
+
+    def on_failure(self, error: EverserveError) -> None:
+        """The stream broke."""
+        self._end("error")
+        self._owner.on_failure(error)
+
+    def _text_of(self, output: Output) -> str:
+        if output.token is None or (output.stop_id is not None and not self._options.include_stop):
+            return ""
+        return self._detokenizer.push(output.token)
+
+    def _measure(self, output: Output, now_s: float) -> None:
+        metrics = self._link.metrics
+        if output.index == 0:
+            self._first_s = now_s
+            self.num_cached = output.num_cached
+            metrics.time_to_first_token_s.observe(now_s - self._arrived_s)
+            metrics.num_prompt_tokens += len(self.spec.prompt)
+        else:
+            metrics.inter_token_latency_s.observe(now_s - self._last_s)
+        self._last_s = now_s
+        if output.token is not None:
+            self.num_tokens += 1
+            metrics.num_generation_tokens += 1
+
+    def _end(self, reason: str) -> None:
+        if self._has_ended:
+            return
+        self._has_ended = True
+        metrics = self._link.metrics
+        metrics.num_finished[reason] += 1
+        if reason in ("stop", "length"):
+            metrics.latency_s.observe(self._last_s - self._arrived_s)
+            metrics.decode_s.observe(self._last_s - self._first_s)
+            metrics.prompt_tokens.observe(len(self.spec.prompt))
+            metrics.generation_tokens.observe(self.num_tokens)
+            if self.num_tokens > 1:
+                metrics.mean_token_s.observe((self._last_s - self._first_s) / (self.num_tokens - 1))

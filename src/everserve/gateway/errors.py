@@ -1,0 +1,122 @@
+"""Errors as HTTP clients see them: `{"error": {"message", "type", "param", "code"}}` with a true status.
+
+HttpError            anything that ends an exchange; carries its status
+from_exception       our own errors (everserve.errors) as HttpErrors
+explain_bad_json     what is wrong with a request body, in words that name the field
+"""
+
+import re
+
+import msgspec
+
+from everserve.errors import EverserveError, OverloadedError, RequestError
+
+_UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*?)`( - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>.*?)`( - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_NAMES = re.compile(r"[^.\[\]]+")
+_CONTENT_PART = re.compile(r"^messages\[.*\]\.content\[")
+_AT_PATH = re.compile(r"(?P<problem>.*) - at `(?P<key>key` in `)?\$\.?(?P<path>.*)`$", re.DOTALL)
+
+
+class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every response whose status is not 2xx, and of an error event in a stream."""
+
+    error: ErrorBody
+
+
+class HttpError(Exception):
+    """Ends an exchange with this status."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: tuple[tuple[bytes, bytes], ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> bytes:
+        """The OpenAI-shaped JSON."""
+        error = ErrorBody(
+            message=str(self),
+            type="invalid_request_error" if self.status < 500 else "server_error",
+            param=self.param,
+            code=self.code,
+        )
+        return msgspec.json.encode(ErrorResponse(error=error))
+
+
+def unavailable(message: str, retry_after_s: int = 1) -> HttpError:
+    """503: come back later."""
+    return HttpError(503, message, headers=((b"retry-after", str(retry_after_s).encode()),))
+
+
+def from_exception(error: EverserveError) -> HttpError:
+    """What a client is told about one of our own errors."""
+    if isinstance(error, RequestError):
+        return HttpError(400, str(error), param=error.param)
+    if isinstance(error, OverloadedError):
+        return unavailable(str(error), error.retry_after_s)
+    return HttpError(500, str(error))
+
+
+def explain_bad_json(error: Exception, unsupported: frozenset[str]) -> RequestError:
+    """Why a body could not be read as the struct that the endpoint expects.
+
+    `unsupported` are fields that OpenAI or vLLM know but this server does not act on; the structs admit
+    only null for them.
+    """
+    if isinstance(error, RecursionError):
+        return RequestError("The request body is nested too deeply.")
+    if isinstance(error, UnicodeDecodeError):
+        return RequestError("The request body is not valid UTF-8.")
+    if not isinstance(error, msgspec.ValidationError):
+        return RequestError(f"We could not parse the JSON body of your request: {error}.")
+    text = str(error)
+    if match := _UNKNOWN_FIELD.match(text):
+        field = _shorten(_join(match["path"], match["field"]))
+        return _unsupported(field, unsupported) or RequestError(
+            f"Unrecognized request argument supplied: {field}", param=field
+        )
+    if match := _MISSING_FIELD.match(text):
+        field = _join(match["path"], match["field"])
+        return RequestError(f"Missing required parameter: '{field}'.", param=field)
+    if match := _AT_PATH.match(text):
+        field, problem = match["path"], _shorten(match["problem"])
+        where = f"a key of '{field}'" if match["key"] else f"'{field}'"
+        return _unsupported(field, unsupported) or RequestError(f"Invalid value for {where}: {problem}.", param=field)
+    return RequestError(f"Invalid request body: {_shorten(text)}.")
+
+
+def _unsupported(path: str, unsupported: frozenset[str]) -> RequestError | None:
+    """An error about something inside, say, `tools` is an error about tools."""
+    names = _NAMES.findall(path)
+    if not unsupported.isdisjoint(names):
+        name = next(name for name in names if name in unsupported)
+        return RequestError(f"'{name}' is not supported by this server.", param=path)
+    if _CONTENT_PART.search(path):
+        return RequestError("Only text is supported as message content.", param=path)
+    return None
+
+
+def _join(path: str | None, field: str) -> str:
+    return f"{path}.{field}" if path else field
+
+
+def _shorten(text: str, limit: int = 200) -> str:
+    """Clients may send megabytes of nonsense; they need not get them back."""
+    return text if len(text) <= limit else text[:limit] + "…"

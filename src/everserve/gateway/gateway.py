@@ -1,0 +1,82 @@
+"""What the gateway process holds, and who may come in."""
+
+import hmac
+import itertools
+import time
+
+from everserve.errors import OverloadedError
+from everserve.gateway.cluster import Cluster
+from everserve.gateway.errors import HttpError
+from everserve.gateway.metrics import Metrics
+from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.workers import Fleet
+from everserve.runtime.messages import StartGateway
+
+
+class Gateway:
+    """The state of the process. One thread, one event loop: nothing here is locked."""
+
+    def __init__(
+        self, settings: StartGateway, tokenizer: ModelTokenizer, defaults: GenerationDefaults, fleet: Fleet
+    ) -> None:
+        self.settings = settings
+        self.tokenizer = tokenizer
+        self.defaults = defaults
+        self.fleet = fleet
+        self.cluster = Cluster(fleet)
+        self.metrics = Metrics(self)
+        self.seeds = SeedSource(settings.seed)
+        self.started_unix_s = int(time.time())
+        self.num_requests = 0  # clients' requests that are being generated
+        self.is_draining = False
+        self._api_keys = [key.encode() for key in settings.api_keys]
+        self._numbers = itertools.count(1)
+
+    def check_serving(self) -> None:
+        """Raise unless new requests can be taken."""
+        if self.is_draining:
+            raise OverloadedError("The server is shutting down.", retry_after_s=5)
+        if not self.fleet.ready_links():
+            raise OverloadedError("The server is not ready: no worker can take requests.", retry_after_s=5)
+
+    def check_api_key(self, authorization: bytes | None) -> None:
+        """`Authorization: Bearer KEY`, if keys are set. Compared in constant time."""
+        if not self._api_keys:
+            return
+        scheme, _, given = (authorization or b"").partition(b" ")
+        is_known = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]  # all of them, always
+        if scheme.lower() != b"bearer" or not any(is_known):
+            raise HttpError(
+                401,
+                "Incorrect API key provided."
+                if authorization
+                else "You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'.",
+                code="invalid_api_key",
+                headers=((b"www-authenticate", b"Bearer"),),
+            )
+
+    def check_model(self, name: str | None) -> str:
+        """The served name that this request means."""
+        names = self.settings.served_model_names
+        if name is None:
+            return names[0]
+        if name not in names:
+            raise HttpError(404, f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
+        return name
+
+    def limits(self) -> Limits:
+        """What any ready worker can do."""
+        self.check_serving()
+        links = self.fleet.ready_links()
+        return Limits(
+            max_total_tokens=min(link.max_total_tokens for link in links),
+            vocab_size=min(link.ready.vocab_size for link in links if link.ready is not None),
+            max_logprobs=self.settings.max_logprobs,
+        )
+
+    def unique_stream_id(self, wanted: str) -> str:
+        """The wanted id, or a variation of it if a stream of that name is running (a client reused its request id)."""
+        while self.fleet.is_running(wanted):
+            wanted = f"{wanted}.{next(self._numbers)}"
+        return wanted

@@ -1,0 +1,191 @@
+"""The model's tokenizer and chat template. The only file of the package that imports transformers.
+
+A directory with a `tokenizer.json` is read by transformers' generic class for such files, which needs neither torch nor
+the model's own code (1 s to import instead of 4). Anything older goes through AutoTokenizer, which can convert it.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+from tokenizers import Tokenizer
+
+from everserve.errors import ConfigError, ModelError, RequestError
+from everserve.gateway.detokenizer import DecodingVocabulary, Detokenizer
+
+_LONG_TEXT = 4096  # characters; beyond that (about a millisecond) a thread does it, and the event loop goes on
+_T = TypeVar("_T")
+
+
+class ModelTokenizer:
+    """Text to tokens, tokens to text, messages to text."""
+
+    def __init__(self, hf_tokenizer: Any, config: dict[str, Any]) -> None:
+        self._hf = hf_tokenizer
+        self._backend: Tokenizer = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain = DecodingVocabulary(self._backend, skip_special_tokens=False)
+        self._without_special = DecodingVocabulary(self._backend, skip_special_tokens=True)
+        self._token_texts: dict[int, str] = {}
+        self._longest_token = max(map(len, self._backend.get_vocab()))
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._not_for_templates = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        self.config = config  # tokenizer_config.json, for /tokenizer_info
+        self.eos_id: int | None = hf_tokenizer.eos_token_id
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self._hf.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        return None if template is None else str(template)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """By the name of their purpose: eos_token and the like."""
+        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+
+    @property
+    def class_name(self) -> str:
+        return str(self.config.get("tokenizer_class") or type(self._hf).__name__)
+
+    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return (await self.encode_all([text], add_special_tokens))[0]
+
+    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        """The tokens of each text."""
+
+        def work() -> list[list[int]]:
+            return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+
+        return await self._run(work, sum(map(len, texts)))
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        return await self._run(lambda: self._vocabulary(skip_special_tokens).decode(list(tokens)), 4 * len(tokens))
+
+    def max_characters(self, num_tokens: int) -> int:
+        """A text longer than this has more tokens than that, whatever it says.
+
+        Unicode normalization may shorten a text (never to less than a quarter), and every token has its length.
+        """
+        return 4 * self._longest_token * num_tokens
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """For one stream."""
+        return self._vocabulary(skip_special_tokens).detokenizer()
+
+    def token_text(self, token: int) -> str:
+        """One token by itself; special ones are shown."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self._plain.decode([token])
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """One token by itself, as bytes: half a character is half a character."""
+        return self._plain.token_bytes(token)
+
+    def token_name(self, token: int) -> str:
+        """The token's entry in the vocabulary."""
+        return self._backend.id_to_token(token) or ""
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+    ) -> str:
+        """The prompt that the chat template makes of these messages."""
+        if self.chat_template is None:
+            raise RequestError(
+                "This model's tokenizer has no chat template. Use /v1/completions, "
+                "or start the server with --chat-template."
+            )
+        if reserved := self._not_for_templates & template_kwargs.keys():
+            raise RequestError(f"'chat_template_kwargs' must not contain {sorted(reserved)}.", "chat_template_kwargs")
+
+        def work() -> str:
+            try:
+                return str(
+                    self._hf.apply_chat_template(
+                        messages,
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        **template_kwargs,
+                    )
+                )
+            except Exception as error:  # a template is a program; whatever it raises is about these messages
+                reason = str(error)[:500]
+                raise RequestError(f"The chat template rejected the messages: {reason}", "messages") from error
+
+        return await self._run(work, sum(len(str(message["content"])) for message in messages))
+
+    def check_chat_template(self) -> None:
+        """Fail now rather than at the first chat request if the template is not a template."""
+        trial = [{"role": "user", "content": "Hello"}]
+        try:
+            self._hf.apply_chat_template(trial, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is broken: {error.message} (line {error.lineno})") from error
+        except Exception:
+            return  # a template may insist on other messages; that is for requests to find out
+
+    def _vocabulary(self, skip_special_tokens: bool) -> DecodingVocabulary:
+        return self._without_special if skip_special_tokens else self._plain
+
+    async def _run(self, work: Callable[[], _T], num_characters: int) -> _T:
+        """Here if it is quick, in a thread if it is not (tokenizers releases the interpreter lock)."""
+        if num_characters <= _LONG_TEXT:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:
+    """The tokenizer in a model directory; a chat template given here (its text) replaces the model's own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(f"{model} is not a directory")
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - a second of work, in this process only
+
+    try:
+        if (directory / "tokenizer.json").is_file():
+            hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer  # noqa: PLC0415
+
+            hf_tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, use_fast=True)
+    except Exception as error:  # transformers raises many kinds; all mean that these files are no tokenizer
+        state = "broken" if (directory / "tokenizer.json").is_file() else "missing"
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ModelError(f"cannot load a tokenizer from {directory} (tokenizer.json is {state}): {reason}") from error
+    if not getattr(hf_tokenizer, "is_fast", False):
+        raise ModelError(f"the tokenizer in {directory} has no fast version (tokenizer.json)")
+    if chat_template is not None:
+        hf_tokenizer.chat_template = chat_template
+    tokenizer = ModelTokenizer(hf_tokenizer, read_json(directory / "tokenizer_config.json"))
+    tokenizer.check_chat_template()
+    return tokenizer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in the model directory; empty if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content

@@ -1,0 +1,109 @@
+"""Random requests, right and wrong, made from /openapi.json: no 5xx, one shape of errors, nothing left behind.
+
+Seeded, so that a failure repeats.
+"""
+
+import time
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+GENERATES = ("/v1/completions", "/v1/chat/completions")
+CHECKS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+]
+
+
+@pytest.fixture(scope="module")
+def api(server) -> Any:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    yield schema.exclude(path="/events")  # that one never ends
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        assert http.get("/health").status_code == 200
+        assert http.get("/load").json() == {"server_load": 0}
+        deadline_s = time.monotonic() + 10
+        while 'vllm:num_requests_running{engine="0",model_name="demo"} 0.0' not in http.get("/metrics").text:
+            assert time.monotonic() < deadline_s, "a stream was left behind"
+            time.sleep(0.05)
+        answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code == 200
+
+
+@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["valid", "invalid"])
+def test_any_request(api: Any, mode: GenerationMode) -> None:
+    """Requests that fit the description, and requests that do not."""
+    operations = [found.ok() for found in api.get_all_operations()]
+    assert {operation.path for operation in operations} > set(GENERATES)
+    statuses: Counter[tuple[str, int]] = Counter()
+    for operation in operations:
+
+        @seed(20)
+        @settings(
+            max_examples=80 if operation.body else 10,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(operation.as_strategy(generation_mode=mode))
+        def try_one(case: schemathesis.Case) -> None:
+            if mode is GenerationMode.POSITIVE and case.path in GENERATES:
+                make_it_possible(case.body)
+            statuses[case.path, check(case)] += 1
+
+        try_one()
+    if mode is GenerationMode.POSITIVE:  # otherwise nothing but the door was tested
+        assert all(statuses[path, 200] >= 10 for path in GENERATES), statuses
+
+
+def check(case: schemathesis.Case) -> int:
+    if case.path in GENERATES:
+        keep_it_short(case.body)
+    response = case.call(timeout=60)
+    assert response.status_code < 500 or response.status_code == 503, response.text
+    assert "x-request-id" in response.headers
+    if response.status_code >= 400:
+        error = response.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+    if response.status_code == 200 and response.headers["content-type"][0].startswith("text/event-stream"):
+        assert response.text.endswith("data: [DONE]\n\n")
+    case.validate_response(response, checks=CHECKS)
+    return response.status_code
+
+
+def keep_it_short(body: Any) -> None:
+    """A valid request may ask for hours of work; what it asks for stays valid or invalid, but becomes little."""
+    if not isinstance(body, dict):
+        return
+    for field, limit in (("max_tokens", 3), ("max_completion_tokens", 3), ("min_tokens", 3), ("n", 2), ("best_of", 2)):
+        if isinstance(body.get(field), int) and body[field] > limit:
+            body[field] = limit
+    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+        body["max_tokens"] = 3
+
+
+def make_it_possible(body: Any) -> None:
+    """The description cannot say which model is served, how long its prompts are, or what goes with what."""
+    body["model"] = None
+    for field in ("stream_options", "best_of", "top_logprobs", "stop_token_ids", "logit_bias", "max_completion_tokens"):
+        if len(repr(body)) % 3:  # not always
+            body.pop(field, None)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and not all(isinstance(item, str) for item in prompt):
+        body["prompt"] = [5, 6, 7]

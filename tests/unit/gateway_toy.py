@@ -1,0 +1,279 @@
+"""A gateway without processes: a toy tokenizer, a scripted worker at the other end of a socket, a bare ASGI client."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from everserve.errors import WorkerDied
+from everserve.gateway.app import App
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.sampling import GenerationDefaults
+from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.workers import Fleet
+from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
+from everserve.runtime.messages import AnyMessage, Cancel, Rejected, StartGateway, StepOutput, Submit, WorkerReady
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
+from everserve.tables.requests import RequestSpec
+
+EOS = "<|end|>"
+MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("a", "n"), ("an", "d"), ("Ġ", "and")]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system speaks first') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ extra|default('') }}"
+)
+IDLE = EngineStats(
+    num_running=0,
+    num_waiting=0,
+    kv_usage=0.0,
+    num_steps=0,
+    num_preemptions=0,
+    num_prompt_tokens=0,
+    num_generated_tokens=0,
+    prefix_cache_queries=0,
+    prefix_cache_hits=0,
+)
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    """Every byte is a token; a few merges; two added tokens, one of them special."""
+    names = [EOS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    tokenizer.add_tokens([AddedToken("plain text é", normalized=False)])
+    return tokenizer
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """As SentencePiece models have it: words with a mark for the space, and byte tokens for the rest."""
+    words = ["<unk>", EOS, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁and", "a", "b", "é", "▁▁"]
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True)])
+    return tokenizer
+
+
+def model_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> ModelTokenizer:
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token=EOS)
+    wrapped.chat_template = chat_template
+    return ModelTokenizer(wrapped, {})
+
+
+def settings(**changes: Any) -> StartGateway:
+    fields: dict[str, Any] = {
+        "model": "toy",
+        "served_model_names": ["toy", "alias"],
+        "api_keys": [],
+        "max_queue": 8,
+        "shutdown_timeout_s": 1.0,
+        "enable_chaos": False,
+        "seed": 1,
+        "max_logprobs": 20,
+        "chat_template": None,
+        "event_log": None,
+        **changes,
+    }
+    return StartGateway(**fields)
+
+
+class ScriptedWorker:
+    """Answers each stream with the tokens that the test's script gives for it; or leaves it to the test."""
+
+    def __init__(self, channel: AsyncChannel, script: Callable[[RequestSpec], list[int]] | None) -> None:
+        self.channel = channel
+        self.specs: list[RequestSpec] = []
+        self.cancelled: list[str] = []
+        self._script = script
+
+    async def run(self) -> None:
+        try:
+            while True:
+                self._handle(await self.channel.receive())
+        except ChannelClosed:
+            return
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Submit):
+            self.specs.append(message.spec)
+            if self._script is not None:
+                for output in outputs_of(message.spec, self._script(message.spec)):
+                    self.send(output)
+        elif isinstance(message, Cancel):
+            self.cancelled.append(message.id)
+
+    def send(self, *outputs: Output) -> None:
+        self.channel.send(StepOutput(outputs=list(outputs), stats=IDLE))
+
+    def reject(self, stream_id: str, reason: str) -> None:
+        self.channel.send(Rejected(id=stream_id, reason=reason))
+
+
+def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
+    """What a worker would send if the model chose these tokens, until a limit is reached."""
+    params = spec.params
+    scores = [None, *(_scores(token, params.prompt_logprobs) for token in spec.prompt[1:])]
+    prompt_logprobs = scores if params.prompt_logprobs is not None else None
+    if params.max_tokens == 0:
+        return [Output(id=spec.id, index=0, finish_reason="length", prompt_logprobs=prompt_logprobs)]
+    outputs: list[Output] = []
+    for index, token in enumerate(tokens):
+        is_stop = token in params.stop_ids
+        is_last = is_stop or index + 1 >= params.max_tokens
+        outputs.append(
+            Output(
+                id=spec.id,
+                index=index,
+                token=token,
+                finish_reason=("stop" if is_stop else "length") if is_last else None,
+                stop_id=token if is_stop else None,
+                logprobs=_scores(token, params.logprobs) if params.logprobs is not None else None,
+                prompt_logprobs=prompt_logprobs if index == 0 else None,
+                num_cached=2 if index == 0 else 0,
+            )
+        )
+        if is_last:
+            break
+    return outputs
+
+
+def _scores(token: int, num_top: int | None) -> TokenLogprobs:
+    top = [token, *range(40, 40 + 20)][: num_top or 0]
+    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=top, top_logprobs=[-0.5 - i for i in range(len(top))])
+
+
+class Response:
+    """What the app sent so far."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.is_complete = False
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        assert set(self.json) == {"error"} and set(self.json["error"]) == {"message", "type", "param", "code"}
+        return self.json["error"]
+
+    @property
+    def events(self) -> list[Any]:
+        """The JSON of each event; the text [DONE] as it is."""
+        datas = [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
+        return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+
+class ToyServer:
+    """An app, its worker, and a client."""
+
+    def __init__(self, gateway: Gateway, worker: ScriptedWorker) -> None:
+        self.gateway = gateway
+        self.worker = worker
+        self._app = App(gateway)
+
+    def begin(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+        *,
+        reads: bool = True,
+    ) -> tuple["asyncio.Task[None]", Response, asyncio.Event]:
+        """Start an exchange; set the event to disconnect. A client that does not read takes one piece of the body."""
+        response, gone = Response(), asyncio.Event()
+        raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        sent = {"content-type": "application/json", "content-length": str(len(raw)), **(headers or {})}
+        incoming = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if incoming:
+                return incoming.pop(0)
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                response.status = message["status"]
+                response.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                if response.body and not reads:
+                    await asyncio.Event().wait()
+                response.body += message["body"]
+                response.is_complete = not message["more_body"]
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+        }
+        return asyncio.ensure_future(self._app(scope, receive, send)), response, gone
+
+    async def request(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> Response:
+        task, response, _ = self.begin(method, path, body, headers)
+        await asyncio.wait_for(task, 5)
+        assert response.is_complete
+        return response
+
+    async def post(self, path: str, body: Any, **headers: str) -> Response:
+        return await self.request("POST", path, body, headers)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Let the event loop run until the condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def toy_server(
+    script: Callable[[RequestSpec], list[int]] | None = None,
+    *,
+    chat_template: str | None = CHAT_TEMPLATE,
+    defaults: GenerationDefaults | None = None,
+    is_ready: bool = True,
+    **changes: Any,
+) -> AsyncIterator[ToyServer]:
+    """A gateway with one worker attached."""
+    start = settings(**changes)
+    fleet = Fleet(start.max_queue)
+    gateway = Gateway(start, model_tokenizer(chat_template), defaults or GenerationDefaults(eos_ids=(0,)), fleet)
+    ours, theirs = Channel.pair()
+    worker = ScriptedWorker(AsyncChannel(theirs), script)
+    fleet.attach(Rank(0), Incarnation(1), ours)
+    running = asyncio.ensure_future(worker.run())
+    if is_ready:
+        worker.channel.send(
+            WorkerReady(
+                rank=Rank(0),
+                incarnation=Incarnation(1),
+                max_model_len=64,
+                vocab_size=265,
+                num_blocks=100,
+                block_size=4,
+            )
+        )
+        await until(lambda: bool(fleet.ready_links()))
+    try:
+        yield ToyServer(gateway, worker)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        worker.channel.close()
+        fleet.close(WorkerDied("the test is over"))
