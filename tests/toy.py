@@ -10,6 +10,7 @@ import torch
 
 from everserve.engine.engine import Engine, EngineConfig
 from everserve.model.batch import StepBatch
+from everserve.model.ops.reference import ReferenceOps
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 VOCAB = 97
@@ -59,7 +60,8 @@ def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
         **overrides,
     }
     model = ToyModel(num_blocks, block_size)
-    return Engine(EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings), model), model
+    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)
+    return Engine(config, ReferenceOps(), model), model
 
 
 def spec(id: str, prompt: list[int], max_tokens: int = 8, **params: object) -> RequestSpec:

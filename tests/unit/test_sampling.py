@@ -5,6 +5,10 @@ import math
 import pytest
 import torch
 
+from everserve.model.ops import Ops
+from everserve.model.ops.choose import Draw
+from everserve.model.ops.native import NativeOps, unavailable
+from everserve.model.ops.reference import ReferenceOps
 from everserve.model.sampling import Penalties, SamplingRow, sample, token_logprobs, uniform
 from everserve.tables.requests import RequestSpec, SamplingParams
 
@@ -13,28 +17,38 @@ def row(index: int = 0, penalties: Penalties | None = None, **params: object) ->
     return SamplingRow(SamplingParams(max_tokens=100, **params), index, penalties)  # type: ignore[arg-type]
 
 
-def tokens(logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
-    choices = sample(logits, rows)
+@pytest.fixture(params=["reference", "native"])
+def ops(request) -> Ops:
+    """Both ways to choose."""
+    if request.param == "reference":
+        return ReferenceOps()
+    if reason := unavailable():
+        pytest.skip(reason)
+    return NativeOps(num_threads=2)
+
+
+def tokens(ops: Ops, logits: torch.Tensor, rows: list[SamplingRow]) -> list[int]:
+    choices = sample(ops, logits, rows)
     assert all(choice is not None for choice in choices)
     return [choice.token for choice in choices if choice is not None]
 
 
-def frequencies(logits_V: torch.Tensor, num: int = 4000, **params: object) -> torch.Tensor:
+def frequencies(ops: Ops, logits_V: torch.Tensor, num: int = 4000, **params: object) -> torch.Tensor:
     rows = [row(index=i, seed=7, **params) for i in range(num)]
-    chosen = torch.tensor(tokens(logits_V.expand(num, -1), rows))
+    chosen = torch.tensor(tokens(ops, logits_V.repeat(num, 1), rows))
     return torch.bincount(chosen, minlength=logits_V.shape[0]) / num
 
 
-def test_greedy_takes_the_largest():
+def test_greedy_takes_the_largest(ops):
     logits = torch.randn(5, 50)
-    assert tokens(logits, [row(temperature=0.0)] * 5) == logits.argmax(-1).tolist()
+    assert tokens(ops, logits, [row(temperature=0.0)] * 5) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_sampled_frequencies_follow_the_softmax(temperature):
+def test_sampled_frequencies_follow_the_softmax(ops, temperature):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
     expected = torch.softmax(logits / temperature, -1)
-    assert torch.allclose(frequencies(logits, temperature=temperature), expected, atol=0.03)
+    assert torch.allclose(frequencies(ops, logits, temperature=temperature), expected, atol=0.03)
 
 
 @pytest.mark.parametrize(
@@ -44,36 +58,35 @@ def test_sampled_frequencies_follow_the_softmax(temperature):
         ({"top_p": 0.7}, [0, 1]),  # 0.643 alone does not reach 0.7
         ({"top_p": 0.01}, [0]),
         ({"min_p": 0.3}, [0, 1]),
-        ({"top_k": 3, "top_p": 0.95, "min_p": 0.2}, [0, 1]),
+        ({"top_k": 3, "top_p": 0.9, "min_p": 0.01}, [0, 1]),  # of the best three, .664 .245 .090
     ],
 )
-def test_filters_keep_exactly_what_they_should(params, kept):
+def test_filters_keep_exactly_what_they_should(ops, params, kept):
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])  # probabilities .643 .237 .087 .032 .004
     expected = torch.zeros(5)
     expected[kept] = torch.softmax(logits, -1)[kept]
-    assert torch.allclose(frequencies(logits, **params), expected / expected.sum(), atol=0.03)
+    assert torch.allclose(frequencies(ops, logits, **params), expected / expected.sum(), atol=0.03)
 
 
-def test_filters_beyond_the_candidate_list():
-    """A flat distribution over many tokens needs more than the first few hundred candidates."""
+def test_a_flat_distribution(ops):
     logits = torch.linspace(0, 0.01, 2000)
-    seen = frequencies(logits, top_p=0.9).nonzero().flatten()
+    seen = frequencies(ops, logits, top_p=0.9).nonzero().flatten()
     assert seen.min() >= 150
     assert (seen < 1000).any()
 
 
-def test_equal_logits_go_to_the_lower_id_first():
+def test_equal_logits_go_to_the_lower_id_first(ops):
     logits = torch.zeros(1, 600)
-    assert {tokens(logits, [row(index=i, top_k=3)])[0] for i in range(50)} == {0, 1, 2}
+    assert {tokens(ops, logits, [row(index=i, top_k=3)])[0] for i in range(50)} == {0, 1, 2}
 
 
-def test_rows_do_not_depend_on_the_batch():
+def test_rows_do_not_depend_on_the_batch(ops):
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 1000, generator=generator) * 4
     kinds: list[dict] = [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.1}, {"top_k": 400}]
     rows = [row(index=i, seed=i * 31, logprobs=3, **kinds[i % len(kinds)]) for i in range(40)]
-    together = sample(logits, rows)
-    alone = [sample(logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)]
+    together = sample(ops, logits, rows)
+    alone = [sample(ops, logits[i : i + 1], rows[i : i + 1])[0] for i in range(40)]
     assert together == alone
 
 
@@ -102,18 +115,18 @@ def test_penalties():
     assert logits.tolist() == pytest.approx(expected)
 
 
-def test_bias_and_min_tokens():
+def test_bias_and_min_tokens(ops):
     logits = torch.tensor([[5.0, 0.0, 0.0]])
-    assert tokens(logits, [row(temperature=0.0, logit_bias={2: 100.0})]) == [2]
-    assert tokens(logits, [row(temperature=0.0, stop_ids=(0,), min_tokens=1)]) != [0]
-    assert tokens(logits, [row(index=1, temperature=0.0, stop_ids=(0,), min_tokens=1)]) == [0]
+    assert tokens(ops, logits, [row(temperature=0.0, logit_bias={2: 100.0})]) == [2]
+    assert tokens(ops, logits, [row(temperature=0.0, stop_ids=(0,), min_tokens=1)]) != [0]
+    assert tokens(ops, logits, [row(index=1, temperature=0.0, stop_ids=(0,), min_tokens=1)]) == [0]
     assert logits.tolist() == [[5.0, 0.0, 0.0]], "the model's logits are not changed"
 
 
-def test_logprobs_are_the_models_own():
+def test_logprobs_are_the_models_own(ops):
     """Temperature and filters change the choice, not the reported probabilities."""
     logits = torch.randn(1, 30)
-    choice = sample(logits, [row(temperature=0.3, top_k=4, logprobs=5)])[0]
+    choice = sample(ops, logits, [row(temperature=0.3, top_k=4, logprobs=5)])[0]
     assert choice is not None and choice.logprobs is not None
     expected = torch.log_softmax(logits[0], -1)
     assert choice.logprobs.logprob == pytest.approx(expected[choice.token].item())
@@ -126,8 +139,27 @@ def test_token_logprobs_without_alternatives():
     assert entry.logprob == pytest.approx(-math.log(4)) and entry.top_ids == []
 
 
-def test_broken_logits_are_noticed():
+def test_broken_logits_are_noticed(ops):
     logits = torch.randn(2, 10)
     logits[1, 3] = torch.nan
-    first, second = sample(logits, [row(), row(temperature=0.0)])
+    first, second = sample(ops, logits, [row(), row(temperature=0.0)])
     assert first is not None and second is None
+
+
+def test_both_sets_of_ops_choose_the_same(ops):
+    """Same logits, same draws, same tokens: the C kernel against its definition, over sizes and filters."""
+    generator = torch.Generator().manual_seed(3)
+    for vocab in (1, 2, 63, 64, 65, 1000, 4096):
+        logits = torch.randn(60, vocab, generator=generator) * 3
+        logits[:, vocab // 2] = -torch.inf if vocab > 1 else 0.0
+        draws = [
+            Draw(
+                temperature=(0.0, 0.5, 1.0, 2.0)[i % 4],
+                top_k=(0, 1, 5, 10_000)[i // 4 % 4],
+                top_p=(1.0, 0.9, 0.5)[i % 3],
+                min_p=(0.0, 0.05)[i // 2 % 2],
+                uniform=uniform(i, vocab),
+            )
+            for i in range(60)
+        ]
+        assert ops.choose(logits, draws) == ReferenceOps().choose(logits, draws)

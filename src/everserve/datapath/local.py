@@ -12,12 +12,17 @@ class LocalExperts:
     def __init__(self, expert_half: ExpertHalf) -> None:
         assert expert_half.num_slots >= expert_half.config.num_experts
         self._experts = expert_half
+        # 0 0 0 1 1 1 2 2 2 ...: whose row is whose. Smaller batches use the beginning of it.
+        self._token_R = torch.empty(0, dtype=torch.int32)
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
         num_tokens, top_k = ids_TK.shape
-        token_T = torch.arange(num_tokens, dtype=torch.int32, device=ids_TK.device)
-        rows_RD = self._experts.rows(layer, hidden_TD, token_T.repeat_interleave(top_k), ids_TK.flatten())
+        num_rows = num_tokens * top_k
+        if self._token_R.shape[0] < num_rows:
+            row_R = torch.arange(num_rows, dtype=torch.int32, device=ids_TK.device)
+            self._token_R = row_R.div(top_k, rounding_mode="floor")
+        rows_RD = self._experts.rows(layer, hidden_TD, self._token_R[:num_rows], ids_TK.view(num_rows))
         rows_TKD = rows_RD.view(num_tokens, top_k, hidden_TD.shape[1])
         return self._experts.ops.combine(rows_TKD, weights_TK, residual_TD)

@@ -16,13 +16,13 @@ from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
 from everserve.model.batch import StepBatch
+from everserve.model.ops import Ops
 from everserve.model.sampling import Choice, SamplingRow, sample, token_logprobs
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
 _MAX_LOGITS_BYTES = 128 << 20  # of one step
 
-CPU = torch.device("cpu")
 Forward = Callable[[StepBatch], torch.Tensor]  # rows in, logits_LV of batch.logits_rows_L out; writes KV
 
 
@@ -37,7 +37,6 @@ class EngineConfig:
     num_blocks: int
     vocab_size: int
     enable_prefix_caching: bool = True
-    device: torch.device = CPU
 
     @property
     def max_logits_rows(self) -> int:
@@ -56,8 +55,9 @@ class StepResult:
 class Engine:
     """Advances many streams together."""
 
-    def __init__(self, config: EngineConfig, forward: Forward) -> None:
+    def __init__(self, config: EngineConfig, ops: Ops, forward: Forward) -> None:
         self.config = config
+        self._ops = ops
         self._forward = forward
         self._undo = UndoLog()
         self._sequences: dict[str, Sequence] = {}
@@ -106,7 +106,7 @@ class Engine:
         if not chunks:
             return StepResult([], [], [])
         try:
-            logits_LV = self._forward(build_batch(chunks, self.config.block_size, self.config.device))
+            logits_LV = self._forward(build_batch(chunks, self.config.block_size, self._ops.device))
             results = self._read_logits(chunks, logits_LV)
         except BaseException:
             self.scheduler.abandon()
@@ -157,7 +157,7 @@ class Engine:
             picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
             sequences = [result.chunk.sequence for result in completing]
             rows = [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences]
-            for result, choice in zip(completing, sample(picked_LV, rows), strict=True):
+            for result, choice in zip(completing, sample(self._ops, picked_LV, rows), strict=True):
                 result.choice = choice
         return results
 

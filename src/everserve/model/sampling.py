@@ -3,8 +3,8 @@
 The only randomness is `uniform(seed, index)`: one number in [0, 1) per (request seed, token index). So a stream's
 tokens do not depend on what else is in the batch, on which worker it runs, or on whether it was moved in between.
 
-Every choice among tokens goes by (logit, then lower id first) as one integer key without ties, so that the result does
-not depend on the algorithm that sorts either.
+Here is what is the same on every device: adjusting logits, drawing numbers, reporting probabilities. The choice itself
+is `Ops.choose`.
 """
 
 from dataclasses import dataclass
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everserve.model.ops import Ops
+from everserve.model.ops.choose import Draw, order_keys
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
 
-_NUM_CANDIDATES = 256  # nearly all filtered choices fall among this many best tokens; the rest are sorted in full
 _MASK64 = (1 << 64) - 1
 
 
@@ -67,23 +68,11 @@ class Choice:
     logprobs: TokenLogprobs | None
 
 
-def sample(logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:
+def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:
     """One token per row; None for a row whose logits are not numbers (broken weights or an overflow)."""
-    broken = logits_LV.amax(dim=-1).isnan().tolist()
-    adjusted_LV = _adjust(logits_LV, rows)
-    tokens = adjusted_LV.argmax(dim=-1).tolist()
-    plain = [i for i, row in enumerate(rows) if row.params.temperature > 0 and not _is_filtered(row.params)]
-    filtered = [i for i, row in enumerate(rows) if row.params.temperature > 0 and _is_filtered(row.params)]
-    for chosen, choose in ((plain, _choose_plain), (filtered, _choose_filtered)):
-        if chosen:
-            picked = choose(adjusted_LV[chosen], [rows[i] for i in chosen])
-            for i, token in zip(chosen, picked, strict=True):
-                tokens[i] = token
+    tokens = ops.choose(_adjust(logits_LV, rows), [_draw(row) for row in rows])
     logprobs = _chosen_logprobs(logits_LV, rows, tokens)
-    return [
-        None if is_broken else Choice(token, logprobs.get(i))
-        for i, (token, is_broken) in enumerate(zip(tokens, broken, strict=True))
-    ]
+    return [Choice(token, logprobs.get(i)) if token >= 0 else None for i, token in enumerate(tokens)]
 
 
 def token_logprobs(logits_LV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -92,7 +81,7 @@ def token_logprobs(logits_LV: Tensor, tokens: list[int], num_top: int) -> list[T
     chosen_L1 = torch.tensor(tokens, device=logits_LV.device).unsqueeze(-1)
     values_L1 = logprobs_LV.gather(-1, chosen_L1)
     ranks = ((logprobs_LV > values_L1).sum(dim=-1) + 1).tolist()
-    top_ids = _order_keys(logprobs_LV).topk(num_top, dim=-1).indices if num_top else chosen_L1[:, :0]
+    top_ids = order_keys(logprobs_LV).topk(num_top, dim=-1).indices if num_top else chosen_L1[:, :0]
     top_values = logprobs_LV.gather(-1, top_ids)
     return [
         TokenLogprobs(logprob=value, rank=rank, top_ids=ids, top_logprobs=values)
@@ -135,72 +124,14 @@ def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
     return result
 
 
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_p < 1.0 or params.top_k > 0 or params.min_p > 0.0
-
-
-def _column(values: list[float], like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=like.device).unsqueeze(-1)
-
-
-def _uniforms(rows: list[SamplingRow], like: Tensor) -> Tensor:
-    return _column([uniform(row.params.seed, row.index) for row in rows], like, torch.float64)
-
-
-def _choose_plain(logits_LV: Tensor, rows: list[SamplingRow]) -> list[int]:
-    """Inverse transform over the whole vocabulary, in id order."""
-    scaled_LV = logits_LV / _column([row.params.temperature for row in rows], logits_LV)
-    cumulative_LV = torch.softmax(scaled_LV, dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    return _invert(cumulative_LV, rows).squeeze(-1).tolist()
-
-
-def _choose_filtered(logits_LV: Tensor, rows: list[SamplingRow]) -> list[int]:
-    """Inverse transform over the tokens that top-k, top-p and min-p leave, best first."""
-    vocab = logits_LV.shape[-1]
-    scaled_LV = logits_LV / _column([row.params.temperature for row in rows], logits_LV)
-    probs_LV = torch.softmax(scaled_LV, dim=-1)
-    keys_LV = _order_keys(scaled_LV)
-    largest_k = max(row.params.top_k for row in rows)
-    num = min(vocab, max(_NUM_CANDIDATES, largest_k))
-    ids_LC, kept_LC = _candidates(keys_LV, probs_LV, rows, num)
-    if num < vocab and bool(kept_LC[:, -1].any()):  # the cut may lie beyond the candidates: sort everything
-        ids_LC, kept_LC = _candidates(keys_LV, probs_LV, rows, vocab)
-    mass_LC = torch.where(kept_LC, probs_LV.gather(-1, ids_LC), 0.0).to(torch.float64)
-    return ids_LC.gather(-1, _invert(mass_LC.cumsum(dim=-1), rows)).squeeze(-1).tolist()
-
-
-def _candidates(keys_LV: Tensor, probs_LV: Tensor, rows: list[SamplingRow], num: int) -> tuple[Tensor, Tensor]:
-    """The `num` best token ids of each row, and which of them the filters keep (always a prefix of them)."""
-    ids_LC = keys_LV.topk(num, dim=-1).indices
-    probs_LC = probs_LV.gather(-1, ids_LC)
-    vocab = keys_LV.shape[-1]
-    position_C = torch.arange(num, device=keys_LV.device)
-    kept_LC = position_C < _column([row.params.top_k or vocab for row in rows], keys_LV, torch.int64)
-    before_LC = probs_LC.cumsum(dim=-1, dtype=torch.float64) - probs_LC
-    top_p = _column([row.params.top_p if row.params.top_p < 1.0 else 2.0 for row in rows], keys_LV, torch.float64)
-    kept_LC &= before_LC < top_p
-    kept_LC &= probs_LC >= _column([row.params.min_p for row in rows], keys_LV) * probs_LC[:, :1]
-    kept_LC[:, 0] = True
-    return ids_LC, kept_LC
-
-
-def _invert(cumulative_LC: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """The first position where the cumulative mass exceeds u times the total."""
-    target_L1 = _uniforms(rows, cumulative_LC) * cumulative_LC[:, -1:]
-    return torch.searchsorted(cumulative_LC, target_L1, right=True).clamp_(max=cumulative_LC.shape[-1] - 1)
-
-
-def _order_keys(values_LV: Tensor) -> Tensor:
-    """int64 keys that order like (value, then lower id first) and never tie."""
-    bits = values_LV.float().contiguous().view(torch.int32)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # two's complement order = float order
-    vocab = values_LV.shape[-1]
-    lower_id_first = torch.arange(vocab - 1, -1, -1, device=values_LV.device)
-    return (ordered.to(torch.int64) << 32) | lower_id_first
+def _draw(row: SamplingRow) -> Draw:
+    params = row.params
+    number = uniform(params.seed, row.index) if params.temperature > 0 else 0.0
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, number)
 
 
 def _chosen_logprobs(logits_LV: Tensor, rows: list[SamplingRow], tokens: list[int]) -> dict[int, TokenLogprobs]:
-    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    wanted = [i for i, row in enumerate(rows) if row.params.logprobs is not None and tokens[i] >= 0]
     if not wanted:
         return {}
     num_top = max(rows[i].params.logprobs or 0 for i in wanted)

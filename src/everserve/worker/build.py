@@ -63,8 +63,8 @@ def build(start: StartWorker) -> Built:
             num_blocks=num_blocks,
             vocab_size=model.vocab_size,
             enable_prefix_caching=start.enable_prefix_caching,
-            device=ops.device,
         ),
+        ops,
         forward=lambda batch: decoder.forward(batch, kv_pool, expert_io),
     )
     _warm_up(engine)

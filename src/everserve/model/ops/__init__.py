@@ -1,6 +1,7 @@
 """The arithmetic of one kind of device, behind one small interface.
 
     reference.py   plain PyTorch: what every other set is tested against; runs anywhere
+    choose.py      the part of it that chooses tokens
     native.py      C kernels for CPUs (csrc/*.c), compiled once per machine with the system's compiler
 
 Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
@@ -12,12 +13,14 @@ positions, so that prefill, chunked prefill and decode give a row the same bits.
 whether the set as a whole has this property.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
+from everserve.model.ops.choose import Draw
 
 
 class ExpertSlots(Protocol):
@@ -83,3 +86,6 @@ class Ops(Protocol):
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

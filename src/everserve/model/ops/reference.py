@@ -6,7 +6,7 @@ PyTorch picks kernels, and so the order of additions, by the shape of the whole 
 row is therefore computed by itself: slow, but then a row's bits depend on that row and its sequence alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import linear, silu
 
 from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots
+from everserve.model.ops.choose import Draw, choose
 
 
 class ReferenceSlots:
@@ -128,6 +129,9 @@ class ReferenceOps:
         for k in range(rows_TKD.shape[1]):
             hidden_TD = hidden_TD + weights_TK[:, k, None] * rows_TKD[:, k]
         return hidden_TD
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        return choose(logits_LV, draws)
 
     def _by_rows(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """compute(x), or, if batch-invariant, each row by itself: a fresh copy, since kernels may look at alignment."""

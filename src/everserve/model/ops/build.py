@@ -1,0 +1,119 @@
+"""Compile csrc/*.c for this machine, once, with the system's compiler (CC and CFLAGS mean what they mean to make).
+
+The library is kept in the user's cache under a key of everything it depends on:
+
+    $XDG_CACHE_HOME/everserve/native-<key>.so       (~/.cache where XDG_CACHE_HOME is not set)
+
+Several processes may build at once: each compiles in a directory of its own and renames the result into place.
+"""
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "csrc"
+CPU_FLAG = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
+# Contraction is off: where a multiply-add is fused is part of the kernels' definition (csrc/simd.h).
+FLAGS = [
+    "-O3",
+    CPU_FLAG,
+    "-std=c11",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wall",
+    "-Wextra",
+]
+
+
+class BuildError(RuntimeError):
+    """The native ops cannot be built here. The message is one line that says why."""
+
+
+def _flags() -> list[str]:
+    return FLAGS + shlex.split(os.environ.get("CFLAGS", ""))
+
+
+def library() -> Path:
+    """The path of the compiled library; compiles it if this machine has not done so before."""
+    compiler = _compiler()
+    path = _cache_dir() / f"native-{_key(compiler)}.so"
+    if not path.exists():
+        _build(compiler, path)
+    return path
+
+
+def _compiler() -> list[str]:
+    if "CC" in os.environ:
+        return shlex.split(os.environ["CC"])
+    for name in ("cc", "gcc", "clang"):
+        if shutil.which(name):
+            return [name]
+    raise BuildError("no C compiler found (cc, gcc or clang; set CC to use another)")
+
+
+def _cache_dir() -> Path:
+    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everserve"
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise BuildError(
+            f"cannot create the cache directory {path}: {e.strerror}; set XDG_CACHE_HOME to one you own"
+        ) from e
+    # We are going to load code from there.
+    if path.stat().st_uid != os.getuid() or not os.access(path, os.W_OK):
+        raise BuildError(f"the cache directory {path} is not yours to write; set XDG_CACHE_HOME to one you own")
+    return path
+
+
+def _key(compiler: list[str]) -> str:
+    digest = hashlib.sha256()
+    for source in sorted(SOURCES.iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    for part in (_run([*compiler, "--version"]), " ".join(_flags()), _cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:20]
+
+
+def _cpu() -> str:
+    """What -march=native looks at. A home directory may be shared by machines that differ."""
+    names = ("model name", "flags", "Features", "CPU implementer", "CPU variant", "CPU part")
+    try:
+        first_cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    return "\n".join(line for line in first_cpu.splitlines() if line.startswith(names))
+
+
+def _build(compiler: list[str], path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as name:
+        directory, sources = Path(name), sorted(SOURCES.glob("*.c"))
+        objects = [str(directory / f"{source.stem}.o") for source in sources]
+        compile_one = [*compiler, *_flags(), "-c"]
+        commands = [[*compile_one, str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        with ThreadPoolExecutor(len(commands)) as runners:
+            list(runners.map(_run, commands))
+        built = directory / "native.so"
+        _run([*compiler, *_flags(), "-shared", *objects, "-o", str(built), "-lm"])
+        built.replace(path)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except OSError as e:
+        raise BuildError(f"cannot run {command[0]}: {e.strerror}") from e
+    except subprocess.CalledProcessError as e:
+        raise BuildError(f"{shlex.join(command)} failed: {_error_line(e.stderr)}") from e
+
+
+def _error_line(output: str) -> str:
+    lines = output.splitlines() or ["no output"]
+    return next((line for line in lines if "error" in line), lines[-1])

@@ -1,0 +1,152 @@
+/* down(silu(gate x) * up x) for R (token, expert) rows at once.
+
+   The rows are sorted by slot, so that each expert's weights are read once:
+
+       r        0  1  2  3  4  5        slot_R   2  0  2  1  0  2
+       order    1  4 | 3 | 0  2  5      rows of slot 0 | slot 1 | slot 2, each in the order of r
+
+   Phase 1 writes hidden[i] for i in sorted order, phase 2 writes y[order[i]]. No row is copied: products read x and
+   write y through index arrays. */
+
+#include <stdlib.h>
+
+#include "exp.h"
+#include "gemm.h"
+#include "threads.h"
+
+#define ROWS_PER_PASS 64 /* rows of hidden that stay in cache between the products and silu */
+#define MAX_COLUMNS 256  /* of hidden per task */
+
+/* What native.py keeps per slot. All zeros when empty. */
+struct slot {
+    const void *gate, *up, *down;
+    int64_t gate_stride, up_stride, down_stride, dtype;
+};
+
+struct experts {
+    const struct slot *slots;
+    struct rows x, hidden, y;
+    const int32_t *tokens; /* in sorted order */
+    const int32_t *order;
+    const int32_t *starts; /* rows of slot s: starts[s] .. starts[s + 1], in sorted order */
+    const int32_t *busy;   /* the slots that have rows */
+    size_t num_busy, hidden_size, inner_size;
+    size_t columns_per_task, column_tasks;
+};
+
+ALWAYS_INLINE vf silu(vf x) { return x / (splat(1.0f) + exp_v(-x)); }
+
+static void gate_with(float *hidden, const float *up, size_t n) {
+    size_t j = 0;
+    for (; j + VW <= n; j += VW) store_f32(hidden + j, silu(load_f32(hidden + j)) * load_f32(up + j));
+    if (j < n) {
+        float gate_tail[VW] = {0}, up_tail[VW] = {0};
+        memcpy(gate_tail, hidden + j, (n - j) * sizeof(float));
+        memcpy(up_tail, up + j, (n - j) * sizeof(float));
+        store_f32(gate_tail, silu(load_f32(gate_tail)) * load_f32(up_tail));
+        memcpy(hidden + j, gate_tail, (n - j) * sizeof(float));
+    }
+}
+
+/* Some columns of hidden for all rows of one slot. */
+static void gate_up_task(void *job, size_t task) {
+    const struct experts *e = job;
+    int32_t s = e->busy[task / e->column_tasks];
+    const struct slot *slot = &e->slots[s];
+    size_t column = task % e->column_tasks * e->columns_per_task;
+    size_t n = smaller(e->inner_size - column, e->columns_per_task);
+    struct matrix gate = {slot->gate, (size_t)slot->gate_stride, (enum dtype)slot->dtype};
+    struct matrix up = {slot->up, (size_t)slot->up_stride, (enum dtype)slot->dtype};
+    float up_block[ROWS_PER_PASS * MAX_COLUMNS];
+    struct rows up_rows = {up_block, NULL, n};
+
+    size_t end = (size_t)e->starts[s + 1];
+    for (size_t i = (size_t)e->starts[s]; i < end; i += ROWS_PER_PASS) {
+        size_t m = smaller(end - i, ROWS_PER_PASS);
+        struct rows x = {e->x.base, e->tokens + i, e->x.stride};
+        struct rows hidden = columns_from(rows_from(e->hidden, i), column);
+        gemm(x, m, matrix_from(gate, column), n, e->hidden_size, hidden);
+        gemm(x, m, matrix_from(up, column), n, e->hidden_size, up_rows);
+        for (size_t r = 0; r < m; r++) gate_with(row(&hidden, r), row(&up_rows, r), n);
+    }
+}
+
+/* Some columns of y for all rows of one slot. */
+static void down_task(void *job, size_t task) {
+    const struct experts *e = job;
+    int32_t s = e->busy[task / e->column_tasks];
+    const struct slot *slot = &e->slots[s];
+    size_t column = task % e->column_tasks * e->columns_per_task;
+    size_t n = smaller(e->hidden_size - column, e->columns_per_task);
+    size_t i = (size_t)e->starts[s], m = (size_t)e->starts[s + 1] - i;
+    struct matrix down = {slot->down, (size_t)slot->down_stride, (enum dtype)slot->dtype};
+    struct rows y = {e->y.base + column, e->order + i, e->y.stride};
+    gemm(rows_from(e->hidden, i), m, matrix_from(down, column), n, e->inner_size, y);
+}
+
+static void set_columns(struct experts *e, size_t total) {
+    e->columns_per_task = smaller(task_size(total, e->num_busy, 32), MAX_COLUMNS);
+    e->column_tasks = (total + e->columns_per_task - 1) / e->columns_per_task;
+}
+
+struct expert_rows_args {
+    const float *x;
+    const int32_t *tokens, *slot_of;
+    const struct slot *slots;
+    float *y;
+    int64_t num_rows, num_tokens, num_slots, hidden_size, inner_size;
+};
+
+/* 0, or why nothing was computed: 1 + r when slot_R[r] is out of range or empty, -(1 + r) when token_R[r] is out of
+   range. */
+EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
+    const int32_t *tokens = args->tokens, *slot_of = args->slot_of;
+    int64_t num_rows = args->num_rows, num_slots = args->num_slots;
+    for (int64_t r = 0; r < num_rows; r++) {
+        if (slot_of[r] < 0 || slot_of[r] >= num_slots || !args->slots[slot_of[r]].gate) return 1 + r;
+        if (tokens[r] < 0 || tokens[r] >= args->num_tokens) return -(1 + r);
+    }
+    if (!num_rows) return 0;
+
+    size_t num_indices = (size_t)(2 * num_rows + 2 * num_slots + 2);
+    int32_t *indices = calloc(num_indices, sizeof(int32_t));
+    float *hidden = malloc((size_t)num_rows * (size_t)args->inner_size * sizeof(float));
+    if (!indices || !hidden) abort();
+    int32_t *order = indices, *sorted_tokens = order + num_rows, *starts = sorted_tokens + num_rows;
+    int32_t *busy = starts + num_slots + 2;
+
+    /* Counting sort. While rows are placed, starts[s + 1] is where the next row of slot s goes. */
+    size_t num_busy = 0;
+    for (int64_t r = 0; r < num_rows; r++) starts[slot_of[r] + 2]++;
+    for (int64_t s = 0; s < num_slots; s++) {
+        if (starts[s + 2]) busy[num_busy++] = (int32_t)s;
+        starts[s + 2] += starts[s + 1];
+    }
+    for (int64_t r = 0; r < num_rows; r++) {
+        int32_t at = starts[slot_of[r] + 1]++;
+        order[at] = (int32_t)r;
+        sorted_tokens[at] = tokens[r];
+    }
+
+    struct experts e = {
+        .slots = args->slots,
+        .x = {(float *)args->x, NULL, (size_t)args->hidden_size},
+        .hidden = {hidden, NULL, (size_t)args->inner_size},
+        .y = {args->y, NULL, (size_t)args->hidden_size},
+        .tokens = sorted_tokens,
+        .order = order,
+        .starts = starts,
+        .busy = busy,
+        .num_busy = num_busy,
+        .hidden_size = (size_t)args->hidden_size,
+        .inner_size = (size_t)args->inner_size,
+    };
+    double macs = (double)num_rows * (double)args->hidden_size * (double)args->inner_size;
+    set_columns(&e, e.inner_size);
+    parallel_for(num_busy * e.column_tasks, 2 * macs, gate_up_task, &e);
+    set_columns(&e, e.hidden_size);
+    parallel_for(num_busy * e.column_tasks, macs, down_task, &e);
+    free(hidden);
+    free(indices);
+    return 0;
+}

@@ -1,0 +1,101 @@
+/* The micro-kernels for one weight type. The includer defines
+
+       WEIGHT     the element type
+       LOAD(p)    VW of them, widened to float32
+       NAME(x)    x with the type's suffix
+
+       k ->      w[0]  w[1]  w[2]  w[3]
+                  |     |     |     |
+       a[0] ---  acc   acc   acc   acc     MR x NR accumulators, each a vector along k:
+       a[1] ---  acc   acc   acc   acc     at every step MR + NR loads feed MR * NR multiply-adds
+       a[2] ---  acc   acc   acc   acc
+       a[3] ---  acc   acc   acc   acc     */
+
+/* mr and nr are constants at every call, and the loops over them unroll, so the accumulators are registers (left to
+   itself GCC 12 stores them at every step: half the speed). */
+ALWAYS_INLINE void NAME(tile)(const int mr, const int nr, const float *const *a, const WEIGHT *w, size_t stride,
+                              size_t k, float *const *c, size_t column, const WEIGHT *end) {
+    vf acc[MR][2 * NR];
+    UNROLL for (int i = 0; i < mr; i++)
+        UNROLL for (int j = 0; j < nr; j++) acc[i][j] = splat(0.0f);
+
+    /* While this tile is computed, the weights that follow (up to end) are fetched into the second-level cache: each
+       row is too short for the hardware to recognise a stream. From memory this is twice as fast. */
+    const WEIGHT *following = w + (size_t)nr * stride;
+    const char *next = (const char *)(following < end ? following : w);
+    size_t p = 0;
+    for (; p + VW <= k; p += VW) {
+        UNROLL for (size_t line = 0; line < nr * VW * sizeof(WEIGHT); line += 64)
+            __builtin_prefetch(next + line, 0, 2);
+        next += nr * VW * sizeof(WEIGHT);
+        vf b[2 * NR];
+        UNROLL for (int j = 0; j < nr; j++) b[j] = LOAD(w + (size_t)j * stride + p);
+        UNROLL for (int i = 0; i < mr; i++) {
+            vf ai = load_f32(a[i] + p);
+            UNROLL for (int j = 0; j < nr; j++) acc[i][j] = fma_v(ai, b[j], acc[i][j]);
+        }
+    }
+    if (p < k) { /* the tail, padded with zeros */
+        vf b[2 * NR];
+        UNROLL for (int j = 0; j < nr; j++) {
+            WEIGHT tail[VW] = {0};
+            memcpy(tail, w + (size_t)j * stride + p, (k - p) * sizeof(WEIGHT));
+            b[j] = LOAD(tail);
+        }
+        UNROLL for (int i = 0; i < mr; i++) {
+            float tail[VW] = {0};
+            memcpy(tail, a[i] + p, (k - p) * sizeof(float));
+            vf ai = load_f32(tail);
+            UNROLL for (int j = 0; j < nr; j++) acc[i][j] = fma_v(ai, b[j], acc[i][j]);
+        }
+    }
+
+    UNROLL for (int i = 0; i < mr; i++) {
+        if (nr == 1) {
+            c[i][column] = sum(acc[i][0]);
+        } else {
+            UNROLL for (int j = 0; j < nr; j += 4) {
+                v4f sums = sum4(acc[i][j], acc[i][j + 1], acc[i][j + 2], acc[i][j + 3]);
+                memcpy(c[i] + column + j, &sums, sizeof sums);
+            }
+        }
+    }
+}
+
+/* All n columns for mr <= MR rows. */
+ALWAYS_INLINE void NAME(strip)(const int mr, const float *const *a, const WEIGHT *w, size_t stride, size_t n,
+                               size_t k, float *const *c, const WEIGHT *end) {
+    size_t j = 0;
+    if (2 * mr <= MR) /* twice the columns: enough accumulators to hide the latency of a multiply-add */
+        for (; j + 2 * NR <= n; j += 2 * NR) NAME(tile)(mr, 2 * NR, a, w + j * stride, stride, k, c, j, end);
+    for (; j + NR <= n; j += NR) NAME(tile)(mr, NR, a, w + j * stride, stride, k, c, j, end);
+    for (; j < n; j++) NAME(tile)(mr, 1, a, w + j * stride, stride, k, c, j, end);
+}
+
+/* w[0..n) stays in the first-level cache while the rows of a stream by. More weights follow, up to end. */
+static void NAME(panel)(const struct rows *a, size_t m, const WEIGHT *w, size_t stride, size_t n, size_t k,
+                        const struct rows *c, const WEIGHT *end) {
+    for (size_t i = 0; i < m; i += MR) {
+        size_t mr = smaller(m - i, MR);
+        const float *a_rows[MR];
+        float *c_rows[MR];
+        for (size_t r = 0; r < MR; r++) {
+            size_t at = i + smaller(r, mr - 1); /* beyond mr the last row again, which is not used */
+            a_rows[r] = row(a, at), c_rows[r] = row(c, at);
+        }
+        switch (mr) {
+            case 1: NAME(strip)(1, a_rows, w, stride, n, k, c_rows, end); break;
+            case 2: NAME(strip)(2, a_rows, w, stride, n, k, c_rows, end); break;
+#if MR >= 3
+            case 3: NAME(strip)(3, a_rows, w, stride, n, k, c_rows, end); break;
+#endif
+#if MR >= 4
+            case 4: NAME(strip)(4, a_rows, w, stride, n, k, c_rows, end); break;
+#endif
+        }
+    }
+}
+
+#undef WEIGHT
+#undef LOAD
+#undef NAME

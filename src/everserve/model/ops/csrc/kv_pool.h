@@ -1,0 +1,24 @@
+/* Where a layer's keys and values are. The pool is [num_blocks, num_layers, 2, G, block_size, E]:
+
+       block   | layer 0            | layer 1 ...
+               | keys      | values |
+               | head 0    | head 1 ...
+               | block_size rows of E   */
+
+#pragma once
+
+#include "gemm.h"
+
+enum { KEYS = 0, VALUES = 1 };
+
+struct kv_pool { /* packed by native.py */
+    void *data;
+    int64_t dtype, num_layers, num_heads, block_size, head_size, layer;
+};
+
+/* The row of one token in one head. */
+ALWAYS_INLINE void *kv_row(const struct kv_pool *pool, size_t block, int keys_or_values, size_t head, size_t offset) {
+    size_t plane = (block * (size_t)pool->num_layers + (size_t)pool->layer) * 2 + (size_t)keys_or_values;
+    size_t first = (plane * (size_t)pool->num_heads + head) * (size_t)pool->block_size;
+    return (char *)pool->data + (first + offset) * (size_t)pool->head_size * (pool->dtype == F32 ? 4 : 2);
+}
