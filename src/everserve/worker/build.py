@@ -45,7 +45,7 @@ def build(start: StartWorker) -> Built:
 
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
-    ops = select_ops(num_threads=start.num_threads, batch_invariant=start.batch_invariant)
+    ops = select_ops(model, start.num_threads, start.batch_invariant)
     decoder = Decoder(model, checkpoint, ops, max_model_len, start.dtype, progress=_Progress("layers"))
     experts = ExpertHalf(model, checkpoint, ops, num_slots=model.num_experts, dtype=start.dtype)
     experts.load_all(progress=_Progress("experts"))

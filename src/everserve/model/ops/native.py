@@ -9,8 +9,8 @@ of threads, the chunks of a prefill and the block size (csrc/gemm.h and csrc/att
 Threads. None is started before the first op that is worth sharing, and the child of a fork starts its own. The calling
 thread does whatever the helpers have not taken, so a helper that gets no core holds up nobody. An idle helper spins for
 `spin_us` before it sleeps, offering its core to others every microsecond; if the next op comes within that time,
-sharing it costs a microsecond, else about 20. On two cores with other work on them, two threads are then as fast as
-one (libgomp's: five times slower); still, where processes outnumber cores, one thread per process is best.
+sharing it costs a microsecond, else about 20. With another process busy on one of two cores, two threads are as fast as
+one (with libgomp four times slower); where processes outnumber cores by more, give each one thread.
 
 The wrappers are called about nine times per layer and token, so they stay lean: each packs its arguments into a struct
 that the C side declares with the same fields (EXPORT in csrc/threads.h). What does not change is looked up and checked
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
+from everserve.model.ops import ExpertSlots
 from everserve.model.ops.build import BuildError, library
 from everserve.model.ops.choose import Draw
 
@@ -79,6 +80,15 @@ def unavailable() -> str | None:
         _load()
     except BuildError as e:
         return str(e)
+    return None
+
+
+def unsupported(*, head_size: int, num_experts: int) -> str | None:
+    """Why these kernels cannot compute a model of this shape, in one line; None if they can."""
+    if head_size % KEY_TILE or head_size > MAX_HEAD_SIZE:
+        return f"head size {head_size} is not a multiple of {KEY_TILE} up to {MAX_HEAD_SIZE}"
+    if num_experts > MAX_EXPERTS:
+        return f"{num_experts} experts are more than {MAX_EXPERTS}"
     return None
 
 
@@ -284,7 +294,8 @@ class NativeOps:
     def expert_slots(self, num_slots: int) -> NativeExpertSlots:
         return NativeExpertSlots(num_slots)
 
-    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: NativeExpertSlots) -> Tensor:
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        assert isinstance(slots, NativeExpertSlots)
         num_tokens, size = x_TD.shape
         num_rows = token_R.numel()
         assert x_TD.dtype is _float32 and x_TD.is_contiguous()

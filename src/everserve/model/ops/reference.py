@@ -59,7 +59,7 @@ class ReferenceOps:
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return self._by_rows(lambda x: _rms_norm(x, weight_D, eps), x_TD)
 
-    def rotate_and_store(  # noqa: PLR0917
+    def rotate_and_store(
         self,
         qkv_TX: Tensor,
         batch: StepBatch,

@@ -3,17 +3,18 @@
 import logging
 import os
 
+from everserve.model.config import ModelConfig
 from everserve.model.ops import Ops
 from everserve.model.ops.reference import ReferenceOps
 
 log = logging.getLogger(__name__)
 
 
-def select_ops(num_threads: int | None, batch_invariant: bool) -> Ops:
+def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> Ops:
     """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
     from everserve.model.ops import native  # noqa: PLC0415 (only who computes needs it)
 
-    reason = native.unavailable()
+    reason = native.unsupported(head_size=model.head_size, num_experts=model.num_experts) or native.unavailable()
     if reason is None:
         return native.NativeOps(num_threads=num_threads or default_num_threads())
     log.warning("no native kernels (%s): using plain PyTorch, which is several times slower", reason)
