@@ -187,3 +187,12 @@ def test_config_file(tmp_path, start_server):
     config.write_text("no-such-flag: 1\n")
     done = run_serve("demo", "--config", str(config))
     assert done.returncode == 2 and "no_such_flag" in done.stderr
+
+
+def test_status_with_an_api_key(start_server):
+    with start_server("--api-key", "secret") as server:
+        command = [sys.executable, "-m", "everserve.cli", "status", "--url", server.url]
+        without = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert without.returncode == 2 and "--api-key" in without.stderr and "Traceback" not in without.stderr
+        given = subprocess.run([*command, "--api-key", "secret", "--json"], capture_output=True, text=True, check=False)
+        assert given.returncode == 0 and '"violations": []' in given.stdout

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from everserve.errors import WorkerDied
-from everserve.gateway.app import App
+from everserve.gateway.app import create_app
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.sampling import GenerationDefaults
 from everserve.gateway.tokenizer import ModelTokenizer
@@ -22,6 +22,7 @@ from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
 EOS = "<|end|>"
+QUEUED_S = 0.25
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("a", "n"), ("an", "d"), ("Ġ", "and")]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -113,8 +114,8 @@ class ScriptedWorker:
     def send(self, *outputs: Output) -> None:
         self.channel.send(StepOutput(outputs=list(outputs), stats=IDLE))
 
-    def reject(self, stream_id: str, reason: str) -> None:
-        self.channel.send(Rejected(id=stream_id, reason=reason))
+    def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
+        self.channel.send(Rejected(id=stream_id, reason=reason, is_server_fault=is_server_fault))
 
 
 def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
@@ -138,6 +139,7 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
                 logprobs=_scores(token, params.logprobs) if params.logprobs is not None else None,
                 prompt_logprobs=prompt_logprobs if index == 0 else None,
                 num_cached=2 if index == 0 else 0,
+                queued_s=QUEUED_S if index == 0 else 0.0,
             )
         )
         if is_last:
@@ -181,7 +183,7 @@ class ToyServer:
     def __init__(self, gateway: Gateway, worker: ScriptedWorker) -> None:
         self.gateway = gateway
         self.worker = worker
-        self._app = App(gateway)
+        self._app = create_app(gateway)
 
     def begin(
         self,
@@ -212,12 +214,13 @@ class ToyServer:
                 if response.body and not reads:
                     await asyncio.Event().wait()
                 response.body += message["body"]
-                response.is_complete = not message["more_body"]
+                response.is_complete = not message.get("more_body")
 
         scope = {
             "type": "http",
             "method": method,
             "path": path,
+            "query_string": b"",
             "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
         }
         return asyncio.ensure_future(self._app(scope, receive, send)), response, gone

@@ -116,6 +116,19 @@ def test_prompt_logprobs(budget, max_tokens):
         assert all(o.prompt_logprobs is None for o in outputs[1:])
 
 
+def test_how_long_a_stream_waited():
+    engine, _ = make_engine(max_num_seqs=1)
+    now = 100.0
+    engine._clock = lambda: now
+    engine.add(spec("first", [1], max_tokens=3))
+    engine.add(spec("second", [2], max_tokens=1))
+    waited = {}
+    while engine.has_work:
+        now += 1.0
+        waited |= {o.id: o.queued_s for o in engine.step().outputs if o.index == 0}
+    assert waited == {"first": 1.0, "second": 4.0}
+
+
 def test_a_broken_model_fails_its_streams_and_nobody_hangs():
     engine, _ = make_engine()
     engine._forward = lambda batch: torch.full((len(batch.logits_rows_L), 97), torch.nan)

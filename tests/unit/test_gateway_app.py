@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everserve.gateway.http import MAX_BODY_BYTES
+from everserve.gateway.http import MAX_BODY_BYTES, MAX_BODY_COMMAS
 from everserve.runtime.events import ProcessStarted
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
@@ -282,14 +282,15 @@ def test_a_worker_that_dies() -> None:
     run(test)
 
 
-def test_a_stream_that_cannot_begin_has_a_true_status() -> None:
+@pytest.mark.parametrize(("is_server_fault", "status"), [(False, 400), (True, 500)])
+def test_a_stream_that_cannot_begin_has_a_true_status(is_server_fault: bool, status: int) -> None:
     async def test() -> None:
         async with toy_server() as server:
             task, answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
             await until(lambda: len(server.worker.specs) == 1)
-            server.worker.reject(server.worker.specs[0].id, "no")
+            server.worker.reject(server.worker.specs[0].id, "no", is_server_fault)
             await task
-            assert answer.status == 500 and answer.error["message"] == "no"
+            assert answer.status == status and answer.error["message"] == "no"
 
     run(test)
 
@@ -414,7 +415,50 @@ def test_paths_methods_and_bodies() -> None:
             assert unknown.status == 404 and unknown.error["code"] == "model_not_found"
             assert (await server.request("GET", "/v1/models/alias")).json["id"] == "alias"
             assert (await server.request("GET", "/v1/models/other")).status == 404
-            assert (await server.request("HEAD", "/version")).status == 200
+
+    run(test)
+
+
+def test_head_is_get_without_a_body() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            for path in ("/version", "/health", "/v1/models", "/openapi.json", "/events"):
+                assert (await server.request("HEAD", path)).status == 200
+            wrong = await server.request("DELETE", "/v1/models")
+            assert wrong.status == 405 and wrong.headers["allow"] == "GET, HEAD"
+
+    run(test)
+
+
+def test_names_with_slashes() -> None:
+    async def test() -> None:
+        async with toy_server(served_model_names=["org/name"]) as server:
+            assert (await server.request("GET", "/v1/models/org/name")).json["id"] == "org/name"
+
+    run(test)
+
+
+def test_a_bug_costs_one_request(capsys: pytest.CaptureFixture[str]) -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.gateway.metrics.exposition = lambda: 1 // 0  # type: ignore[method-assign]
+            task, answer, _ = server.begin("GET", "/metrics", headers={"X-Request-Id": "mine"})
+            with pytest.raises(ZeroDivisionError):  # for uvicorn, which closes the connection
+                await task
+            assert answer.status == 500 and answer.error["message"] == "Internal server error."
+            assert answer.headers["x-request-id"] == "mine"
+            assert (await server.request("GET", "/version")).status == 200
+
+    run(test)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_bodies_that_would_take_long_to_decode() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            body = b'{"prompt": [' + b"1," * MAX_BODY_COMMAS + b"1,1]}"
+            answer = await server.request("POST", "/v1/completions", body)
+            assert answer.status == 400 and "commas" in answer.error["message"]
 
     run(test)
 
@@ -459,6 +503,8 @@ def test_long_texts_are_tokenized_in_a_thread() -> None:
             assert (await server.post("/tokenize", {"prompt": text})).json["tokens"] == ids(text)
             too_long = await server.post("/v1/completions", {"prompt": text})
             assert too_long.status == 400 and str(len(text)) in too_long.error["message"]
+            too_long = await server.post("/tokenize", {"prompt": "the and " * (1 << 18)})
+            assert too_long.status == 400 and "at most 1048576" in too_long.error["message"]
 
     run(test)
 

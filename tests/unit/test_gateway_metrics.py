@@ -5,7 +5,7 @@ import asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
 from everserve.gateway.metrics import Histogram
-from tests.unit.gateway_toy import toy_server
+from tests.unit.gateway_toy import QUEUED_S, toy_server
 
 EXPECTED = {
     "vllm:num_requests_running": "gauge",
@@ -19,6 +19,7 @@ EXPECTED = {
     "vllm:request_success": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
     "vllm:e2e_request_latency_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
@@ -58,6 +59,7 @@ def test_names_types_labels_and_counts() -> None:
         assert values["vllm:generation_tokens_total", None] == 6
         assert values["vllm:request_success_total", "length"] == 2
         assert values["vllm:time_to_first_token_seconds_count", None] == 2
+        assert values["vllm:request_queue_time_seconds_sum", None] == 2 * QUEUED_S
         assert values["vllm:inter_token_latency_seconds_count", None] == 4
         assert values["vllm:request_generation_tokens_sum", None] == 6
 

@@ -17,10 +17,13 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 @app.command()
 def status(
     url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what /cluster says.")] = False,
 ) -> None:
     """Show workers, roles, epoch, validity and requests. Exit status 1 if the instance is not valid."""
-    cluster = fetch_cluster(url)
+    cluster = fetch_cluster(url, api_key)
     if as_json:
         typer.echo(json.dumps(cluster, indent=2))
     else:
@@ -29,10 +32,14 @@ def status(
         raise typer.Exit(1)
 
 
-def fetch_cluster(url: str) -> dict[str, Any]:
+def fetch_cluster(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What /cluster says, or one line that says why nothing does."""
+    keys = (api_key or "").split()  # the variable may hold all keys that `serve` accepts
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
-        response = httpx.get(f"{url}/cluster", timeout=5.0)
+        response = httpx.get(f"{url}/cluster", headers=headers, timeout=5.0)
+        if response.status_code == httpx.codes.UNAUTHORIZED:
+            raise ConfigError(f"{url} wants an API key: see --api-key")
         response.raise_for_status()
         cluster: dict[str, Any] = response.json()
         return cluster

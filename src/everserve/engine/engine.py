@@ -5,6 +5,7 @@ The engine owns its streams' tokens and KV. It knows nothing of processes, socke
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import monotonic
 
 import torch
 
@@ -55,10 +56,13 @@ class StepResult:
 class Engine:
     """Advances many streams together."""
 
-    def __init__(self, config: EngineConfig, ops: Ops, forward: Forward) -> None:
+    def __init__(
+        self, config: EngineConfig, ops: Ops, forward: Forward, clock: Callable[[], float] = monotonic
+    ) -> None:
         self.config = config
         self._ops = ops
         self._forward = forward
+        self._clock = clock
         self._undo = UndoLog()
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
@@ -88,7 +92,7 @@ class Engine:
             raise RequestError(f"the prompt has {len(spec.prompt)} tokens; at most {limit - 1} fit")
         if min(spec.prompt) < 0 or max(spec.prompt) >= self.config.vocab_size:
             raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
-        sequence = Sequence(spec, self.config.block_size)
+        sequence = Sequence(spec, self.config.block_size, added_s=self._clock())
         self._sequences[spec.id] = sequence
         self.scheduler.add(sequence)
 
@@ -101,6 +105,7 @@ class Engine:
 
     def step(self) -> StepResult:
         """Advance. If the forward pass is abandoned (it raises), everything is as it was before the call."""
+        began_s = self._clock()
         chunks = self.scheduler.schedule()
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
         if not chunks:
@@ -114,6 +119,8 @@ class Engine:
         self._num_steps += 1
         self._num_prompt_tokens += sum(chunk.num_prompt_tokens for chunk in chunks)
         self.scheduler.commit(chunks)
+        for chunk in chunks:
+            chunk.sequence.note_start(began_s)
         outputs: list[Output] = []
         failed: list[tuple[str, str]] = []
         for result in results:
@@ -196,6 +203,7 @@ class Engine:
                 logprobs=choice.logprobs if token is not None else None,
                 prompt_logprobs=sequence.prompt_logprobs if is_first and params.prompt_logprobs is not None else None,
                 num_cached=sequence.num_cached if is_first else 0,
+                queued_s=sequence.queued_s if is_first else 0.0,
             )
         )
         if finish is not None:

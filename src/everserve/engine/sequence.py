@@ -30,8 +30,10 @@ class Status(Enum):
 class Sequence:
     """The engine's state of one stream. Only the scheduler changes `status`, `blocks` and `num_computed`."""
 
-    def __init__(self, spec: RequestSpec, block_size: int) -> None:
+    def __init__(self, spec: RequestSpec, block_size: int, added_s: float) -> None:
         self.spec = spec
+        self.added_s = added_s
+        self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
         self.tokens = list(spec.prompt)
         self.num_prompt = len(spec.prompt)
         self.num_computed = 0
@@ -77,6 +79,11 @@ class Sequence:
             data = parent + struct.pack(f"<{self._block_size}i", *block_tokens)
             self._hashes.append(hashlib.blake2b(data, digest_size=16).digest())
         return self._hashes
+
+    def note_start(self, now_s: float) -> None:
+        """A step that began at this time has computed tokens of this sequence."""
+        if self.queued_s < 0:
+            self.queued_s = now_s - self.added_s
 
     def append(self, token: int) -> None:
         self.tokens.append(token)

@@ -2,8 +2,9 @@
 
     __main__.py     the process: bootstrap, then one loop over the supervisor's messages
     gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
-    app.py          the routes; one HTTP exchange from request id to response
-    http.py         one exchange over ASGI: headers, body, disconnects
+    app.py          the FastAPI application: all routes, and how errors are answered
+    depends.py      what routes depend on: the gateway, an API key, a worker that is ready
+    http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON
     openapi.py      /openapi.json, from the routes and the structs they use
 
@@ -15,10 +16,10 @@
     chat.py         /v1/chat/completions
     models.py       /v1/models
     tokenize.py     /tokenize, /detokenize, /tokenizer_info
-    cluster.py      /cluster, /events
-    health.py       /health, /ping, /version, /load, /metrics
+    health.py       /health, /ping, /version, /load, /metrics, /cluster, /events
+    cluster.py      who is here now, what happened, and what happens
 
-    generation.py   one client's request: its choices and the hand-off to the task that writes to the client
+    generation.py   the response to one client's request: its choices, the hand-off to the task that writes
     choices.py      one choice: tokens in, text out
     streams.py      exactly once: the streams in flight at one worker, by token index
     workers.py      channels to workers, and which worker gets the next stream

@@ -22,7 +22,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from everserve.errors import UserError, WorkerDied
-from everserve.gateway.app import App
+from everserve.gateway.app import create_app
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.sampling import read_defaults
@@ -133,7 +133,7 @@ async def serve(control_fd: int, listen_fd: int) -> int:
         return 1
     server = _Server(
         uvicorn.Config(
-            App(gateway),
+            create_app(gateway),
             http=_HttpProtocol,
             ws="none",
             lifespan="off",
@@ -182,7 +182,7 @@ def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole terminal; the supervisor handles it
+
     parser = argparse.ArgumentParser()
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)

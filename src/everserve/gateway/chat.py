@@ -3,16 +3,19 @@
 import time
 
 import msgspec
+from fastapi import APIRouter, Request
 from msgspec import UNSET
+from starlette.responses import Response
 
 from everserve.gateway import sse
 from everserve.gateway.choices import Choice
-from everserve.gateway.gateway import Gateway
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
 from everserve.gateway.generation import Generation
-from everserve.gateway.http import Exchange
+from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import chat_logprobs
+from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import chat_prompt
-from everserve.gateway.protocol import UNSUPPORTED, ChatRequest
+from everserve.gateway.protocol import ChatRequest
 from everserve.gateway.responses import (
     AssistantMessage,
     ChatChoice,
@@ -26,19 +29,21 @@ from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import Output
 
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
-async def chat(gateway: Gateway, exchange: Exchange) -> None:
-    """POST /v1/chat/completions"""
-    request: ChatRequest = await exchange.json_body(_decoder, UNSUPPORTED)
+@router.post("/v1/chat/completions", openapi_extra=describe(ChatResponse, request=ChatRequest, stream=ChatChunk))
+async def chat(http_request: Request) -> Response:
+    gateway = gateway_of(http_request)
+    request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
     gateway.fleet.find_room(request.n or 1)
     prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
-    id = f"chatcmpl-{exchange.request_id}"
+    id = f"chatcmpl-{http_request.state.request_id}"
     renderer = ChatRenderer(id, model, request, gateway.tokenizer)
-    await Generation(gateway, request, renderer).respond(exchange, id, [prompt])
+    return Generation(gateway, request, renderer, id, [prompt])
 
 
 class ChatRenderer:

@@ -125,6 +125,7 @@ class Choice:
             self._first_s = now_s
             self.num_cached = output.num_cached
             metrics.time_to_first_token_s.observe(now_s - self._arrived_s)
+            metrics.queue_s.observe(output.queued_s)
             metrics.num_prompt_tokens += len(self.spec.prompt)
         else:
             metrics.inter_token_latency_s.observe(now_s - self._last_s)

@@ -1,18 +1,16 @@
-"""/cluster: who is here now. /events: what happened, and what happens."""
+"""Who is here now, what happened, and what happens."""
 
 import asyncio
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+
+from starlette.types import Receive, Scope, Send
 
 from everserve.gateway import sse
-from everserve.gateway.http import Exchange
+from everserve.gateway.http import watch_disconnect
 from everserve.gateway.responses import ClusterView, ProcessView, WorkerView
 from everserve.gateway.workers import Fleet
 from everserve.runtime.events import AnyEvent
 from everserve.tables.members import Members, Worker
-
-if TYPE_CHECKING:
-    from everserve.gateway.gateway import Gateway
 
 _NUM_RECENT = 1000
 _MAX_BEHIND = 2000  # events; a reader further behind is dropped
@@ -123,23 +121,20 @@ class _Reader:
         return data
 
 
-async def show_cluster(gateway: "Gateway", exchange: Exchange) -> None:
-    """GET /cluster"""
-    await exchange.respond_json(gateway.cluster.view())
+class EventsResponse(sse.EventStream):
+    """The recent events, and then each as it happens."""
 
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self._cluster = cluster
 
-async def stream_events(gateway: "Gateway", exchange: Exchange) -> None:
-    """GET /events"""
-    headers = ((b"cache-control", b"no-cache"),)
-    if exchange.method == "HEAD":
-        await exchange.respond(200, b"", sse.CONTENT_TYPE, headers)
-        return
-    reader = gateway.cluster.open_reader()
-    try:
-        with exchange.watch_disconnect(reader.end):
-            await exchange.start(200, sse.CONTENT_TYPE, headers)
-            while (data := await reader.take()) is not None:
-                await exchange.write(data)
-            await exchange.write(b"", is_last=True)
-    finally:
-        gateway.cluster.close_reader(reader)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.start(send)
+        reader = self._cluster.open_reader()
+        try:
+            with watch_disconnect(receive, reader.end):
+                while scope["method"] != "HEAD" and (data := await reader.take()) is not None:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._cluster.close_reader(reader)

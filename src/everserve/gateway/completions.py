@@ -3,27 +3,35 @@
 import time
 
 import msgspec
+from fastapi import APIRouter, Request
 from msgspec import UNSET
+from starlette.responses import Response
 
 from everserve.gateway import sse
 from everserve.gateway.choices import Choice
-from everserve.gateway.gateway import Gateway
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
 from everserve.gateway.generation import Generation
-from everserve.gateway.http import Exchange
+from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import Scored, completion_logprobs
+from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import completion_prompts, num_prompts
-from everserve.gateway.protocol import UNSUPPORTED, CompletionRequest
+from everserve.gateway.protocol import CompletionRequest
 from everserve.gateway.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
 from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import Output
 
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
-async def complete(gateway: Gateway, exchange: Exchange) -> None:
-    """POST /v1/completions"""
-    request: CompletionRequest = await exchange.json_body(_decoder, UNSUPPORTED)
+@router.post(
+    "/v1/completions",
+    openapi_extra=describe(CompletionResponse, request=CompletionRequest, stream=CompletionResponse),
+)
+async def complete(http_request: Request) -> Response:
+    gateway = gateway_of(http_request)
+    request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
     gateway.fleet.find_room(num_prompts(request) * (request.n or 1))
@@ -35,9 +43,9 @@ async def complete(gateway: Gateway, exchange: Exchange) -> None:
             prompt.text if prompt.text is not None else await gateway.tokenizer.decode(prompt.ids, skip)
             for prompt in prompts
         ]
-    id = f"cmpl-{exchange.request_id}"
+    id = f"cmpl-{http_request.state.request_id}"
     renderer = CompletionRenderer(id, model, request, gateway.tokenizer, echoed)
-    await Generation(gateway, request, renderer).respond(exchange, id, prompts)
+    return Generation(gateway, request, renderer, id, prompts)
 
 
 class CompletionRenderer:

@@ -8,6 +8,7 @@ explain_bad_json     what is wrong with a request body, in words that name the f
 import re
 
 import msgspec
+from starlette.responses import Response
 
 from everserve.errors import EverserveError, OverloadedError, RequestError
 
@@ -41,7 +42,7 @@ class HttpError(Exception):
         *,
         param: str | None = None,
         code: str | None = None,
-        headers: tuple[tuple[bytes, bytes], ...] = (),
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -59,10 +60,13 @@ class HttpError(Exception):
         )
         return msgspec.json.encode(ErrorResponse(error=error))
 
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers, media_type="application/json")
+
 
 def unavailable(message: str, retry_after_s: int = 1) -> HttpError:
     """503: come back later."""
-    return HttpError(503, message, headers=((b"retry-after", str(retry_after_s).encode()),))
+    return HttpError(503, message, headers={"retry-after": str(retry_after_s)})
 
 
 def from_exception(error: EverserveError) -> HttpError:

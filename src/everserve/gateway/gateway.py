@@ -40,11 +40,11 @@ class Gateway:
         if not self.fleet.ready_links():
             raise OverloadedError("The server is not ready: no worker can take requests.", retry_after_s=5)
 
-    def check_api_key(self, authorization: bytes | None) -> None:
+    def check_api_key(self, authorization: str | None) -> None:
         """`Authorization: Bearer KEY`, if keys are set. Compared in constant time."""
         if not self._api_keys:
             return
-        scheme, _, given = (authorization or b"").partition(b" ")
+        scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")
         is_known = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]  # all of them, always
         if scheme.lower() != b"bearer" or not any(is_known):
             raise HttpError(
@@ -53,7 +53,7 @@ class Gateway:
                 if authorization
                 else "You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'.",
                 code="invalid_api_key",
-                headers=((b"www-authenticate", b"Bearer"),),
+                headers={"www-authenticate": "Bearer"},
             )
 
     def check_model(self, name: str | None) -> str:

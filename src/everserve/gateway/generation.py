@@ -1,6 +1,6 @@
-"""One client's request: its choices, and the hand-off to the task that writes to the client.
+"""The response to one client's request: its choices, and the hand-off to the task that writes to the client.
 
-Tokens come in through callbacks (`on_text`) and leave through the client's own task (`respond`). In between is a list
+Tokens come in through callbacks (`on_text`) and leave through the client's own task (`__call__`). In between is a list
 of encoded events and one future: a task is woken once however many events are ready, and not at all before the end
 if the client wants the whole answer.
 """
@@ -9,13 +9,14 @@ import asyncio
 from typing import Protocol
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from everserve.errors import EverserveError
 from everserve.gateway import sse
 from everserve.gateway.choices import Choice, TextOptions
 from everserve.gateway.errors import HttpError, from_exception
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.http import Exchange
+from everserve.gateway.http import JsonResponse, watch_disconnect
 from everserve.gateway.prompts import Prompt
 from everserve.gateway.protocol import ChatRequest, CompletionRequest
 from everserve.gateway.responses import PromptTokensDetails, Usage
@@ -40,14 +41,24 @@ class Renderer(Protocol):
     def whole(self, choices: list[Choice], usage: Usage) -> msgspec.Struct: ...
 
 
-class Generation:
-    """Everything between one client's request and the end of its response."""
+class Generation(sse.EventStream):
+    """Everything between one client's request and the end of its response, be that a stream or one JSON object."""
 
-    def __init__(self, gateway: Gateway, request: CompletionRequest | ChatRequest, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        request: CompletionRequest | ChatRequest,
+        renderer: Renderer,
+        id: str,
+        prompts: list[Prompt],
+    ) -> None:
+        super().__init__()
         options = request.stream_options
         self._gateway = gateway
         self._request = request
         self._renderer = renderer
+        self._id = id
+        self._prompts = prompts
         self._is_stream = bool(request.stream)
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_always = options is not None and options.continuous_usage_stats and self._wants_usage
@@ -60,14 +71,17 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def respond(self, exchange: Exchange, id: str, prompts: list[Prompt]) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the request and write its response."""
         self._gateway.num_requests += 1
         self._task = asyncio.current_task()
         try:
-            self._start(id, prompts, exchange.arrived_s)
-            with exchange.watch_disconnect(self._on_disconnect):
-                await (self._respond_stream(exchange) if self._is_stream else self._respond_whole(exchange))
+            self._submit(arrived_s=scope["state"]["arrived_s"])
+            with watch_disconnect(receive, self._on_disconnect):
+                if self._is_stream:
+                    await self._stream(send, send_body=scope["state"]["send_body"])
+                elif (whole := await self._whole()) is not None:
+                    await JsonResponse(whole)(scope, receive, send)
         finally:
             self._gateway.num_requests -= 1
             for choice in self._choices:
@@ -100,22 +114,22 @@ class Generation:
             self._error = from_exception(error)
         self._wake()
 
-    def _start(self, id: str, prompts: list[Prompt], arrived_s: float) -> None:
+    def _submit(self, arrived_s: float) -> None:
         """Make a stream of each choice of each prompt, and submit them together or not at all."""
         gateway, request = self._gateway, self._request
         num_choices = request.n or 1
-        link = gateway.fleet.find_room(len(prompts) * num_choices)
+        link = gateway.fleet.find_room(len(self._prompts) * num_choices)
         limits = gateway.limits()
         text_options = TextOptions.of(request)
         seed = gateway.seeds.for_request(request)
         choices: list[Choice] = []
-        for prompt in prompts:
+        for prompt in self._prompts:
             params = sampling_params(request, len(prompt.ids), limits, gateway.defaults)
             self._num_prompt_tokens += len(prompt.ids)
             for i in range(num_choices):
                 index = len(choices)
                 spec = RequestSpec(
-                    id=gateway.unique_stream_id(f"{id}-{index}"),
+                    id=gateway.unique_stream_id(f"{self._id}-{index}"),
                     prompt=prompt.ids,
                     params=msgspec.structs.replace(params, seed=choice_seed(seed, i)),
                 )
@@ -135,33 +149,36 @@ class Generation:
         for choice in choices:
             choice.submit()
 
-    async def _respond_whole(self, exchange: Exchange) -> None:
+    async def _whole(self) -> msgspec.Struct | None:
+        """The whole answer; None if the client has left."""
         while self._num_open and not self._error and not self._client_is_gone:
             await self._changed()
         if self._client_is_gone:
-            return
+            return None
         if self._error:
             raise self._error
-        await exchange.respond_json(self._renderer.whole(self._choices, self._usage()))
+        return self._renderer.whole(self._choices, self._usage())
 
-    async def _respond_stream(self, exchange: Exchange) -> None:
+    async def _stream(self, send: Send, send_body: Send) -> None:
         """The status line waits for the first token, so that a request that cannot run gets its true status."""
-        is_last = False
+        has_started = is_last = False
         while not is_last:
             while not self._pending and self._num_open and not self._error and not self._client_is_gone:
                 await self._changed()
             if self._client_is_gone:
                 return
-            if self._error and not self._pending and not exchange.has_started:
-                raise self._error
-            await exchange.start(200, sse.CONTENT_TYPE, ((b"cache-control", b"no-cache"),))
+            if not has_started:
+                if self._error and not self._pending:
+                    raise self._error
+                await self.start(send)
+                has_started = True
             events, self._pending = self._pending, []
             if self._error:
                 events.append(sse.error_event(self._error.body()))
             elif self._num_open == 0:
                 events.append(self._ending())
             is_last = self._num_open == 0 or self._error is not None
-            await exchange.write(b"".join(events), is_last)
+            await send_body({"type": "http.response.body", "body": b"".join(events), "more_body": not is_last})
 
     def _ending(self) -> bytes:
         return (self._renderer.last_event(self._usage()) if self._wants_usage else b"") + sse.DONE

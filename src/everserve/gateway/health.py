@@ -1,29 +1,50 @@
-"""/health, /ping, /version, /load, /metrics: for those who watch the server."""
+"""/health, /ping, /version, /load, /metrics, /cluster, /events: for those who watch the server."""
 
+from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response
 
 from everserve import __version__
-from everserve.gateway.gateway import Gateway
-from everserve.gateway.http import Exchange
-from everserve.gateway.responses import ServerLoad, Version
+from everserve.gateway.cluster import EventsResponse
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.http import JsonResponse
+from everserve.gateway.openapi import describe
+from everserve.gateway.responses import ClusterView, ServerLoad, Version
+
+router = APIRouter()
+_TEXT = describe("text/plain")
 
 
-async def health(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /health, GET or POST /ping: 200 if requests are taken, otherwise 503."""
-    gateway.check_serving()
-    await exchange.respond(200, b"", b"text/plain; charset=utf-8")
+@router.get("/health", dependencies=[NEEDS_WORKER], openapi_extra=_TEXT)
+@router.api_route("/ping", methods=["GET", "POST"], dependencies=[NEEDS_WORKER], openapi_extra=_TEXT)
+async def health(request: Request) -> Response:
+    """200 if requests are taken, otherwise 503."""
+    return PlainTextResponse()
 
 
-async def version(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /version"""
-    await exchange.respond_json(Version(version=__version__))
+@router.get("/version", openapi_extra=describe(Version))
+async def version(request: Request) -> Response:
+    return JsonResponse(Version(version=__version__))
 
 
-async def load(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /load: how many clients' requests are being generated."""
-    await exchange.respond_json(ServerLoad(server_load=gateway.num_requests))
+@router.get("/load", dependencies=[NEEDS_KEY], openapi_extra=describe(ServerLoad))
+async def load(request: Request) -> Response:
+    """How many clients' requests are being generated."""
+    return JsonResponse(ServerLoad(server_load=gateway_of(request).num_requests))
 
 
-async def metrics(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /metrics"""
-    await exchange.respond(200, gateway.metrics.exposition(), CONTENT_TYPE_LATEST.encode())
+@router.get("/metrics", openapi_extra=_TEXT)
+async def metrics(request: Request) -> Response:
+    return Response(gateway_of(request).metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/cluster", dependencies=[NEEDS_KEY], openapi_extra=describe(ClusterView))
+async def cluster(request: Request) -> Response:
+    """Who is here now."""
+    return JsonResponse(gateway_of(request).cluster.view())
+
+
+@router.get("/events", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))
+async def events(request: Request) -> Response:
+    """What happened, and what happens."""
+    return EventsResponse(gateway_of(request).cluster)

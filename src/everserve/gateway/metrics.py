@@ -68,6 +68,7 @@ class EngineMetrics:
         self.time_to_first_token_s = Histogram(_TTFT_S)
         self.inter_token_latency_s = Histogram(_TOKEN_S)
         self.mean_token_s = Histogram(_TOKEN_S)
+        self.queue_s = Histogram(_REQUEST_S)
         self.latency_s = Histogram(_REQUEST_S)
         self.decode_s = Histogram(_REQUEST_S)
         self.prompt_tokens = Histogram(_TOKENS)
@@ -83,6 +84,7 @@ _HISTOGRAMS = (
         "request_time_per_output_token_seconds",
         "Mean time per token after the first, by request.",
     ),
+    ("queue_s", "request_queue_time_seconds", "Time a stream waited before it was first scheduled."),
     ("latency_s", "e2e_request_latency_seconds", "Time from arrival to the end of a stream."),
     ("decode_s", "request_decode_time_seconds", "Time from the first to the last token of a stream."),
     ("prompt_tokens", "request_prompt_tokens", "Prompt tokens by request."),

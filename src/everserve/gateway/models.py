@@ -2,22 +2,29 @@
 
 from pathlib import Path
 
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.http import Exchange
+from everserve.gateway.http import JsonResponse
+from everserve.gateway.openapi import describe
 from everserve.gateway.responses import Model, ModelList
 
-PREFIX = "/v1/models/"
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
 
 
-async def list_models(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /v1/models"""
-    await exchange.respond_json(ModelList(data=[_model(gateway, name) for name in gateway.settings.served_model_names]))
+@router.get("/v1/models", openapi_extra=describe(ModelList))
+async def list_models(request: Request) -> Response:
+    gateway = gateway_of(request)
+    return JsonResponse(ModelList(data=[_model(gateway, name) for name in gateway.settings.served_model_names]))
 
 
-async def show_model(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /v1/models/{model}"""
-    name = gateway.check_model(exchange.path.removeprefix(PREFIX))
-    await exchange.respond_json(_model(gateway, name))
+@router.get("/v1/models/{model:path}", openapi_extra=describe(Model))
+async def show_model(request: Request, model: str) -> Response:
+    """Names may contain slashes."""
+    gateway = gateway_of(request)
+    return JsonResponse(_model(gateway, gateway.check_model(model)))
 
 
 def _model(gateway: Gateway, name: str) -> Model:

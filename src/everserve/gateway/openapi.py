@@ -1,108 +1,103 @@
-"""/openapi.json, from the routes and the structs that read requests and write responses."""
+"""/openapi.json, from the routes and the structs that read requests and write responses.
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+`describe` stands at each route and says what that route alone knows; `document` adds what its place among the others
+tells: the path, the guards, the request id. FastAPI's own generator knows pydantic, not msgspec.
+"""
+
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 
-from everserve import __version__
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER
 from everserve.gateway.errors import ErrorResponse
-from everserve.gateway.gateway import Gateway
-from everserve.gateway.http import Exchange
 
 _REFERENCE = "#/components/schemas/{name}"
-_REQUEST_ID_SCHEMA = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]{1,128}$"}
+_REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]{1,128}$"}
+_TO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Route:
-    """One path and method: who answers, and what is said about it."""
+def describe(
+    response: Any, *, request: type[msgspec.Struct] | None = None, stream: type[msgspec.Struct] | None = None
+) -> dict[str, Any]:
+    """A route's `openapi_extra`, with the schemas that it refers to under "components".
 
-    method: str
-    path: str
-    handler: Callable[[Gateway, Exchange], Awaitable[None]]
-    request: type[msgspec.Struct] | None = None
-    response: Any = None  # the type of a 200's JSON; a text is the media type of a body that is not JSON
-    stream: type[msgspec.Struct] | None = None  # one event, where the client may ask for a stream
-    is_open: bool = False  # no API key needed
-    needs_worker: bool = True  # 503 while no worker is ready
+    `response` is the type of a 200's JSON, or the media type of a body that is not JSON; `stream` is the type of one
+    event, where the client may ask for a stream.
+    """
+    components: dict[str, Any] = {}
+
+    def schema(kind: Any) -> dict[str, Any]:
+        (found,), parts = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+        components.update(parts)
+        return found
+
+    if isinstance(response, str):
+        content: dict[str, Any] = {response: {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": schema(response)}}
+    errors = [400]
+    if stream is not None:
+        # Each event is `data: ` and this JSON; `data: [DONE]` ends the stream.
+        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": schema(stream)}
+        errors += [500]
+    extra: dict[str, Any] = {"components": components, "responses": {"200": {"description": "OK", "content": content}}}
+    if request is not None:
+        extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema(request)}}}
+        errors += [404, 413]
+    extra["responses"].update(_errors(errors))
+    return extra
 
 
-def document(routes: Sequence[Route], has_api_keys: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of these routes."""
-    types = [t for r in routes for t in (r.request, r.response, r.stream) if t is not None and not isinstance(t, str)]
-    schemas, components = msgspec.json.schema_components([*types, ErrorResponse], ref_template=_REFERENCE)
-    schema_of = {repr(t): schema for t, schema in zip([*types, ErrorResponse], schemas, strict=True)}
+def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
+    """The OpenAPI 3.1 description of the application's routes."""
     paths: dict[str, dict[str, Any]] = {}
-    for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of, has_api_keys)
-    result: dict[str, Any] = {
-        "openapi": "3.1.0",
-        "info": {"title": "Everserve", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": components},
-    }
+    components: dict[str, Any] = {"schemas": {}}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            assert route.openapi_extra is not None, f"{route.path} needs a description"
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                operation = _operation(route, method.lower(), has_api_keys)
+                paths.setdefault(route.path_format, {})[method.lower()] = operation
+            components["schemas"].update(route.openapi_extra["components"])
+    components["schemas"].update(msgspec.json.schema_components([ErrorResponse], ref_template=_REFERENCE)[1])
     if has_api_keys:
-        result["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return result
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    info = {"title": app.title, "version": app.version}
+    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: Route, schema_of: dict[str, Any], has_api_keys: bool) -> dict[str, Any]:
-    parameters: list[dict[str, Any]] = [{"name": "X-Request-Id", "in": "header", "schema": _REQUEST_ID_SCHEMA}]
-    if "{model}" in route.path:
+def _operation(route: APIRoute, method: str, has_api_keys: bool) -> dict[str, Any]:
+    assert route.openapi_extra is not None
+    is_guarded = has_api_keys and NEEDS_KEY in route.dependencies
+    parameters: list[dict[str, Any]] = [{"name": "X-Request-Id", "in": "header", "schema": _REQUEST_ID}]
+    errors = []
+    for name in route.param_convertors:
         schema = {"type": "string", "minLength": 1}
-        parameters.append({"name": "model", "in": "path", "required": True, "schema": schema})
+        parameters.append({"name": name, "in": "path", "required": True, "schema": schema})
+        errors = [404]
+    if is_guarded:
+        errors.append(401)
+    if NEEDS_WORKER in route.dependencies:
+        errors.append(503)
+    responses = {**route.openapi_extra["responses"], **_errors(errors)}
     operation: dict[str, Any] = {
-        "operationId": f"{route.method.lower()}_{route.path.strip('/').translate(_TO_NAME)}",
+        "operationId": f"{method}_{route.path_format.strip('/').translate(_TO_NAME)}",
         "parameters": parameters,
-        "responses": _responses(route, schema_of, has_api_keys),
+        "responses": {
+            status: {**response, "headers": {"X-Request-Id": {"schema": _REQUEST_ID}}}
+            for status, response in sorted(responses.items())
+        },
     }
-    if route.request is not None:
-        content = {"application/json": {"schema": schema_of[repr(route.request)]}}
-        operation["requestBody"] = {"required": True, "content": content}
-    if has_api_keys and not route.is_open:
+    if "requestBody" in route.openapi_extra:
+        operation["requestBody"] = route.openapi_extra["requestBody"]
+    if is_guarded:
         operation["security"] = [{"key": []}]
     return operation
 
 
-_TO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
-
-
-def _responses(route: Route, schema_of: dict[str, Any], has_api_keys: bool) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if isinstance(route.response, str):
-        content[route.response] = {"schema": {"type": "string"}}
-    else:
-        content["application/json"] = {"schema": schema_of[repr(route.response)]}
-    if route.stream is not None:
-        # Each event is `data: ` and this JSON; `data: [DONE]` ends the stream.
-        content["text/event-stream"] = {
-            "schema": {"type": "string"},
-            "itemSchema": schema_of[repr(route.stream)],
-        }
-    request_id = {"X-Request-Id": {"schema": _REQUEST_ID_SCHEMA}}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": content, "headers": request_id}}
-    for status in _error_statuses(route, has_api_keys):
-        responses[str(status)] = {
-            "description": HTTPStatus(status).phrase,
-            "content": {"application/json": {"schema": schema_of[repr(ErrorResponse)]}},
-            "headers": request_id,
-        }
-    return responses
-
-
-def _error_statuses(route: Route, has_api_keys: bool) -> list[int]:
-    statuses = [400]
-    if has_api_keys and not route.is_open:
-        statuses.append(401)
-    if route.request is not None or "{" in route.path:
-        statuses.append(404)
-    if route.request is not None:
-        statuses.append(413)
-    if route.stream is not None:
-        statuses.append(500)
-    if route.needs_worker:
-        statuses.append(503)
-    return statuses
+def _errors(statuses: list[int]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name="ErrorResponse")}}}
+    return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

@@ -3,12 +3,28 @@
 from typing import Any
 
 import msgspec
+from starlette.responses import Response
+from starlette.types import Send
 
-CONTENT_TYPE = b"text/event-stream; charset=utf-8"
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": still here\n\n"  # a comment: keeps proxies from closing an idle stream
 
 _encode = msgspec.json.Encoder().encode
+
+
+class EventStream(Response):
+    """A response that writes itself, event by event, in its subclass' `__call__`."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"cache-control": "no-cache"})  # without a body, so without a content-length
+
+    async def start(self, send: Send) -> None:
+        """Status and headers."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
 def event(data: Any) -> bytes:

@@ -3,52 +3,69 @@
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from everserve.errors import RequestError
-from everserve.gateway.gateway import Gateway
-from everserve.gateway.http import Exchange
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.http import JsonResponse, read_json
+from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import chat_prompt
-from everserve.gateway.protocol import UNSUPPORTED, DetokenizeRequest, TokenizeRequest
+from everserve.gateway.protocol import DetokenizeRequest, TokenizeRequest
 from everserve.gateway.responses import DetokenizeResponse, TokenizeResponse
 from everserve.gateway.sampling import check_token_ids
 
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_MAX_CHARACTERS = 1 << 20  # about a second of work; more only if the model itself can read more
 
 
-async def tokenize(gateway: Gateway, exchange: Exchange) -> None:
-    """POST /tokenize"""
-    request: TokenizeRequest = await exchange.json_body(_tokenize_decoder, UNSUPPORTED)
+@router.post("/tokenize", openapi_extra=describe(TokenizeResponse, request=TokenizeRequest))
+async def tokenize(http_request: Request) -> Response:
+    gateway = gateway_of(http_request)
+    request = await read_json(http_request, _tokenize_decoder)
     gateway.check_model(request.model)
     tokenizer = gateway.tokenizer
+    max_model_len = gateway.limits().max_total_tokens
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
     if request.messages is not None:
         tokens = (await chat_prompt(request, tokenizer, gateway.limits())).ids
     else:
         assert request.prompt is not None
+        max_characters = max(_MAX_CHARACTERS, tokenizer.max_characters(max_model_len))
+        if len(request.prompt) > max_characters:
+            raise RequestError(
+                f"The prompt has {len(request.prompt)} characters; this server tokenizes at most {max_characters} "
+                "at a time.",
+                "prompt",
+            )
         tokens = await tokenizer.encode(request.prompt, request.add_special_tokens is not False)
-    await exchange.respond_json(
+    return JsonResponse(
         TokenizeResponse(
             count=len(tokens),
-            max_model_len=gateway.limits().max_total_tokens,
+            max_model_len=max_model_len,
             tokens=tokens,
-            token_strs=[tokenizer.token_name(token) for token in tokens] if request.return_token_strs else None,
+            token_strs=await tokenizer.token_names(tokens) if request.return_token_strs else None,
         )
     )
 
 
-async def detokenize(gateway: Gateway, exchange: Exchange) -> None:
-    """POST /detokenize"""
-    request: DetokenizeRequest = await exchange.json_body(_detokenize_decoder, UNSUPPORTED)
+@router.post("/detokenize", openapi_extra=describe(DetokenizeResponse, request=DetokenizeRequest))
+async def detokenize(http_request: Request) -> Response:
+    gateway = gateway_of(http_request)
+    request = await read_json(http_request, _detokenize_decoder)
     gateway.check_model(request.model)
     check_token_ids(request.tokens, gateway.limits(), "tokens")
-    await exchange.respond_json(DetokenizeResponse(prompt=await gateway.tokenizer.decode(request.tokens, False)))
+    return JsonResponse(DetokenizeResponse(prompt=await gateway.tokenizer.decode(request.tokens, False)))
 
 
-async def tokenizer_info(gateway: Gateway, exchange: Exchange) -> None:
-    """GET /tokenizer_info: tokenizer_config.json, with the class, special tokens and chat template in use."""
-    info: dict[str, Any] = {**gateway.tokenizer.config, **gateway.tokenizer.special_tokens}
-    info["tokenizer_class"] = gateway.tokenizer.class_name
-    info["chat_template"] = gateway.tokenizer.chat_template
-    await exchange.respond_json(info)
+@router.get("/tokenizer_info", openapi_extra=describe(dict[str, Any]))
+async def tokenizer_info(request: Request) -> Response:
+    """tokenizer_config.json, with the class, special tokens and chat template in use."""
+    tokenizer = gateway_of(request).tokenizer
+    info: dict[str, Any] = {**tokenizer.config, **tokenizer.special_tokens}
+    info["tokenizer_class"] = tokenizer.class_name
+    info["chat_template"] = tokenizer.chat_template
+    return JsonResponse(info)

@@ -63,12 +63,16 @@ class ModelTokenizer:
         """The tokens of each text."""
 
         def work() -> list[list[int]]:
-            return [self._backend.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return [encoding.ids for encoding in encodings]
 
         return await self._run(work, sum(map(len, texts)))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
-        return await self._run(lambda: self._vocabulary(skip_special_tokens).decode(list(tokens)), 4 * len(tokens))
+        def work() -> str:
+            return self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
+
+        return await self._run(work, 4 * len(tokens))
 
     def max_characters(self, num_tokens: int) -> int:
         """A text longer than this has more tokens than that, whatever it says.
@@ -92,9 +96,9 @@ class ModelTokenizer:
         """One token by itself, as bytes: half a character is half a character."""
         return self._plain.token_bytes(token)
 
-    def token_name(self, token: int) -> str:
-        """The token's entry in the vocabulary."""
-        return self._backend.id_to_token(token) or ""
+    async def token_names(self, tokens: Sequence[int]) -> list[str]:
+        """The tokens' entries in the vocabulary."""
+        return await self._run(lambda: [self._backend.id_to_token(token) or "" for token in tokens], 4 * len(tokens))
 
     async def render_chat(
         self,
@@ -144,7 +148,11 @@ class ModelTokenizer:
         return self._without_special if skip_special_tokens else self._plain
 
     async def _run(self, work: Callable[[], _T], num_characters: int) -> _T:
-        """Here if it is quick, in a thread if it is not (tokenizers releases the interpreter lock)."""
+        """Here if it is quick, in a thread if it is not.
+
+        Of tokenizers' functions only those for batches release the interpreter lock; `encode` of a long text would
+        stop the event loop from any thread.
+        """
         if num_characters <= _LONG_TEXT:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -86,7 +86,8 @@ class WorkerLink:
             for stream_id in self.streams.deliver(message.outputs, time.monotonic()):
                 self._send(Cancel(id=stream_id))
         elif isinstance(message, Rejected):
-            self.streams.fail(message.id, StreamBroken(message.reason))
+            error = StreamBroken if message.is_server_fault else RequestError
+            self.streams.fail(message.id, error(message.reason))
         elif isinstance(message, WorkerReady):
             self.ready = message
         else:

@@ -19,7 +19,7 @@ from everserve.runtime.messages import AnyMessage, decode, encode
 
 MAX_FRAME_BYTES = 256 << 20
 _LENGTH = struct.Struct("<I")
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 16  # a larger buffer costs more to allocate than a second read
 _MAX_FDS = 16
 
 
@@ -156,8 +156,11 @@ class AsyncChannel:
     def __init__(self, sock: socket.socket) -> None:
         self.channel = Channel(sock)
         self._inbox: deque[AnyMessage] = deque()
+        self._failure: Exception | None = None  # why nothing more will come
+        self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._writing = False
+        self._loop.add_reader(sock, self._on_readable)
 
     def send(self, message: AnyMessage) -> None:
         """Queue and write; never blocks."""
@@ -167,8 +170,10 @@ class AsyncChannel:
     async def receive(self) -> AnyMessage:
         """The next message; ChannelClosed at the end."""
         while not self._inbox:
-            await self._readable()
-            self._inbox.extend(self.channel.receive_all())
+            if self._failure is not None:
+                raise self._failure
+            self._waiter = self._loop.create_future()
+            await self._waiter
         return self._inbox.popleft()
 
     def take_fd(self) -> int:
@@ -179,18 +184,14 @@ class AsyncChannel:
         self._loop.remove_writer(self.channel.sock)
         self.channel.close()
 
-    async def _readable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-
-        def on_readable() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        self._loop.add_reader(self.channel.sock, on_readable)
+    def _on_readable(self) -> None:
         try:
-            await ready
-        finally:
+            self._inbox.extend(self.channel.receive_all())
+        except (ChannelClosed, ProtocolError, OSError) as error:
+            self._failure = error
             self._loop.remove_reader(self.channel.sock)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def _watch_writable(self) -> None:
         if self.channel.wants_write and not self._writing:

@@ -62,10 +62,11 @@ class StepOutput(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """Worker to gateway: this stream cannot run here (the gateway should have known). Nothing was kept of it."""
+    """Worker to gateway: this stream cannot run here, or cannot go on. Nothing was kept of it."""
 
     id: str
     reason: str
+    is_server_fault: bool = False  # False: the request asks for the impossible (HTTP 400); True: HTTP 500
 
 
 # -- supervisor -> child -------------------------------------------------------------------------

@@ -117,6 +117,7 @@ class Supervisor:
             [sys.executable, "-m", f"everserve.{name}", *arguments],
             pass_fds=[sock.fileno() for sock in sockets.values()],
             stdin=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
         )
         theirs.close()
         child = Child(name, process, Channel(ours))
@@ -161,7 +162,7 @@ class Supervisor:
         """A child is gone: expected while stopping, otherwise the reason to stop."""
         self._selector.unregister(child.control)
         child.control.close()
-        status = child.process.wait()
+        status = _wait_or_kill(child.process)
         del self._children[child.name]
         if child.name == "worker":
             start = self._start_worker
@@ -240,6 +241,15 @@ class Supervisor:
                 )
             )
         return Members(epoch=Epoch(self._epoch), processes=tuple(processes), workers=tuple(workers))
+
+
+def _wait_or_kill(process: "subprocess.Popen[bytes]") -> int:
+    """The exit status of a process that has closed its channel; it may be slow to die, but not forever."""
+    try:
+        return process.wait(timeout=_KILL_AFTER_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 class _SignalPipe:

@@ -27,6 +27,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; first entry None
     num_cached: int = 0  # with the first output: prompt tokens found in the prefix cache
+    queued_s: float = 0.0  # with the first output: how long the stream waited before it was first scheduled
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

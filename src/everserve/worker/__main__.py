@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import signal
 import socket
 import sys
 import time
@@ -20,7 +19,6 @@ def main() -> int:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--gateway-fd", type=int, required=True)
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to everybody; the supervisor decides
     logging.basicConfig(level=logging.INFO, format="%(asctime)s worker %(levelname)s %(message)s")
     control = Channel(socket.socket(fileno=args.control_fd))
     gateway = Channel(socket.socket(fileno=args.gateway_fd))

@@ -78,7 +78,7 @@ class WorkerLoop:
         self._was_busy = True
         result = self._engine.step()
         for id, reason in result.failed:
-            self._gateway.send(Rejected(id=id, reason=reason))
+            self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._engine.stats()))
         for sequence in result.preempted:
             self._events.append(
