@@ -101,6 +101,7 @@ def keep_it_short(body: Any) -> None:
 def make_it_possible(body: Any) -> None:
     """The description cannot say which model is served, how long its prompts are, or what goes with what."""
     body["model"] = None
+    body["stream"] = len(repr(body)) % 2 == 0  # half of them, whatever the generator prefers
     for field in ("stream_options", "best_of", "top_logprobs", "stop_token_ids", "logit_bias", "max_completion_tokens"):
         if len(repr(body)) % 3:  # not always
             body.pop(field, None)

@@ -544,7 +544,7 @@ def test_openapi_describes_every_route() -> None:
     async def test() -> None:
         async with toy_server() as server:
             document = (await server.request("GET", "/openapi.json")).json
-            assert document["openapi"].startswith("3.1")
+            assert document["openapi"].startswith("3.2")
             for path, methods in document["paths"].items():
                 for operation in methods.values():
                     assert "200" in operation["responses"], path

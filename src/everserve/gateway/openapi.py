@@ -40,8 +40,7 @@ def describe(
         content = {"application/json": {"schema": schema(response)}}
     errors = [400]
     if stream is not None:
-        # Each event is `data: ` and this JSON; `data: [DONE]` ends the stream.
-        content["text/event-stream"] = {"schema": {"type": "string"}, "itemSchema": schema(stream)}
+        content["text/event-stream"] = {"itemSchema": _event_schema(schema(stream))}
         errors += [500]
     extra: dict[str, Any] = {"components": components, "responses": {"200": {"description": "OK", "content": content}}}
     if request is not None:
@@ -51,8 +50,17 @@ def describe(
     return extra
 
 
+def _event_schema(chunk: dict[str, Any]) -> dict[str, Any]:
+    """One server-sent event: its data is the JSON of a chunk, or `[DONE]` at the end of the stream."""
+    data = [
+        {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk},
+        {"type": "string", "const": "[DONE]"},
+    ]
+    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": data}}}
+
+
 def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 description of the application's routes."""
+    """The OpenAPI 3.2 description of the application's routes."""
     paths: dict[str, dict[str, Any]] = {}
     components: dict[str, Any] = {"schemas": {}}
     for route in app.routes:
@@ -66,7 +74,7 @@ def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
     if has_api_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     info = {"title": app.title, "version": app.version}
-    return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
+    return {"openapi": "3.2.0", "info": info, "paths": paths, "components": components}
 
 
 def _operation(route: APIRoute, method: str, has_api_keys: bool) -> dict[str, Any]:
