@@ -1,6 +1,7 @@
 """Processes and signals: starting, stopping, dying, leaving nothing behind."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -27,12 +29,16 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def is_alive(pid: int) -> bool:
+def process_state(pid: int) -> str | None:
+    """The state letter that ps shows; None if there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:  # noqa: PTH123
-            return stat.read().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
-        return False
+        return None
+
+
+def is_alive(pid: int) -> bool:
+    return process_state(pid) not in (None, "Z")
 
 
 def num_running(server) -> float:
@@ -118,6 +124,44 @@ def test_a_dead_worker_is_told_to_every_client(start_server):
         assert "the worker died (signal SIGKILL)" in server.log_text()
         assert any(event["event"] == "worker_gone" for event in server.events())
         assert not any(is_alive(pid) for pid in pids.values())
+
+
+@pytest.mark.parametrize("victim", ["gateway", "worker"])
+def test_a_death_during_start_up_is_the_end_and_is_told(tmp_path, victim):
+    command = [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0", "--event-log", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        events: list[dict] = []
+
+        def started() -> bool:
+            lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+            events[:] = [json.loads(line) for line in lines]
+            return any(event["event"] == "process_started" and event["child"] == victim for event in events)
+
+        wait_until(started)
+        pids = [event["child_pid"] for event in events if event["event"] == "process_started"]
+        os.kill(next(e["child_pid"] for e in events if e.get("child") == victim), signal.SIGKILL)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert f"the {victim} died (signal SIGKILL)" in errors
+    started()
+    assert not any(event["event"] == "serving" for event in events)
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_stopped_worker_goes_on_where_it_was(server):
+    """SIGSTOP is a pause, not a loss: every stream is what it would have been."""
+    worker = children(server)["worker-0"]
+    undisturbed: list[Stream] = []
+    asyncio.run(during(undisturbed, server, lambda: None, max_tokens=200))
+
+    def stop_and_continue() -> None:
+        os.kill(worker, signal.SIGSTOP)
+        wait_until(lambda: process_state(worker) == "T")
+        os.kill(worker, signal.SIGCONT)
+
+    disturbed: list[Stream] = []
+    asyncio.run(during(disturbed, server, stop_and_continue, max_tokens=200))
+    assert [stream.token_ids for stream in disturbed] == [stream.token_ids for stream in undisturbed]
 
 
 def test_two_servers_side_by_side(start_server, server):

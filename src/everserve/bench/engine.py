@@ -64,7 +64,7 @@ def _measure_case(case: Case, bandwidth: float, rounds: int, quick: bool) -> dic
             compared = _compare(case, server, baseline, rounds, KINDS[:1] if quick else KINDS)
         finally:
             baseline.close()
-        growth = [] if quick else _growth(case, server)
+        growth = [] if quick else _growth(case, server, rounds)
     _print_comparison(case, compared, bandwidth)
     _print_growth(case, growth, bandwidth)
     return {"model": case.name, "compared": compared, "growth": growth}
@@ -127,14 +127,18 @@ def _theirs(baseline: Baseline, kind: str, prompts: list[list[int]]) -> dict[str
     return found
 
 
-def _growth(case: Case, server: LocalServer) -> list[dict[str, Any]]:
-    """Inter-token time over streams at a short context, and over contexts at one stream."""
+def _growth(case: Case, server: LocalServer, rounds: int) -> list[dict[str, Any]]:
+    """Inter-token time over streams at a short context, and over contexts at one stream; medians of a few rounds."""
     points = [(n, PROMPT) for n in (1, 2, 4, 8, 16, 32, 64)] + [(1, c) for c in (128, 512, 1024, 2048, 4000)]
-    rows = []
-    for num_streams, context in points:
-        prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + context + num_streams)
-        rows.append({"streams": num_streams, "context": context, **_ours(server, prompts, 64)})
-    return rows
+    samples: dict[tuple[int, int], list[dict[str, float]]] = {point: [] for point in points}
+    with Progress(transient=True) as progress:
+        task = progress.add_task(f"{case.name}, growing", total=rounds * len(points))
+        for round_ in range(rounds):
+            for num_streams, context in points:
+                prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
+                samples[num_streams, context].append(_ours(server, prompts, 64))
+                progress.advance(task)
+    return [{"streams": n, "context": context, **_summary(found)} for (n, context), found in samples.items()]
 
 
 def _summary(samples: list[dict[str, float]]) -> dict[str, Any]:
@@ -180,8 +184,8 @@ def _print_growth(case: Case, growth: list[dict[str, Any]], bandwidth: float) ->
             [
                 str(row["streams"]),
                 str(row["context"]),
-                f"{row['tokens_per_s']:.0f}",
-                *(f"{row[key]:.1f}" for key in _LATENCIES),
+                f"{row['tokens_per_s']['median']:.0f}",
+                *(f"{row[key]['median']:.1f}" for key in _LATENCIES),
                 f"{floor_ms:.1f}",
             ]
         )

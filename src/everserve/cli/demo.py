@@ -34,6 +34,7 @@ def demo() -> None:
     with LocalServer("demo") as server:
         console.print(f"Ready at {server.url} after {time.monotonic() - began:.1f} s.\n", highlight=False)
         streams = asyncio.run(_play(server, console))
+    console.print()
     _summary(streams, console)
     console.print("\nServe it yourself:  everserve serve demo", highlight=False)
     console.print("Then any OpenAI client works with the base URL http://127.0.0.1:8000/v1", highlight=False)

@@ -150,7 +150,7 @@ class Supervisor:
         if isinstance(message, Ready):
             child.is_ready, child.state = True, WorkerState.READY
             self._publish()
-            if all(other.is_ready for other in self._children.values()):
+            if self._stopping_since is None and all(other.is_ready for other in self._children.values()):
                 self._events.append(Serving(process="supervisor", url=self._url))
                 self._on_ready(self._url)
         elif isinstance(message, Failed):
