@@ -1,6 +1,7 @@
 """`python -m everserve.worker`: started by the supervisor, never by hand."""
 
 import argparse
+import gc
 import logging
 import socket
 import sys
@@ -68,6 +69,8 @@ def serve(start: StartWorker, control: Channel, gateway: Channel) -> int:
         "rank %d ready in %.1f s: %s ops, %d KV blocks of %d tokens",
         start.rank, time.monotonic() - began, built.ops.name, engine.config.num_blocks, engine.config.block_size,
     )  # fmt: skip
+    gc.collect()
+    gc.freeze()  # what start-up made stays for good; searching it at every full collection stalls streams for 50 ms
     WorkerLoop(start, engine, gateway, control, events).run()
     return 0
 
