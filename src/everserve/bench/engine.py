@@ -13,14 +13,12 @@ import gc
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import Progress
 
 from everserve.bench import report
 from everserve.bench.baseline import KINDS, Baseline
@@ -78,21 +76,18 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """Everserve and each baseline, interleaved, for 1 and 16 streams."""
     samples: dict[tuple[str, int], list[dict[str, float]]] = {}
-    with Progress(transient=True) as progress:
-        task = progress.add_task(case.name, total=(rounds + 1) * 4 + 4 * (len(kinds) - 1))
-        for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
-            for num_streams in (1, 16):
-                prompts = random_prompts(case.config["vocab_size"], num_streams, PROMPT, seed=round_)
-                runs: dict[str, Callable[[], dict[str, float]]] = {
-                    "everserve": lambda p=prompts: _ours(server, p, OUTPUT)  # type: ignore[misc]
-                }
-                for kind in kinds[: 2 if round_ < 2 else 1]:  # continuous batching takes minutes: one round will do
-                    runs[f"transformers {kind}"] = lambda p=prompts, k=kind: _theirs(baseline, k, p)  # type: ignore[misc]
-                for name, measure in runs.items():
-                    sample = measure()
-                    progress.advance(task)
-                    if round_ > 0:
-                        samples.setdefault((name, num_streams), []).append(sample)
+    progress = report.Progress(case.name, total=(rounds + 1) * 4 + 4 * (len(kinds) - 1))
+    for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
+        for num_streams in (1, 16):
+            prompts = random_prompts(case.config["vocab_size"], num_streams, PROMPT, seed=round_)
+            measured = {"everserve": _ours(server, prompts, OUTPUT)}
+            progress.advance()
+            for kind in kinds[: 2 if round_ < 2 else 1]:  # continuous batching takes minutes: one round will do
+                measured[f"transformers {kind}"] = _theirs(baseline, kind, prompts)
+                progress.advance()
+            if round_ > 0:
+                for name, sample in measured.items():
+                    samples.setdefault((name, num_streams), []).append(sample)
     return [
         {"system": name, "streams": num_streams, **_summary(found)} for (name, num_streams), found in samples.items()
     ]
@@ -134,13 +129,12 @@ def _growth(case: Case, server: LocalServer, rounds: int) -> list[dict[str, Any]
     """Inter-token time over streams at a short context, and over contexts at one stream; medians of a few rounds."""
     points = [(n, PROMPT) for n in (1, 2, 4, 8, 16, 32, 64)] + [(1, c) for c in (128, 512, 1024, 2048, 4000)]
     samples: dict[tuple[int, int], list[dict[str, float]]] = {point: [] for point in points}
-    with Progress(transient=True) as progress:
-        task = progress.add_task(f"{case.name}, growing", total=rounds * len(points))
-        for round_ in range(rounds):
-            for num_streams, context in points:
-                prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
-                samples[num_streams, context].append(_ours(server, prompts, 64))
-                progress.advance(task)
+    progress = report.Progress(f"{case.name}, growing", total=rounds * len(points))
+    for round_ in range(rounds):
+        for num_streams, context in points:
+            prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
+            samples[num_streams, context].append(_ours(server, prompts, 64))
+            progress.advance()
     return [{"streams": n, "context": context, **_summary(found)} for (n, context), found in samples.items()]
 
 
