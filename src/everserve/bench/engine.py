@@ -94,11 +94,13 @@ def _compare(
 
 
 def _ours(server: LocalServer, prompts: list[list[int]], max_tokens: int) -> dict[str, float]:
+    steal = report.Steal()
     streams = complete_all(server.url, server.model, prompts, max_tokens)
+    stolen = steal.share()
     broken = [stream.error for stream in streams if stream.error or len(stream.token_ids) != max_tokens]
     if broken:
         raise RuntimeError(f"streams are incomplete: {broken}")
-    return _timing(streams)
+    return {**_timing(streams), "stolen": stolen}
 
 
 def _timing(streams: list[Stream]) -> dict[str, float]:
@@ -131,7 +133,8 @@ def _growth(case: Case, server: LocalServer, rounds: int) -> list[dict[str, Any]
     samples: dict[tuple[int, int], list[dict[str, float]]] = {point: [] for point in points}
     progress = report.Progress(f"{case.name}, growing", total=rounds * len(points))
     for round_ in range(rounds):
-        for num_streams, context in points:
+        # In another order each time: a virtual machine loses its cores every few seconds, always at the same points.
+        for num_streams, context in random.Random(round_).sample(points, len(points)):
             prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
             samples[num_streams, context].append(_ours(server, prompts, 64))
             progress.advance()

@@ -56,6 +56,17 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
+class Steal:
+    """How much of the cores' time the host of this virtual machine took for others, since this was made."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def share(self) -> float:
+        total, stolen = (now - before for now, before in zip(_cpu_times(), self._before, strict=True))
+        return stolen / total if total else 0.0
+
+
 class Progress:
     """One line that counts measurements, on a terminal; without a thread, which would disturb what is measured."""
 
@@ -72,6 +83,12 @@ class Progress:
 def spread(values: list[float]) -> dict[str, float]:
     """Median and range of repeated measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _cpu_times() -> tuple[int, int]:
+    """All ticks of all cores so far, and those stolen."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return sum(ticks), ticks[7]
 
 
 def _command(*command: str) -> str:
