@@ -88,6 +88,7 @@ async def _read_events(reader: asyncio.StreamReader, stream: Stream) -> None:
             stream.text += choice.get("text", "")
             stream.arrivals_s += [now] * len(ids)
             stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+    stream.error = stream.error or "the connection ended before the stream did"
 
 
 def complete_all(url: str, model: str, prompts: list[list[int]], max_tokens: int, **params: Any) -> list[Stream]:
