@@ -3,7 +3,8 @@
 serve.py    serve a model
 demo.py     the story in one terminal
 status.py   who is here, and is the instance valid
-bench.py    one benchmark by name (the benchmarks themselves are in bench/)
+bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
+version.py  print the version
 """
 
 import sys
