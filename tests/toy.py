@@ -56,6 +56,7 @@ def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
         "max_model_len": 64,
         "max_num_seqs": 6,
         "max_num_batched_tokens": 16,
+        "max_prefill_while_decoding": 16,
         "vocab_size": VOCAB,
         **overrides,
     }

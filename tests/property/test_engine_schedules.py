@@ -37,7 +37,10 @@ events = st.lists(
 @given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching):
     engine, model = make_engine(
-        num_blocks=num_blocks, max_num_batched_tokens=budget, enable_prefix_caching=prefix_caching
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        max_prefill_while_decoding=max(1, budget // 2),
+        enable_prefix_caching=prefix_caching,
     )
     streams: dict[str, list[int]] = {}
     cancelled: set[str] = set()
@@ -75,7 +78,8 @@ def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, pref
 
 
 def abandon(engine, model) -> None:
-    """A step that fails in its forward pass leaves no trace, not even in the order of the free list."""
+    """A step that fails in its forward pass leaves no trace, not even in the order of the free list; unless it had
+    taken blocks that held something, and so overwrote it."""
     before = snapshot(engine)
     model.fail_next = True
     try:
@@ -83,7 +87,9 @@ def abandon(engine, model) -> None:
         raise AssertionError("the fault was not injected")
     except StepAbandoned:
         pass
-    assert snapshot(engine) == before
+    after = snapshot(engine)
+    has_taken = after[-1].num_preemptions > before[-1].num_preemptions or len(after[-2]) < len(before[-2])
+    assert after == before or has_taken
     engine.check()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everserve.errors import RequestError
-from tests.toy import logits_after, make_engine, run_alone, spec
+from tests.toy import StepAbandoned, logits_after, make_engine, run_alone, spec
 
 
 def drain(engine) -> dict[str, list]:
@@ -67,6 +67,16 @@ def test_cancel_at_any_time_gives_everything_back():
         assert engine.scheduler.pool.num_used == 0
 
 
+def test_cancel_all():
+    engine, _ = make_engine(max_num_seqs=2)
+    for i in range(4):
+        engine.add(spec(f"r{i}", list(range(10)), max_tokens=9))
+    engine.step()
+    engine.cancel_all()
+    engine.check()
+    assert not engine.has_work and engine.scheduler.pool.num_used == 0
+
+
 def test_preempted_streams_continue_as_if_nothing_had_happened():
     engine, _ = make_engine(num_blocks=16)
     specs = [spec(f"r{i}", [i, i + 1, i + 2], max_tokens=40, seed=i) for i in range(5)]
@@ -94,6 +104,63 @@ def test_decoding_streams_advance_while_a_long_prompt_is_computed():
     engine.add(spec("long", list(range(60)), max_tokens=1))
     ids = [[o.id for o in engine.step().outputs] for _ in range(8)]
     assert all("short" in step for step in ids), "chunked prefill shares the budget, it does not take it"
+
+
+def test_prompts_get_little_while_others_decode_and_much_when_nobody_does():
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=32, max_prefill_while_decoding=4)
+    engine.add(spec("long", list(range(60)), max_tokens=1))
+    engine.step()
+    assert engine.stats().num_prompt_tokens == 32
+    engine.add(spec("short", [1], max_tokens=3))
+    engine.cancel("long")
+    engine.step()
+    engine.add(spec("longer", list(range(60, 0, -1)), max_tokens=1))
+    before = engine.stats().num_prompt_tokens
+    engine.step()
+    assert engine.stats().num_prompt_tokens == before + 4, "a stream decodes in this step"
+    engine.step()
+    engine.step()
+    assert engine.stats().num_prompt_tokens == before + 4 + 4 + 32, "nobody decodes any more"
+
+
+def abandon(engine, model):
+    model.fail_next = True
+    with pytest.raises(StepAbandoned):
+        engine.step()
+    engine.check()
+
+
+def test_an_abandoned_step_that_had_taken_blocks_of_another_stream():
+    """The forward pass has written into them before it failed: the other stream must not be continued on them."""
+    engine, model = make_engine(num_blocks=6, block_size=4, max_model_len=24, enable_prefix_caching=False)
+    specs = [spec("old", list(range(7)), max_tokens=12), spec("new", list(range(50, 57)), max_tokens=12)]
+    for request in specs:
+        engine.add(request)
+    outputs = {request.id: [] for request in specs}
+    abandoned_preemption = False
+    while engine.has_work:
+        before = engine.stats().num_preemptions
+        if not abandoned_preemption:
+            abandon(engine, model)
+            abandoned_preemption = engine.stats().num_preemptions > before
+        for output in engine.step().outputs:
+            outputs[output.id].append(output.token)
+    assert abandoned_preemption, "no step with a preemption was abandoned"
+    assert outputs == {request.id: run_alone(request) for request in specs}
+
+
+def test_an_abandoned_step_that_had_taken_blocks_of_a_cached_prefix():
+    engine, model = make_engine(num_blocks=6, block_size=4, max_model_len=24)
+    first = spec("first", list(range(16)), max_tokens=1)
+    engine.add(first)
+    drain(engine)
+    assert len(engine.scheduler.pool.block_of) == 4
+    engine.add(spec("other", list(range(60, 75)), max_tokens=1))  # needs four of the six blocks
+    abandon(engine, model)
+    engine.cancel("other")
+    again = spec("again", [*range(16), 1], max_tokens=4)
+    engine.add(again)
+    assert [output.token for output in drain(engine)["again"]] == run_alone(again)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 3])

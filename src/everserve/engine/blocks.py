@@ -29,6 +29,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
+        self.taken: list[int] = []  # in the current step, to be written: what they held before is lost
         self._undo = undo
         self._head = num_blocks  # the list's sentinel: next[head] is the next victim, prev[head] the last
         self._next = [(i + 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
@@ -48,6 +49,7 @@ class BlockPool:
             self._forget(block, old_hash)
             self._undo.record(self._remember, block, old_hash)
         self._take(block)
+        self.taken.append(block)
         return block
 
     def share(self, block: int) -> None:
@@ -72,6 +74,12 @@ class BlockPool:
         """The block is full and computed: later prompts may find it. Only after a step has succeeded."""
         if self.hash_of[block] is None and chain_hash not in self.block_of:
             self._remember(block, chain_hash)
+
+    def withdraw(self, block: int) -> None:
+        """The block no longer holds what it was published for."""
+        chain_hash = self.hash_of[block]
+        if chain_hash is not None:
+            self._forget(block, chain_hash)
 
     def find(self, chain_hash: bytes) -> int | None:
         """The block that holds these tokens, if one does."""

@@ -34,6 +34,7 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_while_decoding: int
     block_size: int
     num_blocks: int
     vocab_size: int
@@ -68,11 +69,13 @@ class Engine:
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self._num_known_tokens = 0
         self.scheduler = Scheduler(
             pool=BlockPool(config.num_blocks, config.block_size, self._undo),
             undo=self._undo,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_while_decoding=config.max_prefill_while_decoding,
             max_logits_rows=config.max_logits_rows,
             enable_prefix_caching=config.enable_prefix_caching,
         )
@@ -83,15 +86,9 @@ class Engine:
 
     def add(self, spec: RequestSpec) -> None:
         """Accept a stream, or say why not. An accepted stream ends by finishing or by `cancel`, never by itself."""
-        limit = min(self.config.max_model_len, self.config.num_blocks * self.config.block_size)
         if spec.id in self._sequences:
             raise RequestError(f"a request with the id {spec.id!r} is running already")
-        if not spec.prompt:
-            raise RequestError("the prompt has no tokens")
-        if len(spec.prompt) + (spec.params.max_tokens > 0) > limit:
-            raise RequestError(f"the prompt has {len(spec.prompt)} tokens; at most {limit - 1} fit")
-        if min(spec.prompt) < 0 or max(spec.prompt) >= self.config.vocab_size:
-            raise RequestError(f"token ids must be between 0 and {self.config.vocab_size - 1}")
+        _check(spec, self.config)
         sequence = Sequence(spec, self.config.block_size, added_s=self._clock())
         self._sequences[spec.id] = sequence
         self.scheduler.add(sequence)
@@ -103,8 +100,14 @@ class Engine:
             self.scheduler.remove(sequence)
         return sequence is not None
 
+    def cancel_all(self) -> None:
+        """Forget every stream."""
+        for id in list(self._sequences):
+            self.cancel(id)
+
     def step(self) -> StepResult:
-        """Advance. If the forward pass is abandoned (it raises), everything is as it was before the call."""
+        """Advance. If the forward pass is abandoned (it raises), all streams are as they were before the call (one
+        whose blocks were taken in it waits to be computed again)."""
         began_s = self._clock()
         chunks = self.scheduler.schedule()
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
@@ -118,6 +121,7 @@ class Engine:
             raise
         self._num_steps += 1
         self._num_prompt_tokens += sum(chunk.num_prompt_tokens for chunk in chunks)
+        self._num_known_tokens += sum(chunk.num_known_tokens for chunk in chunks)
         self.scheduler.commit(chunks)
         for chunk in chunks:
             chunk.sequence.note_start(began_s)
@@ -144,6 +148,7 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
+            num_known_tokens=self._num_known_tokens,
         )
 
     def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list["_Result"]:
@@ -221,6 +226,26 @@ class Engine:
         if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
             return token, "length", None
         return token, None, None
+
+
+def _check(spec: RequestSpec, config: EngineConfig) -> None:
+    """Raise unless this stream can run to its end here; a resumed one, unless it could have come this far."""
+    limit = min(config.max_model_len, config.num_blocks * config.block_size)
+    params, given = spec.params, spec.prompt + spec.known
+    if not spec.prompt:
+        raise RequestError("the prompt has no tokens")
+    if len(given) + (params.max_tokens > 0) > limit:
+        what = "prompt and known output have" if spec.known else "the prompt has"
+        raise RequestError(f"{what} {len(given)} tokens; at most {limit - 1} fit")
+    if min(given) < 0 or max(given) >= config.vocab_size:
+        raise RequestError(f"token ids must be between 0 and {config.vocab_size - 1}")
+    num_most = min(len(spec.prompt) + params.max_tokens, config.max_model_len)
+    if num_most > limit:
+        raise RequestError(f"prompt and output may have {num_most} tokens; the KV cache holds {limit}")
+    if spec.known and len(spec.known) >= params.max_tokens:
+        raise RequestError(f"{len(spec.known)} output tokens are known, of at most {params.max_tokens}: it has ended")
+    if not set(params.stop_ids).isdisjoint(spec.known):
+        raise RequestError("the known output contains a stop id: it has ended")
 
 
 @dataclass

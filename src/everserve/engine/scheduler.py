@@ -1,13 +1,15 @@
 """Who runs in this step, with how many tokens.
 
 Each step has a budget of tokens. Decoding streams come first (one token each), then streams in the middle of their
-prompt, then new ones, so that long prompts fill what is left of each step instead of holding everybody up.
+prompt, then new ones, so that long prompts fill what is left of each step instead of holding everybody up. While
+streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
 
 When blocks run out, the stream admitted last gives its blocks back and waits at the head of the queue; it is
 recomputed later, never dropped. The stream admitted first can take everybody's blocks, and one stream alone always fits
 (checked when it is added): so somebody always advances.
 
-Everything `schedule` changes is in the undo log until the step is committed or abandoned.
+Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
+back is the content of blocks that were taken from somebody: see `abandon`.
 """
 
 from collections import deque
@@ -35,6 +37,11 @@ class Chunk:
         """How many of them belong to the prompt."""
         return max(0, min(self.num_tokens, self.sequence.num_prompt - self.sequence.num_computed))
 
+    @property
+    def num_known_tokens(self) -> int:
+        """How many of them a worker that is gone has computed before."""
+        return max(0, min(self.num_tokens, self.sequence.num_resumed - self.sequence.num_computed))
+
 
 class Scheduler:
     """Owns the queues and every sequence's blocks."""
@@ -45,6 +52,7 @@ class Scheduler:
         undo: UndoLog,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_prefill_while_decoding: int,
         max_logits_rows: int,
         enable_prefix_caching: bool,
     ) -> None:
@@ -58,6 +66,7 @@ class Scheduler:
         self._undo = undo
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_prefill_while_decoding = max_prefill_while_decoding
         self._max_logits_rows = max_logits_rows
         self._enable_prefix_caching = enable_prefix_caching
 
@@ -80,11 +89,17 @@ class Scheduler:
         """The chunks of the next step; empty if there is nothing to do."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted = []
+        self.pool.taken.clear()
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
         decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
         prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
-        for sequence in decoding + prefilling:
+        for sequence in decoding:
+            if budget > 0 and sequence.status is Status.RUNNING:
+                budget -= self._extend(sequence, budget, chunks)
+        if chunks:
+            budget = min(budget, self._max_prefill_while_decoding)
+        for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING:
                 budget -= self._extend(sequence, budget, chunks)
         if not self.preempted:
@@ -105,8 +120,19 @@ class Scheduler:
                     self.pool.publish(sequence.blocks[i], hashes[i])
 
     def abandon(self) -> None:
-        """The step never happened."""
+        """The step never happened; but it may have written into every block that it took.
+
+        Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
+        preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
+        """
+        overwritten, victims = set(self.pool.taken), self.preempted
         self._undo.rollback()
+        for block in overwritten:
+            self.pool.withdraw(block)
+        for victim in victims:
+            if not overwritten.isdisjoint(victim.blocks):
+                self._preempt(victim)
+        self._undo.commit()
         self.preempted = []
 
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:

@@ -7,6 +7,9 @@
 A step computes some of the pending tokens. When none is left pending, the last row's logits give the next token. A
 preempted stream loses its blocks, not its tokens: everything becomes pending again and is recomputed as given.
 
+A *resumed* stream began on a worker that is gone. Its first outputs are *known*: they stand in `tokens` from the start,
+count as output everywhere (token index, penalties, limits), and are computed like a prompt.
+
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
     (cancel: from anywhere, the sequence is simply forgotten)
@@ -34,14 +37,18 @@ class Sequence:
         self.spec = spec
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
-        self.tokens = list(spec.prompt)
+        self.tokens = spec.prompt + spec.known
         self.num_prompt = len(spec.prompt)
+        self.num_resumed = len(self.tokens) if spec.known else 0  # tokens that another worker has computed before
         self.num_computed = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.blocks: list[int] = []
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.penalties = Penalties.of(spec)
+        if self.penalties is not None:
+            for token in spec.known:
+                self.penalties.count(token)
         self._block_size = block_size
         self._hashes: list[bytes] = []
 
@@ -63,8 +70,12 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logits of prompt rows are still needed: those rows must be computed, not found in the cache."""
-        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt
+        """Whether logits of prompt rows are still needed: those rows must be computed, not found in the cache.
+
+        They travel with the first output; so the client of a resumed stream has them.
+        """
+        is_wanted = self.params.prompt_logprobs is not None and not self.num_resumed
+        return is_wanted and len(self.prompt_logprobs) < self.num_prompt
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

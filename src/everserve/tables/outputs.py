@@ -42,3 +42,15 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found
+    num_known_tokens: int = 0  # tokens of resumed streams that were computed a second time
+    num_replayed_rows: int = 0  # rows sent to another expert worker because the first did not answer
+    num_stale: int = 0  # answers dropped because their sender is no longer trusted
+
+
+class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """An expert worker's counters since its start."""
+
+    num_batches: int = 0
+    num_rows: int = 0
+    num_replayed_rows: int = 0
+    num_stale: int = 0  # requests dropped because their sender or their epoch is no longer valid

@@ -32,8 +32,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One token stream: its id, its prompt and how to continue it."""
+    """One token stream: its id, its prompt, what it has produced so far and how to continue it."""
 
     id: str
     prompt: list[int]
     params: SamplingParams
+    known: list[int] = []  # output tokens that the client has already: given, never sampled again
