@@ -1,5 +1,6 @@
 """The C kernels against plain formulas in float64, and bit for bit against themselves under every way of batching."""
 
+import ctypes
 import functools
 import itertools
 import math
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
-from everserve.model.ops import build, native
+from everserve.model.ops import RowIndices, RowMemory, native
+from everserve.model.ops.reference import ReferenceOps
+from everserve.native import BuildError, library
 
 if native.unavailable():
     pytest.skip(f"no native ops: {native.unavailable()}", allow_module_level=True)
@@ -240,6 +243,60 @@ def test_empty_and_unknown_slots_are_refused(ops):
         slots.fill(1, torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 8))
 
 
+# in place
+
+
+def scattered(num_rows: int, size: int, *parts: int) -> tuple[Tensor, RowMemory, list[Tensor]]:
+    """Memory of `num_rows` rows full of NaN, and different rows of it, in random order."""
+    memory = torch.full((num_rows, size), math.nan)
+    rows = torch.randperm(num_rows).int().split([*parts, num_rows - sum(parts)])
+    return memory, RowMemory(memory.data_ptr(), num_rows, size), [part.contiguous() for part in rows]
+
+
+@pytest.mark.parametrize("ops_", [native.NativeOps(1), ReferenceOps(batch_invariant=True)], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 70])
+def test_expert_rows_in_place(ops_, num_rows):
+    hidden, num_tokens, slots = 40, 12, ops_.expert_slots(3)
+    for slot in range(3):
+        slots.fill(slot, torch.randn(24, hidden), torch.randn(24, hidden), torch.randn(hidden, 24))
+    memory, where, (x_at, y_at, others) = scattered(200, hidden, num_tokens, num_rows)
+    x = torch.randn(num_tokens, hidden)
+    memory[x_at.long()] = x
+    token = torch.randint(num_tokens, (num_rows,), dtype=torch.int32)
+    slot = torch.randint(3, (num_rows,), dtype=torch.int32)
+    token_at = x_at[token.long()]
+    ops_.expert_rows_at(where, RowIndices(token_at.data_ptr(), slot.data_ptr(), y_at.data_ptr(), num_rows), slots)
+    assert torch.equal(memory[y_at.long()], ops_.expert_rows(x, token, slot, slots))
+    assert torch.equal(memory[x_at.long()], x) and memory[others.long()].isnan().all(), "nothing else is touched"
+
+
+def test_expert_rows_in_place_stay_in_place(ops):
+    slots, _ = experts(2, 16, 16, torch.float32)
+    memory, where, _ = scattered(8, 16)
+    index = torch.arange(3, dtype=torch.int32)
+    for token, slot, y in [(8, 0, 1), (-1, 0, 1), (0, 0, 8), (0, 0, -1), (0, 2, 1), (0, -1, 1)]:
+        arrays = [index.clone() for _ in range(3)]
+        arrays[1][:] = 0
+        for array, value in zip(arrays, (token, slot, y), strict=True):
+            array[1] = value
+        with pytest.raises(IndexError, match="row 1"):
+            ops.expert_rows_at(where, RowIndices(*(array.data_ptr() for array in arrays), 3), slots)
+    assert memory.isnan().all()
+
+
+@pytest.mark.parametrize("ops_", [native.NativeOps(1), ReferenceOps()], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("num_tokens", [0, 1, 50])
+def test_combine_in_place(ops_, num_tokens):
+    top_k, size = 3, 20
+    memory, _, (at, _) = scattered(200, size, num_tokens * top_k)
+    rows = torch.randn(num_tokens, top_k, size)
+    memory[at.long()] = rows.view(-1, size)
+    addresses = memory.data_ptr() + at.long() * memory.stride(0) * 4
+    weights, residual = torch.rand(num_tokens, top_k), torch.randn(num_tokens, size)
+    combined = ops_.combine_at(addresses.data_ptr(), weights, residual)
+    assert torch.equal(combined, ops_.combine(rows, weights, residual))
+
+
 # attention
 
 
@@ -366,7 +423,7 @@ def test_inconsistent_batches_are_refused(ops):
 
 
 def in_new_process(code: str, **environment: str) -> str:
-    command = [sys.executable, "-c", "import os, torch\nfrom everserve.model.ops import build, native\n" + code]
+    command = [sys.executable, "-c", "import os, torch\nfrom everserve.model.ops import native\n" + code]
     return subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
     ).stdout.strip()
@@ -417,14 +474,28 @@ def test_build_errors_say_why(monkeypatch):
         ("CFLAGS", "-no-such-flag", "failed: .*no-such-flag"),
         ("XDG_CACHE_HOME", "/proc", "cannot create the cache directory"),
     ]:
-        with monkeypatch.context() as m, pytest.raises(build.BuildError, match=reason):
+        with monkeypatch.context() as m, pytest.raises(BuildError, match=reason):
             m.setenv(name, value)
-            build.library()
+            library("native", native.SOURCES)
 
 
 def test_several_may_build_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CFLAGS", "-O0")
     with ThreadPoolExecutor(2) as builders:
-        paths = {builder.result() for builder in [builders.submit(build.library) for _ in range(2)]}
+        paths = {builder.result() for builder in [builders.submit(library, "native", native.SOURCES) for _ in range(2)]}
     assert list((tmp_path / "everserve").iterdir()) == [*paths], "one library, and nothing left behind"
+
+
+def test_headers_from_elsewhere_are_found_and_are_part_of_the_key(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    sources, headers = tmp_path / "csrc", tmp_path / "headers"
+    sources.mkdir()
+    headers.mkdir()
+    (sources / "answer.c").write_text(
+        '#include "answer.h"\n__attribute__((visibility("default"))) int answer(void) { return ANSWER; }\n'
+    )
+    for answer in (41, 42):
+        (headers / "answer.h").write_text(f"#define ANSWER {answer}\n")
+        assert ctypes.CDLL(str(library("answer", sources, headers=[headers]))).answer() == answer
+    assert len(list((tmp_path / "everserve").glob("answer-*.so"))) == 2

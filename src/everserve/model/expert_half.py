@@ -4,6 +4,7 @@ It knows neither requests nor KV nor routes: rows come with the slot that is to 
 between calls. Which expert is in which slot is decided, and remembered, by the tables outside.
 """
 
+import ctypes
 from collections.abc import Callable
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
-from everserve.model.ops import Ops
+from everserve.model.ops import Ops, RowIndices, RowMemory
 
 
 class ExpertHalf:
@@ -21,16 +22,26 @@ class ExpertHalf:
         self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, num_slots: int, dtype: str = "auto"
     ) -> None:
         self.config = config
+        self._weights = Weights(config, checkpoint, dtype, ops.device)
+        self._make_slots(ops, num_slots)
+
+    def _make_slots(self, ops: Ops, num_slots: int) -> None:
         self.ops = ops
         self.num_slots = num_slots
-        self._weights = Weights(config, checkpoint, dtype, ops.device)
-        self._slots = {layer: ops.expert_slots(num_slots) for layer in config.moe_layers}
+        self._slots = {layer: ops.expert_slots(num_slots) for layer in self.config.moe_layers}
+        # By layer, 1 for each slot that holds an expert. Code outside Python reads it too, so it never moves.
+        self.filled = {layer: (ctypes.c_uint8 * num_slots)() for layer in self.config.moe_layers}
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""
         sources = self._weights.layout.expert(layer, expert)
         gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
-        self._slots[layer].fill(slot, gate_FD, up_FD, self._weights.load(sources.down))
+        self.fill(layer, slot, gate_FD, up_FD, self._weights.load(sources.down))
+
+    def fill(self, layer: int, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put an expert into a slot, from wherever its weights came."""
+        self._slots[layer].fill(slot, gate_FD, up_FD, down_DF)
+        self.filled[layer][slot] = 1
 
     def load_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Every expert into the slot of its own number; `progress(done, total)` counts experts."""
@@ -43,8 +54,13 @@ class ExpertHalf:
                     progress(index * self.config.num_experts + expert + 1, total)
 
     def clear(self, layer: int, slot: int) -> None:
+        self.filled[layer][slot] = 0
         self._slots[layer].clear(slot)
 
     def rows(self, layer: int, x_TD: Tensor, token_R: Tensor, slot_R: Tensor) -> Tensor:
         """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]]."""
         return self.ops.expert_rows(x_TD, token_R, slot_R, self._slots[layer])
+
+    def rows_at(self, layer: int, memory: RowMemory, rows: RowIndices) -> None:
+        """The same in place, on rows that lie in memory shared with others."""
+        self.ops.expert_rows_at(memory, rows, self._slots[layer])

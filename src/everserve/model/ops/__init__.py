@@ -14,7 +14,7 @@ whether the set as a whole has this property.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,23 @@ class ExpertSlots(Protocol):
 
     def clear(self, slot: int) -> None:
         """Empty the slot; using it afterwards is an error."""
+
+
+class RowMemory(NamedTuple):
+    """Foreign memory as one long matrix of float32 rows. Parts of it may be unreadable: only named rows are touched."""
+
+    base: int  # an address
+    num_rows: int
+    hidden_size: int
+
+
+class RowIndices(NamedTuple):
+    """Rows of a `RowMemory`: the addresses of three int32 arrays, and how many of their entries count."""
+
+    token_R: int  # where x is
+    slot_R: int
+    y_R: int  # where the answer goes; no x may be there
+    num_rows: int
 
 
 class Ops(Protocol):
@@ -84,8 +101,14 @@ class Ops(Protocol):
         Both index tensors are int32.
         """
 
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        """`expert_rows` in place: x is read, and y is written, where it lies in memory shared with others."""
+
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        """`combine` in place: `row_TK` is the address of an array of int64, the address of each row. The same bits."""
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

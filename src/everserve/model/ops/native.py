@@ -24,16 +24,18 @@ import os
 from array import array
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from struct import Struct
 
 import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
-from everserve.model.ops import ExpertSlots
-from everserve.model.ops.build import BuildError, library
+from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw
+from everserve.native import BuildError, library
 
+SOURCES = Path(__file__).parent / "csrc"
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum dtype in csrc/gemm.h
 KEY_TILE = 16  # csrc/attention.c: block and head sizes are multiples of it
 MAX_HEAD_SIZE = 512  # csrc/attention.c, csrc/rotate.c
@@ -47,8 +49,8 @@ _rms_norm_args = Struct("3P3qd").pack
 _rotate_args = Struct("P6q8P4qd").pack
 _attend_args = Struct("P6q5P4qd").pack
 _route_args = Struct("4P7q").pack
-_expert_rows_args = Struct("5P5q").pack
-_combine_args = Struct("4P3q").pack
+_expert_rows_args = Struct("6P6q").pack
+_combine_args = Struct("5P3q").pack
 _choose_args = Struct("3P2q").pack
 _check_batch_args = Struct("4P5q").pack
 _slot = Struct("3P4q")
@@ -62,7 +64,7 @@ _int32 = torch.int32
 @functools.cache
 def _load() -> ctypes.CDLL:
     try:
-        lib = ctypes.CDLL(str(library()))
+        lib = ctypes.CDLL(str(library("native", SOURCES)))
     except OSError as e:
         raise BuildError(f"cannot load the native ops: {e}") from e
     for name in ("set_threads", "linear", "rms_norm", "rotate_and_store", "attend", "route", "combine", "choose"):
@@ -305,13 +307,27 @@ class NativeOps:
         y_RD = _empty(num_rows, size, dtype=_float32)
         wrong = self._expert_rows(
             _expert_rows_args(
-                x_TD.data_ptr(), token_R.data_ptr(), slot_R.data_ptr(), slots.table_ptr, y_RD.data_ptr(),
-                num_rows, num_tokens, slots.num_slots, size, slots.inner_size,
+                x_TD.data_ptr(), token_R.data_ptr(), slot_R.data_ptr(), slots.table_ptr, y_RD.data_ptr(), 0,
+                num_rows, num_tokens, num_rows, slots.num_slots, size, slots.inner_size,
             )
         )  # fmt: skip
         if wrong:
             raise _wrong_row(wrong, token_R, slot_R, num_tokens, slots)
         return y_RD
+
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        assert isinstance(slots, NativeExpertSlots)
+        base, num_base_rows, size = memory
+        token_R, slot_R, y_R, num_rows = rows
+        assert size == slots.hidden_size or not num_rows
+        wrong = self._expert_rows(
+            _expert_rows_args(
+                base, token_R, slot_R, slots.table_ptr, base, y_R,
+                num_rows, num_base_rows, num_base_rows, slots.num_slots, size, slots.inner_size,
+            )
+        )  # fmt: skip
+        if wrong:
+            raise IndexError(f"row {abs(wrong) - 1}: no such {'slot' if wrong > 0 else 'row of memory'}")
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         num_rows, top_k, size = rows_TKD.shape
@@ -321,13 +337,21 @@ class NativeOps:
         out_TD = _empty_like(residual_TD)
         self._combine(
             _combine_args(
-                rows_TKD.data_ptr(),
-                weights_TK.data_ptr(),
-                residual_TD.data_ptr(),
-                out_TD.data_ptr(),
-                num_rows,
-                top_k,
-                size,
+                rows_TKD.data_ptr(), 0, weights_TK.data_ptr(), residual_TD.data_ptr(), out_TD.data_ptr(),
+                num_rows, top_k, size,
+            )
+        )  # fmt: skip
+        return out_TD
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        num_rows, top_k = weights_TK.shape
+        size = residual_TD.shape[1]
+        assert residual_TD.shape[0] == num_rows and weights_TK.dtype is residual_TD.dtype is _float32
+        assert weights_TK.is_contiguous() and residual_TD.is_contiguous()
+        out_TD = _empty_like(residual_TD)
+        self._combine(
+            _combine_args(
+                0, row_TK, weights_TK.data_ptr(), residual_TD.data_ptr(), out_TD.data_ptr(), num_rows, top_k, size
             )
         )
         return out_TD

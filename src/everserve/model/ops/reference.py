@@ -6,6 +6,7 @@ PyTorch picks kernels, and so the order of additions, by the shape of the whole 
 row is therefore computed by itself: slow, but then a row's bits depend on that row and its sequence alone.
 """
 
+import ctypes
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from everserve.model.batch import StepBatch
-from everserve.model.ops import ExpertSlots
+from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw, choose
 
 
@@ -124,11 +125,29 @@ class ReferenceOps:
             y_RD[rows] = self._by_rows(partial(slots.apply, slot), x_rows)
         return y_RD
 
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        if not rows.num_rows:
+            return
+        memory_MD = _floats_at(memory.base, memory.num_rows, memory.hidden_size)
+        token_R, slot_R, y_R = (_int32s_at(address, rows.num_rows) for address in rows[:3])
+        x_RD = memory_MD[token_R.long()].to(self.device)
+        row_R = torch.arange(rows.num_rows, dtype=torch.int32, device=self.device)
+        memory_MD[y_R.long()] = self.expert_rows(x_RD, row_R, slot_R.to(self.device), slots).cpu()
+
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         hidden_TD = residual_TD
         for k in range(rows_TKD.shape[1]):
             hidden_TD = hidden_TD + weights_TK[:, k, None] * rows_TKD[:, k]
         return hidden_TD
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        if not weights_TK.numel():
+            return residual_TD
+        size = residual_TD.shape[1]
+        addresses = (ctypes.c_int64 * weights_TK.numel()).from_address(row_TK)
+        rows = [_floats_at(address, 1, size) for address in addresses]
+        rows_TKD = torch.cat(rows).view(*weights_TK.shape, size)  # copied: nobody else writes to it any more
+        return self.combine(rows_TKD.to(self.device), weights_TK, residual_TD)
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         return choose(logits_LV, draws)
@@ -138,6 +157,17 @@ class ReferenceOps:
         if not self.batch_invariant or len(x) == 0:
             return compute(x)
         return torch.cat([compute(row.clone()) for row in torch.split(x, 1)])
+
+
+def _floats_at(address: int, num_rows: int, size: int) -> Tensor:
+    """Memory of others as a tensor; it must stay mapped for as long as the tensor is used."""
+    return torch.frombuffer((ctypes.c_float * (num_rows * size)).from_address(address), dtype=torch.float32).view(
+        num_rows, size
+    )
+
+
+def _int32s_at(address: int, count: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,7 +6,8 @@
        order    1  4 | 3 | 0  2  5      rows of slot 0 | slot 1 | slot 2, each in the order of r
 
    Phase 1 writes hidden[i] for i in sorted order, phase 2 writes y[order[i]]. No row is copied: products read x and
-   write y through index arrays. */
+   write y through index arrays. So x and y may also be scattered over the memory of several peers, as long as every
+   row is a whole number of rows away from one base; then `order` holds y's own numbers instead of r. */
 
 #include <stdlib.h>
 
@@ -27,7 +28,7 @@ struct experts {
     const struct slot *slots;
     struct rows x, hidden, y;
     const int32_t *tokens; /* in sorted order */
-    const int32_t *order;
+    const int32_t *order;  /* where in y the answer goes */
     const int32_t *starts; /* rows of slot s: starts[s] .. starts[s + 1], in sorted order */
     const int32_t *busy;   /* the slots that have rows */
     size_t num_busy, hidden_size, inner_size;
@@ -94,17 +95,19 @@ struct expert_rows_args {
     const int32_t *tokens, *slot_of;
     const struct slot *slots;
     float *y;
-    int64_t num_rows, num_tokens, num_slots, hidden_size, inner_size;
+    const int32_t *y_index; /* NULL: the answer to r is row r of y */
+    int64_t num_rows, num_tokens, num_y, num_slots, hidden_size, inner_size;
 };
 
-/* 0, or why nothing was computed: 1 + r when slot_R[r] is out of range or empty, -(1 + r) when token_R[r] is out of
-   range. */
+/* 0, or why nothing was computed: 1 + r when slot_R[r] is out of range or empty, -(1 + r) when token_R[r] or y_R[r] is
+   out of range. */
 EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
-    const int32_t *tokens = args->tokens, *slot_of = args->slot_of;
+    const int32_t *tokens = args->tokens, *slot_of = args->slot_of, *y_index = args->y_index;
     int64_t num_rows = args->num_rows, num_slots = args->num_slots;
     for (int64_t r = 0; r < num_rows; r++) {
         if (slot_of[r] < 0 || slot_of[r] >= num_slots || !args->slots[slot_of[r]].gate) return 1 + r;
         if (tokens[r] < 0 || tokens[r] >= args->num_tokens) return -(1 + r);
+        if (y_index && (y_index[r] < 0 || y_index[r] >= args->num_y)) return -(1 + r);
     }
     if (!num_rows) return 0;
 
@@ -124,7 +127,7 @@ EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
     }
     for (int64_t r = 0; r < num_rows; r++) {
         int32_t at = starts[slot_of[r] + 1]++;
-        order[at] = (int32_t)r;
+        order[at] = y_index ? y_index[r] : (int32_t)r;
         sorted_tokens[at] = tokens[r];
     }
 

@@ -47,7 +47,9 @@ EXPORT void es_rms_norm(const struct rms_norm_args *args) {
 }
 
 struct combine_args {
-    const float *rows, *weights, *residual;
+    const float *rows;           /* one after the other, in the order of (t, k) ... */
+    const float *const *row_at;  /* ... or, if not NULL, each where this says */
+    const float *weights, *residual;
     float *out;
     int64_t num_rows, top_k, size;
 };
@@ -58,12 +60,15 @@ static void combine_task(void *job, size_t task) {
     size_t top_k = (size_t)c->top_k, size = (size_t)c->size;
     size_t end = smaller((task + 1) * ROWS_PER_TASK, (size_t)c->num_rows);
     for (size_t t = task * ROWS_PER_TASK; t < end; t++) {
-        const float *rows = c->rows + t * top_k * size, *weights = c->weights + t * top_k;
+        const float *weights = c->weights + t * top_k;
         const float *residual = c->residual + t * size;
         float *restrict out = c->out + t * size;
         memcpy(out, residual, size * sizeof(float));
-        for (size_t k = 0; k < top_k; k++)
-            for (size_t i = 0; i < size; i++) out[i] += weights[k] * rows[k * size + i];
+        for (size_t k = 0; k < top_k; k++) {
+            size_t r = t * top_k + k;
+            const float *row = c->row_at ? c->row_at[r] : c->rows + r * size;
+            for (size_t i = 0; i < size; i++) out[i] += weights[k] * row[i];
+        }
     }
 }
 

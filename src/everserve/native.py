@@ -1,12 +1,15 @@
-"""Compile csrc/*.c for this machine, once, with the system's compiler (CC and CFLAGS mean what they mean to make).
+"""C beside Python: compile a directory of *.c for this machine, once, with the system's compiler.
 
-The library is kept in the user's cache under a key of everything it depends on:
+CC and CFLAGS mean what they mean to make. The library is kept in the user's cache under a key of everything it depends
+on:
 
-    $XDG_CACHE_HOME/everserve/native-<key>.so       (~/.cache where XDG_CACHE_HOME is not set)
+    $XDG_CACHE_HOME/everserve/<name>-<key>.so       (~/.cache where XDG_CACHE_HOME is not set)
 
-Several processes may build at once: each compiles in a directory of its own and renames the result into place.
+Several processes may build at once: each compiles in a directory of its own and renames the result into place. Only the
+standard library is imported: processes without torch use this too.
 """
 
+import functools
 import hashlib
 import os
 import platform
@@ -14,12 +17,12 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "csrc"
 CPU_FLAG = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-# Contraction is off: where a multiply-add is fused is part of the kernels' definition (csrc/simd.h).
+# Contraction is off: where a multiply-add is fused is part of the kernels' definition (model/ops/csrc/simd.h).
 FLAGS = [
     "-O3",
     CPU_FLAG,
@@ -34,19 +37,22 @@ FLAGS = [
 
 
 class BuildError(RuntimeError):
-    """The native ops cannot be built here. The message is one line that says why."""
+    """A library cannot be built here. The message is one line that says why."""
 
 
 def _flags() -> list[str]:
     return FLAGS + shlex.split(os.environ.get("CFLAGS", ""))
 
 
-def library() -> Path:
-    """The path of the compiled library; compiles it if this machine has not done so before."""
+def library(name: str, sources: Path, *, headers: Sequence[Path] = ()) -> Path:
+    """The path of the library compiled from `sources`/*.c; compiles it if this machine has not done so before.
+
+    `headers` are other directories to include from.
+    """
     compiler = _compiler()
-    path = _cache_dir() / f"native-{_key(compiler)}.so"
+    path = _cache_dir() / f"{name}-{_key(compiler, sources, headers)}.so"
     if not path.exists():
-        _build(compiler, path)
+        _build(compiler, sources, headers, path)
     return path
 
 
@@ -73,13 +79,18 @@ def _cache_dir() -> Path:
     return path
 
 
-def _key(compiler: list[str]) -> str:
+def _key(compiler: list[str], sources: Path, headers: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for source in sorted(SOURCES.iterdir()):
-        digest.update(source.name.encode() + source.read_bytes())
-    for part in (_run([*compiler, "--version"]), " ".join(_flags()), _cpu()):
+    for file in [*sorted(sources.iterdir()), *(header for d in headers for header in sorted(d.glob("*.h")))]:
+        digest.update(file.name.encode() + file.read_bytes())
+    for part in (_version(*compiler), " ".join(_flags()), _cpu()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
+
+
+@functools.cache  # a process loads several libraries
+def _version(*compiler: str) -> str:
+    return _run([*compiler, "--version"])
 
 
 def _cpu() -> str:
@@ -92,15 +103,15 @@ def _cpu() -> str:
     return "\n".join(line for line in first_cpu.splitlines() if line.startswith(names))
 
 
-def _build(compiler: list[str], path: Path) -> None:
+def _build(compiler: list[str], sources: Path, headers: Sequence[Path], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as name:
-        directory, sources = Path(name), sorted(SOURCES.glob("*.c"))
-        objects = [str(directory / f"{source.stem}.o") for source in sources]
-        compile_one = [*compiler, *_flags(), "-c"]
-        commands = [[*compile_one, str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        directory, files = Path(name), sorted(sources.glob("*.c"))
+        objects = [str(directory / f"{file.stem}.o") for file in files]
+        compile_one = [*compiler, *_flags(), *(f"-I{d}" for d in headers), "-c"]
+        commands = [[*compile_one, str(f), "-o", o] for f, o in zip(files, objects, strict=True)]
         with ThreadPoolExecutor(len(commands)) as runners:
             list(runners.map(_run, commands))
-        built = directory / "native.so"
+        built = directory / path.name
         _run([*compiler, *_flags(), "-shared", *objects, "-o", str(built), "-lm"])
         built.replace(path)
 

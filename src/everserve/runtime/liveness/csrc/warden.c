@@ -1,0 +1,181 @@
+/* The warden: one thread per process that shows its peers that the process lives, and watches theirs.
+
+   Death is told by the kernel. The warden thread owns the life words of its cell through its robust list. When the
+   process ends, by SIGKILL or by returning from main, the kernel sets FUTEX_OWNER_DIED in each word and wakes whoever
+   waits on it, long before it tears down memory and closes sockets.
+
+   Silence is told by the pulse, which the thread advances every period while the main thread's lease holds. A process
+   that is stopped, or whose main thread is stuck, falls silent and may come back.
+
+   Judging a peer, at every look (one per period, and one whenever the thread is woken):
+
+                      pulse still for NUM_STILL_LOOKS timely looks
+               ALIVE ------------------------------------------> SILENT
+                 |   <------------------------------------------    |
+                 |                  pulse moves                     |
+                 +------------------->  DIED  <---------------------+
+                          FUTEX_OWNER_DIED, and that is final
+
+   A look is timely if it comes at most two periods after the one before. If the watcher itself was held up, it cannot
+   tell whether its peers were too, and counts afresh. */
+
+#define _GNU_SOURCE
+#include "warden.h"
+
+#include <errno.h>
+#include <sys/mman.h>
+
+#ifndef SYS_futex_waitv
+#define SYS_futex_waitv 449
+#endif
+
+#define NUM_STILL_LOOKS 5
+#define POLL_NS 1000000 /* between looks at the life words, where we cannot wait for several at once */
+
+enum { WAITER_32_BITS = 2, WAITER_PRIVATE = 128 }; /* flags of futex_waitv */
+
+/* Life words. At every instant, a word that names this thread is on its robust list: it is linked before it is taken
+   and let go before it is unlinked. So wherever the process is killed, no word is left that nobody will mark. A word
+   on the list that does not name the thread is passed over by the kernel. */
+
+static void take_life_words(struct warden *w) {
+    struct life *life = w->cell->life;
+    for (size_t i = 0; i < NUM_LIFE_WORDS; i++) {
+        atomic_store(&life[i].word, 0);
+        atomic_store(&life[i].next, (uint64_t)(uintptr_t)(i + 1 < NUM_LIFE_WORDS ? (void *)&life[i + 1] : &w->robust));
+    }
+    mlock(w->cell, sizeof *w->cell); /* the kernel may not be able to bring a page back for a dying process */
+    w->robust.futex_offset = offsetof(struct life, word);
+    w->robust.list.next = (struct robust_list *)life;
+    /* This takes the place of libc's own list for this thread, which locks no robust mutex. */
+    if (syscall(SYS_set_robust_list, &w->robust, sizeof w->robust)) return;
+    uint32_t word = (uint32_t)syscall(SYS_gettid) | FUTEX_WAITERS; /* there may always be one: the kernel shall wake */
+    for (size_t i = 0; i < NUM_LIFE_WORDS; i++) atomic_store(&life[i].word, word);
+    w->holds_life_words = true;
+}
+
+static void release_life_words(struct warden *w) {
+    if (!w->holds_life_words) return;
+    for (size_t i = 0; i < NUM_LIFE_WORDS; i++) atomic_store(&w->cell->life[i].word, 0);
+    atomic_signal_fence(memory_order_seq_cst); /* against the compiler: the kernel looks at this thread's own view */
+    w->robust.list.next = &w->robust.list;
+    w->holds_life_words = false;
+}
+
+/* Looking. All with the mutex held. */
+
+static int judge(struct peer *peer, bool at_pulse, bool timely) {
+    peer->life = atomic_load(peer->life_word);
+    if (peer->life & FUTEX_OWNER_DIED) return DIED;
+    if (!at_pulse) return peer->state;
+    uint64_t pulse = atomic_load(&peer->cell->pulse);
+    if (pulse != peer->pulse) {
+        peer->pulse = pulse;
+        peer->num_still = 0;
+        return ALIVE;
+    }
+    if (!timely) peer->num_still = 0;
+    else if (peer->num_still < NUM_STILL_LOOKS) peer->num_still++;
+    return peer->num_still == NUM_STILL_LOOKS ? SILENT : peer->state;
+}
+
+/* Keep only the last change of each peer: never more than there are peers. */
+static void compact_changes(struct warden *w) {
+    size_t num_kept = 0;
+    for (size_t i = 0; i < w->num_changes; i++) {
+        bool is_last = true;
+        for (size_t j = i + 1; j < w->num_changes; j++) is_last &= w->changes[j].key != w->changes[i].key;
+        if (is_last) w->changes[num_kept++] = w->changes[i];
+    }
+    w->num_changes = num_kept;
+}
+
+/* True if the state of any peer changed. */
+static bool look_at_peers(struct warden *w, bool at_pulse, bool timely) {
+    bool changed = false;
+    for (size_t i = 0; i < w->num_peers; i++) {
+        struct peer *peer = &w->peers[i];
+        int state = peer->state == DIED ? DIED : judge(peer, at_pulse, timely);
+        if (state == peer->state) continue;
+        peer->state = state;
+        if (w->num_changes == MAX_CHANGES) compact_changes(w);
+        w->changes[w->num_changes++] = (struct change){peer->key, state};
+        changed = true;
+    }
+    if (changed) atomic_fetch_add(&w->alarm, 1);
+    return changed;
+}
+
+/* The words to wait on, with the values as judged: if one has changed since, waiting ends at once. */
+static void gather_waiters(struct warden *w, uint32_t wake) {
+    w->waiters[0] = (struct waiter){wake, (uint64_t)(uintptr_t)&w->wake, WAITER_32_BITS | WAITER_PRIVATE, 0};
+    w->num_waiters = 1;
+    for (struct peer *peer = w->peers; peer < w->peers + w->num_peers; peer++) {
+        if (peer->state == DIED) continue;
+        uint64_t address = (uint64_t)(uintptr_t)peer->life_word;
+        w->waiters[w->num_waiters++] = (struct waiter){peer->life, address, WAITER_32_BITS, 0};
+    }
+    if (w->version_in_use != w->version) {
+        w->version_in_use = w->version;
+        pthread_cond_broadcast(&w->version_taken);
+    }
+}
+
+static void look(struct warden *w, uint32_t wake) {
+    int64_t now = cell_now_ns();
+    bool at_pulse = now >= w->next_look_ns, timely = now - w->last_look_ns <= 2 * w->period_ns;
+    if (at_pulse) {
+        w->last_look_ns = now;
+        w->next_look_ns = now + w->period_ns;
+        if (w->cell && now < atomic_load(&w->lease_ns)) atomic_fetch_add(&w->cell->pulse, 1);
+    }
+    pthread_mutex_lock(&w->mutex);
+    bool changed = look_at_peers(w, at_pulse, timely);
+    gather_waiters(w, wake);
+    pthread_mutex_unlock(&w->mutex);
+    if (!changed) return;
+    if (w->cell) cell_ring(w->cell);
+    if (w->event_fd >= 0) {
+        uint64_t one = 1;
+        ssize_t ignored = write(w->event_fd, &one, sizeof one); /* full: it is readable already */
+        (void)ignored;
+    }
+}
+
+/* Until the next look is due, a peer dies, or somebody calls warden_poke(). */
+static void rest(struct warden *w) {
+    if (w->use_waitv) {
+        struct timespec until = {w->next_look_ns / 1000000000, w->next_look_ns % 1000000000};
+        long result = syscall(SYS_futex_waitv, w->waiters, w->num_waiters, 0, &until, CLOCK_MONOTONIC);
+        bool slept = result >= 0 || errno == ETIMEDOUT || errno == EAGAIN || errno == EINTR;
+        if (!slept) w->use_waitv = false; /* forbidden since we asked: rather poll than spin */
+    } else {
+        int64_t left = w->next_look_ns - cell_now_ns();
+        if (w->num_waiters > 1 && left > POLL_NS) left = POLL_NS;
+        if (left <= 0) return;
+        struct timespec timeout = {left / 1000000000, left % 1000000000};
+        syscall(SYS_futex, &w->wake, FUTEX_WAIT_PRIVATE, w->waiters[0].value, &timeout, NULL, 0);
+    }
+}
+
+void warden_poke(struct warden *w) {
+    atomic_fetch_add(&w->wake, 1);
+    syscall(SYS_futex, &w->wake, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
+}
+
+bool warden_has_waitv(void) {
+    return syscall(SYS_futex_waitv, NULL, 0, 0, NULL, CLOCK_MONOTONIC) == -1 && errno == EINVAL;
+}
+
+void *warden_main(void *argument) {
+    struct warden *w = argument;
+    if (w->cell) take_life_words(w);
+    for (;;) {
+        uint32_t wake = atomic_load(&w->wake); /* before anything that a poke is about */
+        if (atomic_load(&w->stopping)) break;
+        look(w, wake);
+        rest(w);
+    }
+    release_life_words(w);
+    return NULL;
+}
