@@ -1,4 +1,6 @@
 """What to do next: pure functions of tables and numbers. No I/O, no clock, no torch.
 
-sizing.py   how many KV blocks an engine gets
+sizing.py     how many KV blocks an engine gets
+placement.py  which experts live where, and how many deaths that survives
+routing.py    which places of an expert are used, in which order
 """

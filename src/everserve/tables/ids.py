@@ -1,7 +1,16 @@
-"""Numbers that must not be mixed up."""
+"""Numbers and names that must not be mixed up."""
 
+from enum import StrEnum
 from typing import NewType
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
 Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1
-Epoch = NewType("Epoch", int)  # the version of a table
+Epoch = NewType("Epoch", int)  # the version of the tables
+SlotId = NewType("SlotId", int)  # a physical place for one expert's weights in one layer of one worker
+
+
+class Role(StrEnum):
+    """What a worker is there for; a worker may have both roles."""
+
+    ATTENTION = "attention"  # owns requests and their KV
+    EXPERT = "expert"  # owns expert slots; stateless

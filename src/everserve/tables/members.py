@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 
 
 class WorkerState(StrEnum):
@@ -27,25 +27,21 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: Rank
     incarnation: Incarnation
-    pid: int
-    roles: tuple[str, ...]
+    pid: int  # 0 while the process does not exist yet
+    roles: tuple[Role, ...]
     state: WorkerState
+    slots: int = 0  # per layer, shadows included
+    shadow_slots: int = 0
+    note: str = ""  # what an operator should know: "crashed 3 times; next start in 4 s"
 
 
 class Members(msgspec.Struct, frozen=True, kw_only=True):
-    """The whole instance at one epoch."""
+    """All seats at one epoch."""
 
     epoch: Epoch
-    processes: tuple[Process, ...]
     workers: tuple[Worker, ...]
 
     def __post_init__(self) -> None:
         ranks = [worker.rank for worker in self.workers]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"two workers share a rank: {sorted(ranks)}")
-
-    def violations(self) -> tuple[str, ...]:
-        """Why this instance cannot serve as it is; empty = valid."""
-        roles_ready = {role for worker in self.workers if worker.state is WorkerState.READY for role in worker.roles}
-        missing = [role for role in ("attention", "expert") if role not in roles_ready]
-        return tuple(f"no ready worker has the role {role}" for role in missing)

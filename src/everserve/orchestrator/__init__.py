@@ -1,0 +1,14 @@
+"""Who decides: which process sits in which seat, who is gone, and what everybody is told.
+
+machine.py      events in, effects and a reason out; no I/O, the time is passed in
+events.py       what the machine is told
+effects.py      what it wants done, and the decision that carries it
+seats.py        one seat: its state diagram, the crash loop, what an operator reads about it; the policy's times
+
+design.py       what an instance begins with: seats, placement, settings
+host.py         the process around the machine: messages become events, effects become messages
+detector.py     life words and pulses become events
+workers.py      the ends of all workers: channels, cells, and the lanes between them
+memory.py       asking the anchor for memory
+gateway_end.py  what the gateway is told
+"""

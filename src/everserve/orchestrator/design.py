@@ -1,0 +1,78 @@
+"""What an instance begins with, and keeps for good: its seats, where experts live, what all workers have in common."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from everserve.datapath.lane import LaneShape
+from everserve.model.config import ModelConfig
+from everserve.orchestrator.seats import SeatSpec
+from everserve.plan.placement import place_experts, survivable_deaths
+from everserve.runtime.events import PlacementMade
+from everserve.runtime.messages import StartOrchestrator, WorkerSettings
+from everserve.tables.ids import Rank, Role
+from everserve.tables.placement import Placement, SeatSlots
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Design:
+    """Attention seats first, then expert seats. Without expert seats every seat has both roles, and no placement."""
+
+    seats: tuple[SeatSpec, ...]
+    placement: Placement | None
+    settings: WorkerSettings
+    lane_bytes: int
+
+    @classmethod
+    def of(cls, start: StartOrchestrator) -> "Design":
+        """Raises UserError if the model cannot be served like this."""
+        model = ModelConfig.from_directory(Path(start.model))
+        expert_ranks = [Rank(start.num_attention + i) for i in range(start.num_expert)]
+        roles: tuple[Role, ...] = (Role.ATTENTION, Role.EXPERT)
+        slots, placement = model.num_experts, None
+        if expert_ranks:
+            placement = place_experts(model.num_experts, model.moe_layers, expert_ranks, start.shadow_experts)
+            roles, slots = (Role.ATTENTION,), 0
+        attention = [SeatSpec(rank=Rank(i), roles=roles, slots=slots) for i in range(start.num_attention)]
+        experts = [SeatSpec(rank=rank, roles=(Role.EXPERT,)) for rank in expert_ranks]
+        shape = LaneShape(start.worker.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size)
+        settings = _with_kv_size(start.worker, start.num_attention)
+        return cls((*attention, *experts), placement, settings, shape.lane_bytes())
+
+    def slots_of(self, rank: Rank) -> SeatSlots | None:
+        """The expert slots of this seat; None where the placement does not name it."""
+        seats = self.placement.seats if self.placement is not None else ()
+        return next((seat for seat in seats if seat.rank == rank), None)
+
+
+def describe(placement: Placement) -> PlacementMade:
+    """Say how many deaths the placement survives: in the log, and as an event."""
+    seat, deaths = placement.seats[0], survivable_deaths(placement)
+    num_shadow = seat.num_slots - seat.num_active
+    log.info(
+        "%d expert workers with %d active and %d shadow experts per layer each: %s",
+        len(placement.seats), seat.num_active, num_shadow,
+        f"any {deaths} may die at once without a pause" if deaths else "every death makes streams wait",
+    )  # fmt: skip
+    return PlacementMade(
+        process="orchestrator",
+        num_expert_workers=len(placement.seats),
+        active_per_worker=seat.num_active,
+        shadow_per_worker=num_shadow,
+        survivable_deaths=deaths,
+    )
+
+
+def _with_kv_size(settings: WorkerSettings, num_attention: int) -> WorkerSettings:
+    """What is free now, shared by the attention workers. Decided once: a replacement must have room for the streams of
+    whom it replaces."""
+    if settings.kv_cache_bytes is not None:
+        return settings
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    share = int(free * settings.memory_utilization / num_attention)
+    return msgspec.structs.replace(settings, kv_cache_bytes=share)

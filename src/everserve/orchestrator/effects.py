@@ -1,0 +1,89 @@
+"""What the machine wants done, and the decision that carries it. The host does these in the order given."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.members import Members
+from everserve.tables.routes import Routes
+
+Cause = Literal["crash", "hang", "exit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """This incarnation is gone. Fence it: tell it if it can hear, its peers, the gateway; drop what it still says."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    cause: Cause
+    reason: str
+    is_expected: bool  # the instance stops: not a fault
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tables of a new epoch: for the gateway and the workers."""
+
+    members: Members
+    routes: Routes | None
+    violations: tuple[str, ...]
+    degraded: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Provision:
+    """Start a process for this seat. Answered by Started; or by Exited, if it could not be started."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class BackOff:
+    """This seat's processes end soon after they start: the next one waits."""
+
+    rank: Rank
+    num_crashes: int
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Look at this process. Always answered, by Silent or Answered."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Make an end of a lost process that has had its time to notice."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class AllReady:
+    """Every seat is ready for the first time: the instance serves. Said once."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The instance cannot come up. Said at most once, and never after AllReady."""
+
+    reason: str
+    user_error: bool
+
+
+AnyEffect = Lost | Publish | Provision | BackOff | Probe | Kill | AllReady | GiveUp
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do, and why: one line for the event log."""
+
+    effects: tuple[AnyEffect, ...]
+    reason: str

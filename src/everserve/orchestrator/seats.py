@@ -1,0 +1,160 @@
+"""One seat: who sits there, how it got there, and when the next one may come."""
+
+from dataclasses import dataclass, field
+
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.members import Worker, WorkerState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The times that belong together: detect_s < starved_s = 10 detect_s, and first_delay_s <= max_delay_s."""
+
+    detect_s: float  # how long the host's detector takes to call somebody silent
+    hello_s: float = 10.0  # from the existence of a process to its first word; until then nobody can tell that it hangs
+    fence_grace_s: float = 10.0  # how long a lost process may take to notice, before it is killed
+    stable_s: float = 2.0  # who ends sooner than this after it was ready counts as a crash while starting
+    first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further one
+    max_delay_s: float = 30.0
+    max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never all ready)
+
+    def __post_init__(self) -> None:
+        assert self.detect_s > 0 and 0 < self.first_delay_s <= self.max_delay_s, self
+
+    @property
+    def starved_s(self) -> float:
+        """How long a runnable process may be silent: it may only be short of a core."""
+        return 10 * self.detect_s
+
+    def delay_s(self, num_crashes: int) -> float:
+        """How long the seat waits after this many short lives in a row: 0, 0, 0.25, 0.5, 1, ... seconds."""
+        if num_crashes < 2:
+            return 0.0
+        doublings = min(num_crashes - 2, 60)
+        return min(self.first_delay_s * float(2**doublings), self.max_delay_s)
+
+
+@dataclass(frozen=True)
+class SeatSpec:
+    """A seat as configured."""
+
+    rank: Rank
+    roles: tuple[Role, ...]
+    slots: int = 0  # experts per layer, of a worker with both roles; an expert seat's are in the placement
+
+
+# A seat holds at most one incarnation that counts. Each arrow to `gone` ends an incarnation for good: what it says
+# afterwards is dropped, though its process may live on for a while (the machine then has it killed).
+#
+#             provision                  said ready
+#     gone ───────────────> starting ───────────────> ready
+#      ^  at once, or after    │                        │
+#      │  a delay when it      └───────────┬────────────┘
+#      │  crashes again and again          │
+#      └───────────────────────────────────┘
+#            died, exited, channel ended, said failed, hangs
+#
+# While starting or ready it may be in doubt: silent, or reported by a peer. Doubt is not a state of the tables.
+@dataclass(slots=True)
+class Seat:
+    """The state of one seat. Times are the host's monotonic clock."""
+
+    spec: SeatSpec
+    slots: int = 0
+    shadow_slots: int = 0
+    state: WorkerState = WorkerState.GONE
+    incarnation: Incarnation = field(default=Incarnation(0))
+    pid: int = 0
+    note: str = ""
+    delay_s: float = 0.0
+    start_at: float | None = None  # while gone: when the next incarnation may come; None: not at all
+    ready_at: float | None = None
+    num_crashes: int = 0  # short lives in a row
+    num_failed_starts: int = 0  # incarnations in a row that were never ready
+    has_spoken: bool = False
+    hello_by: float | None = None  # it exists and has not said a word: lost if still so at this time
+    starve_at: float | None = None  # silent but runnable: lost if still so at this time
+    is_probed: bool = False  # the host has been asked to look and has not answered yet
+    is_reported: bool = False  # a peer routes around it
+
+    @property
+    def rank(self) -> Rank:
+        return self.spec.rank
+
+    def begin(self) -> None:
+        """A new incarnation, starting."""
+        assert self.state is WorkerState.GONE, self
+        self.state = WorkerState.STARTING
+        self.incarnation = Incarnation(self.incarnation + 1)
+        self.pid = 0
+        self.has_spoken = False
+        self.start_at = self.ready_at = None
+        self.clear_doubt()
+
+    def exist(self, pid: int, now: float, policy: Policy) -> None:
+        """The process is there. Until its hello nobody could tell if it hung, so that has a deadline of its own."""
+        if self.pid == 0 and not self.has_spoken:
+            self.hello_by = now + policy.hello_s
+        self.pid = pid
+
+    def speak(self) -> None:
+        """Its pulse goes; the detector watches it."""
+        self.has_spoken = True
+        self.hello_by = None
+
+    def become_ready(self, now: float) -> None:
+        self.state = WorkerState.READY
+        self.ready_at = now
+        self.num_failed_starts = 0
+        self.note = ""
+
+    def end(self, reason: str, now: float, policy: Policy) -> None:
+        """The incarnation is gone."""
+        assert self.state is not WorkerState.GONE, self
+        was_stable = self.ready_at is not None and now - self.ready_at >= policy.stable_s
+        self.num_crashes = 0 if was_stable else self.num_crashes + 1
+        self.num_failed_starts += self.ready_at is None
+        if self.num_crashes < 2:
+            self.note = f"incarnation {self.incarnation} was lost: {reason}"
+        else:
+            when = "while starting" if self.ready_at is None else "soon after starting"
+            self.note = f"crashed {self.num_crashes} times {when} (last: {reason})"
+        self.state = WorkerState.GONE
+        self.pid = 0
+        self.hello_by = None
+        self.clear_doubt()
+
+    def wait(self, delay_s: float, now: float) -> None:
+        """The next incarnation may come after this delay."""
+        self.delay_s = delay_s
+        self.start_at = now + delay_s
+
+    def leave_empty(self, why: str) -> None:
+        """No next incarnation."""
+        self.start_at = None
+        self.note = f"not started again: {why}"
+
+    def clear_doubt(self) -> None:
+        self.starve_at = None
+        self.is_probed = self.is_reported = False
+
+    def next_deadline(self) -> float | None:
+        """While a probe is on its way its answer decides, not the clock."""
+        if self.state is WorkerState.GONE:
+            return self.start_at
+        if not self.has_spoken:
+            return self.hello_by
+        return None if self.is_probed else self.starve_at
+
+    def worker(self) -> Worker:
+        """The seat as the members table shows it."""
+        return Worker(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            roles=self.spec.roles,
+            state=self.state,
+            slots=self.slots,
+            shadow_slots=self.shadow_slots,
+            note=self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s",
+        )

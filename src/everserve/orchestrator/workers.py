@@ -1,0 +1,140 @@
+"""The orchestrator's ends of its workers: channel, cell, and the memory between them.
+
+A worker's life here:
+
+    expected (its cell is there) -> started (its process exists) -> connected (it said hello; lanes are being allocated)
+        -> ready (it said so and has all its lanes) -> ... -> lost (fenced, until its process is gone) -> forgotten
+"""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from everserve.orchestrator.memory import Memory
+from everserve.runtime.channel import Channel
+from everserve.runtime.liveness import Cell
+from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft
+from everserve.tables.ids import Incarnation, Rank, Role
+
+Seat = tuple[Rank, Incarnation]
+
+
+@dataclass(eq=False)
+class WorkerEnd:
+    """One incarnation of one rank, seen from here."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    cell_fd: int
+    cell: Cell
+    control: Channel | None = None  # None until the process exists, and after its end was read
+    pid: int = 0
+    has_said_hello: bool = False
+    waits_for: set[str] = field(default_factory=set)  # lanes that are still being allocated
+    has_said_ready: bool = False
+    is_ready: bool = False  # said so, and has all its lanes
+    is_lost: bool = False
+
+    @property
+    def seat(self) -> Seat:
+        return self.rank, self.incarnation
+
+    @property
+    def is_connected(self) -> bool:
+        return self.has_said_hello and self.control is not None and not self.is_lost
+
+    def send(self, message: AnyMessage, fds: tuple[int, ...] = ()) -> None:
+        """The message, and a ring: a worker in the middle of a layer looks at its cell, not at its socket."""
+        if self.control is not None:
+            self.control.send(message, fds)
+            self.cell.ring_control()
+
+    def flush(self) -> None:
+        """What the kernel did not take at once; and a ring, for whoever looked too early."""
+        if self.control is not None and self.control.wants_write:
+            self.control.flush()
+            self.cell.ring_control()
+
+    def close(self) -> None:
+        self.cell.close()
+        os.close(self.cell_fd)
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+
+def cell_name(seat: Seat) -> str:
+    return f"cell-{seat[0]}.{seat[1]}"
+
+
+def lane_name(attention: Seat, expert: Seat) -> str:
+    return f"lane-{attention[0]}.{attention[1]}-{expert[0]}.{expert[1]}"
+
+
+class WorkerEnds:
+    """All incarnations that may still have a process."""
+
+    def __init__(self, memory: Memory, lane_bytes: int, on_lanes: Callable[[WorkerEnd], None]) -> None:
+        self._memory = memory
+        self._lane_bytes = lane_bytes
+        self._on_lanes = on_lanes  # called when an end has one lane more, or one to wait for less
+        self._ends: dict[Seat, WorkerEnd] = {}
+        self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
+
+    def __iter__(self) -> Iterator[WorkerEnd]:
+        return iter(list(self._ends.values()))
+
+    def get(self, rank: Rank, incarnation: Incarnation) -> WorkerEnd | None:
+        return self._ends.get((rank, incarnation))
+
+    def add(self, end: WorkerEnd) -> None:
+        self._ends[end.seat] = end
+
+    def connect(self, end: WorkerEnd) -> None:
+        """It lives: ask for a lane to every peer of the other role that does."""
+        end.has_said_hello = True
+        for other in self:
+            pair = _pair(end, other)
+            if pair is not None and other.is_connected:
+                name = lane_name(pair[0].seat, pair[1].seat)
+                self._lanes[name] = pair
+                end.waits_for.add(name)
+                self._memory.allocate(name, self._lane_bytes, functools.partial(self._hand_out, name, end))
+
+    def part(self, lost: WorkerEnd) -> None:
+        """This one is gone: its peers are told, and nobody waits for its lanes."""
+        lost.is_lost = True
+        for name, pair in list(self._lanes.items()):
+            if lost in pair:
+                del self._lanes[name]
+                self._memory.release(name)
+                peer = pair[0] if pair[1] is lost else pair[1]
+                peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
+                peer.waits_for.discard(name)
+                self._on_lanes(peer)
+
+    def _hand_out(self, name: str, newer: WorkerEnd, lane_fd: int) -> None:
+        """A lane is there: both ends get it."""
+        pair = self._lanes[name]
+        for end, peer in (pair, pair[::-1]):
+            joined = PeerJoined(rank=peer.rank, incarnation=peer.incarnation, roles=peer.roles)
+            end.send(joined, fds=(peer.cell_fd, lane_fd))
+        newer.waits_for.discard(name)
+        self._on_lanes(newer)
+
+    def forget(self, end: WorkerEnd) -> None:
+        """Its process is gone for certain."""
+        del self._ends[end.seat]
+        self._memory.release(cell_name(end.seat))
+        end.close()
+
+
+def _pair(one: WorkerEnd, other: WorkerEnd) -> tuple[WorkerEnd, WorkerEnd] | None:
+    """(attention, expert) if the two need a lane: a worker with both roles needs none."""
+    if one.roles == (Role.ATTENTION,) and other.roles == (Role.EXPERT,):
+        return one, other
+    if one.roles == (Role.EXPERT,) and other.roles == (Role.ATTENTION,):
+        return other, one
+    return None

@@ -1,0 +1,122 @@
+"""Where experts live: one active place each, and shadows elsewhere so that a death leaves no expert without a place."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from everserve.errors import ConfigError
+from everserve.tables.ids import Rank
+from everserve.tables.placement import EMPTY, Placement, SeatSlots
+
+
+def place_experts(
+    num_experts: int, moe_layers: Sequence[int], expert_ranks: Sequence[Rank], shadow_experts: int | None
+) -> Placement:
+    """Active experts in even shares; then `shadow_experts` more slots per seat and layer for copies of the others'.
+
+    None means: the fewest that give every expert a second place. All layers look alike: a layer is as slow as its
+    fullest seat, so another pattern in another layer would win nothing, and operators read one pattern.
+    """
+    num_seats = len(expert_ranks)
+    assert num_seats > 0 and len(set(expert_ranks)) == num_seats, expert_ranks
+    if num_experts < 1 or not moe_layers:
+        raise ConfigError("this model has no experts: serve it without --expert-workers")
+    if num_seats > num_experts:
+        raise ConfigError(
+            f"--expert-workers {num_seats}: the model has {num_experts} experts per layer, so at most {num_experts}"
+        )
+    num_active = -(-num_experts // num_seats)
+    most_useful = num_experts - num_experts // num_seats  # every seat then holds every expert
+    if shadow_experts is None:
+        shadow_experts = num_active if num_seats > 1 else 0
+    if not 0 <= shadow_experts <= most_useful:
+        raise ConfigError(
+            f"--shadow-experts {shadow_experts}: with {num_experts} experts on {num_seats} expert workers "
+            f"it must be between 0 and {most_useful}"
+        )
+    shares = _even_shares(num_experts, num_seats)
+    shadows = _place_shadows(shares, shadow_experts)
+    seats = []
+    for rank, active, shadow in zip(expert_ranks, shares, shadows, strict=True):
+        slots = _padded(list(active), num_active) + _padded(shadow, shadow_experts)
+        seats.append(SeatSlots(rank=rank, num_active=num_active, experts=(tuple(slots),) * len(moe_layers)))
+    return Placement(num_experts=num_experts, moe_layers=tuple(moe_layers), seats=tuple(seats))
+
+
+def survivable_deaths(placement: Placement) -> int:
+    """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
+    fewest = placement.num_experts * len(placement.seats)
+    for layer in range(len(placement.moe_layers)):
+        places = Counter(expert for seat in placement.seats for expert in seat.experts[layer])
+        fewest = min(fewest, *(places[expert] for expert in range(placement.num_experts)))
+    return fewest - 1
+
+
+def _even_shares(num_experts: int, num_seats: int) -> list[range]:
+    """[0, num_experts) in consecutive shares whose sizes differ by at most one, the larger ones first."""
+    size, num_larger = divmod(num_experts, num_seats)
+    starts = [seat * size + min(seat, num_larger) for seat in range(num_seats + 1)]
+    return [range(starts[seat], starts[seat + 1]) for seat in range(num_seats)]
+
+
+def _padded(experts: list[int], size: int) -> list[int]:
+    return experts + [EMPTY] * (size - len(experts))
+
+
+def _place_shadows(shares: list[range], capacity: int) -> list[list[int]]:
+    """For each seat the experts that it holds as shadows, at most `capacity`.
+
+    First how many of each share go to which host, then which ones. A share is dealt to its experts host by host, like
+    cards: a host never gets more cards of a share than the share has experts, so no expert comes to a host twice, and
+    the experts of a share differ by at most one copy.
+    """
+    sent = _Sent([len(share) for share in shares], capacity)
+    shadows: list[list[int]] = [[] for _ in shares]
+    for owner, share in enumerate(shares):
+        hosts = [host for host in range(len(shares)) for _ in range(sent.count[owner][host])]
+        for turn, host in enumerate(hosts):
+            shadows[host].append(share[turn % len(share)])
+    return [sorted(one) for one in shadows]
+
+
+class _Sent:
+    """`count[owner][host]`: how many shadows of the owner's share the host holds.
+
+    Filled one shadow at a time, a copy for every expert before another copy for any. Where the only hosts left with
+    room may not take it (the owner itself, or a host that has the whole share), an earlier shadow moves over: an
+    augmenting path, so that the fewest copies of any expert are as many as the slots allow.
+    """
+
+    def __init__(self, sizes: list[int], capacity: int) -> None:
+        self.sizes = sizes
+        self.capacity = capacity
+        self.count = [[0] * len(sizes) for _ in sizes]
+        self.load = [0] * len(sizes)
+        growing = set(range(len(sizes)))  # where there is no path once, there will never be one
+        for _copy in range(1, len(sizes)):
+            for turn in range(max(sizes)):
+                for owner in sorted(growing):
+                    if turn < sizes[owner] and not self._send_one(owner, set()):
+                        growing.remove(owner)
+
+    def _send_one(self, owner: int, tried: set[int]) -> bool:
+        """One more shadow of this share to the best host that has room, or where another share's shadow makes room."""
+        for host in self._preferred(owner):
+            if host in tried:
+                continue
+            tried.add(host)
+            if self.load[host] < self.capacity:
+                self.load[host] += 1
+                self.count[owner][host] += 1
+                return True
+            for other in sorted(range(len(self.sizes)), key=lambda o: -self.count[o][host]):
+                if other != owner and self.count[other][host] > 0 and self._send_one(other, tried):
+                    self.count[other][host] -= 1
+                    self.count[owner][host] += 1
+                    return True
+        return False
+
+    def _preferred(self, owner: int) -> list[int]:
+        """Hosts that may take one more: first those with the fewest of this share, so that a death spreads its load."""
+        num_seats = len(self.sizes)
+        hosts = [h for h in range(num_seats) if h != owner and self.count[owner][h] < self.sizes[owner]]
+        return sorted(hosts, key=lambda h: (self.count[owner][h], self.load[h], (h - owner) % num_seats))

@@ -1,0 +1,398 @@
+"""Random schedules against the orchestrator's machine, in a world of simulated processes.
+
+Processes start, load, crash at any point, hang, starve and wake; what is known of them arrives late, in any order
+between the supervisor, the channel and the detector, and for lost incarnations also twice; peers suspect wrongly. The
+world keeps its own account of who may be trusted and compares after every step. When the faults end, everything heals.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.orchestrator.effects import AllReady, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
+from everserve.orchestrator.events import (
+    Answered,
+    ChannelEnded,
+    Died,
+    Exited,
+    Reported,
+    SaidFailed,
+    SaidHello,
+    SaidReady,
+    SeatEvent,
+    Silent,
+    Started,
+    Stopping,
+    Tick,
+)
+from everserve.orchestrator.machine import Machine, Policy, SeatSpec
+from everserve.plan.placement import place_experts
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.members import WorkerState
+from everserve.tables.validity import degraded, violations
+
+POLICY = Policy(detect_s=0.05)
+Key = tuple[Rank, Incarnation]
+
+
+@dataclass
+class Process:
+    """One incarnation, and what is on its way from it to the machine: three ways, each in order."""
+
+    rank: Rank
+    incarnation: Incarnation
+    phase: int = 0  # asked for, exists, said hello, said ready
+    is_dead: bool = False
+    is_stopped: bool = False
+    is_starved: bool = False
+    is_fenced: bool = False
+    looks_silent: bool = False  # as the detector sees it
+    ways: dict[str, deque[SeatEvent]] = field(
+        default_factory=lambda: {"supervisor": deque(), "channel": deque(), "detector": deque()}
+    )
+
+    @property
+    def key(self) -> Key:
+        return self.rank, self.incarnation
+
+    def send(self, way: str, kind: type[SeatEvent], *details) -> None:
+        self.ways[way].append(kind(self.rank, self.incarnation, *details))
+
+    def go_on(self) -> None:
+        """The next thing that it does by itself."""
+        if self.is_dead or self.is_stopped:
+            return
+        if self.is_fenced and self.phase > 0:
+            self.die(1)
+        elif self.phase == 0:
+            self.send("supervisor", Started, 1000 + self.incarnation)
+            self.phase = 1
+        elif self.phase < 3:
+            self.send("channel", SaidHello if self.phase == 1 else SaidReady)
+            self.phase += 1
+
+    def fail(self, user_error: bool = False) -> None:
+        if not self.is_dead and not self.is_stopped and self.phase > 0:
+            self.send("channel", SaidFailed, "out of luck", user_error)
+            self.die(1)
+
+    def stop(self) -> None:
+        self.is_stopped = self.phase > 0
+
+    def die(self, status: int) -> None:
+        if self.is_dead:
+            return
+        self.is_dead = True
+        self.send("supervisor", Exited, status)
+        if self.phase >= 1:
+            self.send("channel", ChannelEnded)
+        if self.phase >= 2:
+            self.send("detector", Died)
+
+    def detect(self) -> None:
+        """The detector notices a change."""
+        is_silent = self.is_stopped or self.is_starved
+        if self.is_dead or self.phase < 2 or is_silent == self.looks_silent:
+            return
+        self.looks_silent = is_silent
+        self.send("detector", *self.looks())
+
+    def looks(self) -> tuple:
+        if self.is_dead:
+            return (Died,)
+        if self.looks_silent:
+            return Silent, "T" if self.is_stopped else "R" if self.is_starved else "S"
+        return (Answered,)
+
+
+class World:
+    """The host, the processes, and an account of its own of who is live and who may be trusted."""
+
+    def __init__(self, num_attention: int, num_expert: int, shadow_experts: int | None) -> None:
+        both = () if num_expert else (Role.EXPERT,)
+        seats = [SeatSpec(Rank(i), (Role.ATTENTION, *both), slots=6 if both else 0) for i in range(num_attention)]
+        seats += [SeatSpec(Rank(num_attention + i), (Role.EXPERT,)) for i in range(num_expert)]
+        expert_ranks = [seat.rank for seat in seats[num_attention:]]
+        placement = place_experts(6, (0, 1), expert_ranks, shadow_experts) if num_expert else None
+        self.machine = Machine(seats, placement, POLICY)
+        self.ranks = [seat.rank for seat in seats]
+        self.now = 10.0
+        self.processes: dict[Key, Process] = {}
+        self.live: dict[Rank, Incarnation] = {}  # provisioned and not lost
+        self.trusted: dict[Rank, Incarnation] = {}  # ... and said ready
+        self.lost_at: dict[Key, float] = {}
+        self.silent_at: dict[Key, float] = {}  # runnable, and silent since
+        self.reported: set[Key] = set()
+        self.doubted: set[Key] = set()  # reported while routes led to it: peers wait for a new epoch to trust it again
+        self.probes: list[Key] = []
+        self.unanswered: set[Key] = set()  # probed, and neither the probe nor the detector has said anything since
+        self.reaped: set[Key] = set()
+        self.old: list[SeatEvent] = []
+        self.tables = self.machine.tables()
+        self.was_all_ready = self.gave_up = self.is_stopping = False
+        self.apply(self.machine.start(self.now), None)
+
+    # -- telling the machine, and what must hold afterwards --------------------------------------
+
+    def tell(self, event) -> None:
+        is_live = isinstance(event, SeatEvent) and self.live.get(event.rank) == event.incarnation
+        if is_live and isinstance(event, SaidReady):
+            self.trusted[event.rank] = event.incarnation
+        if is_live and isinstance(event, Silent) and event.process_state == "R":
+            self.silent_at.setdefault((event.rank, event.incarnation), self.now)
+        if is_live and isinstance(event, Reported):
+            self.reported.add((event.rank, event.incarnation))
+            if event.rank in self.trusted:
+                self.doubted.add((event.rank, event.incarnation))
+        if is_live and isinstance(event, Silent | Answered):
+            self.unanswered.discard((event.rank, event.incarnation))
+        num_stale, epoch = self.machine.num_stale, self.machine.epoch
+        self.apply(self.machine.handle(event, self.now), event)
+        if isinstance(event, SaidReady | Answered | SaidHello) and not is_live:
+            assert self.machine.num_stale == num_stale + 1, "a lost process spoke and nobody counted"
+        if is_live and isinstance(event, Answered):
+            self.silent_at.pop((event.rank, event.incarnation), None)
+            self.reported.discard((event.rank, event.incarnation))
+            if (event.rank, event.incarnation) in self.doubted:
+                self.doubted.remove((event.rank, event.incarnation))
+                assert self.machine.epoch == epoch + 1, "peers go on suspecting it"
+        if isinstance(event, SeatEvent) and (event.rank, event.incarnation) in self.processes:
+            self.old.append(event)
+            if isinstance(event, Exited):
+                self.reaped.add((event.rank, event.incarnation))
+
+    def apply(self, decision, event) -> None:
+        assert decision.reason
+        published = False
+        for effect in decision.effects:
+            if isinstance(effect, Publish):
+                assert not published, "two epochs in one decision"
+                published = True
+                self.check_published(effect, event)
+            elif isinstance(effect, Lost):
+                self.on_lost(effect, published)
+            elif isinstance(effect, Provision):
+                self.on_provision(effect)
+            elif isinstance(effect, Kill):
+                self.on_kill(effect, event)
+            elif isinstance(effect, Probe):
+                assert self.live.get(effect.rank) == effect.incarnation
+                assert self.processes[effect.rank, effect.incarnation].phase >= 2, "nothing to look at yet"
+                assert (effect.rank, effect.incarnation) not in self.unanswered, "one look at a time"
+                self.unanswered.add((effect.rank, effect.incarnation))
+                self.probes.append((effect.rank, effect.incarnation))
+            elif isinstance(effect, BackOff):
+                assert effect.rank not in self.live
+            elif isinstance(effect, AllReady):
+                assert not self.was_all_ready and not self.gave_up and not self.is_stopping
+                assert set(self.trusted) == set(self.ranks)
+                self.was_all_ready = True
+            elif isinstance(effect, GiveUp):
+                assert not self.was_all_ready and not self.gave_up and not self.is_stopping
+                self.gave_up = True
+        if isinstance(event, Tick):
+            deadline = self.machine.next_deadline()
+            assert deadline is None or deadline > self.now, "a deadline that a tick does not answer"
+        self.check_tables()
+
+    def on_lost(self, effect: Lost, published: bool) -> None:
+        key = (effect.rank, effect.incarnation)
+        assert self.live.pop(effect.rank) == effect.incarnation, "lost twice, or another one"
+        assert not published, "fenced after the new tables"
+        assert effect.is_expected == self.is_stopping or "gave up" in self.machine.ending
+        if "though runnable" in effect.reason:
+            assert self.now - self.silent_at[key] >= POLICY.starved_s - 1e-9, "it was only starved"
+        self.trusted.pop(effect.rank, None)
+        self.lost_at[key] = self.now
+        self.processes[key].is_fenced = True
+
+    def on_provision(self, effect: Provision) -> None:
+        assert effect.rank not in self.live, "two incarnations that count in one seat"
+        assert not self.gave_up and not self.is_stopping
+        newest = max((i for rank, i in self.processes if rank == effect.rank), default=0)
+        assert effect.incarnation == newest + 1
+        self.live[effect.rank] = effect.incarnation
+        process = Process(effect.rank, effect.incarnation)
+        self.processes[process.key] = process
+
+    def on_kill(self, effect: Kill, event) -> None:
+        key = (effect.rank, effect.incarnation)
+        assert key in self.lost_at, "killed somebody who counts"
+        if not isinstance(event, Started):
+            assert self.now >= self.lost_at[key] + POLICY.fence_grace_s, "no grace"
+            assert key not in self.reaped, "it had ended"
+        if self.processes[key].phase > 0:
+            self.processes[key].die(-9)
+
+    def check_published(self, tables: Publish, event) -> None:
+        assert tables.members.epoch > self.tables.members.epoch
+        changed = tables.members.workers != self.tables.members.workers
+        if not changed:
+            assert isinstance(event, Answered) and (event.rank, event.incarnation) in self.reported, "for nothing"
+        self.tables = tables
+
+    def check_tables(self) -> None:
+        tables, placement = self.tables, self.machine.placement
+        assert self.machine.tables() is tables
+        for worker in tables.members.workers:
+            is_trusted = worker.rank in self.trusted
+            assert (worker.state is WorkerState.READY) == is_trusted, worker
+            if worker.rank in self.live:
+                assert worker.incarnation == self.live[worker.rank]
+                assert worker.state is not WorkerState.GONE
+            else:
+                assert worker.state is WorkerState.GONE
+        if placement is not None:
+            routed = set(tables.routes.array()[..., 0].ravel().tolist()) - {-1}
+            experts = {seat.rank for seat in placement.seats}
+            assert routed == set(self.trusted) & experts
+        assert tables.violations == violations(tables.members, placement, tables.routes)
+        assert tables.degraded == degraded(tables.members, placement, tables.routes)
+        for sentence in tables.violations:
+            assert sentence.endswith("no attention worker is ready") or "no place" in sentence, sentence
+
+    # -- what may happen -------------------------------------------------------------------------
+
+    def deliver(self, n: int) -> None:
+        ways = [way for process in self.processes.values() for way in process.ways.values() if way]
+        if ways:
+            self.tell(ways[n % len(ways)].popleft())
+
+    def answer_probe(self, n: int) -> None:
+        if self.probes:
+            key = self.probes.pop(n % len(self.probes))
+            kind, *details = self.processes[key].looks()
+            self.tell(kind(*key, *details))
+
+    def pick(self, n: int) -> Process:
+        """More often than not one that counts."""
+        keys = list(self.live.items()) if n % 4 and self.live else list(self.processes)
+        return self.processes[keys[n // 4 % len(keys)]]
+
+    def replay(self, n: int) -> None:
+        old = [event for event in self.old if self.live.get(event.rank) != event.incarnation]
+        if old:
+            self.tell(old[n % len(old)])
+
+    def invent(self, n: int) -> None:
+        rank = self.ranks[n % len(self.ranks)]
+        incarnation = max(i for r, i in self.processes if r == rank) + 1 + n % 2
+        kind, *details = [(SaidReady,), (Exited, 0), (Answered,), (Silent, "T"), (Died,)][n // 7 % 5]
+        if n % 3 == 0:
+            rank = Rank(max(self.ranks) + 1)
+        self.tell(kind(rank, incarnation, *details))
+
+    def tick(self, n: int) -> None:
+        deadline = self.machine.next_deadline()
+        if n % 2 and deadline is not None:
+            self.now = max(self.now, deadline)
+        self.tell(Tick())
+
+    def step(self, n: int) -> None:
+        n, action = divmod(n, len(ACTIONS))
+        n, dt = divmod(n, 8)
+        self.now += [0.0, 0.0, 0.001, 0.01, 0.05, 0.3, 1.0, 4.0][dt]
+        ACTIONS[action](self, n)
+
+    def heal(self, with_cores: bool = True) -> None:
+        """No more faults. Fenced processes are deaf, so that only a kill ends them; so are those starved for ever."""
+        for _ in range(2000):
+            for process in list(self.processes.values()):
+                process.is_starved &= not with_cores
+                if not process.is_fenced:
+                    process.go_on()
+                process.detect()
+            while self.probes:
+                self.answer_probe(0)
+            if any(way for process in self.processes.values() for way in process.ways.values()):
+                self.deliver(0)
+            elif (deadline := self.machine.next_deadline()) is not None:
+                self.now = max(self.now, deadline)
+                self.tell(Tick())
+            elif not any(process.looks() != (Answered,) for process in self.current()):
+                return
+        raise AssertionError("it never settles")
+
+    def current(self) -> list[Process]:
+        return [self.processes[key] for key in self.live.items()]
+
+
+ACTIONS = [
+    *[World.deliver] * 9,
+    *[lambda world, n: world.pick(n).go_on()] * 6,
+    *[World.answer_probe] * 2,
+    *[World.tick] * 2,
+    *[lambda world, n: world.pick(n).detect()] * 3,
+    lambda world, n: world.pick(n).die([-9, -11, 0, 1, 7][n % 5]),
+    lambda world, n: world.pick(n).fail(),
+    lambda world, n: world.pick(n).stop(),
+    lambda world, n: setattr(world.pick(n), "is_stopped", False),
+    lambda world, n: setattr(world.pick(n), "is_starved", True),
+    lambda world, n: setattr(world.pick(n), "is_starved", False),
+    *[lambda world, n: world.tell(Reported(*world.pick(n).key, by=world.ranks[0], reason="no answer"))] * 2,
+    World.replay,
+    World.invent,
+]
+SHAPES = [(1, 0, None), (2, 0, None), (1, 1, None), (1, 2, None), (2, 3, None), (1, 3, 1)]
+schedules = st.lists(st.integers(0, len(ACTIONS) * 8 * 1000), min_size=20, max_size=150)
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules, st.sampled_from(SHAPES), st.booleans(), st.booleans())
+def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape, is_warm, with_cores):
+    world = World(*shape)
+    if is_warm:
+        world.heal()
+        assert world.was_all_ready
+    for n in schedule:
+        world.step(n)
+    world.heal(with_cores)
+    if world.gave_up:
+        assert not world.was_all_ready
+        return
+    assert world.was_all_ready
+    assert set(world.trusted) == set(world.ranks)
+    assert (world.machine.violations, world.machine.degraded) == ((), ())
+    for process in world.processes.values():
+        assert process.is_dead == (world.live.get(process.rank) != process.incarnation), "somebody was forgotten"
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules, st.integers(0, 150), st.sampled_from(SHAPES))
+def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape):
+    world = World(*shape)
+    world.heal()
+    for n in schedule[:stop_after]:
+        world.step(n)
+    world.is_stopping = True
+    world.tell(Stopping())
+    for n in schedule[stop_after:]:
+        world.step(n)
+    for process in world.current():
+        process.is_stopped = False
+        process.die(0)
+    world.heal()
+    assert not world.live
+    assert all(process.is_dead or process.phase == 0 for process in world.processes.values())
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules, st.integers(0, 1000), st.integers(0, 40))
+def test_a_user_error_before_all_are_ready_gives_up_and_later_never(schedule, victim, at):
+    world = World(2, 2, None)
+    for n in schedule[:at]:
+        world.step(n)
+    process = world.pick(victim)
+    was_up, can_fail = world.was_all_ready, process.phase > 0 and not process.is_dead and not process.is_stopped
+    gave_up = world.gave_up
+    process.fail(user_error=True)
+    ways = list(process.ways.values())
+    for way in ways if victim % 2 else reversed(ways):  # its last words, before or after its death is seen
+        while way:
+            world.tell(way.popleft())
+    if can_fail:
+        assert world.gave_up == (not was_up or gave_up)
+    for n in schedule[at:]:
+        world.step(n)

@@ -1,0 +1,178 @@
+"""Where experts live and how routes lead to them: counts, spread, and what is impossible."""
+
+from collections import Counter
+from itertools import combinations
+
+import pytest
+
+from everserve.errors import ConfigError
+from everserve.plan.placement import place_experts, survivable_deaths
+from everserve.plan.routing import make_routes
+from everserve.tables.ids import Epoch, Rank
+from everserve.tables.placement import EMPTY, Placement, SeatSlots
+
+LAYERS = (1, 3, 4)
+
+
+def ranks(num_seats: int) -> list[Rank]:
+    return [Rank(10 + seat) for seat in range(num_seats)]
+
+
+def place(num_experts: int, num_seats: int, shadow_experts: int | None) -> Placement:
+    return place_experts(num_experts, LAYERS, ranks(num_seats), shadow_experts)
+
+
+def active(seat: SeatSlots, layer: int = 0) -> list[int]:
+    return [expert for expert in seat.experts[layer][: seat.num_active] if expert != EMPTY]
+
+
+def shadows(seat: SeatSlots, layer: int = 0) -> list[int]:
+    return [expert for expert in seat.experts[layer][seat.num_active :] if expert != EMPTY]
+
+
+def spread(counts: Counter, keys) -> int:
+    values = [counts[key] for key in keys]
+    return max(values) - min(values) if values else 0
+
+
+SHAPES = [
+    (num_experts, num_seats, shadow_experts)
+    for num_experts in [*range(1, 18), 24, 60, 64]
+    for num_seats in range(1, min(num_experts, 8) + 1)
+    for shadow_experts in {None, 0, 1, 3, num_experts // 2, num_experts - num_experts // num_seats}
+    if shadow_experts is None or shadow_experts <= num_experts - num_experts // num_seats
+]
+
+
+def test_every_expert_is_active_once_and_seats_have_even_shares():
+    for num_experts, num_seats, shadow_experts in SHAPES:
+        placement = place(num_experts, num_seats, shadow_experts)
+        assert [seat.rank for seat in placement.seats] == ranks(num_seats)
+        assert len({(seat.num_active, seat.num_slots) for seat in placement.seats}) == 1, "seats differ in size"
+        for layer in range(len(LAYERS)):
+            shares = [active(seat, layer) for seat in placement.seats]
+            assert sorted(expert for share in shares for expert in share) == list(range(num_experts))
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_shadows_give_as_many_copies_as_the_slots_allow():
+    for num_experts, num_seats, shadow_experts in SHAPES:
+        placement = place(num_experts, num_seats, shadow_experts)
+        copies = Counter(expert for seat in placement.seats for expert in seat.experts[0] if expert != EMPTY)
+        num_slots = placement.seats[0].num_slots - placement.seats[0].num_active
+        if shadow_experts is not None:
+            assert num_slots == shadow_experts
+        most = min(num_seats, 1 + num_slots * num_seats // num_experts)
+        assert min(copies.values()) == most, (num_experts, num_seats, shadow_experts)
+        assert max(copies.values()) - min(copies.values()) <= 1, "a third copy before everybody had a second"
+        assert survivable_deaths(placement) == most - 1
+
+
+def test_the_default_is_the_fewest_shadows_that_survive_any_one_death():
+    for num_experts, num_seats, shadow_experts in SHAPES:
+        if shadow_experts is None and num_seats > 1:
+            placement = place(num_experts, num_seats, None)
+            num_shadows = placement.seats[0].num_slots - placement.seats[0].num_active
+            assert survivable_deaths(placement) >= 1
+            assert survivable_deaths(place(num_experts, num_seats, num_shadows - 1)) == 0
+
+
+def test_the_shadows_of_a_seat_are_spread_over_the_others():
+    for num_experts, num_seats, shadow_experts in SHAPES:
+        placement = place(num_experts, num_seats, shadow_experts)
+        owner = {expert: seat.rank for seat in placement.seats for expert in active(seat)}
+        held = Counter((owner[expert], seat.rank) for seat in placement.seats for expert in shadows(seat))
+        for rank in ranks(num_seats):
+            assert held[rank, rank] == 0, "a shadow beside its own active place helps nobody"
+            others = [(rank, other) for other in ranks(num_seats) if other != rank]
+            allowed = 1 if num_experts % num_seats == 0 else 2
+            assert spread(held, others) <= allowed, (num_experts, num_seats, shadow_experts)
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_seats", "shadow_experts", "words"),
+    [
+        (4, 5, None, "--expert-workers 5: the model has 4 experts per layer, so at most 4"),
+        (8, 2, 5, "--shadow-experts 5: with 8 experts on 2 expert workers it must be between 0 and 4"),
+        (9, 2, 6, "between 0 and 5"),
+        (8, 1, 1, "between 0 and 0"),
+        (8, 2, -1, "between 0 and 4"),
+        (0, 1, None, "this model has no experts"),
+    ],
+)
+def test_impossible_input_is_one_clear_line(num_experts, num_seats, shadow_experts, words):
+    with pytest.raises(ConfigError, match=words) as error:
+        place(num_experts, num_seats, shadow_experts)
+    assert "\n" not in str(error.value)
+
+
+def test_a_model_without_moe_layers_has_no_expert_workers():
+    with pytest.raises(ConfigError, match="no experts"):
+        place_experts(8, [], ranks(2), None)
+
+
+# -- routes --------------------------------------------------------------------------------------
+
+
+def candidates(routes, expert: int, layer: int = 0) -> list[Rank]:
+    return [rank for rank, _ in routes.candidates(layer, expert)]
+
+
+def test_routes_are_the_active_place_then_all_shadows_of_ready_workers():
+    for num_experts, num_seats, shadow_experts in [(8, 4, None), (10, 4, 5), (7, 3, 1), (6, 6, 5), (5, 1, None)]:
+        placement = place(num_experts, num_seats, shadow_experts)
+        for num_dead in range(num_seats + 1):
+            for dead in combinations(ranks(num_seats), num_dead):
+                ready = set(ranks(num_seats)) - set(dead)
+                routes = make_routes(Epoch(7), placement, ready)
+                assert (routes.epoch, routes.num_layers, routes.num_experts) == (7, len(LAYERS), num_experts)
+                for layer in range(len(LAYERS)):
+                    for expert in range(num_experts):
+                        check_candidates(placement, routes, ready, layer, expert)
+
+
+def check_candidates(placement: Placement, routes, ready: set[Rank], layer: int, expert: int) -> None:
+    found = routes.candidates(layer, expert)
+    places = {
+        (seat.rank, seat.experts[layer].index(expert))
+        for seat in placement.seats
+        if seat.rank in ready and expert in seat.experts[layer]
+    }
+    assert set(found) == places
+    assert len(found) == len(places)
+    home = next(seat for seat in placement.seats if expert in active(seat, layer))
+    if home.rank in ready:
+        assert found[0] == (home.rank, active(home, layer).index(expert))
+
+
+def test_layers_need_not_look_alike():
+    seats = (
+        SeatSlots(rank=Rank(4), num_active=1, experts=((0, 1), (1, 0))),
+        SeatSlots(rank=Rank(5), num_active=1, experts=((1, EMPTY), (0, 1))),
+    )
+    placement = Placement(num_experts=2, moe_layers=(0, 1), seats=seats)
+    routes = make_routes(Epoch(1), placement, [Rank(4), Rank(5)])
+    assert [[candidates(routes, expert, layer) for expert in (0, 1)] for layer in (0, 1)] == [
+        [[4], [5, 4]],
+        [[5, 4], [4, 5]],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "num_seats", "shadow_experts", "allowed"),
+    [(32, 4, None, 1), (30, 6, None, 1), (64, 8, 24, 1), (60, 6, 20, 2), (61, 7, 20, 2)],
+)
+def test_a_death_spreads_its_load(num_experts, num_seats, shadow_experts, allowed):
+    """Before anybody publishes (the second candidates) and after (the first ones), evenly both times."""
+    placement = place(num_experts, num_seats, shadow_experts)
+    everybody = make_routes(Epoch(1), placement, ranks(num_seats))
+    for dead in ranks(num_seats):
+        others = [rank for rank in ranks(num_seats) if rank != dead]
+        heirs = Counter(
+            candidates(everybody, expert)[1]
+            for expert in range(num_experts)
+            if candidates(everybody, expert)[0] == dead
+        )
+        assert spread(heirs, others) <= allowed
+        after = make_routes(Epoch(2), placement, others)
+        assert spread(Counter(candidates(after, expert)[0] for expert in range(num_experts)), others) <= allowed

@@ -1,0 +1,168 @@
+"""The contract between the tables: each way to break it has its sentence, and only that one."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from everserve.plan.placement import place_experts
+from everserve.plan.routing import make_routes
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.members import Members, Worker, WorkerState
+from everserve.tables.validity import degraded, violations
+
+LAYERS = (2, 3, 4, 6)
+PLACEMENT = place_experts(12, LAYERS, [Rank(1), Rank(2), Rank(3)], None)  # four active and four shadows each
+EXPERTS = (Rank(1), Rank(2), Rank(3))
+
+
+def worker(rank: int, *roles: Role, state: WorkerState = WorkerState.READY, note: str = "") -> Worker:
+    return Worker(rank=Rank(rank), incarnation=Incarnation(1), pid=100 + rank, roles=roles, state=state, note=note)
+
+
+def members(*changed: Worker, epoch: int = 5) -> Members:
+    """Attention in seat 0, experts in seats 1 to 3, all ready but those given."""
+    workers = {0: worker(0, Role.ATTENTION), **{rank: worker(rank, Role.EXPERT) for rank in EXPERTS}}
+    workers.update({one.rank: one for one in changed})
+    return Members(epoch=Epoch(epoch), workers=tuple(workers.values()))
+
+
+def routes(*ready: int, epoch: int = 5):
+    return make_routes(Epoch(epoch), PLACEMENT, ready or EXPERTS)
+
+
+def edited(table, change):
+    """Routes with a hole made in them by hand."""
+    array = table.array().copy()
+    change(array)
+    return msgspec.structs.replace(table, table=array.tobytes())
+
+
+def test_all_is_well():
+    assert violations(members(), PLACEMENT, routes()) == ()
+    assert degraded(members(), PLACEMENT, routes()) == ()
+
+
+def test_an_instance_without_expert_seats():
+    both = worker(0, Role.ATTENTION, Role.EXPERT)
+    starting = worker(1, Role.ATTENTION, Role.EXPERT, state=WorkerState.STARTING)
+    table = Members(epoch=Epoch(1), workers=(both, starting))
+    assert violations(table, None, None) == ()
+    assert degraded(table, None, None) == ("rank 1 (attention+expert) is starting",)
+    table = Members(epoch=Epoch(1), workers=(starting,))
+    assert violations(table, None, None) == ("no attention worker is ready",)
+
+
+@pytest.mark.parametrize(
+    ("table", "placement", "route_table", "sentences"),
+    [
+        (members(worker(0, Role.ATTENTION, state=WorkerState.GONE)), PLACEMENT, routes(), ["no attention worker"]),
+        (members(worker(0, Role.EXPERT)), PLACEMENT, routes(), ["no attention worker is ready"]),
+        (members(epoch=6), PLACEMENT, routes(), ["members are of epoch 6, routes of epoch 5"]),
+        (
+            members(worker(2, Role.EXPERT, state=WorkerState.GONE)),
+            PLACEMENT,
+            routes(),
+            ["routes lead to rank 2, which is gone"],
+        ),
+        (
+            members(worker(2, Role.EXPERT, state=WorkerState.STARTING)),
+            PLACEMENT,
+            routes(),
+            ["routes lead to rank 2, which is starting"],
+        ),
+        (members(worker(3, Role.ATTENTION)), PLACEMENT, routes(), ["rank 3, which does not have the expert role"]),
+        (
+            Members(epoch=Epoch(5), workers=members().workers[:3]),
+            PLACEMENT,
+            routes(),
+            ["routes lead to rank 3, which is not a member"],
+        ),
+        (members(), None, routes(), ["there are routes but no expert seats"]),
+        (members(), PLACEMENT, None, ["there are expert seats but no routes to them"]),
+        (
+            members(),
+            place_experts(12, LAYERS[:3], list(EXPERTS), None),
+            routes(),
+            ["routes are for 4 layers of 12 experts, the placement for 3 of 12"],
+        ),
+    ],
+)
+def test_broken_contracts(table, placement, route_table, sentences):
+    found = violations(table, placement, route_table)
+    assert len(found) == len(sentences)
+    for sentence, words in zip(found, sentences, strict=True):
+        assert words in sentence
+
+
+def set_nobody(array) -> None:
+    array[:, 3] = -1
+    array[2, 5] = -1
+
+
+def set_many_nobody(array) -> None:
+    array[:3, :10] = -1
+
+
+def set_wrong_slot(array) -> None:
+    array[1, 0, 0, 1] += 1  # the neighbour's slot in the same worker
+
+
+def set_no_such_slot(array) -> None:
+    array[1, 0, 0, 1] = 99
+    array[1, 1, 0, 1] = -1
+
+
+def set_twice(array) -> None:
+    array[:, 7, 1] = array[:, 7, 0]
+
+
+def set_gap(array) -> None:
+    array[0, 7, 0] = -1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentences"),
+    [
+        (set_nobody, ("expert 3 of layers 2-3, 6 has no place", "2 experts of layer 4 have no place: 3, 5")),
+        (set_many_nobody, ("10 experts of layers 2-4 have no place: 0, 1, 2, 3, 4, 5, 6, 7, ...",)),
+        (set_wrong_slot, ("expert 0 of layer 3 is routed to a slot of rank 1 that does not hold it",)),
+        (set_no_such_slot, ("2 experts of layer 3 are routed to a slot of rank 1 that does not hold them: 0, 1",)),
+        (set_twice, ("expert 7 of layers 2-4, 6 has the same worker twice among its places",)),
+        (set_gap, ("expert 7 of layer 2 has a gap among its places",)),
+    ],
+)
+def test_broken_routes(change, sentences):
+    assert violations(members(), PLACEMENT, edited(routes(), change)) == sentences
+
+
+def test_one_death_degrades_and_two_violate():
+    one = members(worker(2, Role.EXPERT, state=WorkerState.GONE, note="crashed 3 times; next start in 1 s"))
+    assert violations(one, PLACEMENT, routes(1, 3)) == ()
+    gone, short = degraded(one, PLACEMENT, routes(1, 3))
+    assert gone == "rank 2 (expert) is gone: crashed 3 times; next start in 1 s"
+    assert short.startswith("8 experts of layers 2-4, 6 have 1 of 2 places: ")
+
+    two = members(*(worker(rank, Role.EXPERT, state=WorkerState.STARTING) for rank in (2, 3)))
+    lost = sorted(set(range(12)) - set(PLACEMENT.seat(Rank(1)).experts[0]))
+    assert len(lost) == 4
+    assert violations(two, PLACEMENT, routes(1)) == (
+        f"4 experts of layers 2-4, 6 have no place: {', '.join(map(str, lost))}",
+    )
+    # those without any place are not said twice
+    assert next(line for line in degraded(two, PLACEMENT, routes(1)) if "places" in line).startswith("8 experts")
+
+
+def test_nobody_at_all():
+    table = members(*(worker(rank, Role.EXPERT, state=WorkerState.GONE) for rank in EXPERTS))
+    empty = make_routes(Epoch(5), PLACEMENT, [])
+    assert violations(table, PLACEMENT, empty) == (
+        "12 experts of layers 2-4, 6 have no place: 0, 1, 2, 3, 4, 5, 6, 7, ...",
+    )
+
+
+def test_layers_may_differ_in_their_number_of_places():
+    """Where planned and present agree nothing is degraded, even if other experts have more places."""
+    placement = place_experts(12, LAYERS, list(EXPERTS), 1)
+    counts = np.unique([len(make_routes(Epoch(5), placement, EXPERTS).candidates(0, e)) for e in range(12)])
+    assert counts.tolist() == [1, 2]
+    assert degraded(members(), placement, make_routes(Epoch(5), placement, EXPERTS)) == ()
