@@ -7,6 +7,7 @@
     │   └── RequestError     one request                 (HTTP 400; nobody else is affected)
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
+    ├── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
     └── WorkerDied           every request of that worker (HTTP 500 / an error event in the stream; retry)
 
 Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
@@ -47,6 +48,15 @@ class OverloadedError(EverserveError):
 
 class ProtocolError(EverserveError):
     """Bytes arrived that are not one of our messages."""
+
+
+class StepAbandoned(EverserveError):
+    """A step needs experts that have no living place. Nothing is lost: repeat it when the routes have changed."""
+
+    def __init__(self, layer: int, experts: tuple[int, ...]) -> None:
+        super().__init__(f"layer {layer}: no place for the experts {', '.join(map(str, experts))}")
+        self.layer = layer
+        self.experts = experts
 
 
 class WorkerDied(EverserveError):

@@ -8,12 +8,13 @@ import random
 import pytest
 import torch
 
+from everserve.datapath.local import LocalExperts
 from everserve.model.config import ModelConfig
-from everserve.runtime.messages import StartWorker
-from everserve.tables.ids import Incarnation, Rank
+from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams
-from everserve.worker.build import build
+from everserve.worker.build import EngineBuilder, load_experts, open_model
 from tests.models import model_directory
 
 
@@ -21,16 +22,27 @@ def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **override
     if ops == "reference":
         monkeypatch.setattr("everserve.model.ops.native.unavailable", lambda: "switched off by this test")
     settings: dict = {
-        "rank": Rank(0), "incarnation": Incarnation(1), "model": str(model_directory(kind)), "dtype": "auto",
-        "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "block_size": 16,
-        "kv_cache_bytes": None, "memory_utilization": 0.01, "enable_prefix_caching": True, "batch_invariant": True,
-        "num_threads": 2, "event_log": None,
+        "model": str(model_directory(kind)), "dtype": "auto",
+        "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,
+        "block_size": 16,
+        "kv_cache_bytes": 64 << 20, "memory_utilization": 0.01, "enable_prefix_caching": True, "batch_invariant": True,
+        "num_threads": 2, "fixed_routes": (0, 0), "event_log": None,
     }  # fmt: skip
     threads = torch.get_num_threads()
-    built = build(StartWorker(**{**settings, **overrides}))
+    start = StartWorker(
+        rank=Rank(0),
+        incarnation=Incarnation(1),
+        roles=(Role.ATTENTION, Role.EXPERT),
+        settings=WorkerSettings(**{**settings, **overrides}),
+        num_workers=1,
+        slots=None,
+        detect_ms=0.0,
+    )
+    opened = open_model(start)
+    engine = EngineBuilder(start, opened).build(LocalExperts(load_experts(opened, "auto", slots=None)))
     torch.set_num_threads(threads)
-    assert built.ops.batch_invariant
-    return built.engine
+    assert opened.ops.batch_invariant
+    return engine
 
 
 def kv_block_bytes(kind: str) -> int:

@@ -1,4 +1,4 @@
-"""From a StartWorker message to an engine with its weights loaded."""
+"""From a StartWorker message to what computes: an engine with its weights, or expert slots with theirs."""
 
 import logging
 import os
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from everserve.datapath.local import LocalExperts
+from everserve.datapath import ExpertIO
 from everserve.engine.engine import Engine, EngineConfig
 from everserve.errors import ConfigError
 from everserve.model.checkpoint import Checkpoint
@@ -19,7 +20,8 @@ from everserve.model.layout import check_checkpoint
 from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
 from everserve.plan.sizing import num_kv_blocks
-from everserve.runtime.messages import StartWorker
+from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -28,47 +30,99 @@ _SAY_PROGRESS_EVERY_S = 3.0
 
 
 @dataclass(frozen=True)
-class Built:
-    """An engine ready to serve, and what others need to know of it."""
+class Opened:
+    """A model whose directory was checked, and the ops that will compute it."""
 
-    engine: Engine
     model: ModelConfig
+    checkpoint: Checkpoint
     ops: Ops
+    max_model_len: int
 
 
-def build(start: StartWorker) -> Built:
-    """Check everything that can be checked from headers first, then load. Raises UserError with one clear line."""
-    model = ModelConfig.from_directory(Path(start.model))
-    checkpoint = Checkpoint.open(Path(start.model))
+def open_model(start: StartWorker) -> Opened:
+    """Check everything that can be checked from headers. Raises UserError with one clear line."""
+    settings = start.settings
+    model = ModelConfig.from_directory(Path(settings.model))
+    checkpoint = Checkpoint.open(Path(settings.model))
     check_checkpoint(model, checkpoint)
-    max_model_len = resolve_max_model_len(start.max_model_len, model.max_position_embeddings)
-
+    max_model_len = resolve_max_model_len(settings.max_model_len, model.max_position_embeddings)
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
-    ops = select_ops(model, start.num_threads, start.batch_invariant)
-    decoder = Decoder(model, checkpoint, ops, max_model_len, start.dtype, progress=_Progress("layers"))
-    experts = ExpertHalf(model, checkpoint, ops, num_slots=model.num_experts, dtype=start.dtype)
-    experts.load_all(progress=_Progress("experts"))
-    expert_io = LocalExperts(experts)
+    ops = select_ops(model, settings.num_threads or fair_num_threads(start.num_workers), settings.batch_invariant)
+    return Opened(model, checkpoint, ops, max_model_len)
 
-    num_blocks = _size_pool(start, decoder, max_model_len)
-    # Not zeroed: pages are only touched, and paid for, as streams need them.
-    kv_pool = torch.empty(decoder.kv_shape(num_blocks, start.block_size), dtype=decoder.kv_dtype, device=ops.device)
-    engine = Engine(
-        EngineConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=start.max_num_seqs,
-            max_num_batched_tokens=start.max_num_batched_tokens,
-            block_size=start.block_size,
-            num_blocks=num_blocks,
-            vocab_size=model.vocab_size,
-            enable_prefix_caching=start.enable_prefix_caching,
-        ),
-        ops,
-        forward=lambda batch: decoder.forward(batch, kv_pool, expert_io),
-    )
-    _warm_up(engine)
-    return Built(engine, model, ops)
+
+def fair_num_threads(num_workers: int) -> int:
+    """The cores of this machine, shared by the workers on it; one thread each where workers outnumber cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def has_spare_cores(num_workers: int) -> bool:
+    """Whether a worker may spin while it waits: somebody else never needs its core."""
+    num_other_processes = 2  # the gateway is busy too, and the orchestrator now and then
+    return len(os.sched_getaffinity(0)) >= num_workers + num_other_processes
+
+
+def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
+    """The expert slots of one seat; None: every expert in the slot of its own number."""
+    num_slots = slots.num_slots if slots is not None else opened.model.num_experts
+    half = ExpertHalf(opened.model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=dtype)
+    progress = _Progress("experts")
+    if slots is None:
+        half.load_all(progress=progress)
+        return half
+    places = [
+        (layer, expert, slot)
+        for layer, experts in zip(opened.model.moe_layers, slots.experts, strict=True)
+        for slot, expert in enumerate(experts)
+        if expert != EMPTY
+    ]
+    for done, (layer, expert, slot) in enumerate(places):
+        half.load(layer, expert, slot)
+        progress(done + 1, len(places))
+    return half
+
+
+class EngineBuilder:
+    """Loads the attention half and makes an engine of it, whatever its experts are reached through."""
+
+    def __init__(self, start: StartWorker, opened: Opened) -> None:
+        self._start = start
+        self._opened = opened
+        self._expert_io: ExpertIO = _no_experts
+
+    def build(self, expert_io: ExpertIO) -> Engine:
+        settings, ops = self._start.settings, self._opened.ops
+        max_model_len = self._opened.max_model_len
+        decoder = Decoder(
+            self._opened.model,
+            self._opened.checkpoint,
+            ops,
+            max_model_len,
+            settings.dtype,
+            progress=_Progress("layers"),
+        )
+        num_blocks = _size_pool(settings, decoder, max_model_len)
+        # Not zeroed: pages are only touched, and paid for, as streams need them.
+        shape = decoder.kv_shape(num_blocks, settings.block_size)
+        kv_pool = torch.empty(shape, dtype=decoder.kv_dtype, device=ops.device)
+        engine = Engine(
+            EngineConfig(
+                max_model_len=max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_prefill_while_decoding=settings.max_prefill_while_decoding,
+                block_size=settings.block_size,
+                num_blocks=num_blocks,
+                vocab_size=self._opened.model.vocab_size,
+                enable_prefix_caching=settings.enable_prefix_caching,
+            ),
+            ops,
+            forward=lambda batch: decoder.forward(batch, kv_pool, self._expert_io),
+        )
+        _warm_up(engine)  # alone: the experts may not be there yet
+        self._expert_io = expert_io
+        return engine
 
 
 def resolve_max_model_len(asked: int | None, trained: int) -> int:
@@ -76,6 +130,11 @@ def resolve_max_model_len(asked: int | None, trained: int) -> int:
     if asked is not None and asked > trained:
         raise ConfigError(f"--max-model-len {asked} is more than the model's max_position_embeddings ({trained})")
     return asked or trained
+
+
+def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
+    """Experts that answer nothing."""
+    return residual_TD
 
 
 def _warm_up(engine: Engine) -> None:
@@ -99,15 +158,13 @@ class _Progress:
             log.info("loaded %d of %d %s", done, total, self._what)
 
 
-def _size_pool(start: StartWorker, decoder: Decoder, max_model_len: int) -> int:
-    shape = decoder.kv_shape(1, 1)
-    bytes_per_token = torch.Size(shape).numel() * decoder.kv_dtype.itemsize
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    budget = start.kv_cache_bytes or int(available * start.memory_utilization)
+def _size_pool(settings: WorkerSettings, decoder: Decoder, max_model_len: int) -> int:
+    assert settings.kv_cache_bytes is not None, "decided once for all incarnations, so that streams fit everywhere"
+    bytes_per_token = torch.Size(decoder.kv_shape(1, 1)).numel() * decoder.kv_dtype.itemsize
     return num_kv_blocks(
-        budget_bytes=budget,
+        budget_bytes=settings.kv_cache_bytes,
         bytes_per_token=bytes_per_token,
-        block_size=start.block_size,
+        block_size=settings.block_size,
         max_model_len=max_model_len,
-        max_num_seqs=start.max_num_seqs,
+        max_num_seqs=settings.max_num_seqs,
     )

@@ -1,0 +1,71 @@
+/* A lane: the memory between one attention worker and one expert worker, owned by neither (lane.py has the picture).
+
+       header                       written by the attention worker before its first request
+       box 0, box 1                 each: words, token_R, slot_R, x_TD, y_RD
+
+   One-sided writes, then a sequence word. The attention worker fills a box and stores its sequence number in `request`
+   (release); the expert worker, having seen it (acquire), reads x and writes y where they lie, and stores the same
+   number in `answer` (release). Sequence numbers of a lane only grow, and an answer counts only if it is exactly the
+   number asked for: whatever else stands in that word, from a late or confused peer, is no answer.
+
+   Whoever reads from a lane copies sizes and indices into its own memory first and checks the copies. The other side
+   may die, or be stopped, at any instruction. */
+
+#pragma once
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "cell.h"
+
+#define EXPORT __attribute__((visibility("default")))
+
+#define LANE_MAGIC INT64_C(0x656e616c2d7365)
+#define NUM_BOXES 2
+#define MAX_RANKS 64
+
+/* Where things are, in bytes; computed in lane.py. x and y begin at whole numbers of rows from the lane's beginning. */
+struct layout {
+    int64_t max_tokens, top_k, hidden_size;
+    int64_t first_box, box_bytes;                /* from the beginning of the lane */
+    int64_t tokens_at, slots_at, x_at, y_at;     /* from the beginning of the box */
+};
+
+struct lane_header {
+    int64_t magic, max_tokens, top_k, hidden_size;
+    int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for whoever debugs */
+};
+
+/* Why a request was not computed; 0: it was. lane.py: Status. */
+enum { COMPUTED = 0, STALE_EPOCH = 1, BAD_REQUEST = 2, NO_SUCH_SLOT = 3 };
+
+struct box {
+    /* The attention worker's line. */
+    _Alignas(CELL_LINE) _Atomic uint64_t request;
+    int64_t epoch;
+    int32_t layer, num_tokens, num_rows, replay;
+    /* The expert worker's line. */
+    _Alignas(CELL_LINE) _Atomic uint64_t answer;
+    int64_t status;
+};
+
+_Static_assert(sizeof(struct box) == 2 * CELL_LINE, "lane.py knows the layout");
+_Static_assert(sizeof(struct lane_header) == CELL_LINE, "lane.py knows the layout");
+
+static inline struct box *box_of(const struct layout *layout, char *lane, int64_t box) {
+    return (struct box *)(lane + layout->first_box + box * layout->box_bytes);
+}
+static inline int32_t *tokens_of(const struct layout *layout, struct box *box) {
+    return (int32_t *)((char *)box + layout->tokens_at);
+}
+static inline int32_t *slots_of(const struct layout *layout, struct box *box) {
+    return (int32_t *)((char *)box + layout->slots_at);
+}
+static inline float *x_of(const struct layout *layout, struct box *box) {
+    return (float *)((char *)box + layout->x_at);
+}
+static inline float *y_of(const struct layout *layout, struct box *box) {
+    return (float *)((char *)box + layout->y_at);
+}

@@ -1,0 +1,235 @@
+"""The attention worker's loop: receive -> handle -> step -> send.
+
+While there is work it never blocks; while there is none it sleeps until a message comes. Each time it falls idle it
+checks the engine's integrity, and then sends its gauges once a second.
+
+A step that needs an expert without a place is abandoned: the engine is as it was, and the step is tried again when the
+tables have changed. Clients see a pause; nobody sees a wrong token.
+"""
+
+import logging
+import os
+import selectors
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from everserve.datapath.peers import ExpertPeers
+from everserve.datapath.remote import RemoteExperts
+from everserve.engine.engine import Engine, StepResult
+from everserve.errors import RequestError, StepAbandoned
+from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.events import BadBytes, EventLog, RequestPreempted, StreamsContinued, StreamsPaused
+from everserve.runtime.liveness import Cell, Warden
+from everserve.runtime.messages import (
+    AnyMessage,
+    Cancel,
+    Fenced,
+    PeerJoined,
+    PeerLeft,
+    Rejected,
+    RoutesChanged,
+    Shutdown,
+    StartWorker,
+    StepOutput,
+    Submit,
+)
+from everserve.tables.ids import Rank
+from everserve.tables.outputs import EngineStats
+from everserve.worker.lease import LEASE_S
+
+log = logging.getLogger(__name__)
+
+_IDLE_REPORT_S = 1.0
+_TRY_AGAIN_S = 0.1  # a paused step, if nothing is heard from the orchestrator
+
+
+class _WasFenced(Exception):
+    """The orchestrator has given our seat to somebody else."""
+
+
+@dataclass
+class Seam:
+    """How this worker reaches its experts when they are in other processes."""
+
+    peers: ExpertPeers
+    experts: RemoteExperts
+
+
+class AttentionLoop:
+    """One engine between a gateway and an orchestrator."""
+
+    def __init__(
+        self,
+        start: StartWorker,
+        engine: Engine,
+        seam: Seam | None,
+        gateway: Channel,
+        control: Channel,
+        warden: Warden,
+        events: EventLog,
+    ) -> None:
+        self._rank: Rank = start.rank
+        self._engine = engine
+        self._seam = seam
+        self._gateway = gateway
+        self._control = control
+        self._warden = warden
+        self._events = events
+        self._stop_at: float | None = None
+        self._paused_since: float | None = None
+        self._was_busy = False
+        self._dropped_said = False
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
+        self._selector.register(control, selectors.EVENT_READ, self.read_control)
+
+    def run(self) -> None:
+        """Serve until shut down or fenced."""
+        try:
+            while not self._is_over():
+                self._warden.renew(LEASE_S)
+                self._receive()
+                if self._engine.has_work:
+                    self._step()
+                else:
+                    self._idle()
+        except _WasFenced as fenced:
+            log.warning("declared gone (%s); exiting", fenced)
+
+    def _is_over(self) -> bool:
+        return self._stop_at is not None and (not self._engine.has_work or time.monotonic() >= self._stop_at)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        timeout_s = 0.0 if self._engine.has_work or self._was_busy else _IDLE_REPORT_S
+        if self._paused_since is not None:
+            timeout_s = _TRY_AGAIN_S
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        self._gateway.flush()
+        self._control.flush()
+
+    def _read_gateway(self) -> None:
+        try:
+            for message in self._gateway.receive_all():
+                self._handle(message)
+        except ChannelClosed:
+            self._selector.unregister(self._gateway)
+            self._engine.cancel_all()  # nobody listens any more; whether that is the end is not ours to decide
+            log.info("the gateway is gone")
+        self._mention_bad_bytes(self._gateway)
+
+    def read_control(self) -> None:
+        """What the orchestrator says. Also called in the middle of a layer, when its word in our cell has changed."""
+        try:
+            for message in self._control.receive_all():
+                self._handle(message)
+        except ChannelClosed:
+            self._selector.unregister(self._control)  # the data path does not need it; a new one may come
+            log.warning("the orchestrator is gone; serving on")
+        self._mention_bad_bytes(self._control)
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, Submit):
+            try:
+                self._engine.add(message.spec)
+            except RequestError as error:
+                self._gateway.send(Rejected(id=message.spec.id, reason=str(error)))
+        elif isinstance(message, Cancel):
+            self._engine.cancel(message.id)
+        elif isinstance(message, Shutdown):
+            self._stop_at = time.monotonic() + message.grace_s
+        elif isinstance(message, Fenced):
+            raise _WasFenced(message.reason)
+        elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged):
+            self._change_peers(self._seam.peers, message)
+        else:
+            log.warning("dropped a %s: not for an attention worker", type(message).__name__)
+
+    def _change_peers(self, peers: ExpertPeers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
+        if isinstance(message, PeerJoined):
+            cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
+            cell = Cell(cell_fd)
+            os.close(cell_fd)
+            peers.join(message.rank, message.incarnation, cell, lane_fd)
+        elif isinstance(message, PeerLeft):
+            peers.leave(message.rank, message.incarnation)
+        else:
+            peers.use(message.routes)
+
+    # -- stepping --------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        self._was_busy = True
+        try:
+            result = self._run_engine()
+        except StepAbandoned as abandoned:
+            self._pause(abandoned)
+            return
+        self._continue()
+        for id, reason in result.failed:
+            self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
+        self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
+        for sequence in result.preempted:
+            self._events.append(
+                RequestPreempted(
+                    process=self._events.process,
+                    rank=self._rank,
+                    request_id=sequence.id,
+                    num_tokens=len(sequence.tokens),
+                )
+            )
+
+    def _run_engine(self) -> StepResult:
+        if self._seam is None:
+            return self._engine.step()
+        self._seam.experts.begin_step()
+        try:
+            return self._engine.step()
+        finally:
+            self._seam.experts.end_step()
+
+    def _pause(self, abandoned: StepAbandoned) -> None:
+        if self._paused_since is None:
+            self._paused_since = time.monotonic()
+            log.warning("streams wait: %s", abandoned)
+            self._events.append(
+                StreamsPaused(
+                    process=self._events.process,
+                    rank=self._rank,
+                    layer=abandoned.layer,
+                    experts=tuple(abandoned.experts),
+                )
+            )
+
+    def _continue(self) -> None:
+        if self._paused_since is not None:
+            paused_s = time.monotonic() - self._paused_since
+            self._paused_since = None
+            log.warning("streams go on after %.3f s", paused_s)
+            self._events.append(StreamsContinued(process=self._events.process, rank=self._rank, paused_s=paused_s))
+
+    def _idle(self) -> None:
+        """Nothing to do: prove that nothing was left behind, and say how things stand."""
+        self._paused_since = None
+        if self._was_busy:
+            self._engine.check()
+            self._was_busy = False
+        self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
+
+    def _stats(self) -> EngineStats:
+        stats = self._engine.stats()
+        if self._seam is None:
+            return stats
+        return msgspec.structs.replace(
+            stats, num_replayed_rows=self._seam.experts.num_replayed_rows, num_stale=self._seam.peers.num_stale
+        )
+
+    def _mention_bad_bytes(self, channel: Channel) -> None:
+        if channel.num_dropped and not self._dropped_said:
+            self._dropped_said = True
+            log.warning("dropped %d frames that are not messages", channel.num_dropped)
+            self._events.append(BadBytes(process=self._events.process, num_dropped=channel.num_dropped))

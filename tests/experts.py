@@ -1,0 +1,68 @@
+"""Random experts without a model: expert e of layer l is the same wherever it is loaded."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
+
+import torch
+
+from everserve.datapath.lane import LaneShape
+from everserve.datapath.local import LocalExperts
+from everserve.model.expert_half import ExpertHalf
+from everserve.model.ops import Ops
+from everserve.tables.ids import Epoch, Rank, SlotId
+from everserve.tables.routes import Routes
+
+MOE_LAYERS = (1, 3, 4)  # not all layers, and not from 0
+NUM_EXPERTS = 6
+HIDDEN, INNER, TOP_K, MAX_TOKENS = 20, 12, 3, 16
+SHAPE = LaneShape(MAX_TOKENS, TOP_K, HIDDEN)
+
+
+class RandomExperts(ExpertHalf):
+    """`ExpertHalf` whose `load` makes weights up."""
+
+    def __init__(self, ops: Ops, slots: Sequence[int]) -> None:
+        """`slots[s]` is the expert in slot s of every layer."""
+        self.config = SimpleNamespace(  # type: ignore[assignment]
+            num_experts=NUM_EXPERTS, moe_layers=MOE_LAYERS, experts_per_token=TOP_K, hidden_size=HIDDEN
+        )
+        self._make_slots(ops, len(slots))
+        for layer in MOE_LAYERS:
+            for slot, expert in enumerate(slots):
+                self.load(layer, expert, slot)
+
+    def load(self, layer: int, expert: int, slot: int) -> None:
+        generator = torch.Generator().manual_seed(1000 * layer + expert)
+        gate_FD, up_FD, down_FD = (torch.randn(INNER, HIDDEN, generator=generator) for _ in range(3))
+        self.fill(layer, slot, gate_FD, up_FD, down_FD.T.contiguous())
+
+
+def local_experts(ops: Ops) -> LocalExperts:
+    return LocalExperts(RandomExperts(ops, range(NUM_EXPERTS)))
+
+
+def routes(places: Mapping[Rank, Sequence[int]], epoch: int = 1, ranks: Iterable[Rank] | None = None) -> Routes:
+    """Every expert at each of `places` that has it, in order of rank, beginning behind the expert's own number."""
+    ranks = sorted(places if ranks is None else ranks)
+
+    def candidates(expert: int) -> list[tuple[Rank, SlotId]]:
+        turned = ranks[expert % len(ranks) :] + ranks[: expert % len(ranks)] if ranks else []
+        return [(rank, SlotId(places[rank].index(expert))) for rank in turned if expert in places[rank]]
+
+    layer = [candidates(expert) for expert in range(NUM_EXPERTS)]
+    return Routes.of(Epoch(epoch), [layer for _ in MOE_LAYERS])
+
+
+class Rows:
+    """Random input of one layer."""
+
+    def __init__(self, num_tokens: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.hidden_TD = torch.randn(num_tokens, HIDDEN, generator=generator)
+        self.residual_TD = torch.randn(num_tokens, HIDDEN, generator=generator)
+        self.weights_TK = torch.rand(num_tokens, TOP_K, generator=generator)
+        order_TN = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(dim=1)
+        self.ids_TK = order_TN[:, :TOP_K].to(torch.int32).contiguous()
+
+    def through(self, expert_io, layer: int):
+        return expert_io(layer, self.ids_TK, self.weights_TK, self.hidden_TD, self.residual_TD)

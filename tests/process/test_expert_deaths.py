@@ -1,0 +1,232 @@
+"""Real expert workers' loops in real processes, killed, stopped and left alone, behind one RemoteExperts.
+
+Whatever happens, every layer is exactly what LocalExperts computes.
+"""
+
+import itertools
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from everserve.datapath.memory import new_cell, new_memory
+from everserve.datapath.peers import ExpertPeers
+from everserve.datapath.remote import RemoteExperts
+from everserve.model.ops import native
+from everserve.runtime.channel import Channel
+from everserve.runtime.events import EventLog
+from everserve.runtime.liveness import Cell, Warden
+from everserve.runtime.messages import (
+    ExpertReport,
+    Fenced,
+    PeerJoined,
+    PeerLeft,
+    Ready,
+    Shutdown,
+    StartWorker,
+    WorkerSettings,
+)
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.worker.expert import ExpertLoop
+from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
+
+DETECT_MS = 400.0
+EVERYTHING = [*range(NUM_EXPERTS)]
+ATTENTION = Rank(0)
+
+
+class ExpertProcess:
+    """One expert worker, forked; and what the orchestrator has of it."""
+
+    def __init__(self, rank: Rank, attention_cell_fd: int) -> None:
+        self.rank = rank
+        self.cell, self.cell_fd = new_cell()
+        self.lane_fd = new_memory(SHAPE.lane_bytes())
+        ours, theirs = Channel.pair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            ours.close()
+            self._serve(Channel(theirs))
+        theirs.close()
+        self.control = Channel(ours)
+        joined = PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=(Role.ATTENTION,))
+        self.tell(joined, [attention_cell_fd, self.lane_fd])
+        assert isinstance(self.control.receive(timeout_s=60), Ready), "its warden pulses from now on"
+
+    def tell(self, message, fds=()) -> None:
+        self.control.send(message, fds)
+        self.cell.ring_control()
+
+    def wait(self) -> int:
+        """Its exit status; negative if a signal ended it."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.pid = 0
+        return status
+
+    def end(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def _serve(self, control: Channel) -> None:
+        try:
+            warden = Warden(self.cell, DETECT_MS)
+            warden.start()
+            experts = RandomExperts(native.NativeOps(num_threads=1), EVERYTHING)
+            loop = ExpertLoop(_start(self.rank), experts, self.cell, warden, control, EventLog("expert", None))
+            control.send(Ready())
+            loop.run()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(70)
+
+
+def _start(rank: Rank) -> StartWorker:
+    settings = WorkerSettings(
+        model="",
+        dtype="auto",
+        max_model_len=None,
+        max_num_seqs=1,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_prefill_while_decoding=MAX_TOKENS,
+        block_size=16,
+        kv_cache_bytes=None,
+        memory_utilization=0.5,
+        enable_prefix_caching=True,
+        batch_invariant=False,
+        num_threads=1,
+        fixed_routes=(0, 0),
+        event_log=None,
+    )
+    return StartWorker(
+        rank=rank,
+        incarnation=Incarnation(1),
+        roles=(Role.EXPERT,),
+        settings=settings,
+        num_workers=3,
+        slots=None,
+        detect_ms=DETECT_MS,
+    )
+
+
+class Attention:
+    """The attention worker's side, and expert workers 1 and 2, each with all experts."""
+
+    def __init__(self) -> None:
+        ops = native.NativeOps(num_threads=1)
+        self.cell, self.cell_fd = new_cell()
+        self.processes = [ExpertProcess(Rank(rank), self.cell_fd) for rank in (1, 2)]
+        self.warden = Warden(self.cell, DETECT_MS)
+        self.warden.start()
+        self.peers = ExpertPeers(ATTENTION, Incarnation(1), self.cell, self.warden, SHAPE, MOE_LAYERS, NUM_EXPERTS)
+        for process in self.processes:
+            self.peers.join(process.rank, Incarnation(1), Cell(process.cell_fd), os.dup(process.lane_fd))
+        self.peers.use(routes({process.rank: EVERYTHING for process in self.processes}))
+        self.suspected: list[tuple[Rank, str]] = []
+        self.expert_io = RemoteExperts(
+            self.peers,
+            ops,
+            detect_ms=DETECT_MS,
+            lease_s=30,
+            on_control=lambda: None,
+            on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
+            on_replay=lambda *replay: None,
+        )
+        local = local_experts(ops)
+        self._cases = [(layer, Rows(1 + seed, seed)) for layer in MOE_LAYERS for seed in range(MAX_TOKENS)]
+        self._expected = [rows.through(local, layer) for layer, rows in self._cases]
+        self._turn = itertools.cycle(range(len(self._cases)))
+
+    def check(self, num_layers: int = 1) -> None:
+        for case in itertools.islice(self._turn, num_layers):
+            layer, rows = self._cases[case]
+            assert torch.equal(rows.through(self.expert_io, layer), self._expected[case])
+
+    def check_until_suspected(self) -> None:
+        while not self.suspected:
+            self.check()
+
+
+@pytest.fixture
+def attention() -> Iterator[Attention]:
+    attention = Attention()
+    yield attention
+    attention.warden.stop()
+    for process in attention.processes:
+        process.end()
+
+
+def send_in_the_middle(attention: Attention, number: int, process: ExpertProcess) -> None:
+    """From another thread, so that it comes anywhere in a layer."""
+    attention.check(200)
+    sender = threading.Thread(target=os.kill, args=(process.pid, number))
+    sender.start()
+    attention.check_until_suspected()
+    sender.join()
+
+
+def test_a_killed_worker(attention):
+    first = attention.processes[0]
+    send_in_the_middle(attention, signal.SIGKILL, first)
+    assert first.wait() == -signal.SIGKILL and attention.suspected == [(first.rank, "died")]
+    attention.check(200)
+    assert [*attention.peers.suspects] == [first.rank]
+    attention.peers.leave(first.rank, Incarnation(1))
+    attention.expert_io.end_step()
+    assert not attention.peers._retired, "dead for certain: its lane is let go"
+
+
+def test_a_stopped_worker_is_fenced_and_goes_when_it_wakes(attention):
+    first = attention.processes[0]
+    send_in_the_middle(attention, signal.SIGSTOP, first)
+    assert attention.suspected == [(first.rank, "silent")]
+    attention.peers.leave(first.rank, Incarnation(1))
+    first.tell(Fenced(reason="test"))
+    attention.check(200)
+    os.kill(first.pid, signal.SIGCONT)
+    assert first.wait() == 0
+    attention.check(200)
+    assert attention.suspected == [(first.rank, "silent")]
+
+
+def test_a_stopped_worker_that_wakes_in_time_is_trusted_again(attention):
+    first, second = attention.processes
+    send_in_the_middle(attention, signal.SIGSTOP, first)
+    os.kill(first.pid, signal.SIGCONT)
+    while attention.peers.suspects:
+        attention.check()
+        attention.peers.use(routes({process.rank: EVERYTHING for process in attention.processes}))
+    attention.check(200)
+    second.tell(Shutdown(grace_s=0))
+    assert second.wait() == 0
+    attention.check(200)
+
+
+def test_without_an_orchestrator_the_loop_serves_on(attention):
+    for process in attention.processes:
+        process.control.close()
+        process.cell.ring_control()
+    attention.check(200)
+    assert attention.suspected == []
+
+
+def test_shutdown_waits_for_those_who_still_need_it(attention):
+    for process in attention.processes:
+        process.tell(Shutdown(grace_s=3600))
+    attention.check(200)
+    for process in attention.processes:
+        process.tell(PeerLeft(rank=ATTENTION, incarnation=Incarnation(1)))
+        assert process.wait() == 0
+
+
+def test_an_expert_worker_reports_what_it_did(attention):
+    attention.check(50)
+    for process in attention.processes:
+        report = process.control.receive(timeout_s=30)
+        assert isinstance(report, ExpertReport)
+        assert 0 < report.stats.num_batches <= 50 and report.stats.num_rows > 0 and report.stats.num_stale == 0
