@@ -12,6 +12,8 @@ from everserve.errors import ProtocolError
 from everserve.runtime.events import AnyEvent
 from everserve.runtime.messages import AnyMessage, Message, decode, encode
 from everserve.tables.members import Members, Worker
+from everserve.tables.placement import SeatSlots
+from everserve.tables.routes import Routes
 
 MESSAGES = typing.get_args(AnyMessage)
 
@@ -21,6 +23,12 @@ def instances(kind: type) -> st.SearchStrategy:
     fields = {field.name: values_of(field.type) for field in msgspec.structs.fields(kind)}
     if kind is Members:
         fields["workers"] = values_of(tuple[Worker, ...]).filter(lambda ws: len({w.rank for w in ws}) == len(ws))
+    if kind is SeatSlots:
+        fields["experts"] = st.permutations(range(-1, 4)).map(lambda slots: (tuple(slots),) * 2)
+    if kind is Routes:
+        places = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=3)
+        layers = st.lists(st.lists(places, min_size=2, max_size=2), min_size=1, max_size=3)
+        return st.builds(Routes.of, fields["epoch"], layers)
     return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
 
@@ -35,6 +43,8 @@ def values_of(kind: object) -> st.SearchStrategy:
         return st.one_of([values_of(argument) for argument in arguments])
     if origin is list:
         return st.lists(values_of(arguments[0]), max_size=3)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return st.tuples(*(values_of(argument) for argument in arguments))
     if origin is tuple:
         return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
     if origin is dict:

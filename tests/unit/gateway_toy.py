@@ -1,4 +1,5 @@
-"""A gateway without processes: a toy tokenizer, a scripted worker at the other end of a socket, a bare ASGI client."""
+"""A gateway without processes: a toy tokenizer, scripted workers and an orchestrator at the other ends of real sockets,
+a bare ASGI client."""
 
 import asyncio
 import json
@@ -11,34 +12,41 @@ from transformers import PreTrainedTokenizerFast
 
 from everserve.errors import WorkerDied
 from everserve.gateway.app import create_app
+from everserve.gateway.feed import EventFeed
+from everserve.gateway.fleet import Fleet
 from everserve.gateway.gateway import Gateway
+from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults
 from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.gateway.workers import Fleet
 from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
-from everserve.runtime.messages import AnyMessage, Cancel, Rejected, StartGateway, StepOutput, Submit, WorkerReady
-from everserve.tables.ids import Incarnation, Rank
+from everserve.runtime.messages import (
+    AnyMessage,
+    Cancel,
+    ClusterChanged,
+    FaultInjected,
+    InjectFault,
+    Rejected,
+    StartGateway,
+    StepOutput,
+    Submit,
+    WorkerLost,
+    WorkerReady,
+)
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
+from tests.unit.fleet_toy import engine_stats
 
 EOS = "<|end|>"
 QUEUED_S = 0.25
+MAX_NUM_SEQS = 4
+CAPACITY = MAX_NUM_SEQS + 4  # of one worker, as the gateway sees it
 MERGES = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("i", "n"), ("a", "n"), ("an", "d"), ("Ġ", "and")]
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
     "{{ raise_exception('the system speaks first') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}{{ extra|default('') }}"
-)
-IDLE = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    kv_usage=0.0,
-    num_steps=0,
-    num_preemptions=0,
-    num_prompt_tokens=0,
-    num_generated_tokens=0,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
 )
 
 
@@ -89,7 +97,15 @@ def settings(**changes: Any) -> StartGateway:
 class ScriptedWorker:
     """Answers each stream with the tokens that the test's script gives for it; or leaves it to the test."""
 
-    def __init__(self, channel: AsyncChannel, script: Callable[[RequestSpec], list[int]] | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        incarnation: int,
+        channel: AsyncChannel,
+        script: Callable[[RequestSpec], list[int]] | None,
+    ) -> None:
+        self.rank = Rank(rank)
+        self.incarnation = Incarnation(incarnation)
         self.channel = channel
         self.specs: list[RequestSpec] = []
         self.cancelled: list[str] = []
@@ -102,6 +118,15 @@ class ScriptedWorker:
         except ChannelClosed:
             return
 
+    def say_ready(self, **changes: int) -> None:
+        fields = {"max_model_len": 64, "vocab_size": 265, "num_blocks": 100, "block_size": 4, **changes}
+        fields.setdefault("max_num_seqs", MAX_NUM_SEQS)
+        self.channel.send(WorkerReady(rank=self.rank, incarnation=self.incarnation, **fields))
+
+    def die(self) -> None:
+        """As a killed process: the kernel closes its end."""
+        self.channel.channel.sock.shutdown(2)
+
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Submit):
             self.specs.append(message.spec)
@@ -111,8 +136,8 @@ class ScriptedWorker:
         elif isinstance(message, Cancel):
             self.cancelled.append(message.id)
 
-    def send(self, *outputs: Output) -> None:
-        self.channel.send(StepOutput(outputs=list(outputs), stats=IDLE))
+    def send(self, *outputs: Output, stats: EngineStats | None = None) -> None:
+        self.channel.send(StepOutput(outputs=list(outputs), stats=stats or engine_stats()))
 
     def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
         self.channel.send(Rejected(id=stream_id, reason=reason, is_server_fault=is_server_fault))
@@ -126,7 +151,7 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
     if params.max_tokens == 0:
         return [Output(id=spec.id, index=0, finish_reason="length", prompt_logprobs=prompt_logprobs)]
     outputs: list[Output] = []
-    for index, token in enumerate(tokens):
+    for index, token in list(enumerate(tokens))[len(spec.known) :]:
         is_stop = token in params.stop_ids
         is_last = is_stop or index + 1 >= params.max_tokens
         outputs.append(
@@ -150,6 +175,50 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
 def _scores(token: int, num_top: int | None) -> TokenLogprobs:
     top = [token, *range(40, 40 + 20)][: num_top or 0]
     return TokenLogprobs(logprob=-0.5, rank=1, top_ids=top, top_logprobs=[-0.5 - i for i in range(len(top))])
+
+
+class ToyOrchestrator:
+    """Says what the test wants it to say, and remembers what it was asked for."""
+
+    def __init__(self, channel: AsyncChannel) -> None:
+        self.channel = channel
+        self.asked: list[InjectFault] = []
+        self.answers = True
+        self.pid: int | None = 4242  # of whoever gets an injected fault
+        self._epoch = 0
+
+    async def run(self) -> None:
+        try:
+            while True:
+                message = await self.channel.receive()
+                assert isinstance(message, InjectFault)
+                self.asked.append(message)
+                if self.answers:
+                    answer = FaultInjected(
+                        id=message.id, pid=self.pid, incarnation=Incarnation(1), reason="nobody sits there"
+                    )
+                    self.channel.send(answer)
+        except ChannelClosed:
+            return
+
+    def publish(self, *workers: Worker, **changes: Any) -> None:
+        self._epoch += 1
+        members = Members(epoch=Epoch(self._epoch), workers=workers)
+        fields: dict[str, Any] = {"violations": (), "degraded": (), "expert_stats": {}} | changes
+        fields = {"num_experts_without_place": 0, "num_stale": 0} | fields
+        self.channel.send(ClusterChanged(members=members, **fields))
+
+    def lose(self, worker: ScriptedWorker, cause: str = "hang") -> None:
+        roles = (Role.ATTENTION,)
+        self.channel.send(WorkerLost(rank=worker.rank, incarnation=worker.incarnation, roles=roles, cause=cause))
+
+    def die(self) -> None:
+        self.channel.channel.sock.shutdown(2)
+
+
+def member(rank: int, incarnation: int = 1, **changes: Any) -> Worker:
+    fields: dict[str, Any] = {"pid": 4242, "roles": (Role.ATTENTION,), "state": WorkerState.READY, **changes}
+    return Worker(rank=Rank(rank), incarnation=Incarnation(incarnation), **fields)
 
 
 class Response:
@@ -178,12 +247,49 @@ class Response:
 
 
 class ToyServer:
-    """An app, its worker, and a client."""
+    """An app, its workers, its orchestrator, and a client."""
 
-    def __init__(self, gateway: Gateway, worker: ScriptedWorker) -> None:
+    def __init__(self, gateway: Gateway, script: Callable[[RequestSpec], list[int]] | None) -> None:
         self.gateway = gateway
-        self.worker = worker
+        self.script = script
+        self.workers: list[ScriptedWorker] = []
+        ours, theirs = Channel.pair()
+        gateway.orchestrator = OrchestratorLink(ours, gateway.fleet, gateway.cluster, gateway.feed.publish)
+        self.orchestrator = ToyOrchestrator(AsyncChannel(theirs))
+        self._link = gateway.orchestrator
         self._app = create_app(gateway)
+        self._tasks = [asyncio.ensure_future(self._link.run()), asyncio.ensure_future(self.orchestrator.run())]
+
+    @property
+    def worker(self) -> ScriptedWorker:
+        """The first one."""
+        return self.workers[0]
+
+    def attach(self, rank: int, incarnation: int = 1) -> ScriptedWorker:
+        """A worker that has not said anything yet."""
+        ours, theirs = Channel.pair()
+        worker = ScriptedWorker(rank, incarnation, AsyncChannel(theirs), self.script)
+        self.workers.append(worker)
+        self._tasks.append(asyncio.ensure_future(worker.run()))
+        self.gateway.fleet.attach(worker.rank, worker.incarnation, ours)
+        return worker
+
+    async def add_worker(self, rank: int, incarnation: int = 1, **changes: int) -> ScriptedWorker:
+        """A worker that is ready."""
+        worker = self.attach(rank, incarnation)
+        worker.say_ready(**changes)
+        fleet = self.gateway.fleet
+        await until(lambda: (link := fleet.link(worker.rank)) is not None and link.ready is not None)
+        return worker
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for end in (*self.workers, self.orchestrator):
+            end.channel.close()
+        self._link.close()
+        self.gateway.fleet.close(WorkerDied("the test is over"))
 
     def begin(
         self,
@@ -253,30 +359,20 @@ async def toy_server(
     is_ready: bool = True,
     **changes: Any,
 ) -> AsyncIterator[ToyServer]:
-    """A gateway with one worker attached."""
+    """A gateway with an orchestrator that finds all well, and one worker attached."""
     start = settings(**changes)
-    fleet = Fleet(start.max_queue)
-    gateway = Gateway(start, model_tokenizer(chat_template), defaults or GenerationDefaults(eos_ids=(0,)), fleet)
-    ours, theirs = Channel.pair()
-    worker = ScriptedWorker(AsyncChannel(theirs), script)
-    fleet.attach(Rank(0), Incarnation(1), ours)
-    running = asyncio.ensure_future(worker.run())
-    if is_ready:
-        worker.channel.send(
-            WorkerReady(
-                rank=Rank(0),
-                incarnation=Incarnation(1),
-                max_model_len=64,
-                vocab_size=265,
-                num_blocks=100,
-                block_size=4,
-            )
-        )
-        await until(lambda: bool(fleet.ready_links()))
+    feed = EventFeed()
+    fleet = Fleet(start.max_queue, tell=feed.publish)
+    gateway = Gateway(start, model_tokenizer(chat_template), defaults or GenerationDefaults(eos_ids=(0,)), fleet, feed)
+    gateway.cluster.processes = (Process(name="gateway", pid=7),)
+    server = ToyServer(gateway, script)
     try:
-        yield ToyServer(gateway, worker)
+        server.orchestrator.publish(member(0))
+        await until(lambda: gateway.cluster.members is not None)
+        if is_ready:
+            await server.add_worker(0)
+        else:
+            server.attach(0)
+        yield server
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        worker.channel.close()
-        fleet.close(WorkerDied("the test is over"))
+        await server.close()

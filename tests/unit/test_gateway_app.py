@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from everserve.errors import WorkerDied
 from everserve.gateway.http import MAX_BODY_BYTES, MAX_BODY_COMMAS
 from everserve.runtime.events import ProcessStarted
 from everserve.tables.outputs import Output
@@ -162,7 +163,7 @@ def test_stop_strings_across_tokens(stream: bool) -> None:
                 assert "".join(choice["text"] for choice in choices) == expected
                 assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "the end")
                 await until(lambda: len(server.worker.cancelled) == len(server.worker.specs))
-            assert len(server.gateway.fleet.ready_links()[0].streams) == 0
+            assert server.gateway.fleet.num_streams == 0
 
     run(test)
 
@@ -239,7 +240,7 @@ def test_a_client_that_leaves_frees_its_streams(stream: bool) -> None:
             await asyncio.wait_for(task, 5)
             await until(lambda: len(server.worker.cancelled) == 2)
             assert server.gateway.num_requests == 0
-            assert len(server.gateway.fleet.ready_links()[0].streams) == 0
+            assert server.gateway.fleet.num_streams == 0
             assert 'finished_reason="abort",model_name="toy"} 2.0' in server.gateway.metrics.exposition().decode()
 
     run(test)
@@ -262,22 +263,107 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
     run(test)
 
 
-def test_a_worker_that_dies() -> None:
+def test_clients_of_a_worker_that_dies_get_their_whole_answers() -> None:
     async def test() -> None:
         async with toy_server() as server:
-            whole, whole_answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a"})
-            stream, stream_answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
+            body = {"prompt": "a", "max_tokens": 4, "return_token_ids": True}
+            whole, whole_answer, _ = server.begin("POST", "/v1/completions", body)
+            stream, stream_answer, _ = server.begin("POST", "/v1/completions", {**body, "stream": True})
             await until(lambda: len(server.worker.specs) == 2)
-            server.worker.send(*(Output(id=spec.id, index=0, token=50) for spec in server.worker.specs))
+            server.worker.send(*(Output(id=spec.id, index=0, token=ids("x")[0]) for spec in server.worker.specs))
             await until(lambda: bool(stream_answer.body))
-            server.worker.channel.channel.sock.shutdown(2)
-            await asyncio.wait_for(asyncio.gather(whole, stream), 5)
-            assert whole_answer.status == 500 and whole_answer.error["type"] == "server_error"
-            assert stream_answer.status == 200 and stream_answer.is_complete
-            assert stream_answer.events[-1]["error"]["type"] == "server_error"
+            server.worker.die()
+            await until(lambda: not server.gateway.fleet.ready_links())
             assert (await server.request("GET", "/health")).status == 503
-            refused = await server.post("/v1/completions", {"prompt": "a"})
-            assert refused.status == 503 and int(refused.headers["retry-after"]) > 0
+            late, late_answer, _ = server.begin("POST", "/v1/completions", body)  # accepted, and waits
+            await until(lambda: server.gateway.fleet.num_waiting == 3)
+            server.script = says("xyz!")
+            await server.add_worker(0, 2)
+            await asyncio.wait_for(asyncio.gather(whole, stream, late), 5)
+            assert (await server.request("GET", "/health")).status == 200
+            for answer in (whole_answer, late_answer):
+                assert answer.status == 200 and answer.json["choices"][0]["text"] == "xyz!"
+                assert answer.json["choices"][0]["token_ids"] == ids("xyz!")
+                assert answer.json["usage"]["completion_tokens"] == 4
+            *events, done = stream_answer.events
+            assert [event["choices"][0]["text"] for event in events] == ["x", "y", "z", "!"] and done == "[DONE]"
+            known = [spec.known for spec in server.workers[1].specs]
+            assert known == [ids("x"), ids("x"), []]
+
+    run(test)
+
+
+def test_stop_strings_across_a_failover() -> None:
+    """What the client has decides, not what the new worker has said."""
+
+    async def test() -> None:
+        async with toy_server() as server:
+            text = ids("and the end")
+            body = {"prompt": "a", "max_tokens": 30, "stop": "the", "stream": True}
+            task, answer, _ = server.begin("POST", "/v1/completions", body)
+            await until(lambda: len(server.worker.specs) == 1)
+            id, cut = server.worker.specs[0].id, len(ids("and"))
+            server.worker.send(*(Output(id=id, index=i, token=token) for i, token in enumerate(text[:cut])))
+            await until(lambda: bool(answer.body))
+            server.script = lambda spec: text
+            second = await server.add_worker(1)
+            server.orchestrator.lose(server.worker)
+            await asyncio.wait_for(task, 5)
+            choices = [event["choices"][0] for event in answer.events[:-1]]
+            assert "".join(choice["text"] for choice in choices) == "and "
+            assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "the")
+            await until(lambda: second.cancelled == [id])
+
+    run(test)
+
+
+def test_a_client_that_leaves_while_its_stream_waits() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.worker.die()
+            await until(lambda: not server.gateway.fleet.ready_links())
+            task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
+            await until(lambda: server.gateway.fleet.num_waiting == 2)
+            gone.set()
+            await asyncio.wait_for(task, 5)
+            assert server.gateway.fleet.num_streams == 0
+            second = await server.add_worker(0, 2)
+            assert second.specs == []
+            assert 'finished_reason="abort",model_name="toy"} 2.0' in server.gateway.metrics.exposition().decode()
+
+    run(test)
+
+
+def test_shutting_down_ends_streams_that_wait() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.worker.die()
+            await until(lambda: not server.gateway.fleet.ready_links())
+            task, answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
+            await until(lambda: server.gateway.fleet.num_waiting == 1)
+            server.gateway.fleet.close(WorkerDied("shut down"))
+            await asyncio.wait_for(task, 5)
+            assert answer.status == 500 and answer.error["message"] == "shut down"
+
+    run(test)
+
+
+def test_tokens_of_a_cancelled_request_never_reach_the_next_one_with_its_id() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            headers = {"X-Request-Id": "mine"}
+            first, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a"}, headers)
+            await until(lambda: len(server.worker.specs) == 1)
+            gone.set()
+            await first
+            body = {"prompt": "a", "max_tokens": 1}
+            second, answer, _ = server.begin("POST", "/v1/completions", body, headers)
+            await until(lambda: len(server.worker.specs) == 2)
+            old, new = server.worker.specs
+            server.worker.send(Output(id=old.id, index=0, token=ids("x")[0], finish_reason="length"))
+            server.worker.send(Output(id=new.id, index=0, token=ids("y")[0], finish_reason="length"))
+            await second
+            assert answer.json["choices"][0]["text"] == "y" and answer.json["id"] == "cmpl-mine"
 
     run(test)
 
@@ -331,6 +417,7 @@ def test_not_ready_yet() -> None:
             for path in ("/health", "/ping", "/v1/models"):
                 answer = await server.request("GET", path)
                 assert answer.status == 503 and "retry-after" in answer.headers
+                assert "no worker has started yet" in answer.error["message"]
             assert (await server.post("/v1/completions", {"prompt": "a"})).status == 503
             assert (await server.request("GET", "/version")).status == 200
             assert (await server.request("GET", "/metrics")).status == 200
@@ -513,15 +600,15 @@ def test_events_are_a_ring_and_then_live() -> None:
     async def test() -> None:
         async with toy_server() as server:
             for pid in range(1500):
-                server.gateway.cluster.on_event(ProcessStarted(process="supervisor", child="x", child_pid=pid))
+                server.gateway.feed.publish(ProcessStarted(process="supervisor", child="x", child_pid=pid))
             task, answer, gone = server.begin("GET", "/events")
             await until(lambda: answer.body.count(b"\n\n") == 1000)
-            server.gateway.cluster.on_event(ProcessStarted(process="supervisor", child="x", child_pid=7777))
+            server.gateway.feed.publish(ProcessStarted(process="supervisor", child="x", child_pid=7777))
             await until(lambda: b'"child_pid":7777' in answer.body)
             assert answer.body.startswith(b'event: process_started\ndata: {"event":"process_started"')
             gone.set()
             await asyncio.wait_for(task, 5)
-            assert not server.gateway.cluster._readers
+            assert server.gateway.feed.num_readers == 0
 
     run(test)
 
@@ -529,13 +616,13 @@ def test_events_are_a_ring_and_then_live() -> None:
 def test_a_reader_of_events_that_does_not_read_is_dropped() -> None:
     async def test() -> None:
         async with toy_server() as server:
-            cluster = server.gateway.cluster
-            reader = cluster.open_reader()
+            feed = server.gateway.feed
+            reader = feed.open_reader()
             for _ in range(5000):
-                cluster.on_event(ProcessStarted(process="supervisor", child="x", child_pid=1))
+                feed.publish(ProcessStarted(process="supervisor", child="x", child_pid=1))
             assert await reader.take() is None
             assert len(reader._waiting) <= 2000
-            cluster.close_reader(reader)
+            feed.close_reader(reader)
 
     run(test)
 

@@ -4,8 +4,11 @@ import asyncio
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from everserve.gateway.metrics import Histogram
-from tests.unit.gateway_toy import QUEUED_S, toy_server
+from everserve.gateway.metrics import Histogram, RestartingCounter
+from everserve.tables.ids import Rank
+from everserve.tables.outputs import ExpertStats, Output
+from tests.unit.fleet_toy import engine_stats
+from tests.unit.gateway_toy import QUEUED_S, member, toy_server, until
 
 EXPECTED = {
     "vllm:num_requests_running": "gauge",
@@ -27,6 +30,12 @@ EXPECTED = {
     "everserve_workers": "gauge",
     "everserve_validity_violations": "gauge",
     "everserve_stale_messages": "counter",
+    "everserve_failovers": "counter",
+    "everserve_stall_seconds": "histogram",
+    "everserve_requests_queued": "gauge",
+    "everserve_requests_resumed": "counter",
+    "everserve_tokens_recomputed": "counter",
+    "everserve_replayed_rows": "counter",
 }
 
 
@@ -36,6 +45,14 @@ def test_buckets_are_cumulative() -> None:
         histogram.observe(value)
     assert histogram.cumulative() == [("1.0", 2.0), ("2.0", 3.0), ("+Inf", 4.0)]
     assert histogram.total == 102.0
+
+
+def test_a_counter_that_restarts_never_goes_back() -> None:
+    counter, totals = RestartingCounter(), []
+    for value in (0, 3, 5, 1, 1, 4, 0):
+        counter.update(value)
+        totals.append(counter.total)
+    assert totals == [0, 3, 5, 6, 6, 9, 9]
 
 
 def test_names_types_labels_and_counts() -> None:
@@ -64,3 +81,42 @@ def test_names_types_labels_and_counts() -> None:
         assert values["vllm:request_generation_tokens_sum", None] == 6
 
     asyncio.run(test())
+
+
+def test_what_losing_a_worker_has_cost() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "abcd", "max_tokens": 3})
+            await until(lambda: len(server.worker.specs) == 1)
+            id = server.worker.specs[0].id
+            second = await server.add_worker(1)
+            server.orchestrator.lose(server.worker, "hang")
+            await until(lambda: len(second.specs) == 1)
+            server.worker.send(Output(id=id, index=0, token=50))  # too late
+            second.send(Output(id=id, index=0, token=50))
+            stats = engine_stats(num_known_tokens=5, num_replayed_rows=6, num_stale=7)
+            second.send(Output(id=id, index=1, token=50), stats=stats)
+            expert_stats = {Rank(2): ExpertStats(num_stale=8, num_replayed_rows=6)}
+            server.orchestrator.publish(member(0), member(1), violations=("x",), expert_stats=expert_stats)
+            await until(lambda: server.gateway.cluster.epoch == 2)
+            await until(lambda: server.gateway.fleet.totals.num_stale == 1)
+            await until(lambda: server.gateway.fleet.stats(Rank(1)) == stats)
+            text = (await server.request("GET", "/metrics")).body.decode()
+            gone.set()
+            await task
+        for line in (
+            'everserve_failovers_total{cause="hang",role="attention"} 1.0',
+            'everserve_failovers_total{cause="crash",role="expert"} 0.0',
+            "everserve_stall_seconds_count 1.0",
+            "everserve_requests_resumed_total 1.0",
+            "everserve_requests_queued 0.0",
+            "everserve_tokens_recomputed_total 5.0",
+            "everserve_replayed_rows_total 6.0",
+            f"everserve_stale_messages_total {1 + 7 + 8}.0",
+            "everserve_epoch 2.0",
+            "everserve_validity_violations 1.0",
+            'everserve_workers{role="attention",state="ready"} 2.0',
+        ):
+            assert f"{line}\n" in text, line
+
+    asyncio.run(asyncio.wait_for(test(), 20))

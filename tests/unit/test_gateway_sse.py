@@ -2,7 +2,7 @@
 
 from everserve.gateway import sse
 from everserve.gateway.errors import HttpError
-from everserve.runtime.events import WorkerGone
+from everserve.runtime.events import WorkerExitedEvent
 
 
 def test_an_event_is_one_line_whatever_the_text() -> None:
@@ -18,7 +18,7 @@ def test_an_error_event_has_the_shape_of_an_error_response() -> None:
 
 
 def test_a_typed_event_names_its_type_twice() -> None:
-    event = WorkerGone(process="supervisor", rank=3, incarnation=1, exit_status=-9)
-    data = sse.named_event("worker_gone", event)
-    assert data.startswith(b'event: worker_gone\ndata: {"event":"worker_gone"')
+    event = WorkerExitedEvent(process="supervisor", rank=3, incarnation=1, exit_status=-9)
+    data = sse.named_event("worker_exited", event)
+    assert data.startswith(b'event: worker_exited\ndata: {"event":"worker_exited"')
     assert data.endswith(b"\n\n") and data.count(b"\n") == 3

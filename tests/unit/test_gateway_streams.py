@@ -1,35 +1,36 @@
-"""Exactly once, by token index."""
+"""Exactly once, by token index; and the line of those that wait."""
 
 import pytest
 
-from everserve.errors import EverserveError, WorkerDied
-from everserve.gateway.streams import StreamBroken, StreamTable
+from everserve.errors import RequestError
+from everserve.gateway.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams import Stream, StreamBroken, StreamTable
+from everserve.gateway.waiting import WaitingLine
+from everserve.tables.ids import Rank
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams
+from tests.unit.fleet_toy import Recorder
 
 
-class Recorder:
-    """A listener that writes everything down."""
+class Table:
+    """A table with some streams of 1 prompt token and 9 to come."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int | None] = []
-        self.errors: list[EverserveError] = []
-        self.raises: Exception | None = None
+    def __init__(self, *ids: str) -> None:
+        self.totals = FleetMetrics()
+        self.table = StreamTable(self.totals)
+        self.streams = [make_stream(id) for id in ids]
+        for stream in self.streams:
+            stream.link = object()  # type: ignore[assignment]
+            self.table.add(stream)
 
-    def on_output(self, output: Output, now_s: float) -> None:
-        if self.raises is not None:
-            raise self.raises
-        self.tokens.append(output.token)
-
-    def on_failure(self, error: EverserveError) -> None:
-        self.errors.append(error)
+    def recorders(self) -> list[Recorder]:
+        return [stream.listener for stream in self.streams]  # type: ignore[misc]
 
 
-def table_with(*ids: str) -> tuple[StreamTable, list[Recorder]]:
-    table, recorders = StreamTable(), [Recorder() for _ in ids]
-    for id, recorder in zip(ids, recorders, strict=True):
-        table.add(RequestSpec(id=id, prompt=[1], params=SamplingParams(max_tokens=9)), recorder)
-    return table, recorders
+def make_stream(id: str) -> Stream:
+    stream = Stream(RequestSpec(id=id, prompt=[1], params=SamplingParams(max_tokens=9)), Recorder())
+    stream.metrics = EngineMetrics()
+    return stream
 
 
 def token(id: str, index: int, finish: str | None = None) -> Output:
@@ -37,60 +38,111 @@ def token(id: str, index: int, finish: str | None = None) -> Output:
 
 
 def test_tokens_arrive_in_order_and_the_last_one_ends_the_stream() -> None:
-    table, (a, b) = table_with("a", "b")
-    table.deliver([token("a", 0), token("b", 0)], 0.0)
-    table.deliver([token("a", 1, "stop")], 0.0)
+    toy = Table("a", "b")
+    a, b = toy.recorders()
+    toy.table.deliver([token("a", 0), token("b", 0)], 0.0)
+    toy.table.deliver([token("a", 1, "stop")], 0.0)
     assert (a.tokens, b.tokens) == ([100, 101], [100])
-    assert "a" not in table and "b" in table
+    assert toy.streams[0].tokens == [100, 101], "what the client has is remembered"
+    assert "a" not in toy.table and "b" in toy.table
 
 
 def test_a_duplicate_is_dropped_and_counted() -> None:
-    table, (a,) = table_with("a")
-    table.deliver([token("a", 0), token("a", 0), token("a", 1), token("a", 0)], 0.0)
-    assert a.tokens == [100, 101]
-    assert (table.num_duplicates, table.num_gaps) == (2, 0)
+    toy = Table("a")
+    toy.table.deliver([token("a", 0), token("a", 0), token("a", 1), token("a", 0)], 0.0)
+    assert toy.recorders()[0].tokens == [100, 101]
+    assert toy.totals.num_stale == 2
 
 
 def test_a_gap_ends_the_stream_with_an_error() -> None:
-    table, (a, b) = table_with("a", "b")
-    broken = table.deliver([token("a", 0), token("a", 2), token("a", 3), token("b", 0)], 0.0)
+    toy = Table("a", "b")
+    a, b = toy.recorders()
+    broken = toy.table.deliver([token("a", 0), token("a", 2), token("a", 3), token("b", 0)], 0.0)
     assert broken == ["a"]  # the worker is told to stop
     assert a.tokens == [100] and b.tokens == [100]
     assert [type(error) for error in a.errors] == [StreamBroken]
-    assert table.num_gaps == 1 and "a" not in table
+    assert "a" not in toy.table and toy.totals.num_stale == 0
 
 
 def test_outputs_of_a_stream_that_nobody_waits_for_are_dropped() -> None:
-    table, (a,) = table_with("a")
-    assert table.remove("a")
-    assert not table.remove("a")
-    table.deliver([token("a", 0)], 0.0)
-    assert a.tokens == [] and table.num_duplicates == 0
+    toy = Table("a")
+    toy.table.remove(toy.streams[0])
+    toy.table.deliver([token("a", 0)], 0.0)
+    assert toy.recorders()[0].tokens == [] and toy.totals.num_stale == 0
 
 
 def test_an_output_without_a_token_takes_no_index() -> None:
     """max_tokens=0: the only message carries the prompt's logprobs."""
-    table, (a,) = table_with("a")
-    table.deliver([Output(id="a", index=0, token=None, finish_reason="length")], 0.0)
-    assert a.tokens == [None] and len(table) == 0
-
-
-def test_a_dead_worker_fails_every_stream_once() -> None:
-    table, (a, b) = table_with("a", "b")
-    table.fail_all(WorkerDied("gone"))
-    table.fail_all(WorkerDied("gone"))
-    assert len(a.errors) == len(b.errors) == 1 and len(table) == 0
+    toy = Table("a")
+    toy.table.deliver([Output(id="a", index=0, token=None, finish_reason="length")], 0.0)
+    assert toy.recorders()[0].tokens == [None] and len(toy.table) == 0
+    assert toy.table.num_owed == 0
 
 
 def test_a_bug_in_one_listener_costs_one_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    table, (a, b) = table_with("a", "b")
-    a.raises = ValueError("a bug")
-    assert table.deliver([token("a", 0), token("b", 0)], 0.0) == ["a"]
-    assert len(a.errors) == 1 and b.tokens == [100]
-    assert "a bug" in capsys.readouterr().err
+    for finish in (None, "stop"):
+        toy = Table("a", "b")
+        a, b = toy.recorders()
+        a.raises = ValueError("a bug")
+        assert toy.table.deliver([token("a", 0, finish), token("b", 0)], 0.0) == ["a"]
+        assert len(a.errors) == 1 and b.tokens == [100] and len(toy.table) == 1
+        assert "a bug" in capsys.readouterr().err
 
 
 def test_ids_are_unique() -> None:
-    table, _ = table_with("a")
+    toy = Table("a")
     with pytest.raises(AssertionError):
-        table.add(RequestSpec(id="a", prompt=[1], params=SamplingParams(max_tokens=1)), Recorder())
+        toy.table.add(make_stream("a"))
+
+
+def test_a_rejected_stream_is_the_clients_fault_only_before_its_first_token() -> None:
+    for is_server_fault, num_tokens, kind in (
+        (False, 0, RequestError),
+        (True, 0, StreamBroken),
+        (False, 1, StreamBroken),
+    ):
+        toy = Table("a")
+        toy.table.deliver([token("a", index) for index in range(num_tokens)], 0.0)
+        toy.table.reject("a", "no", is_server_fault)
+        toy.table.reject("a", "no", is_server_fault)
+        assert [type(error) for error in toy.recorders()[0].errors] == [kind]
+
+
+def test_owed_tokens_are_the_prompt_until_it_is_answered_and_what_is_still_to_come() -> None:
+    toy = Table("a", "b")
+    assert toy.table.num_owed == 2 * (1 + 9)
+    toy.table.deliver([token("a", 0)], 0.0)
+    assert toy.table.num_owed == 8 + 10
+    toy.table.deliver([token("a", 1)], 0.0)
+    assert toy.table.num_owed == 7 + 10
+    toy.table.remove(toy.streams[1])
+    assert toy.table.num_owed == 7
+    (a,) = toy.table.remove_all()
+    assert toy.table.num_owed == 0
+    toy.table.add(a)
+    assert toy.table.num_owed == (1 + 2) + 7, "known tokens are computed again"
+    toy.table.deliver([token("a", 2, "stop")], 0.0)
+    assert toy.table.num_owed == 0
+
+
+def lose(stream: Stream) -> Stream:
+    stream.mark_lost(Rank(0), 5.0)
+    return stream
+
+
+def test_the_line_is_in_order_with_lost_streams_in_front_and_siblings_together() -> None:
+    line = WaitingLine()
+    assert line.first() == [] and len(line) == 0
+    new, lost = [make_stream(f"n{i}") for i in range(3)], [lose(make_stream(f"l{i}")) for i in range(3)]
+    for i, stream in enumerate(new):
+        stream.group = i
+    for stream, group in zip(lost, (7, 8, 7), strict=True):
+        stream.group = group
+    for stream in (*new, *lost):
+        line.add(stream)
+    assert len(line) == 6
+    assert line.first() == [lost[0], lost[2]]
+    assert line.remove(lost[2]) and not line.remove(lost[2])
+    assert line.first() == [lost[0]]
+    assert line.remove_all() == [lost[0], lost[1], *new]
+    assert len(line) == 0 and line.first() == []

@@ -3,6 +3,7 @@
 serve.py    serve a model
 demo.py     the story in one terminal
 status.py   who is here, and is the instance valid
+kill.py     send a signal to a worker
 bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
 version.py  print the version
 """
@@ -25,9 +26,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
-    from everserve.cli import bench, demo, serve, status, version  # noqa: PLC0415 (each registers its command)
+    from everserve.cli import bench, demo, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
 
-    del bench, demo, serve, status, version
+    del bench, demo, kill, serve, status, version
     try:
         app()
     except UserError as error:

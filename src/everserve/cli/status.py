@@ -7,6 +7,7 @@ import httpx
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from everserve.cli import app
 from everserve.errors import ConfigError
@@ -22,7 +23,7 @@ def status(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what /cluster says.")] = False,
 ) -> None:
-    """Show workers, roles, epoch, validity and requests. Exit status 1 if the instance is not valid."""
+    """Show workers, roles, epoch, placement, validity and requests. Exit status 1 if the instance is not valid."""
     cluster = fetch_cluster(url, api_key)
     if as_json:
         typer.echo(json.dumps(cluster, indent=2))
@@ -34,34 +35,61 @@ def status(
 
 def fetch_cluster(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What /cluster says, or one line that says why nothing does."""
+    return ask("GET", f"{url}/cluster", api_key)
+
+
+def ask(method: str, url: str, api_key: str | None = None, body: object = None) -> dict[str, Any]:
+    """The JSON that a server answers, or one line that says why it does not."""
     keys = (api_key or "").split()  # the variable may hold all keys that `serve` accepts
     headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
-        response = httpx.get(f"{url}/cluster", headers=headers, timeout=5.0)
+        response = httpx.request(method, url, headers=headers, json=body, timeout=15.0)
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ConfigError(f"{url} wants an API key: see --api-key")
-        response.raise_for_status()
-        cluster: dict[str, Any] = response.json()
-        return cluster
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        answer = response.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"no answer from {url} ({error}): is the server running? see --url") from error
+    if not response.is_success or not isinstance(answer, dict):
+        raise ConfigError(f"{url} answered {response.status_code}: {_message(answer)}")
+    return answer
+
+
+def _message(answer: object) -> str:
+    """What an error's body says, if it is one of ours."""
+    match answer:
+        case {"error": {"message": str(message)}}:
+            return message
+    return "not an answer of Everserve"
 
 
 def _print(cluster: dict[str, Any]) -> None:
     console = Console()
-    verdict = "valid" if not cluster["violations"] else "NOT VALID: " + "; ".join(cluster["violations"])
+    verdict = "valid" if not cluster["violations"] else "NOT VALID"
     console.print(f"epoch {cluster['epoch']}, {verdict}", highlight=False)
-    table = Table("name", "rank", "incarnation", "pid", "roles", "state", "requests")
-    for process in cluster["processes"]:
-        table.add_row(process["name"], "", "", str(process["pid"]), "", "", "")
+    for violation in cluster["violations"]:
+        console.print(f"  violated: {violation}", highlight=False, markup=False)
+    for what in cluster["degraded"]:
+        console.print(f"  degraded: {what}", highlight=False, markup=False)
+    processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
+    console.print(f"processes: {processes}", highlight=False, markup=False)
+    table = Table("rank", "incarnation", "pid", "roles", "state", "slots", "requests", "KV cache", "note")
     for worker in cluster["workers"]:
-        table.add_row(
-            "worker",
-            str(worker["rank"]),
-            str(worker["incarnation"]),
-            str(worker["pid"]),
-            ", ".join(worker["roles"]),
-            worker["state"],
-            str(worker["requests"]),
-        )
+        table.add_row(*_cells(worker))
     console.print(table)
+
+
+def _cells(worker: dict[str, Any]) -> list[str | Text]:
+    """One row. Requests and KV belong to the attention role, slots to the expert role."""
+    has_kv, has_slots = "attention" in worker["roles"], bool(worker["slots"])
+    active, shadow = worker["slots"] - worker["shadow_slots"], worker["shadow_slots"]
+    return [
+        str(worker["rank"]),
+        str(worker["incarnation"]),
+        str(worker["pid"] or ""),
+        ", ".join(worker["roles"]),
+        worker["state"],
+        f"{active} + {shadow} shadow" if has_slots else "",
+        str(worker["requests"]) if has_kv else "",
+        f"{100 * worker['kv_cache_usage']:.0f} %" if has_kv else "",
+        Text(worker["note"]),
+    ]

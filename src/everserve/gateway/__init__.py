@@ -1,9 +1,10 @@
 """The gateway: HTTP on one side, workers on the other, and every token stream in between.
 
     __main__.py     the process: bootstrap, then one loop over the supervisor's messages
+    orchestrator.py the channel to the orchestrator: tables, lost workers, injected faults
     gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
     app.py          the FastAPI application: all routes, and how errors are answered
-    depends.py      what routes depend on: the gateway, an API key, a worker that is ready
+    depends.py      what routes depend on: the gateway, an API key, whether requests are taken, whether all is well
     http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON
     openapi.py      /openapi.json, from the routes and the structs they use
@@ -17,19 +18,24 @@
     models.py       /v1/models
     tokenize.py     /tokenize, /detokenize, /tokenizer_info
     health.py       /health, /ping, /version, /load, /metrics, /cluster, /events
-    cluster.py      who is here now, what happened, and what happens
+    faults.py       /cluster/fault
+    cluster.py      who is here now
+    feed.py         what happened, and what happens
 
     generation.py   the response to one client's request: its choices, the hand-off to the task that writes
     choices.py      one choice: tokens in, text out
-    streams.py      exactly once: the streams in flight at one worker, by token index
-    workers.py      channels to workers, and which worker gets the next stream
+    streams.py      exactly once: streams by token index, and those that run at one worker
+    links.py        the channel to one incarnation of one worker; fencing
+    fleet.py        all workers and all streams: which worker gets which stream, and what happens when it is lost
+    waiting.py      streams without a worker, in order
     tokenizer.py    the model's tokenizer and chat template; the only importer of transformers
     detokenizer.py  exact text, token by token
     stops.py        stop strings, across token boundaries
     logprobs.py     log probabilities in the shapes clients expect
     sse.py          server-sent events
-    metrics.py      Prometheus, under vLLM's names
+    metrics.py      what is counted and measured
+    exposition.py   /metrics: Prometheus, under vLLM's names
 
-A token's way: workers.py reads a StepOutput -> streams.py finds its stream and checks its index -> choices.py makes
+A token's way: links.py reads a StepOutput -> streams.py finds its stream and checks its index -> choices.py makes
 text of it -> completions.py or chat.py makes an event of that -> generation.py wakes the task that sends it.
 """

@@ -1,8 +1,9 @@
-"""The gateway process: `python -m everserve.gateway --control-fd N --listen-fd M`, started by the supervisor.
+"""The gateway process, started by the supervisor as `python -m everserve.gateway` with inherited descriptors.
 
     StartGateway -> load the tokenizer -> serve HTTP -> Ready -> handle the supervisor's messages until Shutdown
 
-The end of the control channel means that the supervisor is gone: the process ends at once. So does a second Shutdown.
+The end of the control channel means that the supervisor is gone: the process ends at once. The end of the
+orchestrator's channel is no reason to end anything (orchestrator.py).
 """
 
 import argparse
@@ -24,18 +25,21 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from everserve.errors import UserError, WorkerDied
 from everserve.gateway.app import create_app
 from everserve.gateway.errors import HttpError
+from everserve.gateway.feed import EventFeed
+from everserve.gateway.fleet import Fleet
 from everserve.gateway.gateway import Gateway
+from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import read_defaults
 from everserve.gateway.tokenizer import load_tokenizer
-from everserve.gateway.workers import Fleet
+from everserve.runtime import process
 from everserve.runtime.channel import AsyncChannel, ChannelClosed
-from everserve.runtime.events import BadBytes, EventLog
+from everserve.runtime.events import EventLog
 from everserve.runtime.messages import (
     AnyMessage,
     Attach,
-    ClusterChanged,
     EventHappened,
     Failed,
+    ProcessesChanged,
     Ready,
     Shutdown,
     StartGateway,
@@ -68,10 +72,10 @@ class GatewayProcess:
         if isinstance(message, Attach):
             sock = socket.socket(fileno=self._control.take_fd())
             self._gateway.fleet.attach(message.rank, message.incarnation, sock)
-        elif isinstance(message, ClusterChanged):
-            self._gateway.cluster.members = message.members
+        elif isinstance(message, ProcessesChanged):
+            self._gateway.cluster.processes = message.processes
         elif isinstance(message, EventHappened):
-            self._gateway.cluster.on_event(message.event)
+            self._gateway.feed.publish(message.event)
         elif isinstance(message, Shutdown):
             self._shut_down(message.grace_s)
         else:
@@ -92,7 +96,7 @@ class GatewayProcess:
         while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
         gateway.fleet.close(WorkerDied("The server was shut down before this request had finished."))
-        gateway.cluster.close()
+        gateway.feed.close()
         self._server.should_exit = True
 
 
@@ -117,13 +121,13 @@ class _HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-async def serve(control_fd: int, listen_fd: int) -> int:
+async def serve(control_fd: int, orchestrator_fd: int, listen_fd: int) -> int:
     """The whole life of the process; returns its exit status."""
     control = AsyncChannel(socket.socket(fileno=control_fd))
     start = await control.receive()
     assert isinstance(start, StartGateway), f"expected StartGateway, got {type(start).__name__}"
     try:
-        gateway = _build(start, control)
+        gateway = _build(start, socket.socket(fileno=orchestrator_fd))
     except UserError as error:
         control.send(Failed(reason=str(error), user_error=True))
         return 1
@@ -151,6 +155,9 @@ async def serve(control_fd: int, listen_fd: int) -> int:
         await asyncio.sleep(0.001)
     _freeze_garbage()
     control.send(Ready())
+    assert gateway.orchestrator is not None
+    listening = asyncio.create_task(gateway.orchestrator.run())
+    listening.add_done_callback(lambda task: task.cancelled() or task.result())  # what went wrong ends the process
     handling = asyncio.create_task(GatewayProcess(control, gateway, server).run())
     done, _ = await asyncio.wait((serving, handling), return_when=asyncio.FIRST_COMPLETED)
     for task in done:
@@ -158,15 +165,15 @@ async def serve(control_fd: int, listen_fd: int) -> int:
     return 0
 
 
-def _build(start: StartGateway, control: AsyncChannel) -> Gateway:
+def _build(start: StartGateway, orchestrator: socket.socket) -> Gateway:
     tokenizer = load_tokenizer(start.model, start.chat_template)
     defaults = read_defaults(start.model, tokenizer.eos_id)
-    events = EventLog("gateway", start.event_log, tell=lambda event: control.send(EventHappened(event=event)))
-    fleet = Fleet(
-        start.max_queue,
-        on_bad_bytes=lambda num_dropped: events.append(BadBytes(process="gateway", num_dropped=num_dropped)),
-    )
-    return Gateway(start, tokenizer, defaults, fleet)
+    feed = EventFeed()
+    events = EventLog("gateway", start.event_log, tell=feed.publish)
+    fleet = Fleet(start.max_queue, tell=events.append)
+    gateway = Gateway(start, tokenizer, defaults, fleet, feed)
+    gateway.orchestrator = OrchestratorLink(orchestrator, fleet, gateway.cluster, feed.publish)
+    return gateway
 
 
 def _freeze_garbage() -> None:
@@ -182,15 +189,18 @@ def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 def main() -> int:
-
     parser = argparse.ArgumentParser()
+    parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
+    parser.add_argument("--orchestrator-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
     arguments = parser.parse_args()
+    process.die_with(arguments.supervisor_pid)
+    process.set_name("es-gateway")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)
         try:
-            return runner.run(serve(arguments.control_fd, arguments.listen_fd))
+            return runner.run(serve(arguments.control_fd, arguments.orchestrator_fd, arguments.listen_fd))
         except ChannelClosed:
             return 1  # the supervisor went away before it had said what to do
 

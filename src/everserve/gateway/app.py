@@ -12,10 +12,12 @@ from starlette.responses import Response
 
 from everserve import __version__
 from everserve.errors import EverserveError
-from everserve.gateway import chat, completions, health, models, openapi, tokenize
+from everserve.gateway import chat, completions, faults, health, models, openapi, tokenize
 from everserve.gateway.errors import HttpError, from_exception
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import RequestIds
+
+_MODULES = (completions, chat, models, tokenize, health, faults)
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -27,7 +29,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         # One flat list, busiest first: include_router would search router by router, 20 to 50 us per request.
-        routes=[route for module in (completions, chat, models, tokenize, health) for route in module.router.routes],
+        routes=[route for module in _MODULES for route in module.router.routes],
         exception_handlers={
             HttpError: _on_http_error,
             EverserveError: _on_everserve_error,

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from everserve.gateway import sse
 from everserve.gateway.choices import Choice
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.generation import Generation
 from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import chat_logprobs
@@ -29,7 +29,7 @@ from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import Output
 
-router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _decoder = msgspec.json.Decoder(ChatRequest)
 
 
@@ -39,7 +39,7 @@ async def chat(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.find_room(request.n or 1)
+    gateway.fleet.check_room(request.n or 1)
     prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
     id = f"chatcmpl-{http_request.state.request_id}"
     renderer = ChatRenderer(id, model, request, gateway.tokenizer)

@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from everserve.errors import EverserveError
+from everserve.gateway.fleet import Fleet
 from everserve.gateway.logprobs import Scored
 from everserve.gateway.prompts import Prompt
 from everserve.gateway.protocol import GenerationRequest
 from everserve.gateway.responses import FinishReason
 from everserve.gateway.stops import StopMatcher, StopStrings
+from everserve.gateway.streams import Stream
 from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.gateway.workers import WorkerLink
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 
@@ -52,7 +53,7 @@ class Choice:
         index: int,
         spec: RequestSpec,
         prompt: Prompt,
-        link: WorkerLink,
+        fleet: Fleet,
         owner: ChoiceOwner,
         tokenizer: ModelTokenizer,
         options: TextOptions,
@@ -65,11 +66,11 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
         self.num_cached = 0
-        self.texts: list[str] = []  # these three are filled only where the whole answer is needed at the end
-        self.token_ids: list[int] = []
+        self.stream = Stream(spec, self)
+        self.texts: list[str] = []  # these two are filled only where the whole answer is needed at the end
         self.scored: list[Scored] = []
         self.next_offset = 0  # where the next token's text begins, for text_offset of streamed logprobs
-        self._link = link
+        self._fleet = fleet
         self._owner = owner
         self._options = options
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
@@ -78,14 +79,15 @@ class Choice:
         self._first_s = self._last_s = arrived_s
         self._has_ended = False
 
-    def submit(self) -> None:
-        self._link.submit(self.spec, self)
+    @property
+    def token_ids(self) -> list[int]:
+        return self.stream.tokens
 
     def cancel(self) -> None:
         """The client has gone. Nothing happens if the choice has ended."""
         if not self._has_ended:
             self._end("abort")
-            self._link.cancel(self.spec.id)
+            self._fleet.cancel(self.stream)
 
     def on_output(self, output: Output, now_s: float) -> None:
         """One token, exactly once and in order."""
@@ -102,7 +104,7 @@ class Choice:
             if self._stops.hit is not None:
                 self.finish_reason, self.stop_reason = "stop", self._stops.hit
                 if not is_last:
-                    self._link.cancel(self.spec.id)
+                    self._fleet.cancel(self.stream)
             elif is_last:
                 text += self._stops.flush()
         if self.finish_reason is not None:
@@ -120,12 +122,12 @@ class Choice:
         return self._detokenizer.push(output.token)
 
     def _measure(self, output: Output, now_s: float) -> None:
-        metrics = self._link.metrics
+        metrics = self.stream.metrics
         if output.index == 0:
             self._first_s = now_s
             self.num_cached = output.num_cached
             metrics.time_to_first_token_s.observe(now_s - self._arrived_s)
-            metrics.queue_s.observe(output.queued_s)
+            metrics.queue_s.observe(self.stream.waited_s + output.queued_s)
             metrics.num_prompt_tokens += len(self.spec.prompt)
         else:
             metrics.inter_token_latency_s.observe(now_s - self._last_s)
@@ -138,7 +140,7 @@ class Choice:
         if self._has_ended:
             return
         self._has_ended = True
-        metrics = self._link.metrics
+        metrics = self.stream.metrics
         metrics.num_finished[reason] += 1
         if reason in ("stop", "length"):
             metrics.latency_s.observe(self._last_s - self._arrived_s)

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from everserve.gateway import sse
 from everserve.gateway.choices import Choice
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.generation import Generation
 from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import Scored, completion_logprobs
@@ -21,7 +21,7 @@ from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import Output
 
-router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _decoder = msgspec.json.Decoder(CompletionRequest)
 
 
@@ -34,7 +34,7 @@ async def complete(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.find_room(num_prompts(request) * (request.n or 1))
+    gateway.fleet.check_room(num_prompts(request) * (request.n or 1))
     prompts = await completion_prompts(request, gateway.tokenizer, gateway.limits())
     echoed: list[str] = []
     if request.echo:

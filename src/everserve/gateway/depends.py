@@ -1,4 +1,4 @@
-"""What routes depend on: the gateway, an API key, a worker that can take requests."""
+"""What routes depend on: the gateway, an API key, whether requests are taken, whether all is well."""
 
 from typing import cast
 
@@ -19,5 +19,10 @@ async def check_serving(request: Request) -> None:
     gateway_of(request).check_serving()
 
 
+async def check_health(request: Request) -> None:
+    gateway_of(request).check_health()
+
+
 NEEDS_KEY = Depends(check_api_key)  # 401 without one, if keys are set
-NEEDS_WORKER = Depends(check_serving)  # 503 while no worker is ready, and while shutting down
+NEEDS_LIMITS = Depends(check_serving)  # 503 until a worker has told what the model can do, and while shutting down
+NEEDS_HEALTH = Depends(check_health)  # 503 while requests would have to wait, too

@@ -7,10 +7,12 @@ import time
 from everserve.errors import OverloadedError
 from everserve.gateway.cluster import Cluster
 from everserve.gateway.errors import HttpError
-from everserve.gateway.metrics import Metrics
+from everserve.gateway.exposition import Metrics
+from everserve.gateway.feed import EventFeed
+from everserve.gateway.fleet import Fleet
+from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
 from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.gateway.workers import Fleet
 from everserve.runtime.messages import StartGateway
 
 
@@ -18,13 +20,20 @@ class Gateway:
     """The state of the process. One thread, one event loop: nothing here is locked."""
 
     def __init__(
-        self, settings: StartGateway, tokenizer: ModelTokenizer, defaults: GenerationDefaults, fleet: Fleet
+        self,
+        settings: StartGateway,
+        tokenizer: ModelTokenizer,
+        defaults: GenerationDefaults,
+        fleet: Fleet,
+        feed: EventFeed,
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.fleet = fleet
+        self.feed = feed
         self.cluster = Cluster(fleet)
+        self.orchestrator: OrchestratorLink | None = None
         self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
@@ -34,11 +43,19 @@ class Gateway:
         self._numbers = itertools.count(1)
 
     def check_serving(self) -> None:
-        """Raise unless new requests can be taken."""
+        """Raise unless new requests are taken: at once, or as soon as a worker is there again."""
         if self.is_draining:
             raise OverloadedError("The server is shutting down.", retry_after_s=5)
+        if self.fleet.limits is None:
+            raise OverloadedError("The server is not ready: no worker has started yet.", retry_after_s=5)
+
+    def check_health(self) -> None:
+        """Raise unless new requests are taken and would run now."""
+        self.check_serving()
         if not self.fleet.ready_links():
-            raise OverloadedError("The server is not ready: no worker can take requests.", retry_after_s=5)
+            raise OverloadedError("No attention worker is ready: requests wait.", retry_after_s=5)
+        if violations := self.cluster.violations():
+            raise OverloadedError(f"The cluster is not valid: {'; '.join(violations)}.", retry_after_s=5)
 
     def check_api_key(self, authorization: str | None) -> None:
         """`Authorization: Bearer KEY`, if keys are set. Compared in constant time."""
@@ -66,17 +83,16 @@ class Gateway:
         return name
 
     def limits(self) -> Limits:
-        """What any ready worker can do."""
+        """What this server and its model can do."""
         self.check_serving()
-        links = self.fleet.ready_links()
+        assert self.fleet.limits is not None
         return Limits(
-            max_total_tokens=min(link.max_total_tokens for link in links),
-            vocab_size=min(link.ready.vocab_size for link in links if link.ready is not None),
+            max_total_tokens=self.fleet.limits.max_total_tokens,
+            vocab_size=self.fleet.limits.vocab_size,
             max_logprobs=self.settings.max_logprobs,
         )
 
-    def unique_stream_id(self, wanted: str) -> str:
-        """The wanted id, or a variation of it if a stream of that name is running (a client reused its request id)."""
-        while self.fleet.is_running(wanted):
-            wanted = f"{wanted}.{next(self._numbers)}"
-        return wanted
+    def stream_id(self, wanted: str) -> str:
+        """A name that no stream ever had. Clients reuse their request ids, and a worker may still send tokens of a
+        stream that was cancelled."""
+        return f"{wanted}.{next(self._numbers)}"

@@ -99,8 +99,6 @@ class Generation(sse.EventStream):
             self._wake()
             return
         choice.texts.append(text)
-        if output.token is not None:
-            choice.token_ids.append(output.token)
         if output.prompt_logprobs is not None:
             choice.scored.extend(zip(choice.prompt.ids, output.prompt_logprobs, strict=True))
         if output.token is not None and output.logprobs is not None:
@@ -118,7 +116,7 @@ class Generation(sse.EventStream):
         """Make a stream of each choice of each prompt, and submit them together or not at all."""
         gateway, request = self._gateway, self._request
         num_choices = request.n or 1
-        link = gateway.fleet.find_room(len(self._prompts) * num_choices)
+        gateway.fleet.check_room(len(self._prompts) * num_choices)
         limits = gateway.limits()
         text_options = TextOptions.of(request)
         seed = gateway.seeds.for_request(request)
@@ -129,7 +127,7 @@ class Generation(sse.EventStream):
             for i in range(num_choices):
                 index = len(choices)
                 spec = RequestSpec(
-                    id=gateway.unique_stream_id(f"{self._id}-{index}"),
+                    id=gateway.stream_id(f"{self._id}-{index}"),
                     prompt=prompt.ids,
                     params=msgspec.structs.replace(params, seed=choice_seed(seed, i)),
                 )
@@ -138,7 +136,7 @@ class Generation(sse.EventStream):
                         index=index,
                         spec=spec,
                         prompt=prompt,
-                        link=link,
+                        fleet=gateway.fleet,
                         owner=self,
                         tokenizer=gateway.tokenizer,
                         options=text_options,
@@ -146,8 +144,8 @@ class Generation(sse.EventStream):
                     )
                 )
         self._choices, self._num_open = choices, len(choices)
-        for choice in choices:
-            choice.submit()
+        for start in range(0, len(choices), num_choices):
+            gateway.fleet.submit([choice.stream for choice in choices[start : start + num_choices]])
 
     async def _whole(self) -> msgspec.Struct | None:
         """The whole answer; None if the client has left."""

@@ -5,8 +5,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
 from everserve import __version__
-from everserve.gateway.cluster import EventsResponse
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.depends import NEEDS_HEALTH, NEEDS_KEY, gateway_of
+from everserve.gateway.feed import EventsResponse
 from everserve.gateway.http import JsonResponse
 from everserve.gateway.openapi import describe
 from everserve.gateway.responses import ClusterView, ServerLoad, Version
@@ -15,10 +15,10 @@ router = APIRouter()
 _TEXT = describe("text/plain")
 
 
-@router.get("/health", dependencies=[NEEDS_WORKER], openapi_extra=_TEXT)
-@router.api_route("/ping", methods=["GET", "POST"], dependencies=[NEEDS_WORKER], openapi_extra=_TEXT)
+@router.get("/health", dependencies=[NEEDS_HEALTH], openapi_extra=_TEXT)
+@router.api_route("/ping", methods=["GET", "POST"], dependencies=[NEEDS_HEALTH], openapi_extra=_TEXT)
 async def health(request: Request) -> Response:
-    """200 if requests are taken, otherwise 503."""
+    """200 if requests are taken and run, otherwise 503 and why."""
     return PlainTextResponse()
 
 
@@ -47,4 +47,4 @@ async def cluster(request: Request) -> Response:
 @router.get("/events", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))
 async def events(request: Request) -> Response:
     """What happened, and what happens."""
-    return EventsResponse(gateway_of(request).cluster)
+    return EventsResponse(gateway_of(request).feed)

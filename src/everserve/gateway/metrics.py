@@ -1,22 +1,14 @@
-"""Prometheus metrics under vLLM's names, labels and buckets.
+"""What is counted and measured, with vLLM's buckets.
 
-Observations are plain additions, because some are made for every token; Prometheus' own objects are built only when
-somebody scrapes.
+Observations are plain additions, because some are made for every token; exposition.py makes Prometheus' text of them
+when somebody asks.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections import Counter
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.process_collector import ProcessCollector
-from prometheus_client.registry import Collector
-
+from everserve.tables.ids import Role
 from everserve.tables.outputs import EngineStats
-
-if TYPE_CHECKING:
-    from everserve.gateway.gateway import Gateway
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -31,7 +23,15 @@ _REQUEST_S = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+_STALL_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
 FINISH_REASONS = ("stop", "length", "abort", "error")
+ENGINE_COUNTERS = (
+    *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
+    "num_stale",
+)
 
 
 class Histogram:
@@ -73,108 +73,40 @@ class EngineMetrics:
         self.decode_s = Histogram(_REQUEST_S)
         self.prompt_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
-        self.num_duplicates = 0  # of incarnations that are gone
+        self._past: Counter[str] = Counter()  # counters of the engines of incarnations that are gone
+
+    def add_past(self, stats: EngineStats) -> None:
+        """An incarnation is gone; its engine's counters go on from here."""
+        self._past.update({field: getattr(stats, field) for field in ENGINE_COUNTERS})
+
+    def total(self, field: str, now: EngineStats | None) -> int:
+        """One of the engines' counters, over all incarnations."""
+        return self._past[field] + (getattr(now, field) if now is not None else 0)
 
 
-_HISTOGRAMS = (
-    ("time_to_first_token_s", "time_to_first_token_seconds", "Time from arrival to the first token."),
-    ("inter_token_latency_s", "inter_token_latency_seconds", "Time between two tokens of a stream."),
-    (
-        "mean_token_s",
-        "request_time_per_output_token_seconds",
-        "Mean time per token after the first, by request.",
-    ),
-    ("queue_s", "request_queue_time_seconds", "Time a stream waited before it was first scheduled."),
-    ("latency_s", "e2e_request_latency_seconds", "Time from arrival to the end of a stream."),
-    ("decode_s", "request_decode_time_seconds", "Time from the first to the last token of a stream."),
-    ("prompt_tokens", "request_prompt_tokens", "Prompt tokens by request."),
-    ("generation_tokens", "request_generation_tokens", "Generated tokens by request."),
-)
-_ENGINE_GAUGES = (
-    ("num_running", "num_requests_running", "Streams in the running batch."),
-    ("num_waiting", "num_requests_waiting", "Streams waiting to run."),
-    ("kv_usage", "kv_cache_usage_perc", "KV cache usage; 1 means full."),
-)
-_ENGINE_COUNTERS = (
-    ("num_preemptions", "num_preemptions", "Streams that gave their KV blocks back."),
-    ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-)
-_IDLE = EngineStats(
-    num_running=0,
-    num_waiting=0,
-    kv_usage=0.0,
-    num_steps=0,
-    num_preemptions=0,
-    num_prompt_tokens=0,
-    num_generated_tokens=0,
-    prefix_cache_queries=0,
-    prefix_cache_hits=0,
-)
+class FleetMetrics:
+    """What the gateway saw of the fleet as a whole."""
+
+    def __init__(self) -> None:
+        self.num_resumed = 0  # streams that were given to another worker
+        self.num_stale = 0  # outputs that clients had already; messages of workers that were declared gone
+        self.stall_s = Histogram(_STALL_S)
+        self.failovers: Counter[tuple[str, str]] = Counter()  # by role and cause, from 0 for those that are expected
+        self.failovers.update({(role.value, cause): 0 for role in Role for cause in ("crash", "hang", "exit")})
 
 
-class Metrics(Collector):
-    """Everything that `/metrics` shows."""
+class RestartingCounter:
+    """A process' counter, which begins at 0 whenever the process is replaced, as one that never goes back."""
 
-    def __init__(self, gateway: "Gateway") -> None:
-        self._gateway = gateway
-        self._model = gateway.settings.served_model_names[0]
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
+    def __init__(self) -> None:
+        self._past = 0
+        self._last = 0
 
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
+    @property
+    def total(self) -> int:
+        return self._past + self._last
 
-    def collect(self) -> Iterator[Metric]:
-        yield from self._engines()
-        yield from self._cluster()
-
-    def _engines(self) -> Iterator[Metric]:
-        labels = ["model_name", "engine"]
-        fleet = self._gateway.fleet
-        engines = {str(rank): engine for rank, engine in fleet.engines.items()}
-        stats = {str(rank): fleet.stats(rank) or _IDLE for rank in fleet.engines}
-        for field, name, text in _ENGINE_GAUGES:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-            for rank in engines:
-                gauge.add_metric([self._model, rank], getattr(stats[rank], field))
-            yield gauge
-        for field, name, text in _ENGINE_COUNTERS:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
-            for rank in engines:
-                counter.add_metric([self._model, rank], getattr(stats[rank], field))
-            yield counter
-        prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens processed.", labels=labels)
-        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=labels)
-        success = CounterMetricFamily("vllm:request_success", "Ended streams.", labels=[*labels, "finished_reason"])
-        for rank, engine in engines.items():
-            prompt.add_metric([self._model, rank], engine.num_prompt_tokens)
-            generated.add_metric([self._model, rank], engine.num_generation_tokens)
-            for reason, count in engine.num_finished.items():
-                success.add_metric([self._model, rank, reason], count)
-        yield from (prompt, generated, success)
-        for field, name, text in _HISTOGRAMS:
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
-            for rank, engine in engines.items():
-                histogram: Histogram = getattr(engine, field)
-                family.add_metric([self._model, rank], buckets=histogram.cumulative(), sum_value=histogram.total)
-            yield family
-
-    def _cluster(self) -> Iterator[Metric]:
-        cluster = self._gateway.cluster
-        yield GaugeMetricFamily("everserve_epoch", "Version of the membership table.", value=cluster.epoch)
-        yield GaugeMetricFamily(
-            "everserve_validity_violations",
-            "Reasons why the instance cannot serve as it is.",
-            value=len(cluster.violations()),
-        )
-        workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
-        for (role, state), count in cluster.count_workers().items():
-            workers.add_metric([role, state], count)
-        yield workers
-        yield CounterMetricFamily(
-            "everserve_stale_messages",
-            "Outputs dropped because the client had them already, or because a newer incarnation took the seat.",
-            value=self._gateway.fleet.num_stale,
-        )
+    def update(self, value: int) -> None:
+        if value < self._last:
+            self._past += self._last
+        self._last = value

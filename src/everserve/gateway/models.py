@@ -5,13 +5,13 @@ from pathlib import Path
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import JsonResponse
 from everserve.gateway.openapi import describe
 from everserve.gateway.responses import Model, ModelList
 
-router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 
 
 @router.get("/v1/models", openapi_extra=describe(ModelList))

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER
+from everserve.gateway.depends import NEEDS_HEALTH, NEEDS_KEY, NEEDS_LIMITS
 from everserve.gateway.errors import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -20,12 +20,16 @@ _TO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
 def describe(
-    response: Any, *, request: type[msgspec.Struct] | None = None, stream: type[msgspec.Struct] | None = None
+    response: Any,
+    *,
+    request: type[msgspec.Struct] | None = None,
+    stream: type[msgspec.Struct] | None = None,
+    errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """A route's `openapi_extra`, with the schemas that it refers to under "components".
 
     `response` is the type of a 200's JSON, or the media type of a body that is not JSON; `stream` is the type of one
-    event, where the client may ask for a stream.
+    event, where the client may ask for a stream; `errors` are statuses that no other route has.
     """
     components: dict[str, Any] = {}
 
@@ -38,15 +42,15 @@ def describe(
         content: dict[str, Any] = {response: {"schema": {"type": "string"}}}
     else:
         content = {"application/json": {"schema": schema(response)}}
-    errors = [400]
+    statuses = [400, *errors]
     if stream is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(schema(stream))}
-        errors += [500]
+        statuses += [500]
     extra: dict[str, Any] = {"components": components, "responses": {"200": {"description": "OK", "content": content}}}
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema(request)}}}
-        errors += [404, 413]
-    extra["responses"].update(_errors(errors))
+        statuses += [404, 413]
+    extra["responses"].update(_errors(statuses))
     return extra
 
 
@@ -88,7 +92,7 @@ def _operation(route: APIRoute, method: str, has_api_keys: bool) -> dict[str, An
         errors = [404]
     if is_guarded:
         errors.append(401)
-    if NEEDS_WORKER in route.dependencies:
+    if NEEDS_LIMITS in route.dependencies or NEEDS_HEALTH in route.dependencies:
         errors.append(503)
     responses = {**route.openapi_extra["responses"], **_errors(errors)}
     operation: dict[str, Any] = {

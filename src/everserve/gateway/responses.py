@@ -1,6 +1,6 @@
 """Response bodies. Fields that are UNSET do not appear at all."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -159,8 +159,9 @@ class WorkerView(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     kv_cache_usage: float
-    slots: list[Any] | UnsetType = UNSET
-    shadow_slots: list[Any] | UnsetType = UNSET
+    slots: int  # places for experts, per layer, shadows included
+    shadow_slots: int
+    note: str  # what an operator should know
 
 
 class ProcessView(msgspec.Struct, kw_only=True):
@@ -176,3 +177,12 @@ class ClusterView(msgspec.Struct, kw_only=True):
     degraded: list[str]
     processes: list[ProcessView]
     workers: list[WorkerView]
+
+
+class FaultView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/fault`: who got the signal."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    signal: str

@@ -1,19 +1,26 @@
-"""Exactly once: the streams in flight at one worker, by token index.
+"""Exactly once: a client's token streams, by token index.
 
-    submitted -> token 0 -> token 1 -> ... -> finished        (or failed, or cancelled, at any point)
+    waiting --bind--> running --> token 0 --> token 1 --> ... --> finished     (or failed, or cancelled, at any point)
+       ^-----its worker is lost-----'
 
-A listener sees every token of its stream once and in order. An output that was delivered before is dropped and
-counted. A gap means that a token is lost: the stream fails, because what follows would be a lie. Outputs for streams
-that are no longer in the table (cancelled, finished by a stop string) are late, not wrong: they are dropped.
+A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
+elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
+and counted. A gap means that a token is lost: the stream fails, because what follows would be a lie. Outputs for
+streams that are no longer in the table (cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
 
 import sys
 import traceback
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from everserve.errors import EverserveError, WorkerDied
+from everserve.errors import EverserveError, RequestError
+from everserve.gateway.metrics import EngineMetrics, FleetMetrics
+from everserve.tables.ids import Rank
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
+
+if TYPE_CHECKING:
+    from everserve.gateway.links import WorkerLink
 
 
 class Listener(Protocol):
@@ -28,21 +35,46 @@ class StreamBroken(EverserveError):
     """One stream cannot go on and it is our fault; a new request may work."""
 
 
-class _Stream:
-    __slots__ = ("listener", "next_index")
+class Stream:
+    """One token stream, from its client's request to its end."""
 
-    def __init__(self, listener: Listener) -> None:
+    __slots__ = (
+        *("group", "link", "listener", "lost_rank", "lost_s", "metrics", "num_unanswered", "spec", "submitted_s"),
+        *("tokens", "waited_s"),
+    )
+
+    def __init__(self, spec: RequestSpec, listener: Listener) -> None:
+        self.spec = spec
         self.listener = listener
-        self.next_index = 0
+        self.tokens: list[int] = []  # what the client has
+        self.group = 0  # siblings have the same number
+        self.link: WorkerLink | None = None  # None while it waits, and after its end
+        self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; the fleet's business
+        self.num_unanswered = 0  # tokens that its worker must compute before the next output
+        self.submitted_s = 0.0
+        self.waited_s = 0.0  # before it was given to its first worker
+        self.lost_s: float | None = None  # when it lost its worker; None once it goes on
+        self.lost_rank: Rank | None = None
+
+    @property
+    def num_owed(self) -> int:
+        """How many tokens its worker has still to compute, at most."""
+        return self.num_unanswered + self.spec.params.max_tokens - len(self.tokens)
+
+    def mark_lost(self, rank: Rank, now_s: float) -> None:
+        """Its worker is gone. A second loss before it went on belongs to the same stall."""
+        self.lost_rank = rank
+        if self.lost_s is None:
+            self.lost_s = now_s
 
 
 class StreamTable:
-    """The streams in flight at one worker."""
+    """The streams that run at one worker, and how much work they are."""
 
-    def __init__(self) -> None:
-        self._streams: dict[str, _Stream] = {}
-        self.num_duplicates = 0
-        self.num_gaps = 0
+    def __init__(self, totals: FleetMetrics) -> None:
+        self.num_owed = 0  # tokens still to compute, over all streams
+        self._streams: dict[str, Stream] = {}
+        self._totals = totals
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -50,13 +82,24 @@ class StreamTable:
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._streams
 
-    def add(self, spec: RequestSpec, listener: Listener) -> None:
-        assert spec.id not in self._streams, f"two streams with the id {spec.id}"
-        self._streams[spec.id] = _Stream(listener)
+    def add(self, stream: Stream) -> None:
+        assert stream.spec.id not in self._streams, f"two streams with the id {stream.spec.id}"
+        stream.num_unanswered = len(stream.spec.prompt) + len(stream.tokens)
+        self.num_owed += stream.num_owed
+        self._streams[stream.spec.id] = stream
 
-    def remove(self, stream_id: str) -> bool:
-        """Nobody listens any more. False if the stream had ended already."""
-        return self._streams.pop(stream_id, None) is not None
+    def remove(self, stream: Stream) -> None:
+        """It ends here: finished, failed, cancelled or lost."""
+        del self._streams[stream.spec.id]
+        self.num_owed -= stream.num_owed
+        stream.link = None
+
+    def remove_all(self) -> list[Stream]:
+        """Every stream, oldest first: the worker is gone."""
+        streams = list(self._streams.values())
+        for stream in streams:
+            self.remove(stream)
+        return streams
 
     def deliver(self, outputs: list[Output], now_s: float) -> list[str]:
         """Hand each output to its listener, or drop it. Returns the streams that broke; the worker may forget them."""
@@ -65,34 +108,49 @@ class StreamTable:
             stream = self._streams.get(output.id)
             if stream is None:
                 continue  # late
-            if output.index < stream.next_index:
-                self.num_duplicates += 1
-                continue
-            if output.index > stream.next_index:
-                self.num_gaps += 1
+            tokens, token = stream.tokens, output.token
+            if output.index != len(tokens):
+                if output.index < len(tokens):
+                    self._totals.num_stale += 1
+                    continue
                 broken.append(output.id)
-                self.fail(output.id, StreamBroken(f"Token {stream.next_index} of this stream was lost."))
+                self.fail(output.id, StreamBroken(f"Token {len(tokens)} of this stream was lost."))
                 continue
-            if output.token is not None:
-                stream.next_index += 1
+            if stream.num_unanswered:
+                self._note_answer(stream, now_s)
+            if token is not None:
+                tokens.append(token)
+                self.num_owed -= 1
             if output.finish_reason is not None:
-                del self._streams[output.id]
+                self.remove(stream)
             try:
                 stream.listener.on_output(output, now_s)
             except Exception:  # our own bug: it costs this stream, not the others in this step
                 traceback.print_exc(file=sys.stderr)
                 broken.append(output.id)
-                self._streams.pop(output.id, None)
+                if stream.link is not None:
+                    self.remove(stream)
                 stream.listener.on_failure(StreamBroken("Internal server error."))
         return broken
 
     def fail(self, stream_id: str, error: EverserveError) -> None:
         """End one stream with an error; nothing happens if it has ended."""
-        stream = self._streams.pop(stream_id, None)
+        stream = self._streams.get(stream_id)
         if stream is not None:
+            self.remove(stream)
             stream.listener.on_failure(error)
 
-    def fail_all(self, error: WorkerDied) -> None:
-        """The worker is gone."""
-        for stream_id in list(self._streams):
-            self.fail(stream_id, error)
+    def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
+        """The worker will not run it. Once a client has tokens, its request cannot be what is wrong."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            error = StreamBroken if is_server_fault or stream.tokens else RequestError
+            self.fail(stream_id, error(reason))
+
+    def _note_answer(self, stream: Stream, now_s: float) -> None:
+        """The first output from this worker: everything that was given is computed, and a stall is over."""
+        self.num_owed -= stream.num_unanswered
+        stream.num_unanswered = 0
+        if stream.lost_s is not None:
+            self._totals.stall_s.observe(now_s - stream.lost_s)
+            stream.lost_s = None

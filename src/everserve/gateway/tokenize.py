@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from everserve.errors import RequestError
-from everserve.gateway.depends import NEEDS_KEY, NEEDS_WORKER, gateway_of
+from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.http import JsonResponse, read_json
 from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import chat_prompt
@@ -15,7 +15,7 @@ from everserve.gateway.protocol import DetokenizeRequest, TokenizeRequest
 from everserve.gateway.responses import DetokenizeResponse, TokenizeResponse
 from everserve.gateway.sampling import check_token_ids
 
-router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_WORKER])
+router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _MAX_CHARACTERS = 1 << 20  # about a second of work; more only if the model itself can read more

@@ -1,0 +1,147 @@
+"""`/metrics`: Prometheus' text, under vLLM's names and labels where vLLM has the same thing."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from everserve.gateway.metrics import Histogram
+
+if TYPE_CHECKING:
+    from everserve.gateway.gateway import Gateway
+
+_HISTOGRAMS = (
+    ("time_to_first_token_s", "time_to_first_token_seconds", "Time from arrival to the first token."),
+    ("inter_token_latency_s", "inter_token_latency_seconds", "Time between two tokens of a stream."),
+    (
+        "mean_token_s",
+        "request_time_per_output_token_seconds",
+        "Mean time per token after the first, by request.",
+    ),
+    ("queue_s", "request_queue_time_seconds", "Time a stream waited before it was first scheduled."),
+    ("latency_s", "e2e_request_latency_seconds", "Time from arrival to the end of a stream."),
+    ("decode_s", "request_decode_time_seconds", "Time from the first to the last token of a stream."),
+    ("prompt_tokens", "request_prompt_tokens", "Prompt tokens by request."),
+    ("generation_tokens", "request_generation_tokens", "Generated tokens by request."),
+)
+_ENGINE_GAUGES = (
+    ("num_running", "num_requests_running", "Streams in the running batch."),
+    ("num_waiting", "num_requests_waiting", "Streams waiting to run."),
+    ("kv_usage", "kv_cache_usage_perc", "KV cache usage; 1 means full."),
+)
+_ENGINE_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "Streams that gave their KV blocks back."),
+    ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+)
+
+
+class Metrics(Collector):
+    """Everything that `/metrics` shows."""
+
+    def __init__(self, gateway: "Gateway") -> None:
+        self._gateway = gateway
+        self._model = gateway.settings.served_model_names[0]
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engines()
+        yield from self._cluster()
+        yield from self._survival()
+
+    def _engines(self) -> Iterator[Metric]:
+        labels = ["model_name", "engine"]
+        fleet = self._gateway.fleet
+        engines = {str(rank): engine for rank, engine in fleet.engines.items()}
+        stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
+        for field, name, text in _ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank in engines:
+                gauge.add_metric([self._model, rank], getattr(stats[rank], field, 0))
+            yield gauge
+        for field, name, text in _ENGINE_COUNTERS:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank, engine in engines.items():
+                counter.add_metric([self._model, rank], engine.total(field, stats[rank]))
+            yield counter
+        prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens processed.", labels=labels)
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=labels)
+        success = CounterMetricFamily("vllm:request_success", "Ended streams.", labels=[*labels, "finished_reason"])
+        for rank, engine in engines.items():
+            prompt.add_metric([self._model, rank], engine.num_prompt_tokens)
+            generated.add_metric([self._model, rank], engine.num_generation_tokens)
+            for reason, count in engine.num_finished.items():
+                success.add_metric([self._model, rank, reason], count)
+        yield from (prompt, generated, success)
+        for field, name, text in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank, engine in engines.items():
+                histogram: Histogram = getattr(engine, field)
+                family.add_metric([self._model, rank], buckets=histogram.cumulative(), sum_value=histogram.total)
+            yield family
+
+    def _cluster(self) -> Iterator[Metric]:
+        cluster = self._gateway.cluster
+        yield GaugeMetricFamily("everserve_epoch", "Version of the cluster's tables.", value=cluster.epoch)
+        yield GaugeMetricFamily(
+            "everserve_validity_violations",
+            "Reasons why the instance cannot serve as it is.",
+            value=len(cluster.violations()),
+        )
+        yield GaugeMetricFamily(
+            "everserve_degraded_experts",
+            "Experts, over all layers, that nobody can compute now; streams that need them wait.",
+            value=cluster.num_experts_without_place,
+        )
+        workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
+        for (role, state), count in cluster.count_workers().items():
+            workers.add_metric([role, state], count)
+        yield workers
+
+    def _survival(self) -> Iterator[Metric]:
+        """What losing workers has cost."""
+        fleet = self._gateway.fleet
+        totals = fleet.totals
+        failovers = CounterMetricFamily("everserve_failovers", "Workers that were lost.", labels=["role", "cause"])
+        for (role, cause), count in totals.failovers.items():
+            failovers.add_metric([role, cause], count)
+        yield failovers
+        yield HistogramMetricFamily(
+            "everserve_stall_seconds",
+            "Time from noticing that a stream's worker is lost to the stream's next token.",
+            buckets=totals.stall_s.cumulative(),
+            sum_value=totals.stall_s.total,
+        )
+        yield GaugeMetricFamily(
+            "everserve_requests_queued", "Streams that wait in the gateway for a worker.", value=fleet.num_waiting
+        )
+        yield CounterMetricFamily(
+            "everserve_requests_resumed", "Streams that were given to another worker.", value=totals.num_resumed
+        )
+        yield CounterMetricFamily(
+            "everserve_tokens_recomputed",
+            "Tokens of resumed streams that were computed a second time.",
+            value=self._engine_total("num_known_tokens"),
+        )
+        yield CounterMetricFamily(
+            "everserve_replayed_rows",
+            "Rows sent to another expert worker because the first did not answer.",
+            value=self._engine_total("num_replayed_rows"),
+        )
+        yield CounterMetricFamily(
+            "everserve_stale_messages",
+            "Dropped because their sender is no longer trusted, or because they had been received before.",
+            value=totals.num_stale + self._engine_total("num_stale") + self._gateway.cluster.num_stale_elsewhere,
+        )
+
+    def _engine_total(self, field: str) -> int:
+        fleet = self._gateway.fleet
+        return sum(engine.total(field, fleet.stats(rank)) for rank, engine in fleet.engines.items())

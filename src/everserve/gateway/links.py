@@ -1,0 +1,153 @@
+"""The channel to one worker: streams out, tokens in.
+
+    attached --WorkerReady--> ready --EOF--> closed
+        '--------fence--------> fenced --EOF--> closed
+
+A *fenced* link belongs to an incarnation that was declared gone but whose process may still run: it may be stopped, and
+wake up later. It is read until its end so that what it says can be counted, and nothing of that is used.
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from everserve.errors import ProtocolError
+from everserve.gateway.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams import Stream, StreamTable
+from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.messages import AnyMessage, Cancel, Rejected, StepOutput, Submit, WorkerReady
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.outputs import EngineStats
+
+
+class LinkOwner(Protocol):
+    """The fleet, as a link sees it."""
+
+    totals: FleetMetrics
+    clock: Callable[[], float]
+
+    def on_ready(self, link: "WorkerLink") -> None: ...
+
+    def on_step(self) -> None:
+        """Streams may have ended."""
+        ...
+
+    def on_bad_bytes(self, num_dropped: int) -> None:
+        """Once per link."""
+        ...
+
+    def on_end(self, link: "WorkerLink") -> None: ...
+
+
+class WorkerLink:
+    """One incarnation of one rank: its channel and the streams that it runs for us.
+
+    The channel is read by a callback, not a task: a step's outputs reach their streams without a switch in between.
+    """
+
+    def __init__(
+        self, rank: Rank, incarnation: Incarnation, sock: socket.socket, metrics: EngineMetrics, owner: LinkOwner
+    ) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.metrics = metrics
+        self.streams = StreamTable(owner.totals)
+        self.ready: WorkerReady | None = None
+        self.stats: EngineStats | None = None
+        self.is_fenced = False
+        self.num_stale = 0  # messages since it was fenced
+        self._owner = owner
+        self._channel = Channel(sock)
+        self._loop = asyncio.get_running_loop()
+        self._is_writing = False
+        self._said_bad_bytes = False
+        self._loop.add_reader(sock, self._on_readable)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """How many tokens, prompt and output together, one stream can have here."""
+        assert self.ready is not None
+        return min(self.ready.max_model_len, self.ready.num_blocks * self.ready.block_size)
+
+    @property
+    def capacity(self) -> int:
+        """Streams at a time: its batch, and a few ahead so that a seat does not stay empty until we hear of it.
+
+        Not more: what waits here can go to whoever has room first, and is not lost with the worker.
+        """
+        assert self.ready is not None
+        return self.ready.max_num_seqs + max(4, self.ready.max_num_seqs // 4)
+
+    @property
+    def room(self) -> int:
+        return self.capacity - len(self.streams)
+
+    def submit(self, stream: Stream) -> None:
+        """Start a stream, or continue it after the tokens that its client has."""
+        stream.link, stream.metrics = self, self.metrics
+        self.streams.add(stream)
+        spec = msgspec.structs.replace(stream.spec, known=stream.tokens) if stream.tokens else stream.spec
+        self._send(Submit(spec=spec))
+
+    def cancel(self, stream: Stream) -> None:
+        """Nobody waits for this stream any more."""
+        self.streams.remove(stream)
+        self._send(Cancel(id=stream.spec.id))
+
+    def fence(self) -> None:
+        """Use nothing more of what comes, and send nothing more."""
+        self.is_fenced = True
+        self.ready = None
+        self._loop.remove_writer(self._channel.sock)
+
+    def close(self) -> None:
+        self.ready = None
+        self._loop.remove_reader(self._channel.sock)
+        self._loop.remove_writer(self._channel.sock)
+        self._channel.close()
+
+    def _on_readable(self) -> None:
+        try:
+            messages = self._channel.receive_all()
+        except (ChannelClosed, ProtocolError, OSError):  # at its end, or out of step: no more can come of it
+            self._owner.on_end(self)
+            return
+        if self.is_fenced:
+            self.num_stale += len(messages)
+            self._owner.totals.num_stale += len(messages)
+            return
+        for message in messages:
+            self._handle(message)
+        if self._channel.num_dropped and not self._said_bad_bytes:
+            self._said_bad_bytes = True
+            self._owner.on_bad_bytes(self._channel.num_dropped)
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, StepOutput):
+            self.stats = message.stats
+            for stream_id in self.streams.deliver(message.outputs, self._owner.clock()):
+                self._send(Cancel(id=stream_id))
+            self._owner.on_step()
+        elif isinstance(message, Rejected):
+            self.streams.reject(message.id, message.reason, message.is_server_fault)
+            self._owner.on_step()
+        elif isinstance(message, WorkerReady) and (message.rank, message.incarnation) == (self.rank, self.incarnation):
+            self.ready = message
+            self._owner.on_ready(self)
+        else:
+            self._channel.num_dropped += 1  # one of our messages, but not one that this worker sends
+
+    def _send(self, message: Submit | Cancel) -> None:
+        self._channel.send(message)
+        if self._channel.wants_write and not self._is_writing:
+            self._is_writing = True
+            self._loop.add_writer(self._channel.sock, self._on_writable)
+
+    def _on_writable(self) -> None:
+        self._channel.flush()
+        if not self._channel.wants_write:
+            self._is_writing = False
+            self._loop.remove_writer(self._channel.sock)

@@ -1,0 +1,57 @@
+"""The gateway's own queue: streams without a worker.
+
+First come, first served; but streams that lost their worker stand before new ones: their clients are in the middle of
+an answer. Siblings (the choices of one prompt) stand together, because on one worker they compute their prompt once.
+"""
+
+from collections import OrderedDict
+
+from everserve.gateway.streams import Stream
+
+
+class WaitingLine:
+    """Groups of siblings, in order. A stream is lost or new for as long as it waits."""
+
+    def __init__(self) -> None:
+        self._lost: OrderedDict[int, list[Stream]] = OrderedDict()
+        self._new: OrderedDict[int, list[Stream]] = OrderedDict()
+        self._num_streams = 0
+
+    def __len__(self) -> int:
+        return self._num_streams
+
+    def add(self, stream: Stream) -> None:
+        """At the end of its line, or beside its siblings if they wait there."""
+        self._line_of(stream).setdefault(stream.group, []).append(stream)
+        self._num_streams += 1
+
+    def remove(self, stream: Stream) -> bool:
+        """Bound or cancelled. False if it does not wait."""
+        line = self._line_of(stream)
+        siblings = line.get(stream.group, [])
+        if stream not in siblings:
+            return False
+        siblings.remove(stream)
+        if not siblings:
+            del line[stream.group]
+        self._num_streams -= 1
+        return True
+
+    def first(self) -> list[Stream]:
+        """The siblings whose turn it is; empty if nobody waits."""
+        for line in (self._lost, self._new):
+            if line:
+                return list(next(iter(line.values())))
+        return []
+
+    def remove_all(self) -> list[Stream]:
+        """Everybody, in order."""
+        streams: list[Stream] = []
+        while siblings := self.first():
+            streams += siblings
+            for stream in siblings:
+                self.remove(stream)
+        return streams
+
+    def _line_of(self, stream: Stream) -> OrderedDict[int, list[Stream]]:
+        return self._new if stream.lost_s is None else self._lost

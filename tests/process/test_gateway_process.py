@@ -1,0 +1,252 @@
+"""The gateway process alone; the test is its supervisor, its orchestrator and its workers."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from everserve.model.bundled import DEMO_MODEL
+from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.events import ProcessStarted
+from everserve.runtime.messages import (
+    AnyMessage,
+    Attach,
+    ClusterChanged,
+    EventHappened,
+    FaultInjected,
+    InjectFault,
+    ProcessesChanged,
+    Ready,
+    Shutdown,
+    StartGateway,
+    StepOutput,
+    Submit,
+    WorkerLost,
+    WorkerReady,
+)
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.tables.outputs import Output
+from tests.unit.fleet_toy import engine_stats
+
+TIMEOUT_S = 30.0
+
+
+class GatewayUnderTest:
+    """One gateway process and the other ends of its channels."""
+
+    def __init__(self, event_log: Path) -> None:
+        self.event_log = event_log
+        self.http = httpx.Client(timeout=TIMEOUT_S)
+        listen = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{listen.getsockname()[1]}"
+        control, theirs = Channel.pair()
+        orchestrator, theirs_too = Channel.pair()
+        fds = {"--control-fd": theirs, "--orchestrator-fd": theirs_too, "--listen-fd": listen}
+        arguments = ["--supervisor-pid", str(os.getpid())]
+        arguments += [text for flag, sock in fds.items() for text in (flag, str(sock.fileno()))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "everserve.gateway", *arguments], pass_fds=[sock.fileno() for sock in fds.values()]
+        )
+        for sock in fds.values():
+            sock.close()
+        self.control, self.orchestrator = Channel(control), Channel(orchestrator)
+        self.control.send(
+            StartGateway(
+                model=str(DEMO_MODEL),
+                served_model_names=["demo"],
+                api_keys=[],
+                max_queue=16,
+                shutdown_timeout_s=5.0,
+                enable_chaos=True,
+                seed=1,
+                max_logprobs=5,
+                chat_template=None,
+                event_log=str(event_log),
+            )
+        )
+        assert isinstance(expect(self.control, Ready), Ready)
+
+    def attach(self, incarnation: int) -> Channel:
+        """A worker in seat 0 that is ready."""
+        ours, theirs = Channel.pair()
+        attach = Attach(rank=Rank(0), incarnation=Incarnation(incarnation))
+        self.control.send(attach, fds=[theirs.fileno()])
+        theirs.close()
+        worker = Channel(ours)
+        worker.send(
+            WorkerReady(
+                rank=Rank(0),
+                incarnation=Incarnation(incarnation),
+                max_model_len=128,
+                vocab_size=1000,
+                num_blocks=64,
+                block_size=16,
+                max_num_seqs=4,
+            )
+        )
+        return worker
+
+    def publish(self, *violations: str) -> None:
+        worker = Worker(
+            rank=Rank(0), incarnation=Incarnation(1), pid=11, roles=(Role.ATTENTION,), state=WorkerState.READY
+        )
+        members = Members(epoch=Epoch(1), workers=(worker,))
+        self.orchestrator.send(
+            ClusterChanged(
+                members=members,
+                violations=violations,
+                degraded=("thin",),
+                num_experts_without_place=0,
+                expert_stats={},
+                num_stale=0,
+            )
+        )
+
+    def get(self, path: str) -> httpx.Response:
+        return self.http.get(f"{self.url}{path}")
+
+    def until(self, path: str, condition: Callable[[httpx.Response], bool]) -> httpx.Response:
+        """Ask until the answer is right; the pauses between are the requests themselves."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while not condition(answer := self.get(path)):
+            assert time.monotonic() < deadline_s, f"{path}: {answer.status_code} {answer.text}"
+        return answer
+
+
+def expect(channel: Channel, kind: type) -> AnyMessage:
+    message = channel.receive(TIMEOUT_S)
+    assert isinstance(message, kind), message
+    return message
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[GatewayUnderTest]:
+    running = GatewayUnderTest(tmp_path)
+    yield running
+    running.http.close()
+    running.process.kill()
+    running.process.wait()
+
+
+def send_tokens(worker: Channel, id: str, tokens: dict[int, int], last: int | None = None) -> None:
+    outputs = [
+        Output(id=id, index=index, token=token, finish_reason="length" if index == last else None)
+        for index, token in tokens.items()
+    ]
+    worker.send(StepOutput(outputs=outputs, stats=engine_stats()))
+
+
+def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnderTest) -> None:
+    assert gateway.get("/health").status_code == 503
+    gateway.control.send(ProcessesChanged(processes=(Process(name="gateway", pid=gateway.process.pid),)))
+    gateway.control.send(EventHappened(event=ProcessStarted(process="supervisor", child="x", child_pid=1)))
+    gateway.publish()
+    first = gateway.attach(1)
+    gateway.until("/health", lambda answer: answer.status_code == 200)
+    received: list[Any] = []
+    client = threading.Thread(target=stream, args=(gateway.url, received))
+    client.start()
+    submit = expect(first, Submit)
+    assert isinstance(submit, Submit)
+    id = submit.spec.id
+    send_tokens(first, id, {0: 10, 1: 11})
+    gateway.until("/metrics", lambda answer: metric(answer, "vllm:generation_tokens_total") == 2)
+
+    # The first worker hangs and is declared gone; it speaks later.
+    lost = WorkerLost(rank=Rank(0), incarnation=Incarnation(1), roles=(Role.ATTENTION,), cause="hang")
+    gateway.orchestrator.send(lost)
+    gateway.until("/health", lambda answer: answer.status_code == 503)
+    send_tokens(first, id, {2: 99, 3: 99})
+    gateway.until("/metrics", lambda answer: metric(answer, "everserve_stale_messages_total") == 1)
+    second = gateway.attach(2)
+    submit = expect(second, Submit)
+    assert isinstance(submit, Submit) and submit.spec.known == [10, 11]
+
+    # The orchestrator dies, and then the second worker.
+    gateway.orchestrator.close()
+    gone = gateway.until("/cluster", lambda answer: answer.json()["violations"] != [])
+    assert gone.json()["violations"] == ["the orchestrator is gone"] and gone.json()["degraded"] == ["thin"]
+    assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.process.pid}]
+    send_tokens(second, id, {2: 12})
+    second.close()
+    third = gateway.attach(3)
+    submit = expect(third, Submit)
+    assert isinstance(submit, Submit) and submit.spec.known == [10, 11, 12]
+    send_tokens(third, id, {3: 13}, last=3)
+    client.join(TIMEOUT_S)
+    assert received == [10, 11, 12, 13, "[DONE]"]
+    answer = gateway.get("/metrics")
+    assert metric(answer, "everserve_requests_resumed_total") == 2
+    assert metric(answer, "everserve_stall_seconds_count") == 2
+
+    # The gateway's own events are in its file and in its feed.
+    first.close()
+    gateway.until("/metrics", lambda _: "stale_dropped" in own_events(gateway))
+    assert own_events(gateway).count("request_resumed") == 2
+    with httpx.stream("GET", f"{gateway.url}/events", timeout=TIMEOUT_S) as feed:
+        lines = (line for line in feed.iter_lines() if line.startswith("event: "))
+        shown = [next(lines).removeprefix("event: ") for _ in range(4)]
+    assert shown == ["process_started", "request_resumed", "request_resumed", "stale_dropped"]
+    gateway.control.send(Shutdown(grace_s=1.0))
+    assert gateway.process.wait(TIMEOUT_S) == 0
+    with pytest.raises(ChannelClosed):
+        gateway.control.receive(TIMEOUT_S)
+
+
+def test_faults_go_to_the_orchestrator_and_back(gateway: GatewayUnderTest) -> None:
+    gateway.publish()
+    worker = gateway.attach(1)
+    gateway.until("/health", lambda answer: answer.status_code == 200)
+    answers: list[httpx.Response] = []
+
+    def inject() -> None:
+        body = {"rank": 0, "signal": "STOP"}
+        answers.append(httpx.post(f"{gateway.url}/cluster/fault", json=body, timeout=TIMEOUT_S))
+
+    client = threading.Thread(target=inject)
+    client.start()
+    asked = expect(gateway.orchestrator, InjectFault)
+    assert isinstance(asked, InjectFault) and (asked.rank, asked.signal) == (0, signal.SIGSTOP)
+    gateway.orchestrator.send(FaultInjected(id=asked.id, pid=11, incarnation=1, reason=""))
+    client.join(TIMEOUT_S)
+    assert answers[0].json() == {"rank": 0, "incarnation": 1, "pid": 11, "signal": "STOP"}
+    worker.close()
+
+
+def test_the_end_of_the_supervisor_is_the_end(gateway: GatewayUnderTest) -> None:
+    gateway.control.close()
+    assert gateway.process.wait(TIMEOUT_S) == 1
+    with pytest.raises(ProcessLookupError):
+        os.kill(gateway.process.pid, 0)
+
+
+def stream(url: str, received: list[Any]) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
+        for line in answer.iter_lines():
+            data = line.removeprefix("data: ")
+            if data == "[DONE]":
+                received.append(data)
+            elif data:
+                received.extend(json.loads(data)["choices"][0]["token_ids"])
+
+
+def metric(answer: httpx.Response, name: str) -> float:
+    lines = answer.text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0].split(" ")[0] == name)
+
+
+def own_events(gateway: GatewayUnderTest) -> list[str]:
+    (path,) = gateway.event_log.glob("gateway-*.jsonl")
+    return [json.loads(line)["event"] for line in path.read_text().splitlines()]

@@ -1,0 +1,124 @@
+"""`everserve status` and `everserve kill`, against a server that says what the test wants."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from everserve.cli import app, kill, status
+from everserve.errors import ConfigError
+
+assert kill and status  # importing them registers the commands
+WORKER = {
+    **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
+    **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
+}
+EXPERT = {**WORKER, "rank": 1, "pid": 0, "roles": ["expert"], "state": "starting", "slots": 40, "shadow_slots": 8}
+CLUSTER: dict[str, Any] = {
+    "epoch": 7,
+    "violations": [],
+    "degraded": ["rank 1 (expert) is starting"],
+    "processes": [{"name": "supervisor", "pid": 1}],
+    "workers": [WORKER, {**EXPERT, "note": "crashed [twice]"}],
+}
+
+
+class ScriptedServer:
+    """Answers every request with the same status and JSON, and remembers the last one."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.answer: Any = CLUSTER
+        self.asked: tuple[str, str, Any, str | None] | None = None
+        scripted = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                body = self.rfile.read(int(self.headers.get("content-length", 0)))
+                scripted.asked = (
+                    self.command,
+                    self.path,
+                    json.loads(body) if body else None,
+                    self.headers.get("authorization"),
+                )
+                data = json.dumps(scripted.answer).encode()
+                self.send_response(scripted.status)
+                self.send_header("content-length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = answer
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self._server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    running = ScriptedServer()
+    yield running
+    running.close()
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "160", "EVERSERVE_API_KEY": ""})
+
+
+def test_status_shows_workers_and_what_is_missing(server: ScriptedServer) -> None:
+    result = invoke("status", "--url", server.url, "--api-key", "k")
+    assert result.exit_code == 0, result.output
+    assert server.asked == ("GET", "/cluster", None, "Bearer k")
+    for text in ("epoch 7, valid", "degraded: rank 1 (expert) is starting", "supervisor 1", "attention", "25 %"):
+        assert text in result.output
+    assert "32 + 8 shadow" in result.output and "crashed [twice]" in result.output
+
+
+def test_status_of_an_instance_that_is_not_valid(server: ScriptedServer) -> None:
+    server.answer = {**CLUSTER, "violations": ["no attention worker is ready"]}
+    result = invoke("status", "--url", server.url)
+    assert result.exit_code == 1
+    assert "NOT VALID" in result.output and "violated: no attention worker is ready" in result.output
+    result = invoke("status", "--url", server.url, "--json")
+    assert result.exit_code == 1 and json.loads(result.output) == server.answer
+
+
+def test_kill_says_who_got_it(server: ScriptedServer) -> None:
+    server.answer = {"rank": 3, "incarnation": 2, "pid": 99, "signal": "STOP"}
+    result = invoke("kill", "3", "--signal", "stop", "--url", server.url)
+    assert result.exit_code == 0, result.output
+    assert result.output == "sent SIGSTOP to rank 3 (incarnation 2, pid 99)\n"
+    assert server.asked == ("POST", "/cluster/fault", {"rank": 3, "signal": "STOP"}, None)
+    invoke("kill", "3", "--url", server.url)
+    assert server.asked[2] == {"rank": 3, "signal": "KILL"}
+
+
+def test_what_goes_wrong_is_one_line(server: ScriptedServer) -> None:
+    server.status = 403
+    server.answer = {"error": {"message": "start the server with --enable-chaos", "type": "", "param": "", "code": ""}}
+    assert "--enable-chaos" in str(failure("kill", "0", "--url", server.url))
+    server.status = 401
+    assert "--api-key" in str(failure("kill", "0", "--url", server.url))
+    server.status, server.answer = 404, ["somebody else"]
+    assert "404" in str(failure("status", "--url", server.url))
+    assert "KILL, STOP" in str(failure("kill", "0", "--signal", "USR1", "--url", server.url))
+    assert "is the server running" in str(failure("kill", "0", "--url", "http://127.0.0.1:1"))
+
+
+def failure(*arguments: str) -> BaseException:
+    result = invoke(*arguments)
+    assert isinstance(result.exception, ConfigError), result.output
+    return result.exception
