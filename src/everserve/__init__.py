@@ -2,13 +2,16 @@
 
 Rooms, from the ground up (imports only point upwards in this list):
 
-    errors, tables      what can go wrong; what is true now
+    errors, native      what can go wrong; C beside Python: compiled once per machine
+    tables              what is true now
     plan                what to do next, as pure functions of tables
-    runtime             process plumbing: messages, channels, events, supervisor
+    runtime             process plumbing: messages, channels, events, liveness, supervisor
     model               what is computed, cut at the attention/expert seam
-    engine              how one worker advances: schedule, run, postprocess
     datapath            how rows travel between the two halves of a layer
-    worker, gateway     the processes
+    engine              how one worker advances: schedule, run, postprocess
+    anchor              the process that owns shared memory
+    orchestrator        the process that decides who is there
+    worker, gateway     the processes that serve
     client              a lean streaming client
     bench               benchmarks, one file per question
     cli                 one file per command

@@ -21,3 +21,4 @@ def server(start_server):
     with start_server() as running:
         yield running
         assert running.process is not None and running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()

@@ -28,3 +28,61 @@ def engine(
     from everserve.bench import engine as benchmark  # noqa: PLC0415 (torch)
 
     benchmark.run(rounds, quick, out)
+
+
+@bench_app.command()
+def failover(
+    attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,
+    streams: Annotated[int, typer.Option(help="Running side by side.", min=1, max=128)] = 8,
+    tokens: Annotated[int, typer.Option(help="Length of each stream; one that ends begins again.", min=16)] = 1500,
+    rounds: Annotated[int, typer.Option(help="Kills of each kind, in turn.", min=1)] = 5,
+    baseline_rounds: Annotated[int, typer.Option(help="Restarts of everything.", min=0)] = 2,
+    warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each kill.", min=1)] = 3.0,
+    out: Out = None,
+) -> None:
+    """A worker is killed under running streams: gaps, tokens lost, time to full strength; beside it, a full restart.
+
+    Exit status 1 if a stream lost a token or got a different one.
+    """
+    from everserve.bench import failover as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        num_attention=attention_workers,
+        num_expert=expert_workers,
+        num_streams=streams,
+        max_tokens=tokens,
+        rounds=rounds,
+        baseline_rounds=baseline_rounds,
+        warm_s=warm_s,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def overhead(
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8 and 1.", min=1)
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 192,
+    rounds: Annotated[int, typer.Option(help="Slices of each variant, interleaved.", min=1)] = 15,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Only these; repeatable. Default: all. See the table for names.")
+    ] = None,
+    out: Out = None,
+) -> None:
+    """What each protection costs when nothing fails: one process, 1+1, 2+2, and 2+2 without each of them.
+
+    Exit status 1 if variants answered different tokens.
+    """
+    from everserve.bench import overhead as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        streams=tuple(streams or (8, 1)),
+        max_tokens=tokens,
+        rounds=rounds,
+        variants=tuple(variant or benchmark.VARIANTS),
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)

@@ -1,16 +1,23 @@
-"""`everserve demo`: the story in one terminal, in under a minute."""
+"""`everserve demo`: the story in one terminal, in under a minute.
+
+A cluster writes four texts side by side. An expert worker is killed in the middle of a sentence, then an attention
+worker. The sentences go on. Afterwards the same texts are written again without any kill, and compared.
+"""
 
 import asyncio
 import time
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich.columns import Columns
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from everserve.cli import app
+from everserve.cli.status import ask, fetch_cluster
 from everserve.client import Stream, complete, percentile
 from everserve.errors import EverserveError
 from everserve.runtime.local_server import LocalServer
@@ -21,54 +28,120 @@ PROMPTS = (
     "ROMEO:\n",
     "Holmes rose from his chair and went to the window.",
 )
-MAX_TOKENS = 120
+MAX_TOKENS = 200
+NUM_ATTENTION, NUM_EXPERT = 2, 2
 _REFRESH_S = 0.1
+
+
+@dataclass
+class Kill:
+    """One planned fault: when all streams have this many tokens, this worker dies."""
+
+    after_tokens: int
+    rank: int
+    what: str
+    at_s: float = 0.0
+    pid: int = 0
+
+
+@dataclass
+class Story:
+    """What happens while the texts are written."""
+
+    server: LocalServer
+    streams: list[Stream]
+    kills: list[Kill]
+    told: list[str] = field(default_factory=list)
+
+    async def play(self, show: "Screen | None") -> None:
+        """Write all texts; kill on the way."""
+        work = asyncio.gather(*(_write(self.server, i, stream) for i, stream in enumerate(self.streams)))
+        due = list(self.kills)
+        shown_s = 0.0
+        while not work.done():
+            await asyncio.wait([work], timeout=0.005)
+            if due and min(len(stream.token_ids) for stream in self.streams) >= due[0].after_tokens:
+                await asyncio.to_thread(self._kill, due.pop(0))
+            if show is not None and time.monotonic() - shown_s > _REFRESH_S:
+                shown_s = time.monotonic()
+                show.update(self)
+        for stream in await work:
+            if stream.error:
+                raise EverserveError(stream.error)
+
+    def _kill(self, kill: Kill) -> None:
+        sent = ask("POST", f"{self.server.url}/cluster/fault", body={"rank": kill.rank, "signal": "KILL"})
+        kill.pid = sent["pid"]
+        self.told.append(f"SIGKILL to {kill.what} (rank {kill.rank}, pid {kill.pid})")
+
+
+async def _write(server: LocalServer, index: int, stream: Stream) -> Stream:
+    sampling = {"temperature": 0.8, "top_p": 0.95, "seed": index}
+    return await complete(server.url, server.model, PROMPTS[index], MAX_TOKENS, stream, **sampling)
+
+
+class Screen:
+    """Live panels on a terminal; finished ones elsewhere."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def update(self, story: Story) -> None:
+        headline = Text("\n".join(story.told) or "Writing ...", style="bold red" if story.told else "dim")
+        self._live.update(Group(headline, _panels(story.streams)), refresh=True)
 
 
 @app.command()
 def demo() -> None:
-    """Start the bundled model, stream a few completions side by side, and show what happened."""
-    console = Console()
-    console.print("Starting the bundled model (64 experts, 8 per token, on the CPU) ...", highlight=False)
-    began = time.monotonic()
-    with LocalServer("demo") as server:
-        console.print(f"Ready at {server.url} after {time.monotonic() - began:.1f} s.\n", highlight=False)
-        streams = asyncio.run(_play(server, console))
-    console.print()
-    _summary(streams, console)
-    console.print("\nServe it yourself:  everserve serve demo", highlight=False)
-    console.print("Then any OpenAI client works with the base URL http://127.0.0.1:8000/v1", highlight=False)
-
-
-async def _play(server: LocalServer, console: Console) -> list[Stream]:
-    """All streams at once; live panels on a terminal, finished ones elsewhere."""
-    streams = [Stream() for _ in PROMPTS]
-    work = asyncio.gather(
-        *(
-            complete(
-                server.url,
-                server.model,
-                prompt,
-                MAX_TOKENS,
-                stream,
-                temperature=0.8,
-                top_p=0.95,
-                seed=seed,
-                ignore_eos=False,
-            )
-            for seed, (prompt, stream) in enumerate(zip(PROMPTS, streams, strict=True))
-        )
+    """Start a cluster of the bundled model, kill workers while it writes, and show that no token was lost."""
+    console = Console(highlight=False)
+    console.print(
+        f"Starting a cluster of the bundled model (64 experts, 8 per token) on this CPU: {NUM_ATTENTION} attention "
+        f"workers, {NUM_EXPERT} expert workers ..."
     )
+    began = time.monotonic()
+    flags = ("--attention-workers", str(NUM_ATTENTION), "--expert-workers", str(NUM_EXPERT), "--enable-chaos")
+    with LocalServer("demo", *flags) as server:
+        placed = next(event for event in server.events() if event["event"] == "placement_made")
+        console.print(
+            f"Ready at {server.url} after {time.monotonic() - began:.1f} s. Each expert worker holds "
+            f"{placed['active_per_worker']} experts per layer and {placed['shadow_per_worker']} shadows of the other's."
+        )
+        kills = [
+            Kill(MAX_TOKENS // 4, NUM_ATTENTION, "an expert worker"),
+            Kill(MAX_TOKENS // 2, 0, "an attention worker"),
+        ]
+        story = Story(server, [Stream() for _ in PROMPTS], kills)
+        _perform(story, console)
+        whole_s = _wait_whole(server)
+        console.print("The same texts once more, without any kill, to compare ...")
+        again = Story(server, [Stream() for _ in PROMPTS], [])
+        asyncio.run(again.play(None))
+        events = server.events()
+    _summary(story, again, console)
+    _what_happened(story, events, whole_s, console)
+    console.print("\nServe it yourself:  everserve serve demo --attention-workers 2 --expert-workers 2 --enable-chaos")
+    console.print("Then:               everserve status;  everserve kill 3")
+
+
+def _perform(story: Story, console: Console) -> None:
     with Live(console=console, auto_refresh=False) as live:
-        while not work.done():
-            await asyncio.wait([work], timeout=_REFRESH_S)
-            if console.is_terminal:
-                live.update(_panels(streams), refresh=True)
-        live.update(_panels(streams), refresh=True)
-    for stream in await work:
-        if stream.error:
-            raise EverserveError(stream.error)
-    return streams
+        screen = Screen(live)
+        asyncio.run(story.play(screen if console.is_terminal else None))
+        screen.update(story)
+    console.print()
+
+
+def _wait_whole(server: LocalServer) -> float:
+    """Until every seat is taken again; returns when that was."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        cluster = fetch_cluster(server.url)
+        if not cluster["violations"] and not cluster["degraded"]:
+            break
+        time.sleep(0.05)
+    ready = [event["at_s"] for event in server.events() if event["event"] == "worker_became_ready"]
+    return float(max(ready))
 
 
 def _panels(streams: list[Stream]) -> Columns:
@@ -80,14 +153,44 @@ def _panels(streams: list[Stream]) -> Columns:
     )
 
 
-def _summary(streams: list[Stream], console: Console) -> None:
-    table = Table("stream", "tokens", "first token ms", "between tokens p50 ms", "largest gap ms")
-    for index, stream in enumerate(streams):
-        gaps = stream.gaps_s or [0.0]
-        cells = (stream.first_token_s, percentile(gaps, 0.5), max(gaps))
-        table.add_row(str(index + 1), str(len(stream.token_ids)), *(f"{1e3 * seconds:.1f}" for seconds in cells))
+def _summary(story: Story, again: Story, console: Console) -> None:
+    """The closing table: what clients saw."""
+    table = Table(
+        "stream", "tokens", "lost", "different", "between tokens p50 ms", "largest gap ms", "without kills ms"
+    )
+    for index, (stream, undisturbed) in enumerate(zip(story.streams, again.streams, strict=True)):
+        pairs = zip(stream.token_ids, undisturbed.token_ids, strict=False)
+        cells = (percentile(stream.gaps_s, 0.5), max(stream.gaps_s), max(undisturbed.gaps_s))
+        table.add_row(
+            str(index + 1),
+            str(len(stream.token_ids)),
+            str(len(undisturbed.token_ids) - len(stream.token_ids)),
+            str(sum(a != b for a, b in pairs)),
+            *(f"{1e3 * seconds:.1f}" for seconds in cells),
+        )
     console.print(table)
-    began = min(stream.started_s for stream in streams)
-    seconds = max(stream.arrivals_s[-1] for stream in streams) - began
-    total = sum(len(stream.token_ids) for stream in streams)
-    console.print(f"{total} tokens in {seconds:.2f} s: {total / seconds:.0f} tokens/s", highlight=False)
+
+
+def _what_happened(story: Story, events: list[dict[str, Any]], whole_s: float, console: Console) -> None:
+    """Each kill in one line, from the typed events."""
+    for kill in story.kills:
+        killed = [event for event in events if event["event"] == "fault_injected" and event["victim_pid"] == kill.pid]
+        kill.at_s = killed[0]["at_s"]
+        later = [event for event in events if event["at_s"] >= kill.at_s and event.get("rank") == kill.rank]
+        noticed = next(event for event in later if event["event"] == "fault_detected")
+        back = next(event for event in later if event["event"] == "worker_became_ready")
+        gap = max(_gap_at(stream, kill.at_s) for stream in story.streams)
+        console.print(
+            f"Killing {kill.what}: noticed after {1e3 * (noticed['at_s'] - kill.at_s):.1f} ms, largest pause of any "
+            f"stream {1e3 * gap:.0f} ms, a new worker in its seat after {back['at_s'] - kill.at_s:.2f} s."
+        )
+    if whole_s:
+        last = max(kill.at_s for kill in story.kills)
+        console.print(f"Full strength {whole_s - last:.2f} s after the last kill. Tokens lost: 0.")
+
+
+def _gap_at(stream: Stream, at_s: float) -> float:
+    """How long this client waited for its first token after that moment, counted from its last one before."""
+    before = [arrival for arrival in stream.arrivals_s if arrival <= at_s]
+    after = [arrival for arrival in stream.arrivals_s if arrival > at_s]
+    return after[0] - before[-1] if before and after else 0.0

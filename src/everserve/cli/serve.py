@@ -1,4 +1,4 @@
-"""`everserve serve MODEL`: gateway and worker under a supervisor, in the foreground."""
+"""`everserve serve MODEL`: a whole instance under a supervisor, in the foreground."""
 
 import sys
 from pathlib import Path
@@ -8,13 +8,17 @@ import typer
 import yaml
 
 from everserve.cli import app
+from everserve.datapath import lane
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.runtime.messages import StartGateway, StartWorker
+from everserve.native import BuildError
+from everserve.plan.placement import place_experts
+from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
 from everserve.runtime.supervisor import Supervisor, listen_on
-from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.ids import Rank
 
+_MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -51,12 +55,34 @@ def serve(
     api_key: Annotated[
         list[str] | None, typer.Option(help="Accept only requests with one of these keys.", envvar="EVERSERVE_API_KEY")
     ] = None,
+    attention_workers: Annotated[
+        int, typer.Option(help="Workers that own requests and their KV cache.", min=1, max=32)
+    ] = 1,
+    expert_workers: Annotated[
+        int,
+        typer.Option(help="Workers that own experts. 0: each attention worker has all experts itself.", min=0, max=30),
+    ] = 0,
+    shadow_experts: Annotated[
+        int | None,
+        typer.Option(
+            help="Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0
+        ),
+    ] = None,
+    detect_ms: Annotated[
+        float,
+        typer.Option(
+            help="A worker that shows no sign of life for this long counts as dead. 0: only those whose process ended."
+        ),
+    ] = 50.0,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16: of weights and KV cache.")] = "auto",
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt plus output, in tokens. Default: the model's own.", min=1)
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Most streams in one step.", min=1)] = 128,
     max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.", min=1)] = 512,
+    max_prefill_while_decoding: Annotated[
+        int, typer.Option(help="Most prompt tokens in one step in which other streams decode.", min=1)
+    ] = 64,
     max_queue: Annotated[
         int, typer.Option(help="Most streams in flight, waiting ones included; beyond: 503.", min=1)
     ] = 1024,
@@ -73,7 +99,7 @@ def serve(
         bool, typer.Option("--batch-invariant", help="A row's numbers never depend on the rest of the batch.")
     ] = False,
     threads: Annotated[
-        int | None, typer.Option(help="Compute threads of a worker. Default: one per core.", min=1)
+        int | None, typer.Option(help="Compute threads of a worker. Default: the cores, shared by the workers.", min=1)
     ] = None,
     seed: Annotated[
         int | None, typer.Option(help="Seed of requests that bring none. Default: a random one each.", min=0)
@@ -86,9 +112,14 @@ def serve(
         float, typer.Option(help="Seconds that running requests get to finish on SIGINT or SIGTERM.", min=0)
     ] = 30.0,
     enable_chaos: Annotated[bool, typer.Option("--enable-chaos", help="Allow fault injection over HTTP.")] = False,
+    fixed_routes: Annotated[
+        bool, typer.Option("--fixed-routes", hidden=True, help="To measure what routes cost; no death is survived.")
+    ] = False,
     event_log: Annotated[Path | None, typer.Option(help="Directory for typed events, a file per process.")] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
+    if detect_ms and not _MIN_DETECT_MS <= detect_ms <= _MAX_DETECT_MS:
+        raise ConfigError(f"--detect-ms {detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     if block_size not in (16, 32, 64, 128):
@@ -96,7 +127,15 @@ def serve(
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
     directory = resolve_model(model)
-    ModelConfig.from_directory(directory)  # a model that cannot be served is refused before anything starts
+    model_config = ModelConfig.from_directory(directory)  # what cannot be served is refused before anything starts
+    if expert_workers:
+        _check_experts(model_config, attention_workers, expert_workers, shadow_experts)
+    elif shadow_experts:
+        raise ConfigError("--shadow-experts needs --expert-workers: without them every worker has all experts")
+    try:
+        lane.load()
+    except BuildError as error:
+        raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
     listen = listen_on(host, port)
     supervisor = Supervisor(
         listen,
@@ -112,20 +151,28 @@ def serve(
             chat_template=_read(chat_template),
             event_log=_text(event_log),
         ),
-        StartWorker(
-            rank=Rank(0),
-            incarnation=Incarnation(1),
+        StartOrchestrator(
             model=str(directory),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            kv_cache_bytes=kv_cache_memory_bytes,
-            memory_utilization=gpu_memory_utilization or 0.25,
-            enable_prefix_caching=enable_prefix_caching,
-            batch_invariant=batch_invariant,
-            num_threads=threads,
+            num_attention=attention_workers,
+            num_expert=expert_workers,
+            shadow_experts=shadow_experts,
+            detect_ms=detect_ms,
+            worker=WorkerSettings(
+                model=str(directory),
+                dtype=dtype,
+                max_model_len=max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_prefill_while_decoding=max_prefill_while_decoding,
+                block_size=block_size,
+                kv_cache_bytes=kv_cache_memory_bytes,
+                memory_utilization=gpu_memory_utilization or 0.25,
+                enable_prefix_caching=enable_prefix_caching,
+                batch_invariant=batch_invariant,
+                num_threads=threads,
+                fixed_routes=_fixed_routes(model_config, attention_workers, expert_workers) if fixed_routes else (0, 0),
+                event_log=_text(event_log),
+            ),
             event_log=_text(event_log),
         ),
         grace_s=shutdown_timeout,
@@ -133,6 +180,21 @@ def serve(
         on_ready=lambda url: _say_ready(model, url),
     )
     sys.exit(supervisor.run())
+
+
+def _check_experts(model: ModelConfig, num_attention: int, num_expert: int, shadow_experts: int | None) -> None:
+    """Say here what the orchestrator would only find out later."""
+    if not model.moe_layers:
+        raise ConfigError("--expert-workers: this model has no experts; leave the flag out")
+    ranks = [Rank(num_attention + i) for i in range(num_expert)]
+    place_experts(model.num_experts, model.moe_layers, ranks, shadow_experts)
+
+
+def _fixed_routes(model: ModelConfig, num_attention: int, num_expert: int) -> tuple[int, int]:
+    """(experts per worker, first expert rank): where the placement puts them as long as nobody dies."""
+    if not num_expert or model.num_experts % num_expert:
+        raise ConfigError("--fixed-routes needs --expert-workers that divide the number of experts")
+    return model.num_experts // num_expert, num_attention
 
 
 def resolve_model(model: str) -> Path:

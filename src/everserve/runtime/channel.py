@@ -44,6 +44,11 @@ class Channel:
         """Two connected sockets without a name: nothing is left behind when both ends are gone."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
+    @classmethod
+    def of_fd(cls, fd: int) -> "Channel":
+        """The channel whose socket came as a descriptor."""
+        return cls(socket.socket(fileno=fd))
+
     def fileno(self) -> int:
         return self.sock.fileno()
 
@@ -68,7 +73,7 @@ class Channel:
             except BlockingIOError:
                 return
             except (BrokenPipeError, ConnectionResetError):
-                self._outgoing.clear()  # the reader is gone; `receive_all` will say so
+                self._drop_outgoing()  # the reader is gone; `receive_all` will say so
                 return
             for fd in fds:
                 os.close(fd)
@@ -114,8 +119,14 @@ class Channel:
 
     def close(self) -> None:
         self.sock.close()
+        self._drop_outgoing()
         while self._fds:
             os.close(self._fds.popleft())
+
+    def _drop_outgoing(self) -> None:
+        while self._outgoing:
+            for fd in self._outgoing.popleft()[1]:
+                os.close(fd)
 
     def _read_available(self) -> None:
         while not self._eof:
@@ -127,9 +138,7 @@ class Channel:
                 data, fds = b"", []
             self._fds.extend(fds)
             self._incoming += data
-            self._eof = not data
-            if len(data) < _READ_BYTES:
-                return
+            self._eof = not data  # a short read is not the end: one stops at each message that carries descriptors
 
     def _parse(self, limit: int | None = None) -> list[AnyMessage]:
         messages: list[AnyMessage] = []

@@ -1,7 +1,7 @@
 """Typed events: what happened, where and when. Tests, benchmarks and the dashboard read these, never log text.
 
 Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-log DIR` is given, and always tells the
-supervisor, which passes them on to the gateway for `/events`.
+gateway, through the orchestrator or the supervisor, for `/events`.
 """
 
 import os
@@ -26,20 +26,21 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_s
     pid: int = msgspec.field(default_factory=os.getpid)
 
 
+# -- processes -----------------------------------------------------------------------------------
+
+
 class ProcessStarted(Event, frozen=True):
-    """A process was started by the supervisor."""
+    """The supervisor started a process that is not a worker."""
 
     child: str
     child_pid: int
 
 
-class WorkerBecameReady(Event, frozen=True):
-    """A worker has its weights and accepts requests."""
+class ProcessEnded(Event, frozen=True):
+    """A process that is not a worker ended."""
 
-    rank: int
-    incarnation: int
-    load_s: float
-    num_blocks: int
+    child: str
+    exit_status: int
 
 
 class Serving(Event, frozen=True):
@@ -48,19 +49,156 @@ class Serving(Event, frozen=True):
     url: str
 
 
-class WorkerGone(Event, frozen=True):
-    """A worker's process ended."""
+class ShutdownBegan(Event, frozen=True):
+    """The instance stops; running requests may finish within the grace time."""
+
+    reason: str
+    grace_s: float
+
+
+class BadBytes(Event, frozen=True):
+    """Frames arrived that are not one of our messages; they were dropped (said once per channel)."""
+
+    num_dropped: int
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+class WorkerProvisioned(Event, frozen=True):
+    """The orchestrator asked for a process in this seat."""
+
+    rank: int
+    incarnation: int
+    roles: tuple[str, ...]
+
+
+class WorkerStartedEvent(Event, frozen=True, tag="worker_started"):
+    """The process in this seat exists and begins to load."""
+
+    rank: int
+    incarnation: int
+    worker_pid: int
+
+
+class WorkerBecameReady(Event, frozen=True):
+    """A worker has its weights and says that it can serve."""
+
+    rank: int
+    incarnation: int
+    load_s: float
+    num_blocks: int  # of KV; 0 for an expert worker
+    num_slots: int  # of experts, per layer; 0 for an attention worker
+
+
+class WorkerBackedOff(Event, frozen=True):
+    """A seat's processes end soon after they start: the next one waits."""
+
+    rank: int
+    num_crashes: int
+    delay_s: float
+
+
+class WorkerExitedEvent(Event, frozen=True, tag="worker_exited"):
+    """A worker's process is no more. Negative status: the signal that killed it."""
 
     rank: int
     incarnation: int
     exit_status: int
 
 
+# -- faults --------------------------------------------------------------------------------------
+
+
+class FaultInjectedEvent(Event, frozen=True, tag="fault_injected"):
+    """An operator's signal was sent."""
+
+    rank: int
+    incarnation: int
+    victim_pid: int
+    signal: str
+
+
+class SuspectedEvent(Event, frozen=True, tag="suspected"):
+    """A worker's own observation: it routes around this peer. Not a decision."""
+
+    by: int
+    rank: int
+    incarnation: int
+    reason: str
+
+
+class FaultDetected(Event, frozen=True):
+    """The orchestrator's decision: this incarnation is gone."""
+
+    rank: int
+    incarnation: int
+    roles: tuple[str, ...]
+    cause: str  # "crash", "hang", "exit"
+    reason: str
+
+
+class RowsReplayed(Event, frozen=True):
+    """An attention worker sent rows again, to the next candidates."""
+
+    rank: int
+    suspect: int
+    layer: int
+    num_rows: int
+
+
+class StreamsPaused(Event, frozen=True):
+    """An attention worker waits: experts that it needs have no place."""
+
+    rank: int
+    layer: int
+    experts: tuple[int, ...]
+
+
+class StreamsContinued(Event, frozen=True):
+    """... and goes on."""
+
+    rank: int
+    paused_s: float
+
+
+class RequestResumed(Event, frozen=True):
+    """A stream of a lost attention worker was given to another one."""
+
+    request_id: str
+    from_rank: int
+    to_rank: int
+    num_known: int  # output tokens that the client has already
+    stalled_s: float  # since the loss was noticed
+
+
+class StaleDropped(Event, frozen=True):
+    """A worker that was declared gone has spoken; nothing of it was used."""
+
+    rank: int
+    incarnation: int
+    count: int
+    what: str
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
 class EpochPublished(Event, frozen=True):
-    """The membership table changed."""
+    """The tables changed."""
 
     epoch: int
+    reason: str
     violations: tuple[str, ...]
+
+
+class PlacementMade(Event, frozen=True):
+    """Where experts live, and how many expert workers may die at once without leaving an expert without a place."""
+
+    num_expert_workers: int
+    active_per_worker: int
+    shadow_per_worker: int
+    survivable_deaths: int
 
 
 class RequestPreempted(Event, frozen=True):
@@ -71,28 +209,28 @@ class RequestPreempted(Event, frozen=True):
     num_tokens: int
 
 
-class BadBytes(Event, frozen=True):
-    """Frames arrived that are not one of our messages; they were dropped (said once per channel)."""
-
-    num_dropped: int
-
-
-class ShutdownBegan(Event, frozen=True):
-    """The instance stops; running requests may finish within the grace time."""
-
-    reason: str
-    grace_s: float
-
-
 AnyEvent = (
     ProcessStarted
-    | WorkerBecameReady
+    | ProcessEnded
     | Serving
-    | WorkerGone
-    | EpochPublished
-    | RequestPreempted
-    | BadBytes
     | ShutdownBegan
+    | BadBytes
+    | WorkerProvisioned
+    | WorkerStartedEvent
+    | WorkerBecameReady
+    | WorkerBackedOff
+    | WorkerExitedEvent
+    | FaultInjectedEvent
+    | SuspectedEvent
+    | FaultDetected
+    | RowsReplayed
+    | StreamsPaused
+    | StreamsContinued
+    | RequestResumed
+    | StaleDropped
+    | EpochPublished
+    | PlacementMade
+    | RequestPreempted
 )
 
 

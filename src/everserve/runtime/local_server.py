@@ -59,11 +59,10 @@ class LocalServer:
                 self.process.wait()
         self._stack.close()
 
-    def events(self) -> list[dict[str, Any]]:
-        """Every event of every process so far, by time."""
-        lines = [
-            line for path in (self._directory / "events").glob("*.jsonl") for line in path.read_text().splitlines()
-        ]
+    def events(self, process: str = "") -> list[dict[str, Any]]:
+        """Every event of every process so far (or of those whose name begins so), by time."""
+        paths = (self._directory / "events").glob(f"{process}*.jsonl")
+        lines = [line for path in paths for line in path.read_text().splitlines()]
         return sorted((json.loads(line) for line in lines), key=lambda event: event["at_s"])
 
     def log_text(self) -> str:

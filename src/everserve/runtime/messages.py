@@ -1,24 +1,41 @@
 """Every message between processes. Frozen, tagged, no pickle: `encode` and `decode` are msgpack.
 
-Gateway and worker share one channel:
+    gateway -> attention worker    Submit, Cancel
+    attention worker -> gateway    WorkerReady (first), StepOutput, Rejected
 
-    gateway -> worker   Submit, Cancel
-    worker -> gateway   WorkerReady (first), StepOutput, Rejected
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, Fenced, Shutdown
+    worker -> orchestrator         Hello (first), Ready, Failed, Suspected, ExpertReport, EventHappened
 
-Each child shares one control channel with the supervisor:
+    orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, EventHappened
+    gateway -> orchestrator        InjectFault
 
-    supervisor -> child  StartGateway or StartWorker (first), Attach, ClusterChanged, EventHappened (gateway), Shutdown
-    child -> supervisor  Ready, Failed, EventHappened
+    orchestrator -> anchor         Allocate, Release
+    anchor -> orchestrator         Allocated
+
+    supervisor -> zygote           ForkWorker
+    zygote -> supervisor           Ready, WorkerForked
+
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, WorkerExited, Signalled,
+                                   Shutdown
+    orchestrator -> supervisor     Provision, SignalWorker, Ready, Failed
+
+    supervisor -> gateway          StartGateway (first), Attach, ProcessesChanged, EventHappened, Shutdown
+    gateway -> supervisor          Ready, Failed, EventHappened
+
+Tensors never travel here: they go through lanes (datapath/lane.py), and so never wait behind a message, nor the other
+way round. "+ fds" says which descriptors come along.
 """
 
 import msgspec
 
 from everserve.errors import ProtocolError
 from everserve.runtime.events import AnyEvent
-from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.members import Members
-from everserve.tables.outputs import EngineStats, Output
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.members import Members, Process
+from everserve.tables.outputs import EngineStats, ExpertStats, Output
+from everserve.tables.placement import SeatSlots
 from everserve.tables.requests import RequestSpec
+from everserve.tables.routes import Routes
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -52,6 +69,7 @@ class WorkerReady(Message, frozen=True):
     vocab_size: int
     num_blocks: int
     block_size: int
+    max_num_seqs: int  # streams in one step; the gateway keeps what is much more than that to itself
 
 
 class StepOutput(Message, frozen=True):
@@ -69,26 +87,225 @@ class Rejected(Message, frozen=True):
     is_server_fault: bool = False  # False: the request asks for the impossible (HTTP 400); True: HTTP 500
 
 
-# -- supervisor -> child -------------------------------------------------------------------------
+# -- orchestrator <-> worker ---------------------------------------------------------------------
 
 
-class StartWorker(Message, frozen=True):
-    """Supervisor to worker, first message: what to be."""
+class Hello(Message, frozen=True):
+    """Worker to orchestrator, first message: my warden runs; from now on my silence means something."""
+
+
+class PeerJoined(Message, frozen=True):
+    """Orchestrator to worker: a worker of the other role is there. + fds: its cell, and the lane between the two."""
 
     rank: Rank
     incarnation: Incarnation
+    roles: tuple[Role, ...]
+
+
+class PeerLeft(Message, frozen=True):
+    """Orchestrator to worker: this incarnation is gone; nothing of it counts any more."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class RoutesChanged(Message, frozen=True):
+    """Orchestrator to attention worker: use these routes from the next layer on."""
+
+    routes: Routes
+
+
+class Fenced(Message, frozen=True):
+    """Orchestrator to worker: you were declared gone. Nothing that you send counts; exit."""
+
+    reason: str
+
+
+class Suspected(Message, frozen=True):
+    """Worker to orchestrator: this peer does not answer; I route around it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    reason: str
+
+
+class ExpertReport(Message, frozen=True):
+    """Expert worker to orchestrator, about once a second while something changes: its counters."""
+
+    stats: ExpertStats
+
+
+# -- orchestrator <-> gateway --------------------------------------------------------------------
+
+
+class ClusterChanged(Message, frozen=True):
+    """Orchestrator to gateway: a new epoch."""
+
+    members: Members
+    violations: tuple[str, ...]
+    degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
+    num_experts_without_place: int  # over all layers
+    expert_stats: dict[Rank, ExpertStats]
+    num_stale: int  # what workers said after they were declared gone, and what they say they dropped then
+
+
+class WorkerLost(Message, frozen=True):
+    """Orchestrator to gateway: this incarnation is gone; its streams belong to others now."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    cause: str  # "crash", "hang", "exit"
+
+
+class InjectFault(Message, frozen=True):
+    """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
+
+    id: str
+    rank: Rank
+    signal: int
+
+
+class FaultInjected(Message, frozen=True):
+    """Orchestrator to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+
+    id: str
+    pid: int | None
+    incarnation: Incarnation
+    reason: str
+
+
+# -- orchestrator <-> anchor ---------------------------------------------------------------------
+
+
+class Allocate(Message, frozen=True):
+    """Orchestrator to anchor: own this much zeroed shared memory under this name."""
+
+    name: str
+    num_bytes: int
+
+
+class Allocated(Message, frozen=True):
+    """Anchor to orchestrator: here it is. + fds: the memory."""
+
+    name: str
+
+
+class Release(Message, frozen=True):
+    """Orchestrator to anchor: nobody needs this memory any more."""
+
+    name: str
+
+
+# -- supervisor <-> zygote -----------------------------------------------------------------------
+
+
+class ForkWorker(Message, frozen=True):
+    """Supervisor to zygote: become this. + fds: its cell, its control channel, and its gateway channel if it has the
+    attention role."""
+
+    start: "StartWorker"
+
+
+class WorkerForked(Message, frozen=True):
+    """Zygote to supervisor: the new process, which is the supervisor's child by now."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int
+
+
+# -- supervisor <-> orchestrator -----------------------------------------------------------------
+
+
+class StartOrchestrator(Message, frozen=True):
+    """Supervisor to orchestrator, first message: what to build. Ranks are attention seats first, then expert seats;
+    with no expert seat each attention seat has both roles."""
+
+    model: str
+    num_attention: int
+    num_expert: int
+    shadow_experts: int | None  # slots per expert worker and layer; None: enough to survive any one death
+    detect_ms: float
+    worker: "WorkerSettings"
+    event_log: str | None
+
+
+class AnchorAttached(Message, frozen=True):
+    """Supervisor to orchestrator: a (new) anchor. + fds: the channel to it."""
+
+
+class Provision(Message, frozen=True):
+    """Orchestrator to supervisor: start this worker. + fds: its cell."""
+
+    start: "StartWorker"
+
+
+class WorkerStarted(Message, frozen=True):
+    """Supervisor to orchestrator: the process exists. + fds: the channel to it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int
+
+
+class WorkerExited(Message, frozen=True):
+    """Supervisor to orchestrator: the process is no more. Negative status: the signal that killed it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    exit_status: int
+
+
+class SignalWorker(Message, frozen=True):
+    """Orchestrator to supervisor: send a signal, to make an end of a fenced worker or as an injected fault."""
+
+    rank: Rank
+    incarnation: Incarnation
+    signal: int
+    id: str | None  # of the InjectFault to answer
+
+
+class Signalled(Message, frozen=True):
+    """Supervisor to orchestrator: the answer to a SignalWorker that has an id."""
+
+    id: str
+    pid: int | None
+    reason: str
+
+
+# -- supervisor -> child -------------------------------------------------------------------------
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers of an instance have in common."""
+
     model: str
     dtype: str
     max_model_len: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
+    max_prefill_while_decoding: int
     block_size: int
-    kv_cache_bytes: int | None  # None: memory_utilization of what is free
+    kv_cache_bytes: int | None  # of each attention worker; None: the orchestrator decides, once
     memory_utilization: float
     enable_prefix_caching: bool
     batch_invariant: bool
-    num_threads: int | None
+    num_threads: int | None  # None: the cores, shared by the workers
+    fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
     event_log: str | None
+
+
+class StartWorker(Message, frozen=True):
+    """Inside Provision and ForkWorker: what to be."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    settings: WorkerSettings
+    num_workers: int  # in all, to share the cores fairly
+    slots: SeatSlots | None  # of an expert worker
+    detect_ms: float
 
 
 class StartGateway(Message, frozen=True):
@@ -107,40 +324,40 @@ class StartGateway(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Supervisor to gateway: a worker's channel is the descriptor that came with this message."""
+    """Supervisor to gateway: an attention worker exists. + fds: the channel to it."""
 
     rank: Rank
     incarnation: Incarnation
 
 
-class ClusterChanged(Message, frozen=True):
-    """Supervisor to gateway: who is here now."""
+class ProcessesChanged(Message, frozen=True):
+    """Supervisor to gateway: the processes that are not workers."""
 
-    members: Members
+    processes: tuple[Process, ...]
 
 
 class Shutdown(Message, frozen=True):
-    """Supervisor to child: finish what runs within `grace_s`, then exit."""
+    """Whoever started a process to that process: finish what runs within `grace_s`, then exit."""
 
     grace_s: float
 
 
-# -- child -> supervisor -------------------------------------------------------------------------
+# -- child -> supervisor (workers: -> orchestrator) ----------------------------------------------
 
 
 class Ready(Message, frozen=True):
-    """Child to supervisor: start-up is done."""
+    """Start-up is done. From the orchestrator: all seats are ready for the first time."""
 
 
 class Failed(Message, frozen=True):
-    """Child to supervisor, before it exits: one line that says why, and whether the user is at fault."""
+    """Before it exits: one line that says why, and whether the user is at fault."""
 
     reason: str
     user_error: bool
 
 
 class EventHappened(Message, frozen=True):
-    """Child to supervisor, and supervisor to gateway: something worth telling."""
+    """Towards the gateway, which shows it: something worth telling."""
 
     event: AnyEvent
 
@@ -151,10 +368,33 @@ AnyMessage = (
     | WorkerReady
     | StepOutput
     | Rejected
+    | Hello
+    | PeerJoined
+    | PeerLeft
+    | RoutesChanged
+    | Fenced
+    | Suspected
+    | ExpertReport
+    | ClusterChanged
+    | WorkerLost
+    | InjectFault
+    | FaultInjected
+    | Allocate
+    | Allocated
+    | Release
+    | ForkWorker
+    | WorkerForked
+    | StartOrchestrator
+    | AnchorAttached
+    | Provision
+    | WorkerStarted
+    | WorkerExited
+    | SignalWorker
+    | Signalled
     | StartWorker
     | StartGateway
     | Attach
-    | ClusterChanged
+    | ProcessesChanged
     | Shutdown
     | Ready
     | Failed

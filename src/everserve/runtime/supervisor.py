@@ -1,9 +1,16 @@
 """Starts the processes of one serving instance, watches them, and ends them together.
 
-    supervisor --control--> gateway  <--tokens--> worker  <--control-- supervisor
+    supervisor --control--> gateway, orchestrator, anchor, zygote;    zygote --forks--> workers
 
-Every child holds one end of a control channel; when the supervisor is gone, however it went, the children see the end
-of that channel and exit. Sockets are nameless pairs passed by descriptor, so nothing is left behind in the file system.
+               gateway <--tokens--> attention workers <--lanes--> expert workers
+                  |                          |                          |
+                  +------ cluster ---- orchestrator ----- control ------+---- memory: anchor
+
+It decides nothing about workers: the orchestrator asks for them, the provisioner starts them. A dead anchor or zygote
+is replaced; a dead gateway or orchestrator ends the instance.
+
+Sockets are nameless pairs passed by descriptor and memory has no name either, so nothing is left behind in the file
+system. When the supervisor itself is gone, however it went, the kernel kills its children.
 """
 
 import os
@@ -13,38 +20,50 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from everserve.errors import ConfigError
+from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
-    AnyEvent,
-    EpochPublished,
     EventLog,
+    ProcessEnded,
     ProcessStarted,
     Serving,
     ShutdownBegan,
-    WorkerGone,
+    WorkerExitedEvent,
+    WorkerStartedEvent,
 )
 from everserve.runtime.messages import (
+    AnchorAttached,
     AnyMessage,
-    Attach,
-    ClusterChanged,
     EventHappened,
     Failed,
+    ProcessesChanged,
+    Provision,
     Ready,
     Shutdown,
+    SignalWorker,
     StartGateway,
-    StartWorker,
+    StartOrchestrator,
+    WorkerForked,
 )
-from everserve.tables.ids import Epoch
-from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.runtime.provisioner import Workers
+from everserve.tables.members import Process
 
-_KILL_AFTER_S = 5.0  # a child that ignores Shutdown for this long beyond its grace is killed
+_KILL_AFTER_S = 3.0  # what does not end by itself within this time after everybody was asked to is killed
+_MAX_RESTARTS = 5  # of the anchor or the zygote, each ...
+_RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that something is wrong for good
+
+# NumPy starts these threads when it is imported. Nobody here uses them, and a zygote with threads could not be forked.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
+_MODULES = {"zygote": "everserve.worker"}  # whose module is not called after them
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
     """One started process and our end of its control channel."""
 
@@ -53,7 +72,16 @@ class Child:
     control: Channel
     is_ready: bool = False
     failure: Failed | None = None
-    state: WorkerState = field(default=WorkerState.STARTING)
+
+
+@dataclass
+class _Restarts:
+    times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_RESTARTS))
+
+    def may_restart(self, now_s: float) -> bool:
+        is_too_often = len(self.times_s) == _MAX_RESTARTS and now_s - self.times_s[0] < _RESTARTS_WITHIN_S
+        self.times_s.append(now_s)
+        return not is_too_often
 
 
 class Supervisor:
@@ -63,7 +91,7 @@ class Supervisor:
         self,
         listen: socket.socket,
         start_gateway: StartGateway,
-        start_worker: StartWorker,
+        start_orchestrator: StartOrchestrator,
         grace_s: float,
         event_log: str | None,
         on_ready: Callable[[str], None],
@@ -71,23 +99,32 @@ class Supervisor:
         self._listen = listen
         self._url = _url_of(listen)
         self._start_gateway = start_gateway
-        self._start_worker = start_worker
+        self._start_orchestrator = start_orchestrator
         self._grace_s = grace_s
         self._on_ready = on_ready
         self._children: dict[str, Child] = {}
-        self._epoch = 0
-        self._stopping_since: float | None = None
+        self._restarts = {"anchor": _Restarts(), "zygote": _Restarts()}
+        self._kill_at: float | None = None  # set while stopping
+        self._is_serving = False
         self._failure: str | None = None
         self._exit_status = 0
         self._selector = selectors.DefaultSelector()
-        self._events = EventLog("supervisor", event_log, self._tell_gateway)
+        self._events = EventLog(
+            "supervisor", event_log, lambda event: self._send("gateway", EventHappened(event=event))
+        )
+        self._workers = Workers(
+            to_zygote=self._sender("zygote"),
+            to_orchestrator=self._sender("orchestrator"),
+            to_gateway=self._sender("gateway"),
+        )
 
     def run(self) -> int:
         """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
+        process.adopt_orphans()
         signals = _SignalPipe(self._selector)
         try:
             self._spawn_all()
-            while self._children:
+            while self._children or self._workers.pids:
                 self._step(signals)
         finally:
             signals.close()
@@ -99,173 +136,228 @@ class Supervisor:
     # -- starting --------------------------------------------------------------------------------
 
     def _spawn_all(self) -> None:
-        to_gateway, to_worker = Channel.pair()
-        gateway = self._spawn("gateway", self._start_gateway, {"--listen-fd": self._listen})
-        self._spawn("worker", self._start_worker, {"--gateway-fd": to_worker})
-        attach = Attach(rank=self._start_worker.rank, incarnation=self._start_worker.incarnation)
-        gateway.control.send(attach, fds=[to_gateway.fileno()])
+        to_gateway, to_orchestrator = Channel.pair()
+        self._spawn("gateway", {"--listen-fd": self._listen, "--orchestrator-fd": to_orchestrator}, self._start_gateway)
+        self._spawn("orchestrator", {"--gateway-fd": to_gateway}, self._start_orchestrator)
         to_gateway.close()
-        to_worker.close()
+        to_orchestrator.close()
         self._listen.close()
-        self._publish()
+        self._spawn_anchor()
+        self._spawn("zygote", {})
 
-    def _spawn(self, name: str, start: AnyMessage, sockets: dict[str, socket.socket]) -> Child:
+    def _spawn_anchor(self) -> None:
+        to_anchor, to_orchestrator = Channel.pair()
+        self._spawn("anchor", {"--orchestrator-fd": to_orchestrator})
+        self._send("orchestrator", AnchorAttached(), fds=[to_anchor.fileno()])
+        to_anchor.close()
+        to_orchestrator.close()
+
+    def _spawn(self, name: str, sockets: dict[str, socket.socket], start: AnyMessage | None = None) -> None:
         ours, theirs = Channel.pair()
         sockets = {"--control-fd": theirs, **sockets}
         arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
-        process = subprocess.Popen(
-            [sys.executable, "-m", f"everserve.{name}", *arguments],
+        module = _MODULES.get(name, f"everserve.{name}")
+        popen = subprocess.Popen(
+            [sys.executable, "-m", module, "--supervisor-pid", str(os.getpid()), *arguments],
             pass_fds=[sock.fileno() for sock in sockets.values()],
             stdin=subprocess.DEVNULL,
+            env=os.environ | _ENVIRONMENT,
             process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
         )
         theirs.close()
-        child = Child(name, process, Channel(ours))
-        child.control.send(start)
+        child = Child(name, popen, Channel(ours))
+        if start is not None:
+            child.control.send(start)
         self._children[name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
-        self._events.append(ProcessStarted(process="supervisor", child=name, child_pid=process.pid))
-        return child
+        self._events.append(ProcessStarted(process="supervisor", child=name, child_pid=popen.pid))
+        self._tell_processes()
 
     # -- the loop --------------------------------------------------------------------------------
 
     def _step(self, signals: "_SignalPipe") -> None:
         for key, _ in self._selector.select(timeout=0.2):
-            if key.data is signals:
-                self._on_signal(signals.read())
-            else:
-                self._on_readable(key.data)
+            child = key.data
+            if child is signals:
+                self._on_signals(signals.read())
+            elif child in self._children.values():  # it may have ended a moment ago
+                self._on_readable(child)
         for child in self._children.values():
             child.control.flush()
-        self._enforce_deadline()
+        self._end_stopped_helpers()
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self._kill_everything()
 
     def _on_readable(self, child: Child) -> None:
         try:
             for message in child.control.receive_all():
                 self._on_message(child, message)
         except ChannelClosed:
-            self._on_exit(child)
+            self._on_exit(child, _wait_or_kill(child.process))
 
     def _on_message(self, child: Child, message: AnyMessage) -> None:
-        if isinstance(message, Ready):
-            child.is_ready, child.state = True, WorkerState.READY
-            self._publish()
-            if self._stopping_since is None and all(other.is_ready for other in self._children.values()):
-                self._events.append(Serving(process="supervisor", url=self._url))
-                self._on_ready(self._url)
+        if isinstance(message, Provision):
+            self._workers.provision(message, cell_fd=child.control.take_fd())
+        elif isinstance(message, WorkerForked):
+            self._events.append(
+                WorkerStartedEvent(
+                    process="supervisor",
+                    rank=message.rank,
+                    incarnation=message.incarnation,
+                    worker_pid=message.pid,
+                )
+            )
+            self._workers.forked(message)
+        elif isinstance(message, SignalWorker):
+            self._workers.signal(message)
+        elif isinstance(message, Ready):
+            child.is_ready = True
+            self._maybe_say_ready()
         elif isinstance(message, Failed):
             child.failure = message
-        elif isinstance(message, EventHappened):
-            self._tell_gateway(message.event)
-
-    def _on_exit(self, child: Child) -> None:
-        """A child is gone: expected while stopping, otherwise the reason to stop."""
-        self._selector.unregister(child.control)
-        child.control.close()
-        status = _wait_or_kill(child.process)
-        del self._children[child.name]
-        if child.name == "worker":
-            start = self._start_worker
-            self._events.append(
-                WorkerGone(process="supervisor", rank=start.rank, incarnation=start.incarnation, exit_status=status)
-            )
-        if self._stopping_since is None:
-            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-            self._failure = child.failure.reason if child.failure else f"the {child.name} died ({how}); stopping"
-            self._exit_status = 2 if child.failure and child.failure.user_error else 1
-            self._publish()
-            self._stop(self._failure, grace_s=0.0)
-        elif child.name == "gateway":
-            self._send_all(Shutdown(grace_s=0.0))  # nobody is left to receive tokens
-
-    def _on_signal(self, signums: bytes) -> None:
-        if self._stopping_since is None:
-            self._stop(f"received {signal.Signals(signums[0]).name}", self._grace_s)
         else:
+            raise AssertionError(f"the {child.name} does not send {type(message).__name__} to the supervisor")
+
+    def _maybe_say_ready(self) -> None:
+        needed = [self._children.get(name) for name in ("gateway", "orchestrator")]
+        if not self._is_serving and self._kill_at is None and all(child and child.is_ready for child in needed):
+            self._is_serving = True
+            self._events.append(Serving(process="supervisor", url=self._url))
+            self._on_ready(self._url)
+
+    def _on_signals(self, signums: bytes) -> None:
+        if signal.SIGCHLD in signums:
+            self._reap()
+        asked = [signum for signum in signums if signum != signal.SIGCHLD]
+        if asked and self._kill_at is None:
+            self._stop(f"received {signal.Signals(asked[0]).name}", self._grace_s)
+        elif asked:
             self._kill_everything()  # asked twice: now
 
-    def _stop(self, reason: str, grace_s: float) -> None:
-        """The gateway finishes its streams first; the worker must outlive them."""
-        self._stopping_since = time.monotonic()
-        self._grace_s = grace_s
-        self._events.append(ShutdownBegan(process="supervisor", reason=reason, grace_s=grace_s))
-        first = self._children.get("gateway") or self._children.get("worker")
-        if first is not None:
-            first.control.send(Shutdown(grace_s=grace_s))
+    # -- endings ---------------------------------------------------------------------------------
 
-    def _enforce_deadline(self) -> None:
-        if self._stopping_since is None:
+    def _reap(self) -> None:
+        """Workers are not waited for by anybody else; our own children are, when their channel ends."""
+        ours = {child.process.pid: child for child in self._children.values()}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            exit_status = os.waitstatus_to_exitcode(status)
+            if pid in ours:
+                ours[pid].process.returncode = exit_status  # what Popen.wait would have found
+            elif (seat := self._workers.exited(pid, exit_status)) is not None:
+                rank, incarnation = seat
+                self._events.append(
+                    WorkerExitedEvent(process="supervisor", rank=rank, incarnation=incarnation, exit_status=exit_status)
+                )
+
+    def _on_exit(self, child: Child, status: int) -> None:
+        """A child is gone: expected while stopping; the anchor and the zygote can be replaced; others are the end."""
+        self._selector.unregister(child.control)
+        child.control.close()
+        del self._children[child.name]
+        self._events.append(ProcessEnded(process="supervisor", child=child.name, exit_status=status))
+        if self._kill_at is not None:
+            if child.name == "gateway":  # nobody is left to receive tokens
+                self._send_all(Shutdown(grace_s=0.0))
+                self._kill_at = time.monotonic() + _KILL_AFTER_S
             return
-        if time.monotonic() - self._stopping_since > self._grace_s + _KILL_AFTER_S:
-            self._kill_everything()
+        restarts = self._restarts.get(child.name)
+        if restarts is not None and child.failure is None and restarts.may_restart(time.monotonic()):
+            self._restart(child.name)
+            return
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        self._failure = child.failure.reason if child.failure else f"the {child.name} died ({how}); stopping"
+        self._exit_status = 2 if child.failure and child.failure.user_error else 1
+        self._stop(self._failure, grace_s=0.0)
+
+    def _restart(self, name: str) -> None:
+        if name == "anchor":
+            self._spawn_anchor()
+        else:
+            self._spawn("zygote", {})
+            self._workers.ask_again({child.process.pid for child in self._children.values()})
+
+    def _end_stopped_helpers(self) -> None:
+        """An anchor or a zygote that is stopped serves nobody, and nobody would notice until one is needed."""
+        for name in self._restarts:
+            child = self._children.get(name)
+            if child is not None and process.state_of(child.process.pid) == "T":
+                child.process.kill()  # the end of its channel does the rest
+
+    def _stop(self, reason: str, grace_s: float) -> None:
+        """The gateway finishes its streams first; everybody else must outlive them."""
+        self._kill_at = time.monotonic() + grace_s + _KILL_AFTER_S
+        self._events.append(ShutdownBegan(process="supervisor", reason=reason, grace_s=grace_s))
+        if "gateway" in self._children:
+            self._send("gateway", Shutdown(grace_s=grace_s))
+        else:
+            self._send_all(Shutdown(grace_s=0.0))
 
     def _kill_everything(self) -> None:
+        self._workers.kill_all()
         for child in self._children.values():
             child.process.kill()
             child.process.wait()
+        for pid in list(self._workers.pids.values()):
+            os.waitpid(pid, 0)
+        self._workers.pids.clear()
+        self._workers.close()
+        for pid in process.children_of(os.getpid()):  # forked, but not told to us yet
+            os.kill(pid, signal.SIGKILL)
 
     # -- telling ---------------------------------------------------------------------------------
 
+    def _send(self, name: str, message: AnyMessage, fds: Sequence[int] = ()) -> None:
+        child = self._children.get(name)
+        if child is not None:
+            child.control.send(message, fds)
+
+    def _sender(self, name: str) -> Callable[..., None]:
+        def send(message: AnyMessage, fds: Sequence[int] = ()) -> None:
+            self._send(name, message, fds)
+
+        return send
+
     def _send_all(self, message: AnyMessage) -> None:
-        for child in self._children.values():
-            child.control.send(message)
+        for name in self._children:
+            self._send(name, message)
 
-    def _tell_gateway(self, event: AnyEvent) -> None:
-        gateway = self._children.get("gateway")
-        if gateway is not None:
-            gateway.control.send(EventHappened(event=event))
-
-    def _publish(self) -> None:
-        """A new epoch of the membership table, to whoever shows it."""
-        self._epoch += 1
-        members = self._members()
-        self._events.append(EpochPublished(process="supervisor", epoch=self._epoch, violations=members.violations()))
-        gateway = self._children.get("gateway")
-        if gateway is not None:
-            gateway.control.send(ClusterChanged(members=members))
-
-    def _members(self) -> Members:
+    def _tell_processes(self) -> None:
         processes = [Process(name="supervisor", pid=os.getpid())]
-        workers = []
-        for child in self._children.values():
-            if child.name != "worker":
-                processes.append(Process(name=child.name, pid=child.process.pid))
-                continue
-            workers.append(
-                Worker(
-                    rank=self._start_worker.rank,
-                    incarnation=self._start_worker.incarnation,
-                    pid=child.process.pid,
-                    roles=("attention", "expert"),
-                    state=child.state,
-                )
-            )
-        return Members(epoch=Epoch(self._epoch), processes=tuple(processes), workers=tuple(workers))
+        processes += [Process(name=child.name, pid=child.process.pid) for child in self._children.values()]
+        self._send("gateway", ProcessesChanged(processes=tuple(processes)))
 
 
-def _wait_or_kill(process: "subprocess.Popen[bytes]") -> int:
+def _wait_or_kill(popen: "subprocess.Popen[bytes]") -> int:
     """The exit status of a process that has closed its channel; it may be slow to die, but not forever."""
     try:
-        return process.wait(timeout=_KILL_AFTER_S)
+        return popen.wait(timeout=_KILL_AFTER_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        popen.kill()
+        return popen.wait()
 
 
 class _SignalPipe:
-    """SIGINT and SIGTERM as bytes on a descriptor, so that the loop has one place to wait."""
+    """Signals as bytes on a descriptor, so that the loop has one place to wait."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno())
-        self._previous = {s: signal.signal(s, lambda *_: None) for s in (signal.SIGINT, signal.SIGTERM)}
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in self._SIGNALS}
         selector.register(self._reader, selectors.EVENT_READ, self)
 
     def read(self) -> bytes:
-        return self._reader.recv(64)
+        return self._reader.recv(4096)
 
     def close(self) -> None:
         self._selector.unregister(self._reader)

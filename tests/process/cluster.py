@@ -1,0 +1,184 @@
+"""What fault tests share: streams whose right answer is known, faults that prove they landed, a cluster that heals."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from everserve.client import Stream, complete
+from everserve.runtime.local_server import LocalServer
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it") -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not happen in time"
+        time.sleep(0.005)
+
+
+def process_state(pid: int) -> str | None:
+    """The state letter that ps shows; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def is_alive(pid: int) -> bool:
+    return process_state(pid) not in (None, "Z", "X")
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One stream: its prompt, its length, and how it samples."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    params: dict[str, Any] = field(default_factory=dict)
+
+    async def send(self, server: LocalServer, stream: Stream) -> Stream:
+        return await complete(server.url, server.model, list(self.prompt), self.max_tokens, stream, **self.params)
+
+
+def asks(num: int, num_prompt: int, max_tokens: int) -> list[Ask]:
+    """Half greedy, half sampled with a seed; no two alike."""
+    sampled = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
+    return [
+        Ask(
+            prompt=tuple((7 * i + 13 * j) % 4000 + 5 for j in range(num_prompt + i)),
+            max_tokens=max_tokens,
+            params=sampled | {"seed": 100 + i} if i % 2 else {},
+        )
+        for i in range(num)
+    ]
+
+
+DECODE = asks(6, num_prompt=12, max_tokens=160)
+PREFILL = asks(4, num_prompt=3000, max_tokens=24)
+
+
+def run_all(server: LocalServer, wanted: list[Ask]) -> list[list[int]]:
+    """The streams as this server answers them when nobody disturbs it."""
+
+    async def run() -> list[Stream]:
+        return await asyncio.gather(*(ask.send(server, Stream()) for ask in wanted))
+
+    streams = asyncio.run(run())
+    assert all(stream.error is None for stream in streams), [stream.error for stream in streams]
+    return [stream.token_ids for stream in streams]
+
+
+def run_with(server: LocalServer, wanted: list[Ask], when: Callable[[list[Stream]], bool], act: Callable[[], None]):
+    """The same streams, with `act` called in their middle, as soon as `when` says so."""
+
+    async def run() -> list[Stream]:
+        streams = [Stream() for _ in wanted]
+        work = asyncio.gather(*(ask.send(server, stream) for ask, stream in zip(wanted, streams, strict=True)))
+        while not await asyncio.to_thread(when, streams):
+            assert not work.done(), "all streams ended before the fault"
+        await asyncio.to_thread(act)
+        return await asyncio.wait_for(work, 120)
+
+    return asyncio.run(run())
+
+
+def in_decode(streams: list[Stream]) -> bool:
+    time.sleep(0.001)
+    return all(len(stream.token_ids) >= 5 for stream in streams)
+
+
+def in_prefill(server: LocalServer) -> Callable[[list[Stream]], bool]:
+    """All attention workers compute prompts; no stream has a token yet. (The server must not cache prefixes.)"""
+
+    def check(streams: list[Stream]) -> bool:
+        assert not any(stream.token_ids for stream in streams), "too late: a prompt is done"
+        return all(worker["running"] for worker in cluster(server)["workers"] if "attention" in worker["roles"])
+
+    return check
+
+
+def assert_equal(streams: list[Stream], expected: list[list[int]]) -> None:
+    """Token for token: nothing lost, nothing twice, nothing different."""
+    assert [stream.error for stream in streams] == [None] * len(streams)
+    for stream, tokens in zip(streams, expected, strict=True):
+        assert stream.token_ids == tokens
+
+
+# -- the cluster ---------------------------------------------------------------------------------
+
+
+_http = httpx.Client()  # one for all: making one takes longer than many a fault
+
+
+def cluster(server: LocalServer) -> dict[str, Any]:
+    return _http.get(f"{server.url}/cluster").json()
+
+
+def worker(server: LocalServer, rank: int) -> dict[str, Any]:
+    return next(w for w in cluster(server)["workers"] if w["rank"] == rank)
+
+
+def is_whole(server: LocalServer) -> bool:
+    now = cluster(server)
+    return (
+        not now["violations"] and not now["degraded"] and all(worker["state"] == "ready" for worker in now["workers"])
+    )
+
+
+def wait_whole(server: LocalServer) -> None:
+    wait_until(lambda: is_whole(server), what="full strength")
+
+
+def detected(server: LocalServer, rank: int, incarnation: int) -> list[dict[str, Any]]:
+    return [
+        event
+        for event in server.events()
+        if event["event"] == "fault_detected" and (event["rank"], event["incarnation"]) == (rank, incarnation)
+    ]
+
+
+def started(server: LocalServer, rank: int, after: int) -> dict[str, Any] | None:
+    """The start of the first process in this seat after that incarnation, as soon as the supervisor has told it."""
+    for event in server.events("supervisor"):
+        if event["event"] == "worker_started" and event["rank"] == rank and event["incarnation"] > after:
+            return event
+    return None
+
+
+def metric(server: LocalServer, name: str) -> float:
+    """The sum over all labels."""
+    lines = _http.get(f"{server.url}/metrics").text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+class Fault:
+    """A signal to one worker, and the proof that it landed."""
+
+    def __init__(self, server: LocalServer, rank: int, signum: signal.Signals) -> None:
+        self._server = server
+        self._signum = signum
+        victim = worker(server, rank)
+        self.rank, self.pid, self.incarnation = rank, victim["pid"], victim["incarnation"]
+
+    def __call__(self) -> None:
+        os.kill(self.pid, self._signum)
+
+    def wake(self) -> None:
+        """SIGCONT; on a slow machine it may have been killed by now, as fenced workers are after a while."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)
+
+    def assert_landed(self) -> None:
+        if self._signum == signal.SIGKILL:
+            wait_until(lambda: not is_alive(self.pid), what="the death")
+        found = []
+        wait_until(lambda: found.extend(detected(self._server, self.rank, self.incarnation)) or found, what="detection")
+        assert found[0]["cause"] == ("crash" if self._signum == signal.SIGKILL else "hang"), found[0]
+        wait_until(lambda: worker(self._server, self.rank)["incarnation"] > self.incarnation, what="a successor")
