@@ -1,7 +1,15 @@
 """Benchmarks, one file per question. Each prints a table and writes JSON with commit, hardware and configuration.
 
-engine.py   is one worker fast, next to what people would use instead?
-baseline.py transformers, measured in a process of its own
-shapes.py   model directories with random weights, of any shape
-report.py   where and with what it ran; tables and files
+engine.py    is one worker fast, next to what people would use instead?
+failover.py  what does a client see when a worker is killed, next to restarting everything?
+overhead.py  what do the protections cost when nothing fails?
+
+baseline.py  transformers, measured in a process of its own
+shapes.py    model directories with random weights, of any shape
+load.py      streams that run side by side, and whose right answer is known
+processes.py a server from outside: /cluster, its processes, their core time
+incident.py  one killed worker, told from the typed events
+analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
+report.py    where and with what it ran; tables and files
+failover_report.py, overhead_report.py, plot.py   summaries, tables, the picture
 """

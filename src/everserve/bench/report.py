@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from rich.table import Table
 from everserve import __version__
 
 RESULTS = Path("bench/results")
+_NUMBERS = re.compile(r"\[[-+\d.eE,\s]*\]")  # a list of numbers, for one line instead of thousands
 
 
 def environment() -> dict[str, Any]:
@@ -43,7 +45,8 @@ def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:
     directory = directory or RESULTS
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")
+    text = json.dumps({"environment": environment(), **result}, indent=1)
+    path.write_text(_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
     return path
 
 

@@ -1,0 +1,137 @@
+"""What the failover benchmark found: medians and worst cases over rounds, as a dictionary and as a table."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from everserve.bench import report
+from everserve.bench.analysis import median_index
+from everserve.bench.incident import Round
+
+TITLES = {"expert": "expert worker", "attention": "attention worker", "restart": "all (baseline)"}
+_FIGURES = (
+    "normal_p50_ms",
+    "normal_p99_ms",
+    "normal_largest_ms",
+    "gap_ms",
+    "gap_at_once_ms",
+    "excess_ms",
+    "whole_s",
+    "stolen",
+)
+_TOLD = ("suspected_s", "detected_s", "rows_replayed", "requests_resumed", "ready_s")
+
+_LEGEND = (
+    "gap: the largest of any stream that spans the kill or begins within 1 s; at once: within 0.1 s; no kill: the same "
+    "in the second before.\nwhole: every seat is taken and ready again."
+)
+
+
+def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Per fault: the spread of every figure over its rounds, and how many times longer the restart's gap is."""
+    faults = {fault: _of_fault([r for r in rounds if r.fault == fault]) for fault in TITLES}
+    faults = {fault: found for fault, found in faults.items() if found}
+    restart = faults.get("restart")
+    for found in faults.values():
+        if restart is not None:
+            found["restart_is_longer"] = restart["gap_ms"]["median"] / found["gap_ms"]["median"]
+            found["restart_is_longer_worst"] = restart["gap_ms"]["min"] / found["gap_ms"]["max"]
+    return {
+        "faults": faults,
+        "num_streams_compared": sum(round_.num_streams for round_ in rounds),
+        "num_tokens_compared": sum(round_.num_tokens for round_ in rounds),
+        "is_exact": not any(round_.num_lost or round_.num_different for round_ in rounds),
+    }
+
+
+def _of_fault(rounds: Sequence[Round]) -> dict[str, Any]:
+    if not rounds:
+        return {}
+    told = [round_.incident for round_ in rounds if round_.incident is not None]
+    return {
+        "rounds": len(rounds),
+        **_spreads(rounds, _FIGURES),
+        "median_stream_gap_ms": statistics.median([gap for round_ in rounds for gap in round_.gaps_ms]),
+        **_spreads(told, _TOLD),
+        "others_lost": sum(one.others_lost for one in told),
+        "num_lost": sum(round_.num_lost for round_ in rounds),
+        "num_different": sum(round_.num_different for round_ in rounds),
+        "shown_round": median_index([round_.gap_ms for round_ in rounds]),
+    }
+
+
+def _spreads(items: Sequence[object], names: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Of every figure that at least one of them has."""
+    values = {name: [getattr(item, name) for item in items] for name in names}
+    known = {name: [value for value in found if value is not None] for name, found in values.items()}
+    return {name: report.spread(found) for name, found in known.items() if found}
+
+
+def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
+    """What clients saw, what the server did, and the verdict."""
+    settings, faults = result["settings"], result["faults"]
+    report.print_table(
+        f"{settings['num_streams']} streams, {settings['num_attention']} attention and {settings['num_expert']} expert "
+        f"workers; {settings['rounds']} rounds, baseline {settings['baseline_rounds']}: median (worst)",
+        [
+            "SIGKILL to",
+            "gap ms",
+            "over p99 ms",
+            "at once ms",
+            "no kill ms",
+            "p50 / p99 ms",
+            "lost / different",
+            "restart",
+        ],
+        [_seen(fault, found) for fault, found in faults.items()],
+    )
+    report.print_table(
+        "What the server did: median (worst)",
+        ["SIGKILL to", "peers noticed ms", "noticed ms", "rows replayed", "requests moved", "successor s", "whole s"],
+        [_done(fault, found) for fault, found in faults.items()],
+    )
+    print(_LEGEND)
+    if others := sum(found["others_lost"] for found in faults.values()):
+        print(f"{others} workers were declared gone although nobody had killed them: the machine is overloaded")
+    lost, different = (sum(found[key] for found in faults.values()) for key in ("num_lost", "num_different"))
+    verdict = "every stream is exact" if result["is_exact"] else "FAILED: tokens were lost or changed"
+    print(
+        f"{result['num_streams_compared']} streams, {result['num_tokens_compared']} tokens compared with the "
+        f"undisturbed run: {lost} lost, {different} different: {verdict}"
+    )
+    print(f"written to {path}" + (f" and {plot}" if plot else "; for the plot: pip install 'everserve[bench]'"))
+
+
+def _seen(fault: str, found: dict[str, Any]) -> list[str]:
+    has_ratio = fault != "restart" and "restart_is_longer" in found
+    return [
+        TITLES[fault],
+        _both(found["gap_ms"], 1),
+        _both(found["excess_ms"], 1),
+        _both(found["gap_at_once_ms"], 1) if "gap_at_once_ms" in found else "",
+        _both(found["normal_largest_ms"], 1),
+        f"{found['normal_p50_ms']['median']:.1f} / {found['normal_p99_ms']['median']:.1f}",
+        f"{found['num_lost']} / {found['num_different']}",
+        f"{found['restart_is_longer']:.0f}x longer" if has_ratio else "",
+    ]
+
+
+def _done(fault: str, found: dict[str, Any]) -> list[str]:
+    told = {name: found[name] for name in _TOLD if name in found}
+    return [
+        TITLES[fault],
+        _both(told.get("suspected_s"), 1, 1e3),
+        _both(told.get("detected_s"), 1, 1e3),
+        _both(told.get("rows_replayed"), 0),
+        _both(told.get("requests_resumed"), 0),
+        _both(told.get("ready_s"), 2),
+        _both(found["whole_s"], 2),
+    ]
+
+
+def _both(spread: dict[str, float] | None, digits: int, scale: float = 1) -> str:
+    if spread is None:
+        return ""
+    median, worst = scale * spread["median"], scale * spread["max"]
+    return f"{median:.{digits}f} ({worst:.{digits}f})" if median < 1000 else f"{median:.0f} ({worst:.0f})"

@@ -1,0 +1,99 @@
+"""Streams that run side by side for as long as a measurement takes, and whose right answer is known."""
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from everserve.bench.analysis import Verdict, compare
+from everserve.client import Stream, complete
+from everserve.errors import EverserveError
+from everserve.runtime.local_server import LocalServer
+
+_FLOW_TIMEOUT_S = 60.0
+_FINISH_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: the same one gets the same tokens every time."""
+
+    prompt: list[int]
+    max_tokens: int
+    params: dict[str, Any] = field(default_factory=dict)
+
+    async def send(self, server: LocalServer, stream: Stream) -> Stream:
+        """A server that goes away in the middle is the stream's error, not ours."""
+        try:
+            await complete(server.url, server.model, self.prompt, self.max_tokens, stream, **self.params)
+        except OSError as error:
+            stream.error = f"the connection broke: {error}"
+        return stream
+
+
+def make_asks(num: int, num_prompt: int, max_tokens: int, vocab_size: int) -> list[Ask]:
+    """Half greedy, half sampled with a seed of their own; no two prompts alike."""
+    generator = random.Random("failover")
+    sampled = {"temperature": 0.9, "top_p": 0.95}
+    return [
+        Ask(
+            prompt=[generator.randrange(1, vocab_size) for _ in range(num_prompt)],
+            max_tokens=max_tokens,
+            params=sampled | {"seed": 1000 + i} if i % 2 else {},
+        )
+        for i in range(num)
+    ]
+
+
+async def send_all(server: LocalServer, asks: list[Ask]) -> list[Stream]:
+    """Each once, all at the same time."""
+    return await asyncio.gather(*(ask.send(server, Stream()) for ask in asks))
+
+
+class Load:
+    """Every request runs at once; one that ends begins again, until told to finish or until it breaks."""
+
+    def __init__(self, server: LocalServer, asks: list[Ask]) -> None:
+        self._server = server
+        self._asks = asks
+        self._is_finishing = False
+        self.streams: list[list[Stream]] = [[] for _ in asks]  # of each request, one after the other
+        self._work = asyncio.gather(*(self._repeat(i) for i in range(len(asks))))
+
+    async def flow(self, num_tokens: int = 5) -> None:
+        """Until every stream has so many tokens: all prompts are computed."""
+        deadline = asyncio.get_running_loop().time() + _FLOW_TIMEOUT_S
+        while not all(streams and len(streams[0].token_ids) >= num_tokens for streams in self.streams):
+            if self._work.done() or asyncio.get_running_loop().time() > deadline:
+                errors = {stream.error for streams in self.streams for stream in streams if stream.error}
+                raise EverserveError(f"the streams do not flow: {errors or 'no tokens'}")
+            await asyncio.sleep(0.005)
+
+    async def finish(self) -> None:
+        """Let what runs come to its end, or notice that its server is gone, and begin nothing more."""
+        self._is_finishing = True
+        try:
+            await asyncio.wait_for(self._work, _FINISH_TIMEOUT_S)
+        except TimeoutError:
+            stuck = [len(streams[-1].token_ids) for streams in self.streams if streams[-1].finish_reason is None]
+            raise EverserveError(f"{len(stuck)} streams never end; they have {stuck} tokens") from None
+
+    @property
+    def arrivals_s(self) -> list[list[float]]:
+        return [stream.arrivals_s for streams in self.streams for stream in streams]
+
+    def verdicts(self, expected: list[list[int]]) -> list[Verdict]:
+        """Every stream beside the undisturbed one."""
+        return [
+            compare(stream.token_ids, tokens)
+            for streams, tokens in zip(self.streams, expected, strict=True)
+            for stream in streams
+        ]
+
+    async def _repeat(self, index: int) -> None:
+        while not self._is_finishing:
+            stream = Stream()
+            self.streams[index].append(stream)
+            await self._asks[index].send(self._server, stream)
+            if stream.error:
+                return

@@ -1,0 +1,119 @@
+"""What the overhead benchmark found: medians, and ratios to 2+2 round by round, as a dictionary and as a table."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from everserve.bench import report
+from everserve.bench.analysis import median_interval, ratios
+
+REFERENCE = "2+2"
+ALL_OFF = "2+2, all three off"
+_FIGURES = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "cpu_ms_per_token")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slice:
+    """One variant under load for a moment, in the stretch in which all streams decode."""
+
+    tokens_per_s: float
+    itl_p50_ms: float
+    itl_p99_ms: float
+    cpu_ms_per_token: float  # of all the server's processes, prompts included
+    stolen: float
+
+
+Samples = dict[tuple[str, int], list[Slice]]  # by variant and number of streams, a slice per round
+
+
+def summarize(samples: Samples) -> dict[str, Any]:
+    """A row per variant and number of streams; every figure with its ratio to 2+2 in the same rounds."""
+    rows = []
+    for (name, num_streams), slices in samples.items():
+        row: dict[str, Any] = {"variant": name, "streams": num_streams}
+        for figure in _FIGURES:
+            values = _values(slices, figure)
+            row[figure] = report.spread(values)
+            row[f"{figure}_to_2+2"] = _ratio(values, _values(samples[REFERENCE, num_streams], figure))
+        row["stolen"] = report.spread(_values(slices, "stolen"))
+        row["rounds"] = {figure: [round(value, 4) for value in _values(slices, figure)] for figure in _FIGURES}
+        rows.append(row)
+    return {"variants": rows, "protections": _protections(samples)}
+
+
+def _protections(samples: Samples) -> list[dict[str, Any]]:
+    """What all three together cost: 2+2 with them, next to 2+2 without."""
+    return [
+        {
+            "streams": num_streams,
+            **{
+                figure: _ratio(_values(samples[REFERENCE, num_streams], figure), _values(slices, figure))
+                for figure in _FIGURES
+            },
+        }
+        for (name, num_streams), slices in samples.items()
+        if name == ALL_OFF
+    ]
+
+
+def _ratio(values: list[float], reference: list[float]) -> dict[str, float]:
+    """The median of the rounds' ratios, and where the true one lies (95 %)."""
+    found = ratios(values, reference)
+    low, high = median_interval(found)
+    return {"median": median(found), "low": low, "high": high}
+
+
+def _values(slices: list[Slice], figure: str) -> list[float]:
+    return [getattr(one, figure) for one in slices]
+
+
+def show(result: dict[str, Any], path: Path) -> None:
+    """A table per number of streams, then what the protections cost."""
+    settings = result["settings"]
+    columns = ["variant", "tokens/s", "to 2+2", "p50 ms", "to 2+2", "p99 ms", "core ms/token", "to 2+2"]
+    for num_streams in settings["streams"]:
+        rows = [_row(row) for row in result["variants"] if row["streams"] == num_streams]
+        title = f"{num_streams} streams" if num_streams > 1 else "1 stream"
+        report.print_table(
+            f"{title}, prompt {settings['prompt']}, output {settings['max_tokens']}, {settings['rounds']} rounds: "
+            "medians; ratios with their 95 % interval",
+            columns,
+            rows,
+        )
+    for cost in result["protections"]:
+        print(
+            f"{cost['streams']} streams: all protections together (2+2 / all three off): tokens/s "
+            f"{_interval(cost['tokens_per_s'])}, between tokens p50 {_interval(cost['itl_p50_ms'])}, core time "
+            f"{_interval(cost['cpu_ms_per_token'])}"
+        )
+    print("ratios are taken round by round; with fewer than 6 rounds the interval is their whole range")
+    idle = sum(result["idle_cores"].values())
+    print(
+        f"all servers together, idle: {idle:.3f} cores; tokens that differ between variants: {result['num_different']}"
+    )
+    repeated = {name: num for name, num in result["num_repeated"].items() if num}
+    if repeated:
+        print(f"slices repeated because a process was declared gone without any fault: {repeated}")
+    print(f"written to {path}")
+
+
+def _row(row: dict[str, Any]) -> list[str]:
+    ratio = {
+        figure: "1" if row["variant"] == REFERENCE else _interval(row[f"{figure}_to_2+2"])
+        for figure in ("tokens_per_s", "itl_p50_ms", "cpu_ms_per_token")
+    }
+    return [
+        row["variant"],
+        f"{row['tokens_per_s']['median']:.0f}",
+        ratio["tokens_per_s"],
+        f"{row['itl_p50_ms']['median']:.2f}",
+        ratio["itl_p50_ms"],
+        f"{row['itl_p99_ms']['median']:.2f}",
+        f"{row['cpu_ms_per_token']['median']:.3f}",
+        ratio["cpu_ms_per_token"],
+    ]
+
+
+def _interval(ratio: dict[str, float]) -> str:
+    return f"{ratio['median']:.3f} ({ratio['low']:.3f}-{ratio['high']:.3f})"

@@ -1,0 +1,62 @@
+"""The failover benchmark as a picture: tokens/s and inter-token times around a kill. Needs matplotlib."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+_LABELS = {
+    "expert": "an expert worker dies",
+    "attention": "an attention worker dies",
+    "restart": "everything restarts (baseline)",
+}
+_COLOURS = {"expert": "#1f77b4", "attention": "#2ca02c", "restart": "#d62728"}
+
+
+def write(result: dict[str, Any], path: Path) -> Path | None:
+    """Of each kind of fault, the round with the median gap. None if there is no matplotlib."""
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")  # optional: the `bench` extra
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    pyplot: Any = importlib.import_module("matplotlib.pyplot")
+    figure, (rate, gaps) = pyplot.subplots(2, 1, sharex=True, figsize=(10, 6.5), constrained_layout=True)
+    for fault, found in result["faults"].items():
+        rounds = [round_ for round_ in result["rounds"] if round_["fault"] == fault]
+        _draw(rate, gaps, fault, found, rounds[found["shown_round"]])
+    for axes in (rate, gaps):
+        axes.axvline(0, color="black", linewidth=0.8)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best", fontsize=8)
+    rate.annotate(
+        "SIGKILL", (0, 1), xycoords=("data", "axes fraction"), xytext=(-4, -12), textcoords="offset points", ha="right"
+    )
+    rate.set_ylabel("tokens/s, all streams")
+    rate.set_ylim(bottom=0)
+    gaps.set_yscale("log")
+    gaps.set_ylabel("largest time between tokens, ms")
+    gaps.set_xlabel("seconds since the kill (dotted: full strength again)")
+    settings = result["settings"]
+    figure.suptitle(
+        f"{settings['num_streams']} streams, {settings['num_attention']} attention and {settings['num_expert']} expert "
+        "workers: one worker dies, or everything restarts"
+    )
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _draw(rate: Any, gaps: Any, fault: str, found: dict[str, Any], shown: dict[str, Any]) -> None:
+    """One fault's line in both panels, and its return to full strength."""
+    colour, series = _COLOURS[fault], shown["series"]
+    centres = [series["begin_s"] + (i + 0.5) * series["width_s"] for i in range(len(series["tokens_per_s"]))]
+    label = f"{_LABELS[fault]}: largest gap {_time(found['gap_ms']['median'])}"
+    rate.plot(centres, series["tokens_per_s"], color=colour, linewidth=1, label=_LABELS[fault])
+    heights = [gap or float("nan") for gap in series["largest_gap_ms"]]  # a line breaks where no token came
+    gaps.plot(centres, heights, ".-", color=colour, linewidth=0.8, markersize=3, label=label)
+    for axes in (rate, gaps):
+        axes.axvline(shown["whole_s"], color=colour, linewidth=1, linestyle=":")
+
+
+def _time(ms: float) -> str:
+    return f"{ms:.1f} ms" if ms < 1000 else f"{ms / 1000:.1f} s"
