@@ -21,7 +21,9 @@ check: $(STAMP)-check
 	$(BIN)/lint-imports --no-cache
 
 bench: $(STAMP)-dev
-	$(BIN)/everserve bench engine $(ARGS)
+	$(BIN)/everserve bench engine
+	$(BIN)/everserve bench failover
+	$(BIN)/everserve bench overhead
 
 clean:
 	rm -rf $(VENV)

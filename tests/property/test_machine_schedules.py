@@ -123,7 +123,7 @@ class World:
         self.live: dict[Rank, Incarnation] = {}  # provisioned and not lost
         self.trusted: dict[Rank, Incarnation] = {}  # ... and said ready
         self.lost_at: dict[Key, float] = {}
-        self.silent_at: dict[Key, float] = {}  # runnable, and silent since
+        self.silent_at: dict[Key, float] = {}  # not stopped, and silent since
         self.reported: set[Key] = set()
         self.doubted: set[Key] = set()  # reported while routes led to it: peers wait for a new epoch to trust it again
         self.probes: list[Key] = []
@@ -202,7 +202,7 @@ class World:
         assert self.live.pop(effect.rank) == effect.incarnation, "lost twice, or another one"
         assert not published, "fenced after the new tables"
         assert effect.is_expected == self.is_stopping or "gave up" in self.machine.ending
-        if "though runnable" in effect.reason:
+        if "though not stopped" in effect.reason:
             assert self.now - self.silent_at[key] >= POLICY.starved_s - 1e-9, "it was only starved"
         self.trusted.pop(effect.rank, None)
         self.lost_at[key] = self.now

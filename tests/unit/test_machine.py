@@ -134,7 +134,6 @@ def test_routes_lead_to_a_worker_from_its_ready_on():
         (SaidFailed(2, 1, "no such file", user_error=True), "exit", "no such file", True),  # was up: not given up
         (Silent(2, 1, "T"), "hang", "silent and stopped (T)", True),
         (Silent(2, 1, "t"), "hang", "silent and stopped (t)", True),
-        (Silent(2, 1, "S"), "hang", "silent though it is not waiting for a core (S)", True),
         (Silent(2, 1, None), "hang", "silent, and its process cannot be looked at", True),
         (Silent(2, 1, "Z"), "crash", "silent and dead (Z)", True),
         (Silent(2, 1, "X"), "crash", "silent and dead (X)", True),
@@ -216,18 +215,18 @@ def test_a_process_that_comes_to_be_after_its_end_was_reported_is_killed():
 # -- doubt ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["R", "D"])
+@pytest.mark.parametrize("state", ["R", "D", "S"])
 def test_a_starved_worker_is_lost_only_after_a_last_look(state):
     driver = Driver()
     assert driver.tell(Silent(2, 1, state)).effects == ()
-    assert driver.decision.reason == f"rank 2 incarnation 1 is silent but runnable ({state}): it may only be starved"
+    assert driver.decision.reason == f"rank 2 incarnation 1 is silent but not stopped ({state}): it may only be starved"
     assert driver.machine.next_deadline() == driver.now + POLICY.starved_s
     driver.pass_time(POLICY.starved_s)
     assert driver.decision.effects == (Probe(2, 1),)
     assert driver.decision.reason == "rank 2 incarnation 1 has been silent for 1 s: a last look"
     assert driver.machine.next_deadline() is None, "the answer decides, not the clock"
     driver.tell(Silent(2, 1, state))
-    assert driver.only(Lost).reason == f"silent for 1 s though runnable ({state})"
+    assert driver.only(Lost).reason == f"silent for 1 s though not stopped ({state})"
     assert driver.only(Lost).cause == "hang"
 
 

@@ -11,8 +11,8 @@ What happens to the incarnation that a seat holds (an event about any other one 
     Exited 0 or 1 / other    lost at once                              exit / crash
     Died, ChannelEnded       lost at once                              crash
     Silent, Z X              lost at once                              crash
-    Silent, T t S or unknown lost at once                              hang
-    Silent, R D              in doubt; looked at again after           hang, if it is
+    Silent, T t or unknown   lost at once                              hang
+    Silent, any other state  in doubt; looked at again after           hang, if it is
                              `starved_s` and lost if still silent      silent then
     Answered                 no doubt; published again if a peer had reported it
     Reported                 probed
@@ -262,21 +262,18 @@ class Machine:
         seat.is_probed = False
         seat.speak()  # only who has said hello is watched, though its hello may be on the way
         match process_state:
-            case "R" | "D":
-                if seat.starve_at is None:
-                    seat.starve_at = now + self.policy.starved_s
-                if now < seat.starve_at:
-                    return _Step(f"{_who(seat)} is silent but runnable ({process_state}): it may only be starved")
-                silence = f"silent for {self.policy.starved_s:g} s though runnable ({process_state})"
-                return self._lose(seat, "hang", silence, now)
-            case "Z" | "X":
-                return self._lose(seat, "crash", f"silent and dead ({process_state})", now)
             case "T" | "t":
                 return self._lose(seat, "hang", f"silent and stopped ({process_state})", now)
+            case "Z" | "X":
+                return self._lose(seat, "crash", f"silent and dead ({process_state})", now)
             case None:
                 return self._lose(seat, "hang", "silent, and its process cannot be looked at", now)
-            case _:
-                return self._lose(seat, "hang", f"silent though it is not waiting for a core ({process_state})", now)
+        if seat.starve_at is None:
+            seat.starve_at = now + self.policy.starved_s
+        if now < seat.starve_at:
+            return _Step(f"{_who(seat)} is silent but not stopped ({process_state}): it may only be starved")
+        silence = f"silent for {self.policy.starved_s:g} s though not stopped ({process_state})"
+        return self._lose(seat, "hang", silence, now)
 
     # -- transitions -----------------------------------------------------------------------------
 

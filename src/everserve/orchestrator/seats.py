@@ -23,7 +23,7 @@ class Policy:
 
     @property
     def starved_s(self) -> float:
-        """How long a runnable process may be silent: it may only be short of a core."""
+        """How long a process that is not stopped may be silent: it may only be short of a core, or its core of time."""
         return 10 * self.detect_s
 
     def delay_s(self, num_crashes: int) -> float:
@@ -73,7 +73,7 @@ class Seat:
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False
     hello_by: float | None = None  # it exists and has not said a word: lost if still so at this time
-    starve_at: float | None = None  # silent but runnable: lost if still so at this time
+    starve_at: float | None = None  # silent but not stopped: lost if still so at this time
     is_probed: bool = False  # the host has been asked to look and has not answered yet
     is_reported: bool = False  # a peer routes around it
 

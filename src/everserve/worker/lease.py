@@ -5,4 +5,4 @@ else, stops pulsing with it. A process that runs while its main thread is stuck 
 lease is longer than any single step should take, and much longer than detect_ms.
 """
 
-LEASE_S = 30.0
+LEASE_S = 120.0
