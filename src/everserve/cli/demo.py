@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import typer
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
@@ -118,10 +119,13 @@ def demo() -> None:
         again = Story(server, [Stream() for _ in PROMPTS], [])
         asyncio.run(again.play(None))
         events = server.events()
-    _summary(story, again, console)
+    num_lost, num_different = _summary(story, again, console)
     _what_happened(story, events, whole_s, console)
+    console.print(f"Tokens lost: {num_lost}. Tokens that differ from the undisturbed texts: {num_different}.")
     console.print("\nServe it yourself:  everserve serve demo --attention-workers 2 --expert-workers 2 --enable-chaos")
     console.print("Then:               everserve status;  everserve kill 3")
+    if num_lost or num_different:
+        raise typer.Exit(1)
 
 
 def _perform(story: Story, console: Console) -> None:
@@ -153,22 +157,26 @@ def _panels(streams: list[Stream]) -> Columns:
     )
 
 
-def _summary(story: Story, again: Story, console: Console) -> None:
-    """The closing table: what clients saw."""
+def _summary(story: Story, again: Story, console: Console) -> tuple[int, int]:
+    """The closing table: what clients saw. Returns how many tokens were lost, and how many differ."""
+    total_lost = total_different = 0
     table = Table(
         "stream", "tokens", "lost", "different", "between tokens p50 ms", "largest gap ms", "without kills ms"
     )
     for index, (stream, undisturbed) in enumerate(zip(story.streams, again.streams, strict=True)):
-        pairs = zip(stream.token_ids, undisturbed.token_ids, strict=False)
+        num_lost = len(undisturbed.token_ids) - len(stream.token_ids)
+        num_different = sum(a != b for a, b in zip(stream.token_ids, undisturbed.token_ids, strict=False))
+        total_lost, total_different = total_lost + num_lost, total_different + num_different
         cells = (percentile(stream.gaps_s, 0.5), max(stream.gaps_s), max(undisturbed.gaps_s))
         table.add_row(
             str(index + 1),
             str(len(stream.token_ids)),
-            str(len(undisturbed.token_ids) - len(stream.token_ids)),
-            str(sum(a != b for a, b in pairs)),
+            str(num_lost),
+            str(num_different),
             *(f"{1e3 * seconds:.1f}" for seconds in cells),
         )
     console.print(table)
+    return total_lost, total_different
 
 
 def _what_happened(story: Story, events: list[dict[str, Any]], whole_s: float, console: Console) -> None:
@@ -184,9 +192,8 @@ def _what_happened(story: Story, events: list[dict[str, Any]], whole_s: float, c
             f"Killing {kill.what}: noticed after {1e3 * (noticed['at_s'] - kill.at_s):.1f} ms, largest pause of any "
             f"stream {1e3 * gap:.0f} ms, a new worker in its seat after {back['at_s'] - kill.at_s:.2f} s."
         )
-    if whole_s:
-        last = max(kill.at_s for kill in story.kills)
-        console.print(f"Full strength {whole_s - last:.2f} s after the last kill. Tokens lost: 0.")
+    last = max(kill.at_s for kill in story.kills)
+    console.print(f"Full strength {whole_s - last:.2f} s after the last kill.")
 
 
 def _gap_at(stream: Stream, at_s: float) -> float:
