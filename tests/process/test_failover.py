@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import pytest
@@ -229,14 +230,23 @@ def test_a_kill_during_start_up(tmp_path, rank):
 
 
 def test_nothing_is_left_after_the_supervisor_is_killed(start_server):
-    """Not even a stopped worker."""
+    """Not even a stopped worker; no shared memory, and no socket in the file system."""
+    shared_memory, sockets = sorted(Path("/dev/shm").iterdir()), named_sockets()
     with start_server(*FLAGS) as server:
         now = c.cluster(server)
         pids = [one["pid"] for one in now["processes"] + now["workers"]]
         assert len(pids) == 5 + NUM_ATTENTION + NUM_EXPERT
         os.kill(now["workers"][-1]["pid"], signal.SIGSTOP)
         server.process.kill()
+        assert named_sockets() == sockets
         c.wait_until(lambda: not any(c.is_alive(pid) for pid in pids), what="everybody's end")
+    assert sorted(Path("/dev/shm").iterdir()) == shared_memory
+
+
+def named_sockets() -> set[str]:
+    """Unix sockets that have a name, in the file system or in the kernel's own space of names."""
+    lines = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return {line.split(maxsplit=7)[7] for line in lines if len(line.split(maxsplit=7)) == 8}
 
 
 def test_shutdown_with_a_stopped_worker(start_server):
