@@ -14,8 +14,9 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
 from everserve.plan.placement import place_experts
+from everserve.runtime.listening import listen_on
 from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
-from everserve.runtime.supervisor import Supervisor, listen_on
+from everserve.runtime.supervisor import Supervisor
 from everserve.tables.ids import Rank
 
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead

@@ -5,6 +5,8 @@ channel.py      framed messages over a socket: a blocking end and an asyncio end
 events.py       typed events, one JSON line each
 liveness/       cells and wardens: who rings, who pulses, who has died
 process.py      what a process asks of its kernel
+signals.py      signals as bytes on a descriptor
+listening.py    the socket that clients connect to
 supervisor.py   starts the processes, watches them, ends them together
 provisioner.py  the workers of this machine: forked from a zygote, signalled, mourned
 local_server.py `everserve serve` as a child process, for demos, benchmarks and tests

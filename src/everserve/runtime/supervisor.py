@@ -23,9 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from everserve.errors import ConfigError
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
@@ -37,6 +35,7 @@ from everserve.runtime.events import (
     WorkerExitedEvent,
     WorkerStartedEvent,
 )
+from everserve.runtime.listening import url_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
@@ -52,6 +51,7 @@ from everserve.runtime.messages import (
     WorkerForked,
 )
 from everserve.runtime.provisioner import Workers
+from everserve.runtime.signals import SignalPipe
 from everserve.tables.members import Process
 
 _KILL_AFTER_S = 3.0  # what does not end by itself within this time after everybody was asked to is killed
@@ -97,7 +97,7 @@ class Supervisor:
         on_ready: Callable[[str], None],
     ) -> None:
         self._listen = listen
-        self._url = _url_of(listen)
+        self._url = url_of(listen)
         self._start_gateway = start_gateway
         self._start_orchestrator = start_orchestrator
         self._grace_s = grace_s
@@ -121,7 +121,7 @@ class Supervisor:
     def run(self) -> int:
         """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
         process.adopt_orphans()
-        signals = _SignalPipe(self._selector)
+        signals = SignalPipe(self._selector)
         try:
             self._spawn_all()
             while self._children or self._workers.pids:
@@ -175,7 +175,7 @@ class Supervisor:
 
     # -- the loop --------------------------------------------------------------------------------
 
-    def _step(self, signals: "_SignalPipe") -> None:
+    def _step(self, signals: "SignalPipe") -> None:
         for key, _ in self._selector.select(timeout=0.2):
             child = key.data
             if child is signals:
@@ -340,50 +340,3 @@ def _wait_or_kill(popen: "subprocess.Popen[bytes]") -> int:
     except subprocess.TimeoutExpired:
         popen.kill()
         return popen.wait()
-
-
-class _SignalPipe:
-    """Signals as bytes on a descriptor, so that the loop has one place to wait."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-
-    def __init__(self, selector: selectors.BaseSelector) -> None:
-        self._selector = selector
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in self._SIGNALS}
-        selector.register(self._reader, selectors.EVENT_READ, self)
-
-    def read(self) -> bytes:
-        return self._reader.recv(4096)
-
-    def close(self) -> None:
-        self._selector.unregister(self._reader)
-        signal.set_wakeup_fd(-1)
-        for signum, handler in self._previous.items():
-            signal.signal(signum, handler)
-        self._reader.close()
-        self._writer.close()
-
-
-def listen_on(host: str, port: int) -> socket.socket:
-    """A bound socket, or a line that says why not. Port 0 picks a free one."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((host, port))
-        sock.listen(1024)  # clients that come early wait for the gateway
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
-        ) from error
-    return sock
-
-
-def _url_of(listen: socket.socket) -> str:
-    host, port = listen.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

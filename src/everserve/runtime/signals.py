@@ -1,0 +1,32 @@
+"""Signals as bytes on a descriptor, so that a loop has one place to wait."""
+
+import selectors
+import signal
+import socket
+from typing import Any
+
+
+class SignalPipe:
+    """Registers itself with the selector; `read` gives the numbers of the signals that came."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in self._SIGNALS}
+        selector.register(self._reader, selectors.EVENT_READ, self)
+
+    def read(self) -> bytes:
+        return self._reader.recv(4096)
+
+    def close(self) -> None:
+        self._selector.unregister(self._reader)
+        signal.set_wakeup_fd(-1)
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._reader.close()
+        self._writer.close()
