@@ -6,13 +6,13 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from everserve.client import Stream, complete
+from everserve.bench.load import Ask
+from everserve.client import Stream
 from everserve.runtime.local_server import LocalServer
 
 
@@ -35,24 +35,12 @@ def is_alive(pid: int) -> bool:
     return process_state(pid) not in (None, "Z", "X")
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One stream: its prompt, its length, and how it samples."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    params: dict[str, Any] = field(default_factory=dict)
-
-    async def send(self, server: LocalServer, stream: Stream) -> Stream:
-        return await complete(server.url, server.model, list(self.prompt), self.max_tokens, stream, **self.params)
-
-
 def asks(num: int, num_prompt: int, max_tokens: int) -> list[Ask]:
     """Half greedy, half sampled with a seed; no two alike."""
     sampled = {"temperature": 0.9, "top_p": 0.95, "frequency_penalty": 0.3}
     return [
         Ask(
-            prompt=tuple((7 * i + 13 * j) % 4000 + 5 for j in range(num_prompt + i)),
+            prompt=[(7 * i + 13 * j) % 4000 + 5 for j in range(num_prompt + i)],
             max_tokens=max_tokens,
             params=sampled | {"seed": 100 + i} if i % 2 else {},
         )

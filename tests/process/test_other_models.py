@@ -5,14 +5,15 @@ import signal
 
 import pytest
 
+from everserve.bench.load import Ask
 from everserve.model.bundled import DEMO_MODEL
 from tests.models import MAX_POSITIONS, VOCAB_SIZE, model_directory
 from tests.process import cluster as c
-from tests.process.cluster import Ask, Fault
+from tests.process.cluster import Fault
 
 ASKS = [
     Ask(
-        prompt=tuple((7 * i + 3 * j) % VOCAB_SIZE for j in range(5 + i)),
+        prompt=[(7 * i + 3 * j) % VOCAB_SIZE for j in range(5 + i)],
         max_tokens=MAX_POSITIONS - 20,
         params={"temperature": 1.0, "seed": i} if i % 2 else {},
     )

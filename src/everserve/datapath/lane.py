@@ -28,6 +28,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
 from everserve.runtime.liveness.cell import SOURCES as CELL_SOURCES
 
@@ -89,6 +90,12 @@ class LaneShape:
 
     def __post_init__(self) -> None:
         assert min(self.max_tokens, self.top_k, self.hidden_size) > 0, self
+
+    @classmethod
+    def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
+        """Whoever allocates a lane and both its ends must come to the same shape: by this. (A model without experts has
+        no lanes; its shape only has to be possible.)"""
+        return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
 
     @property
     def max_rows(self) -> int:

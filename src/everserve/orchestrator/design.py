@@ -40,7 +40,7 @@ class Design:
             roles, slots = (Role.ATTENTION,), 0
         attention = [SeatSpec(rank=Rank(i), roles=roles, slots=slots) for i in range(start.num_attention)]
         experts = [SeatSpec(rank=rank, roles=(Role.EXPERT,)) for rank in expert_ranks]
-        shape = LaneShape(start.worker.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size)
+        shape = LaneShape.of(model, start.worker.max_num_batched_tokens)
         settings = _with_kv_size(start.worker, start.num_attention)
         return cls((*attention, *experts), placement, settings, shape.lane_bytes())
 

@@ -110,11 +110,7 @@ class Worker:
 
     def _make_seam(self, opened: Opened) -> Seam:
         start, model = self._start, opened.model
-        shape = LaneShape(
-            max_tokens=start.settings.max_num_batched_tokens,
-            top_k=model.experts_per_token,
-            hidden_size=model.hidden_size,
-        )
+        shape = LaneShape.of(model, start.settings.max_num_batched_tokens)
         peers = ExpertPeers(
             start.rank, start.incarnation, self._cell, self._warden, shape, model.moe_layers, model.num_experts
         )

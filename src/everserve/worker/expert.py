@@ -69,8 +69,7 @@ class ExpertLoop:
         self._control: Channel | None = control  # None once the orchestrator is gone
         self._events = events
         self._policy = policy or BatchPolicy()
-        config = experts.config
-        shape = LaneShape(start.settings.max_num_batched_tokens, config.experts_per_token, config.hidden_size)
+        shape = LaneShape.of(experts.config, start.settings.max_num_batched_tokens)
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
         self._peers: dict[Rank, _Peer] = {}
         self._pending: list[Request] = []  # in order of arrival
