@@ -178,6 +178,11 @@ class ExpertPeers:
         self._candidates = candidates
         self.reconsider()
 
+    @property
+    def incarnations(self) -> list[tuple[Rank, Incarnation]]:
+        """Who has joined and not left."""
+        return [(peer.rank, peer.incarnation) for peer in self._peers.values()]
+
     # -- what is seen from here ------------------------------------------------------------------
 
     @property

@@ -54,7 +54,7 @@ class _Exchange(ctypes.Structure):
         ("layout", Layout),
         *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
         *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns", "fixed_share", "fixed_first")),
-        *((name, _int64) for name in ("alarm_seen", "control_seen")),
+        *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
         *((name, _int64) for name in ("fresh", "layer", "next_layer", "epoch", "num_tokens")),
         *((name, _int64) for name in ("ids", "x", "owner", "slot_of")),
         *((name, _int64) for name in ("num_parts", "num_missing", "num_blocked")),
@@ -64,6 +64,8 @@ class _Exchange(ctypes.Structure):
     ]
     alarm_seen: int
     control_seen: int
+    meanwhile: int
+    meanwhile_arg: int
     epoch: int
     num_parts: int
     num_missing: int
@@ -130,6 +132,14 @@ class RemoteExperts:
         self._address = ctypes.addressof(self._exchange)
         self._library = load()
         self._run = self._library.blocking.es_lane_exchange
+
+    def do_meanwhile(self, function: int, argument: int) -> None:
+        """Call void function(argument, layer), without the interpreter's lock, when a layer's rows are on their way and
+        all there is to do is wait. (Not in a layer that begins with something to attend to.) 0: call nothing.
+
+        Whoever asks for it keeps both alive.
+        """
+        self._exchange.meanwhile, self._exchange.meanwhile_arg = function, argument
 
     def begin_step(self) -> None:
         """Tell expert workers that we are on our way to the first layer."""

@@ -63,6 +63,9 @@ struct exchange {
     int64_t num_experts, timeout_ns, spin_ns;
     int64_t fixed_share, fixed_first; /* to measure what tables cost: expert e is at rank first + e / share, for good */
     int64_t alarm_seen, control_seen;
+    /* What to do once the rows of a layer are on their way, before waiting for them; NULL: nothing. */
+    void (*meanwhile)(void *arg, int64_t layer);
+    void *meanwhile_arg;
     /* the layer at hand */
     int64_t fresh; /* 1: forget the layer before */
     int64_t layer, next_layer, epoch, num_tokens;
@@ -287,10 +290,12 @@ static int64_t wait(struct exchange *e) {
 EXPORT int64_t es_lane_exchange(struct exchange *e) {
     if (e->fresh) begin(e);
     if (wants_attention(e)) return ATTEND; /* who is there and who owns what may have changed: do not send yet */
+    int64_t outcome = send_rows(e);
+    if (outcome == DONE && e->meanwhile) e->meanwhile(e->meanwhile_arg, e->layer);
     for (;;) {
-        int64_t outcome = send_rows(e);
         if (outcome == DONE) outcome = wait(e);
         if (outcome != UNBLOCKED) return outcome;
+        outcome = send_rows(e);
     }
 }
 

@@ -1,0 +1,159 @@
+"""LogWriter: the owner's side of a log.
+
+A step's KV goes into the log as it is computed, and streams are committed after it:
+
+    writer.begin(rows of the step)          then the forward pass; `meanwhile` is called in it wherever there is time
+    chains_S = writer.finish()              or abandon(), if the pass was abandoned
+    writer.commit_many(...)                 whenever the outputs are on their way
+
+Until its words are written a token is not in the log; until it is committed nobody looks for it.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Iterable, Sequence
+from struct import Struct
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everserve.kvlog.chains import KEY_BYTES
+from everserve.kvlog.library import load
+from everserve.kvlog.log import Log, checked_chains
+
+_FIRST_CAPACITY = 64  # rows, and sequences
+_commit = Struct("q16s3q")  # struct commit in csrc/writer.c
+
+
+class Commit(NamedTuple):
+    """See `LogWriter.commit`."""
+
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
+    key: bytes
+    num_tokens: int
+    blocks: Sequence[int]
+    num_known_blocks: int
+
+
+class _Writer(ctypes.Structure):
+    """struct writer in csrc/writer.c."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("log", "pool", "last_seq"),
+            *("num_rows", "num_seqs", "num_layers_done"),
+            *("tokens", "slots", "query_starts", "chains", "checksums"),
+        )
+    ]
+
+
+class LogWriter:
+    """Writes one log. There is one writer at a time: the process that owns the pool.
+
+    pool_address == log.blocks_address: the pool is in the log. Then nothing is copied, only words are written.
+    """
+
+    def __init__(self, log: Log, pool_address: int) -> None:
+        assert not log.closed
+        self.log = log
+        self.pool_is_in_log = pool_address == log.blocks_address
+        self._library = load()
+        self._finish = self._library.blocking.es_log_finish
+        self._writer = _Writer(log.address, pool_address, self._library.brief.es_log_last_seq(log.address))
+        self._address = ctypes.addressof(self._writer)
+        self._num_seqs = 0
+        self._make_room(_FIRST_CAPACITY, _FIRST_CAPACITY)
+        function = ctypes.cast(self._library.blocking.es_log_meanwhile, ctypes.c_void_p).value
+        assert function is not None
+        # void f(void *argument, int64_t layer) and its argument, for the gap in which the worker waits for experts:
+        # takes all layers of this step's rows up to and including `layer` that are not taken yet.
+        self.meanwhile: tuple[int, int] = (function, self._address)
+
+    def _make_room(self, num_rows: int, num_seqs: int) -> None:
+        """For larger steps than any before. The arrays are ours, so that their addresses stay what C was told."""
+        self._tokens, self._slots = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32)
+        self._query_starts, self._chains = np.zeros(num_seqs + 1, np.int32), np.zeros(num_seqs, np.uint64)
+        self._checksums = np.zeros(num_rows, np.uint64)
+        self._writer.tokens, self._writer.slots = self._tokens.ctypes.data, self._slots.ctypes.data
+        self._writer.query_starts, self._writer.chains = self._query_starts.ctypes.data, self._chains.ctypes.data
+        self._writer.checksums = self._checksums.ctypes.data
+
+    def begin(
+        self,
+        tokens_T: NDArray[np.int32],
+        kv_slots_T: NDArray[np.int32],
+        query_starts_S: NDArray[np.int32],
+        chains_S: NDArray[np.uint64],
+    ) -> None:
+        """The rows of a step, as in `StepBatch`. chains_S: the chain before each sequence's first row.
+
+        A step that was begun before and not finished is forgotten.
+        """
+        num_rows, num_seqs = len(tokens_T), len(chains_S)
+        assert len(kv_slots_T) == num_rows and len(query_starts_S) == num_seqs + 1
+        if num_rows > len(self._tokens) or num_seqs > len(self._chains):
+            self._make_room(max(num_rows, 2 * len(self._tokens)), max(num_seqs, 2 * len(self._chains)))
+        self._tokens[:num_rows] = tokens_T
+        self._slots[:num_rows] = kv_slots_T
+        self._query_starts[: num_seqs + 1] = query_starts_S
+        self._chains[:num_seqs] = chains_S
+        self._num_seqs = num_seqs
+        error = self._library.brief.es_log_begin(self._address, num_rows, num_seqs)
+        assert not error, "the log is closed, or these are no rows of its pool"
+
+    def finish(self) -> NDArray[np.uint64]:
+        """The step has been computed: take what is left and write the words. Returns the chain after each sequence's
+        last row."""
+        error = self._finish(self._address)
+        assert not error, "the log is closed"
+        return self._chains[: self._num_seqs].copy()
+
+    def abandon(self) -> None:
+        """The step never happened. Its slots may hold rubbish; words that stand beside it do not fit it."""
+        self._writer.num_rows = self._num_seqs = 0
+
+    def commit(self, index: int, key: bytes, num_tokens: int, blocks: Sequence[int], num_known_blocks: int) -> None:
+        """Record, in this place, that the first `num_tokens` tokens of a stream are in these blocks of the log.
+
+        The first `num_known_blocks` of them are what the last commit in this place has said.
+        """
+        self.commit_many([Commit(index, key, num_tokens, blocks, num_known_blocks)])
+
+    def commit_many(self, commits: Iterable[Commit]) -> None:
+        """Several streams, in one call."""
+        shape = self.log.shape
+        packed: list[bytes] = []
+        new_blocks = array("i")
+        for index, key, num_tokens, blocks, num_known_blocks in commits:
+            num_blocks = len(blocks)
+            assert 0 <= index < shape.num_records and len(key) == KEY_BYTES
+            assert num_known_blocks >= 0 and 0 <= num_tokens <= num_blocks * shape.block_size
+            assert num_blocks <= shape.max_blocks
+            if num_known_blocks < num_blocks:
+                new_blocks.extend(blocks[num_known_blocks:])
+            packed.append(_commit.pack(index, key, num_tokens, num_blocks, num_known_blocks))
+        error = self._library.brief.es_log_commit(self._address, b"".join(packed), len(packed), new_blocks.tobytes())
+        assert not error, "the log is closed, or these are no blocks of it"
+
+    def clear(self, index: int) -> None:
+        """The stream has ended: its record does not count any more."""
+        assert 0 <= index < self.log.shape.num_records
+        error = self._library.brief.es_log_clear(self._address, index)
+        assert not error, "the log is closed"
+
+    def copy_in(self, source: Log, source_block: int, num_tokens: int, chains: NDArray[np.uint64], block: int) -> int:
+        """Bring the first tokens of another log's block into block `block` of the pool and of our log.
+
+        Verified on arrival; returns how many leading tokens are right, and in our log with their words. What lies
+        behind these in the pool's block is rubbish.
+        """
+        assert 0 <= source_block < source.shape.num_blocks and 0 <= block < self.log.shape.num_blocks
+        assert source.shape.has_blocks_like(self.log.shape), "blocks of another kind"
+        chains = checked_chains(chains, num_tokens, self.log.shape)
+        num_right: int = self._library.blocking.es_log_copy_in(
+            self._address, source.address, source_block, num_tokens, chains.ctypes.data, block
+        )
+        assert num_right >= 0, "a log is closed"
+        return num_right

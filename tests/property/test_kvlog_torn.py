@@ -1,0 +1,232 @@
+"""Whatever is left of a log when its writer dies: what is restored is right, and what was committed can be restored.
+
+First every thinkable death, by mixing the memory before and after an operation word by word (which is more than any
+order of stores could leave behind); then real ones, by SIGKILL.
+"""
+
+import ctypes
+import mmap
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.anchor.memory import create_memory
+from everserve.kvlog.chains import key_of
+from everserve.kvlog.log import Log
+from tests.logs import SHAPE, Heir, Owner, Stream, new_log
+
+NAMES = "abc"  # few, so that something becomes of them
+STEP, LOOP, ABANDON, COMMIT, END, FORGET = "step", "step and commits", "abandon", "commit", "end", "forget"
+MAX_TOKENS = SHAPE.max_blocks * SHAPE.block_size
+
+names = st.sampled_from(NAMES)
+few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=6)  # so few that streams often begin alike
+rows = st.dictionaries(names, few_tokens, min_size=1, max_size=3)
+gaps = st.sets(st.integers(0, SHAPE.num_layers - 1))
+operations = st.one_of(
+    st.tuples(st.just(STEP), rows, gaps),
+    st.tuples(st.just(LOOP), rows, gaps),
+    st.tuples(st.just(ABANDON), rows, gaps),
+    st.tuples(st.just(COMMIT), names),
+    st.tuples(st.just(END), names),
+    st.tuples(st.just(FORGET), names),
+)
+
+
+class Life:
+    """An attention worker, as far as it got. `others` are the tokens of streams that it does not have any more."""
+
+    def __init__(self, log: Log, in_log: bool) -> None:
+        self.owner = Owner(log, in_log)
+        self.others: list[tuple[str, list[int]]] = []
+
+    def do(self, kind: str, *args) -> None:
+        owner = self.owner
+        if kind in (STEP, LOOP):
+            new_tokens = self.possible(args[0])
+            owner.step(new_tokens, gaps=args[1])
+            for name in new_tokens if kind == LOOP else ():
+                owner.commit(name)
+        elif kind == ABANDON:
+            new_tokens = self.possible(args[0])
+            before = {name: list(owner.streams[name].blocks) for name in new_tokens}
+            owner.compute(range(SHAPE.num_layers - 1), *owner.begin(new_tokens), gaps=args[1])
+            owner.writer.abandon()
+            for name, blocks in before.items():
+                owner.free += owner.streams[name].blocks[len(blocks) :]
+                owner.streams[name].blocks[len(blocks) :] = []
+        elif args[0] in owner.streams:
+            stream = owner.streams[args[0]]
+            if kind == COMMIT:
+                owner.commit(args[0])
+            else:
+                self.others.append((args[0], list(stream.tokens)))
+                owner.end(args[0]) if kind == END else owner.forget(args[0])
+
+    def possible(self, new_tokens: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Streams begin as they are named, and wait when there is no room."""
+        owner, num_free, fit = self.owner, len(self.owner.free), {}
+        for name, tokens in new_tokens.items():
+            stream = owner.streams.setdefault(name, Stream(NAMES.index(name)))
+            num_tokens = min(len(tokens), MAX_TOKENS - len(stream.tokens))
+            num_needed = -(-(len(stream.tokens) + num_tokens) // SHAPE.block_size) - len(stream.blocks)
+            if num_needed <= num_free:
+                num_free -= num_needed
+                fit[name] = tokens[:num_tokens]
+        return fit
+
+    def promises(self) -> dict[str, tuple[list[int], int]]:
+        """Of each stream: its tokens, and how many of them must be found."""
+        return {name: (list(s.tokens), s.num_committed) for name, s in self.owner.streams.items()}
+
+
+def image_of(log: Log) -> np.ndarray:
+    """The memory, as words."""
+    return np.frombuffer(ctypes.string_at(log.layout.base, log.shape.num_bytes), np.uint64)
+
+
+def log_of(image: np.ndarray) -> Log:
+    fd = create_memory("log", SHAPE.num_bytes)
+    os.pwrite(fd, image.tobytes(), 0)
+    log = Log(fd, SHAPE)
+    os.close(fd)
+    assert log.was_there
+    return log
+
+
+@pytest.mark.parametrize("in_log", [False, True], ids=["beside the pool", "in the log"])
+@settings(max_examples=100, deadline=None)
+@given(st.lists(operations, max_size=20), operations, st.integers(0, 2**32 - 1), st.sampled_from([0.03, 0.5, 0.97]))
+def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
+    log, heir = new_log(), Heir(new_log(), in_log)
+    life = Life(log, in_log)
+    for operation in lived:
+        life.do(*operation)
+    before, promised = image_of(log), life.promises()
+    life.do(*last)
+    after = image_of(log)
+    is_new = np.random.default_rng(seed).random(len(before)) < share
+    with_tokens = {name: list(stream.tokens) for name, stream in life.owner.streams.items()}
+    for image in (before, after, np.where(is_new, after, before)):
+        torn = log_of(image)
+        for name, (tokens, num_promised) in promised.items():
+            num_found = heir.restore(torn, name, with_tokens.get(name, tokens))
+            assert num_found >= num_promised or last == (END, name)
+        for name, tokens in life.others:
+            heir.restore(torn, name, tokens)
+        torn.close()
+    for name, stream in life.owner.streams.items():
+        assert heir.restore(log, name, stream.tokens) >= stream.num_committed
+    if last[0] == END and last[1] in promised:
+        assert log.find(key_of(last[1])) is None
+    log.close()
+    heir.log.close()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(operations, min_size=1, max_size=15), st.data())
+def test_rubbish_anywhere(lived, data):
+    """Not even what no writer would leave behind is taken for KV: any words but the header's, overwritten."""
+    log, heir = new_log(), Heir(new_log(), in_log=False)
+    life = Life(log, in_log=False)
+    for operation in lived:
+        life.do(*operation)
+    image = image_of(log).copy()
+    rubbish = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**64 - 1, *map(int, image[8:200])]))
+    places = st.one_of(st.integers(8, len(image) - 1), st.integers(8, 200))
+    for place, word in data.draw(st.lists(st.tuples(places, rubbish), min_size=1, max_size=30)):
+        image[place] = word
+    torn = log_of(image)
+    torn.records()
+    for name, tokens in [*life.others, *((name, stream.tokens) for name, stream in life.owner.streams.items())]:
+        heir.restore(torn, name, tokens)
+    for used in (torn, log, heir.log):
+        used.close()
+
+
+# real deaths
+
+LARGE = replace(SHAPE, num_blocks=48, block_size=16, num_layers=4, num_planes=4, piece_bytes=128, max_blocks=8)
+_GENERATION = 1 << 32
+
+
+def name_of(index: int, generation: int) -> str:
+    return f"{index}:{generation}"
+
+
+def tokens_of(index: int, generation: int, num_tokens: int) -> list[int]:
+    return [(7 * generation + index + i * i) % 50 for i in range(num_tokens)]
+
+
+def live(log: Log, in_log: bool, told: np.ndarray, seed: int, on_commit: Callable[[], None]) -> None:
+    """Compute streams for ever. told[index] is the generation of the stream in that record, and how many of its tokens
+    are committed: one word, written after the commit and before the record is cleared."""
+    owner, rng = Owner(log, in_log), random.Random(seed)
+    generations = [int(word) // _GENERATION for word in told]
+    rng.shuffle(owner.free)
+
+    def start(index: int) -> None:
+        generations[index] += 1
+        told[index] = generations[index] * _GENERATION
+        owner.streams[name_of(index, generations[index])] = Stream(index)
+
+    for index in range(LARGE.num_records):
+        start(index)
+    while True:
+        new_tokens: dict[str, list[int]] = {}
+        for name, stream in list(owner.streams.items()):
+            num_tokens = len(stream.tokens) + rng.choice([1, 1, 1, 40])
+            if num_tokens > LARGE.max_blocks * LARGE.block_size:
+                start(stream.index)
+                owner.end(name)
+            else:
+                new_tokens[name] = tokens_of(stream.index, generations[stream.index], num_tokens)[len(stream.tokens) :]
+        owner.step(new_tokens, gaps=rng.sample(range(LARGE.num_layers), 2))
+        for name in new_tokens:
+            owner.commit(name)
+            stream = owner.streams[name]
+            told[stream.index] = generations[stream.index] * _GENERATION + stream.num_committed
+        on_commit()
+
+
+def check(heir: Heir, log: Log, told: np.ndarray, is_dead: bool) -> None:
+    for index in range(LARGE.num_records):
+        generation, num_committed = divmod(int(told[index]), _GENERATION)
+        tokens = tokens_of(index, generation, LARGE.max_blocks * LARGE.block_size)
+        num_found = heir.restore(log, name_of(index, generation), tokens)
+        assert num_found >= num_committed or not is_dead, f"{num_found} of {num_committed} tokens are left"
+
+
+@pytest.mark.parametrize("in_log", [False, True], ids=["beside the pool", "in the log"])
+def test_sigkill(in_log):
+    """One worker after the other on the same log; each is read while it lives, killed, and read again."""
+    log, heir = new_log(LARGE), Heir(new_log(LARGE), in_log)
+    told = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE), np.int64)[: LARGE.num_records]
+    rng = random.Random(in_log)
+    for round in range(25):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                live(log, in_log, told, round, lambda writing=writing: os.write(writing, b"."))
+            finally:
+                os._exit(1)
+        os.close(writing)
+        try:
+            for _ in range(rng.randint(1, 12)):
+                assert os.read(reading, 1) == b".", "it lives and commits"
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                check(heir, log, told, is_dead=False)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            assert os.waitpid(pid, 0)[1] == signal.SIGKILL
+            os.close(reading)
+        check(heir, log, told, is_dead=True)
+    assert log.records(), "somebody got somewhere"
