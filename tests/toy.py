@@ -1,31 +1,47 @@
 """A model whose next token is a hash of every token before it, read back through the block tables.
 
-It computes nothing, but it notices everything: a wrong block, slot, position or reused block changes the stream.
+It computes nothing, but it notices everything: a wrong block, slot, position or reused block changes the stream. Its KV
+pool is shaped like a real one, so that it can be logged, and lie in a log.
 """
 
+import ctypes
+import os
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
+from everserve.anchor.memory import create_memory
 from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.journal import Journal
+from everserve.engine.saved import Saved
+from everserve.kvlog.chains import key_of
+from everserve.kvlog.layout import LogShape
+from everserve.kvlog.log import Log
+from everserve.kvlog.writer import LogWriter
 from everserve.model.batch import StepBatch
 from everserve.model.ops.reference import ReferenceOps
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 VOCAB = 97
+NUM_LAYERS = 2
+NUM_PLANES = 2
 
 
 class ToyModel:
-    """The KV of a token is the token itself."""
+    """The KV of a token is the token itself, once in each layer and plane, never in the same words."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, memory: memoryview | None = None) -> None:
         self.block_size = block_size
-        self.pool = np.full(num_blocks * block_size, -1, np.int64)
+        shape = (num_blocks, NUM_LAYERS, NUM_PLANES, block_size)
+        self.pool = np.full(shape, -1, np.int64) if memory is None else np.frombuffer(memory, np.int64).reshape(shape)
         self.fail_next = False
+        self.on_write: Callable[[], None] = lambda: None  # called again and again while a step writes KV
+        self.meanwhile: Callable[[int], None] = lambda layer: None  # called when a layer is written
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
-        self.pool[batch.kv_slots_T.numpy()] = batch.tokens_T.numpy()
+        self._write(batch)
         if self.fail_next:
             self.fail_next = False
             raise StepAbandoned
@@ -36,9 +52,32 @@ class ToyModel:
             for row in range(starts[i], starts[i + 1]):
                 if row in wanted:
                     positions = np.arange(int(batch.positions_T[row]) + 1)
-                    slots = table[positions // self.block_size] * self.block_size + positions % self.block_size
-                    rows.append(logits_after(self.pool[slots].tolist()))
+                    rows.append(logits_after(self._read(table[positions // self.block_size], positions)))
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def _write(self, batch: StepBatch) -> None:
+        blocks, slots = np.divmod(batch.kv_slots_T.numpy(), self.block_size)
+        tokens, half = batch.tokens_T.numpy(), len(blocks) // 2
+        for layer in range(NUM_LAYERS):
+            for rows in (slice(half), slice(half, None)):
+                for plane in range(NUM_PLANES):
+                    self.pool[blocks[rows], layer, plane, slots[rows]] = _kv(tokens[rows], layer, plane)
+                self.on_write()
+            self.meanwhile(layer)
+            self.on_write()
+
+    def _read(self, blocks: np.ndarray, positions: np.ndarray) -> list[int]:
+        """The tokens, or -1 where layers or planes do not fit together."""
+        found = self.pool[blocks, :, :, positions % self.block_size]
+        tokens = found[:, 0, 0] // (NUM_LAYERS * NUM_PLANES)
+        for layer in range(NUM_LAYERS):
+            for plane in range(NUM_PLANES):
+                tokens = np.where(found[:, layer, plane] == _kv(tokens, layer, plane), tokens, -1)
+        return tokens.tolist()
+
+
+def _kv(tokens: np.ndarray, layer: int, plane: int) -> np.ndarray:
+    return tokens * (NUM_LAYERS * NUM_PLANES) + layer * NUM_PLANES + plane
 
 
 class StepAbandoned(Exception):
@@ -51,7 +90,7 @@ def logits_after(context: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32))
 
 
-def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
+def make_config(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> EngineConfig:
     settings: dict = {
         "max_model_len": 64,
         "max_num_seqs": 6,
@@ -60,9 +99,52 @@ def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
         "vocab_size": VOCAB,
         **overrides,
     }
+    return EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)
+
+
+def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
-    config = EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)
-    return Engine(config, ReferenceOps(), model), model
+    return Engine(make_config(num_blocks, block_size, **overrides), ReferenceOps(), model), model
+
+
+class LoggedToy:
+    """An engine with a log: beside its pool, or with the pool in it. Memory that holds a log already is adopted."""
+
+    def __init__(self, config: EngineConfig, is_in_place: bool, memory: int | None = None) -> None:
+        self.shape = LogShape(
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            num_layers=NUM_LAYERS,
+            num_planes=NUM_PLANES,
+            piece_bytes=8,
+            num_records=2 * config.max_num_seqs,
+            max_blocks=-(-config.max_model_len // config.block_size),
+        )
+        self.memory = memory if memory is not None else create_memory("log", self.shape.num_bytes)
+        self.log = Log(self.memory, self.shape)
+        self.model = ToyModel(config.num_blocks, config.block_size, self.log.blocks if is_in_place else None)
+        writer = LogWriter(self.log, self.model.pool.ctypes.data)
+        assert writer.pool_is_in_log == is_in_place
+        function, argument = writer.meanwhile
+        meanwhile = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(function)
+        self.model.meanwhile = lambda layer: meanwhile(argument, layer)
+        self.journal = Journal(writer)
+        self.engine = Engine(config, ReferenceOps(), self.model, journal=self.journal)
+
+    def find(self, log: Log, id: str) -> Saved | None:
+        record = log.find(key_of(id))
+        return Saved.of(log, record, self.log) if record is not None else None
+
+    def photograph(self) -> int:
+        """The log as it is now, which is how it would be found if this worker died now."""
+        copy = create_memory("photograph", self.shape.num_bytes)
+        os.pwrite(copy, os.pread(self.memory, self.shape.num_bytes, 0), 0)
+        return copy
+
+    def close(self) -> None:
+        self.model.pool = np.empty(0, np.int64)
+        self.log.close()
+        os.close(self.memory)
 
 
 def spec(id: str, prompt: list[int], max_tokens: int = 8, **params: object) -> RequestSpec:

@@ -108,7 +108,7 @@ def test_what_is_computed_again_is_counted():
     assert engine.stats().num_known_tokens == 0
     other, _ = make_engine(num_blocks=64)
     run(other, resumed(request, tokens[:9]))
-    assert other.stats().num_known_tokens == 10 + 9
+    assert other.stats().num_known_tokens == 10 + 9 - 1, "the last one may be new"
     assert other.stats().num_generated_tokens == 11
 
 
@@ -121,7 +121,7 @@ def test_known_tokens_are_found_in_the_prefix_cache():
     again = run(engine, resumed(request, tokens[:9]))["a"]
     assert [output.token for output in again] == tokens[9:]
     assert engine.stats().prefix_cache_hits == 16, "four full blocks of prompt and known tokens"
-    assert engine.stats().num_known_tokens == 19 + 3
+    assert engine.stats().num_known_tokens == 18 + 2
 
 
 def test_prompt_logprobs_come_once():

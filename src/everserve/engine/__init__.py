@@ -1,10 +1,13 @@
 """How one worker advances: schedule -> run -> postprocess, one step at a time, in one thread.
 
-engine.py      the step itself, and the doors: add, cancel, step, check
+engine.py      the step itself, and the doors: add, cancel, step, log_step, check
 scheduler.py   who runs in this step, with how many tokens; preemption
-sequence.py    one stream inside the engine: tokens, computed length, blocks
+sequence.py    one stream inside the engine: tokens, computed length, blocks; a chunk of it
 blocks.py      the pool of KV blocks: reference counts, prefix cache, exact least-recently-used order
 undo.py        the per-step undo log: a step that is abandoned leaves no trace
-batching.py    scheduled chunks to a StepBatch
+batching.py    scheduled chunks to the rows of a step, and these to a StepBatch
+journal.py     what of each stream is in this engine's KV log, and the records that say so
+saved.py       one stream's KV in some log, for whoever continues the stream
+restoring.py   bringing it back, block by block, when the stream is admitted
 integrity.py   what must hold between steps; runs whenever the engine is idle
 """

@@ -1,14 +1,28 @@
-"""Scheduled chunks to the tensors of a StepBatch."""
+"""Scheduled chunks to the rows of a step: laid out as arrays, then as the tensors of a StepBatch."""
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from everserve.engine.scheduler import Chunk
+from everserve.engine.sequence import Chunk
 from everserve.model.batch import StepBatch
 
 
-def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> StepBatch:
-    """Lay out the rows of all chunks, one after the other, and say which rows' logits are wanted."""
+class Rows(NamedTuple):
+    """As in StepBatch, on the host."""
+
+    tokens_T: NDArray[np.int32]
+    positions_T: NDArray[np.int32]
+    kv_slots_T: NDArray[np.int32]
+    query_starts_S: NDArray[np.int32]
+    block_tables_SB: NDArray[np.int32]
+    logits_rows_L: list[int]
+
+
+def lay_out(chunks: list[Chunk], block_size: int) -> Rows:
+    """The rows of all chunks, one after the other, and which rows' logits are wanted."""
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     width = max(len(chunk.sequence.blocks) for chunk in chunks)
     tokens = np.empty(num_tokens, np.int32)
@@ -32,13 +46,17 @@ def build_batch(chunks: list[Chunk], block_size: int, device: torch.device) -> S
             kv_slots[row:end] = tables[i, position // block_size] * block_size + position % block_size
         logits_rows.extend(wanted_rows(chunk, row))
         row = query_starts[i + 1] = end
+    return Rows(tokens, positions, kv_slots, query_starts, tables, logits_rows)
+
+
+def to_batch(rows: Rows, device: torch.device) -> StepBatch:
     return StepBatch(
-        tokens_T=_tensor(tokens, device),
-        positions_T=_tensor(positions, device),
-        kv_slots_T=_tensor(kv_slots, device),
-        query_starts_S=_tensor(query_starts, device),
-        block_tables_SB=_tensor(tables, device),
-        logits_rows_L=torch.tensor(logits_rows, dtype=torch.int64, device=device),
+        tokens_T=_tensor(rows.tokens_T, device),
+        positions_T=_tensor(rows.positions_T, device),
+        kv_slots_T=_tensor(rows.kv_slots_T, device),
+        query_starts_S=_tensor(rows.query_starts_S, device),
+        block_tables_SB=_tensor(rows.block_tables_SB, device),
+        logits_rows_L=torch.tensor(rows.logits_rows_L, dtype=torch.int64, device=device),
     )
 
 

@@ -13,6 +13,8 @@ The free list is linked through two arrays. Unlinking a block leaves its own two
 back in reverse order (the undo log's order) restores the list exactly, wherever the block stood.
 """
 
+from collections.abc import Iterable
+
 from everserve.engine.undo import UndoLog
 
 NO_BLOCKS_LEFT = -1
@@ -29,7 +31,7 @@ class BlockPool:
         self.refs = [0] * num_blocks
         self.hash_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
-        self.taken: list[int] = []  # in the current step, to be written: what they held before is lost
+        self.taken: set[int] = set()  # in the current step, to be written: what they held before is lost
         self._undo = undo
         self._head = num_blocks  # the list's sentinel: next[head] is the next victim, prev[head] the last
         self._next = [(i + 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
@@ -49,7 +51,7 @@ class BlockPool:
             self._forget(block, old_hash)
             self._undo.record(self._remember, block, old_hash)
         self._take(block)
-        self.taken.append(block)
+        self.taken.add(block)
         return block
 
     def share(self, block: int) -> None:
@@ -71,9 +73,10 @@ class BlockPool:
             self._undo.record(self._unlink, block)
 
     def publish(self, block: int, chain_hash: bytes) -> None:
-        """The block is full and computed: later prompts may find it. Only after a step has succeeded."""
+        """The block is full and holds these tokens' KV: later prompts may find it."""
         if self.hash_of[block] is None and chain_hash not in self.block_of:
             self._remember(block, chain_hash)
+            self._undo.record(self._forget, block, chain_hash)
 
     def withdraw(self, block: int) -> None:
         """The block no longer holds what it was published for."""
@@ -84,6 +87,17 @@ class BlockPool:
     def find(self, chain_hash: bytes) -> int | None:
         """The block that holds these tokens, if one does."""
         return self.block_of.get(chain_hash)
+
+    def is_forgotten(self, block: int) -> bool:
+        """Free, not cached, and not taken in this step: if anybody knows what it holds, it is not this pool."""
+        return self.refs[block] == 0 and self.hash_of[block] is None and block not in self.taken
+
+    def spare(self, blocks: Iterable[int]) -> None:
+        """Put free blocks at the end of the free list, the dearest last."""
+        for block in blocks:
+            assert self.refs[block] == 0, f"block {block} is in use"
+            self._unlink(block)
+            self._link(block, self._head)
 
     def free_list(self) -> list[int]:
         """The free blocks, next victim first."""

@@ -10,12 +10,16 @@ from time import monotonic
 import torch
 
 from everserve.engine import integrity
-from everserve.engine.batching import build_batch, wanted_rows
+from everserve.engine.batching import lay_out, to_batch, wanted_rows
 from everserve.engine.blocks import BlockPool
-from everserve.engine.scheduler import Chunk, Scheduler
-from everserve.engine.sequence import Sequence
+from everserve.engine.journal import Journal
+from everserve.engine.restoring import Restorer
+from everserve.engine.saved import Restored, Saved
+from everserve.engine.scheduler import Scheduler
+from everserve.engine.sequence import Chunk, Sequence
 from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
+from everserve.kvlog.log import Log
 from everserve.model.batch import StepBatch
 from everserve.model.ops import Ops
 from everserve.model.sampling import Choice, SamplingRow, sample, token_logprobs
@@ -39,6 +43,7 @@ class EngineConfig:
     num_blocks: int
     vocab_size: int
     enable_prefix_caching: bool = True
+    max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
 
     @property
     def max_logits_rows(self) -> int:
@@ -47,57 +52,91 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step produced: outputs, streams that broke (id, reason), streams that were preempted."""
+    """What one step produced: outputs, streams that broke (id, reason), streams that were preempted, and streams whose
+    KV was brought back."""
 
     outputs: list[Output]
     failed: list[tuple[str, str]]
     preempted: list[Sequence]
+    restored: list[Restored]
 
 
 class Engine:
-    """Advances many streams together."""
+    """Advances many streams together. With a journal their KV is logged, and streams can be taken over from logs."""
 
     def __init__(
-        self, config: EngineConfig, ops: Ops, forward: Forward, clock: Callable[[], float] = monotonic
+        self,
+        config: EngineConfig,
+        ops: Ops,
+        forward: Forward,
+        clock: Callable[[], float] = monotonic,
+        journal: Journal | None = None,
     ) -> None:
         self.config = config
         self._ops = ops
         self._forward = forward
         self._clock = clock
+        self._journal = journal
         self._undo = UndoLog()
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_known_tokens = 0
+        pool = BlockPool(config.num_blocks, config.block_size, self._undo)
+        self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(
-            pool=BlockPool(config.num_blocks, config.block_size, self._undo),
+            pool=pool,
             undo=self._undo,
+            restorer=self._restorer,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_while_decoding=config.max_prefill_while_decoding,
+            max_restored_while_serving=config.max_restored_while_serving,
             max_logits_rows=config.max_logits_rows,
             enable_prefix_caching=config.enable_prefix_caching,
         )
+
+    def _make_restorer(self, pool: BlockPool, journal: Journal) -> Restorer:
+        """Blocks of streams that our predecessor had may be asked for soon: they are the last to be taken."""
+        shape, config = journal.log.shape, self.config
+        assert (shape.num_blocks, shape.block_size) == (config.num_blocks, config.block_size), "one pool, one log"
+        assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
+        for record in journal.adopted.values():
+            pool.spare(reversed(record.blocks))
+        return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
 
     @property
     def has_work(self) -> bool:
         return bool(self._sequences)
 
-    def add(self, spec: RequestSpec) -> None:
-        """Accept a stream, or say why not. An accepted stream ends by finishing or by `cancel`, never by itself."""
+    def stream_ids(self) -> list[str]:
+        """Of all streams, running and waiting."""
+        return list(self._sequences)
+
+    def add(self, spec: RequestSpec, saved: Saved | None = None) -> None:
+        """Accept a stream, or say why not. An accepted stream ends by finishing or by `cancel`, never by itself.
+
+        `saved`: where a log has KV of it. Only KV: all else that a stream needs to go on is in its spec.
+        """
         if spec.id in self._sequences:
             raise RequestError(f"a request with the id {spec.id!r} is running already")
         _check(spec, self.config)
         sequence = Sequence(spec, self.config.block_size, added_s=self._clock())
+        if self._journal is not None and not sequence.wants_prompt_logprobs:
+            sequence.saved = saved
         self._sequences[spec.id] = sequence
         self.scheduler.add(sequence)
 
+    def waits_for(self, log: Log) -> bool:
+        """Whether a stream is still to be restored from this log."""
+        return any(sequence.saved is not None and sequence.saved.log is log for sequence in self._sequences.values())
+
     def cancel(self, id: str) -> bool:
         """Forget a stream; False if it has ended already."""
-        sequence = self._sequences.pop(id, None)
+        sequence = self._sequences.get(id)
         if sequence is not None:
-            self.scheduler.remove(sequence)
+            self._end(sequence, is_delivered=True)
         return sequence is not None
 
     def cancel_all(self) -> None:
@@ -112,32 +151,43 @@ class Engine:
         chunks = self.scheduler.schedule()
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
         if not chunks:
-            return StepResult([], [], [])
+            return StepResult([], [], [], [])
         try:
-            logits_LV = self._forward(build_batch(chunks, self.config.block_size, self._ops.device))
-            results = self._read_logits(chunks, logits_LV)
+            results = self._run(chunks)
         except BaseException:
-            self.scheduler.abandon()
+            self._abandon()
             raise
         self._num_steps += 1
         self._num_prompt_tokens += sum(chunk.num_prompt_tokens for chunk in chunks)
         self._num_known_tokens += sum(chunk.num_known_tokens for chunk in chunks)
         self.scheduler.commit(chunks)
+        if self._journal is not None:
+            self._journal.clear(self.scheduler.preempted)
         for chunk in chunks:
             chunk.sequence.note_start(began_s)
         outputs: list[Output] = []
         failed: list[tuple[str, str]] = []
         for result in results:
             self._postprocess(result, outputs, failed)
-        return StepResult(outputs, failed, list(self.scheduler.preempted))
+        return StepResult(outputs, failed, self.scheduler.preempted, self.scheduler.restored)
+
+    def log_step(self) -> None:
+        """Say in the log how far streams have come. After each step, as soon as its outputs are on their way."""
+        if self._journal is not None:
+            self._journal.commit(self.scheduler.running)
+
+    def forget_adopted(self) -> None:
+        """No stream that our predecessor in this log had will come to us any more, but those that came."""
+        if self._journal is not None:
+            self._journal.forget_adopted(but=self._sequences)
 
     def check(self) -> None:
         """Die loudly if the engine's tables contradict each other."""
-        found = integrity.violations(self.scheduler)
+        found = integrity.violations(self.scheduler, self._journal)
         assert not found, "; ".join(found)
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
+        scheduler, restorer, journal = self.scheduler, self._restorer, self._journal
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -149,7 +199,31 @@ class Engine:
             prefix_cache_queries=scheduler.prefix_queries,
             prefix_cache_hits=scheduler.prefix_hits,
             num_known_tokens=self._num_known_tokens,
+            num_restored_tokens=restorer.num_restored if restorer is not None else 0,
+            num_broken_tokens=restorer.num_broken if restorer is not None else 0,
+            log_lag_tokens=journal.lag(scheduler.running) if journal is not None else 0,
         )
+
+    def _run(self, chunks: list[Chunk]) -> list["_Result"]:
+        """Compute the chunks, logging what is computed."""
+        rows = lay_out(chunks, self.config.block_size)
+        if self._journal is not None:
+            self._journal.begin(chunks, rows)
+        results = self._read_logits(chunks, self._forward(to_batch(rows, self._ops.device)))
+        if self._journal is not None:
+            self._journal.finish()
+        return results
+
+    def _abandon(self) -> None:
+        self.scheduler.abandon()
+        if self._journal is not None:
+            self._journal.abandon(self.scheduler.waiting)
+
+    def _end(self, sequence: Sequence, is_delivered: bool) -> None:
+        del self._sequences[sequence.id]
+        self.scheduler.remove(sequence)
+        if self._journal is not None:
+            self._journal.end(sequence, is_delivered)
 
     def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list["_Result"]:
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
@@ -212,7 +286,7 @@ class Engine:
             )
         )
         if finish is not None:
-            self.cancel(sequence.id)
+            self._end(sequence, is_delivered=False)
 
     def _advance(self, sequence: Sequence, token: int) -> tuple[int | None, str | None, int | None]:
         """Append a token; returns (token or None, finish reason or None, the stop id that ended the stream or None)."""

@@ -3,13 +3,22 @@
 from collections import Counter
 
 from everserve.engine.blocks import BlockPool
+from everserve.engine.journal import Journal
 from everserve.engine.scheduler import Scheduler
-from everserve.engine.sequence import Status
+from everserve.engine.sequence import Sequence, Status
 
 
-def violations(scheduler: Scheduler) -> list[str]:
-    """Every way in which pool, tables and queues contradict each other."""
-    return [*_pool_violations(scheduler.pool), *_queue_violations(scheduler), *_ref_violations(scheduler)]
+def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str]:
+    """Every way in which pool, tables, queues and log contradict each other."""
+    found = [*_pool_violations(scheduler.pool), *_queue_violations(scheduler), *_ref_violations(scheduler)]
+    if journal is not None:
+        found += _index_violations(journal)
+        for sequence in scheduler.waiting:
+            if journal.num_committed(sequence):
+                found.append(f"{sequence.id} waits, and the log has a record of it")
+        for sequence in scheduler.running:
+            found += _record_violations(journal, sequence)
+    return found
 
 
 def _pool_violations(pool: BlockPool) -> list[str]:
@@ -51,3 +60,28 @@ def _ref_violations(scheduler: Scheduler) -> list[str]:
     held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
     refs = {block: count for block, count in enumerate(scheduler.pool.refs) if count}
     return [] if refs == dict(held) else [f"reference counts {refs} differ from the block tables {dict(held)}"]
+
+
+def _index_violations(journal: Journal) -> list[str]:
+    """Each place for a record has one owner, and the log has records where we think."""
+    used = [entry.index for entry in journal.entries.values() if entry.index is not None]
+    used += [*journal.ended, *(record.index for record in journal.adopted.values())]
+    if sorted([*used, *journal.free]) != list(range(journal.log.shape.num_records)):
+        return [f"places in the log: {sorted(used)} are used and {sorted(journal.free)} are free"]
+    there = sorted(record.index for record in journal.log.records())
+    return [] if there == sorted(used) else [f"the log has records in places {there}, not in {sorted(used)}"]
+
+
+def _record_violations(journal: Journal, sequence: Sequence) -> list[str]:
+    """A record says what we think, and no more than what is true: every token that it counts is in the log."""
+    num_committed = journal.num_committed(sequence)
+    if num_committed > sequence.num_computed:
+        return [f"{sequence.id}: {num_committed} tokens committed, {sequence.num_computed} computed"]
+    if num_committed == 0:
+        return []
+    record = journal.log.find(journal.entries[sequence.id].key)
+    expected = num_committed, tuple(sequence.blocks[: sequence.num_blocks_for(num_committed)])
+    if record is None or (record.num_tokens, record.blocks) != expected:
+        return [f"{sequence.id}: the record should say {expected}, and is {record}"]
+    num_intact = journal.count_intact(sequence, num_committed)
+    return [] if num_intact == num_committed else [f"{sequence.id}: {num_intact} of {num_committed} tokens in the log"]

@@ -8,39 +8,21 @@ When blocks run out, the stream admitted last gives its blocks back and waits at
 recomputed later, never dropped. The stream admitted first can take everybody's blocks, and one stream alone always fits
 (checked when it is added): so somebody always advances.
 
+A stream that another worker had is brought back from a log when it is admitted, as far as possible (restoring.py).
+While others are served, a step does only so much of that; a long stream comes back in several steps.
+
 Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
 back is the content of blocks that were taken from somebody: see `abandon`.
 """
 
+import sys
 from collections import deque
-from dataclasses import dataclass
 
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
-from everserve.engine.sequence import Sequence, Status
+from everserve.engine.restoring import Restorer
+from everserve.engine.saved import Restored
+from everserve.engine.sequence import Chunk, Sequence, Status
 from everserve.engine.undo import UndoLog
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """The next `num_tokens` pending tokens of a sequence."""
-
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """Whether nothing is pending afterwards, so that the last row's logits give the next token."""
-        return self.num_tokens == self.sequence.num_pending
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """How many of them belong to the prompt."""
-        return max(0, min(self.num_tokens, self.sequence.num_prompt - self.sequence.num_computed))
-
-    @property
-    def num_known_tokens(self) -> int:
-        """How many of them a worker that is gone has computed before."""
-        return max(0, min(self.num_tokens, self.sequence.num_resumed - self.sequence.num_computed))
 
 
 class Scheduler:
@@ -50,9 +32,11 @@ class Scheduler:
         self,
         pool: BlockPool,
         undo: UndoLog,
+        restorer: Restorer | None,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_prefill_while_decoding: int,
+        max_restored_while_serving: int,
         max_logits_rows: int,
         enable_prefix_caching: bool,
     ) -> None:
@@ -60,13 +44,17 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest admission first
         self.preempted: list[Sequence] = []  # in the current step
+        self.restored: list[Restored] = []  # in the current step
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
         self._undo = undo
+        self._restorer = restorer
+        self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_while_decoding = max_prefill_while_decoding
+        self._max_restored_while_serving = max_restored_while_serving
         self._max_logits_rows = max_logits_rows
         self._enable_prefix_caching = enable_prefix_caching
 
@@ -88,8 +76,9 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty if there is nothing to do."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
-        self.preempted = []
+        self.preempted, self.restored = [], []
         self.pool.taken.clear()
+        self._restoring_left = self._max_restored_while_serving
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
         decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
@@ -100,7 +89,7 @@ class Scheduler:
         if chunks:
             budget = min(budget, self._max_prefill_while_decoding)
         for sequence in prefilling:
-            if budget > 0 and sequence.status is Status.RUNNING:
+            if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
         if not self.preempted:
             self._admit(budget, chunks)
@@ -108,7 +97,6 @@ class Scheduler:
 
     def commit(self, chunks: list[Chunk]) -> None:
         """The step happened: its tokens are computed, and blocks that became full may be shared from now on."""
-        self._undo.commit()
         for chunk in chunks:
             sequence = chunk.sequence
             num_full_before = sequence.num_computed // self.pool.block_size
@@ -118,6 +106,7 @@ class Scheduler:
                 hashes = sequence.block_hashes()
                 for i in range(num_full_before, num_full):
                     self.pool.publish(sequence.blocks[i], hashes[i])
+        self._undo.commit()
 
     def abandon(self) -> None:
         """The step never happened; but it may have written into every block that it took.
@@ -125,7 +114,7 @@ class Scheduler:
         Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
         preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
         """
-        overwritten, victims = set(self.pool.taken), self.preempted
+        overwritten, victims = self.pool.taken, self.preempted
         self._undo.rollback()
         for block in overwritten:
             self.pool.withdraw(block)
@@ -133,7 +122,7 @@ class Scheduler:
             if not overwritten.isdisjoint(victim.blocks):
                 self._preempt(victim)
         self._undo.commit()
-        self.preempted = []
+        self.preempted, self.restored = [], []
 
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""
@@ -159,6 +148,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
                 return
+            if sequence.saved is not None and chunks and self._restoring_left <= 0:
+                return
             cached = self._cached_blocks(sequence)
             if self._worth_waiting(sequence, len(cached), in_flight):
                 continue
@@ -167,8 +158,10 @@ class Scheduler:
             if num_needed > num_free:
                 return
             self._start(sequence, cached)
+            if not self._restore(sequence, chunks):
+                return
             budget -= self._extend(sequence, budget, chunks)
-            in_flight.update(sequence.block_hashes()[len(cached) :])
+            in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         """waiting -> running, holding the blocks of its cached prefix."""
@@ -176,18 +169,34 @@ class Scheduler:
         self.waiting.remove(sequence)
         self.running.append(sequence)
         self._undo.record(self.running.pop)
-        self._set(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
+        self._undo.assign(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
+        self._undo.assign(sequence, num_restored=0, restoring_s=0.0)
         if sequence.num_output == 0:
-            self._set(sequence, num_cached=sequence.num_computed)
+            self._undo.assign(sequence, num_cached=sequence.num_computed)
         self._undo.record(sequence.blocks.clear)
         for block in cached:
             self.pool.share(block)
             sequence.blocks.append(block)
-        self._set(
+        self._undo.assign(
             self,
             prefix_queries=self.prefix_queries + len(sequence.tokens),
             prefix_hits=self.prefix_hits + sequence.num_computed,
         )
+
+    def _restore(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
+        """Bring back what is saved of a sequence that was started; False if the rest must wait for the next step."""
+        if sequence.saved is None:
+            return True
+        assert self._restorer is not None, "without a log of our own nothing is restored"
+        if chunks and self._restoring_left <= 0:
+            return False
+        self._restoring_left -= self._restorer.restore(sequence, self._restoring_left if chunks else sys.maxsize)
+        if sequence.saved is not None and chunks:
+            return False
+        self._undo.assign(sequence, saved=None)  # alone, and yet there is more: blocks are short, and it must go on
+        num_again = max(0, sequence.num_resumed - sequence.num_computed)
+        self.restored.append(Restored(sequence.id, sequence.num_restored, num_again, sequence.restoring_s * 1000))
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         """running -> waiting, at the head of the queue; its tokens will be computed again."""
@@ -196,10 +205,10 @@ class Scheduler:
         self._undo.record(self.running.insert, index, sequence)
         self.waiting.appendleft(sequence)
         self._undo.record(self.waiting.popleft)
-        self._set(sequence, status=Status.WAITING, num_computed=0)
+        self._undo.assign(sequence, status=Status.WAITING, num_computed=0)
         self._release_all(sequence)
         self.preempted.append(sequence)
-        self._set(self, num_preemptions=self.num_preemptions + 1)
+        self._undo.assign(self, num_preemptions=self.num_preemptions + 1)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Take blocks so that up to `num_tokens` more tokens fit; returns how many do fit."""
@@ -251,11 +260,7 @@ class Scheduler:
         """Whether the next block this prompt needs is being computed right now by another one (`n` siblings, say)."""
         if not in_flight or sequence.wants_prompt_logprobs:
             return False
+        if sequence.saved is not None and sequence.saved.num_tokens > num_cached * self.pool.block_size:
+            return False  # it has that block itself
         usable = (len(sequence.tokens) - 1) // self.pool.block_size
         return num_cached < usable and sequence.block_hashes()[num_cached] in in_flight
-
-    def _set(self, owner: object, **values: object) -> None:
-        """Assign attributes, recording what they were."""
-        for name, value in values.items():
-            self._undo.record(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)

@@ -8,7 +8,8 @@ A step computes some of the pending tokens. When none is left pending, the last 
 preempted stream loses its blocks, not its tokens: everything becomes pending again and is recomputed as given.
 
 A *resumed* stream began on a worker that is gone. Its first outputs are *known*: they stand in `tokens` from the start,
-count as output everywhere (token index, penalties, limits), and are computed like a prompt.
+count as output everywhere (token index, penalties, limits), and are computed like a prompt. Or not computed at all:
+what is `saved` of its KV in a log is brought back when it is admitted (restoring.py).
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
@@ -17,8 +18,10 @@ count as output everywhere (token index, penalties, limits), and are computed li
 
 import hashlib
 import struct
+from dataclasses import dataclass
 from enum import Enum, auto
 
+from everserve.engine.saved import Saved
 from everserve.model.sampling import Penalties
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
@@ -31,17 +34,23 @@ class Status(Enum):
 
 
 class Sequence:
-    """The engine's state of one stream. Only the scheduler changes `status`, `blocks` and `num_computed`."""
+    """The engine's state of one stream. Only the scheduler, and the restorer for it, change `status`, `blocks`,
+    `num_computed` and `saved`."""
 
-    def __init__(self, spec: RequestSpec, block_size: int, added_s: float) -> None:
+    def __init__(self, spec: RequestSpec, block_size: int, added_s: float, saved: Saved | None = None) -> None:
         self.spec = spec
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
         self.tokens = spec.prompt + spec.known
         self.num_prompt = len(spec.prompt)
-        self.num_resumed = len(self.tokens) if spec.known else 0  # tokens that another worker has computed before
+        # How many tokens another worker has certainly computed before. The last known one was sampled there, but
+        # whether it was computed too, nobody knows.
+        self.num_resumed = len(self.tokens) - 1 if spec.known else 0
         self.num_computed = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.saved = saved  # KV to be brought back; None once that was tried
+        self.num_restored = 0  # tokens brought back since admission
+        self.restoring_s = 0.0
         self.blocks: list[int] = []
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
@@ -74,7 +83,7 @@ class Sequence:
 
         They travel with the first output; so the client of a resumed stream has them.
         """
-        is_wanted = self.params.prompt_logprobs is not None and not self.num_resumed
+        is_wanted = self.params.prompt_logprobs is not None and not self.spec.known
         return is_wanted and len(self.prompt_logprobs) < self.num_prompt
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -100,3 +109,26 @@ class Sequence:
         self.tokens.append(token)
         if self.penalties is not None:
             self.penalties.count(token)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The next `num_tokens` pending tokens of a sequence."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def completes(self) -> bool:
+        """Whether nothing is pending afterwards, so that the last row's logits give the next token."""
+        return self.num_tokens == self.sequence.num_pending
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many of them belong to the prompt."""
+        return max(0, min(self.num_tokens, self.sequence.num_prompt - self.sequence.num_computed))
+
+    @property
+    def num_known_tokens(self) -> int:
+        """How many of them a worker that is gone has computed before."""
+        return max(0, min(self.num_tokens, self.sequence.num_resumed - self.sequence.num_computed))

@@ -20,6 +20,12 @@ class UndoLog:
         """Remember how to take back what was just done."""
         self._entries.append((inverse, args))
 
+    def assign(self, owner: object, **values: object) -> None:
+        """Set attributes, remembering what they were."""
+        for name, value in values.items():
+            self.record(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
     def commit(self) -> None:
         """The step happened."""
         self._entries.clear()

@@ -3,4 +3,5 @@
 sizing.py     how many KV blocks an engine gets
 placement.py  which experts live where, and how many deaths that survives
 routing.py    which places of an expert are used, in which order
+spread.py     which attention worker gets which streams
 """

@@ -1,0 +1,227 @@
+"""Journal: the engine's side of its own KV log.
+
+A step's tokens go into the log while and after they are computed; the *record* of a stream says how far it has come:
+
+    schedule --> begin --> forward --> finish --> (outputs are sent) --> commit
+                   '----------'-> abandon
+
+    tokens          p p p p p p p p o o o o
+    computed        ^^^^^^^^^^^^^^^^^^^^^        in the pool and, once the step is finished, in the log
+    committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
+
+A record never says more than what is in the log. It is cleared when its stream ends or is preempted: the blocks that it
+names will be somebody else's soon.
+
+A log that was there before us is our predecessor's: we *adopt* it. Its records are left alone for as long as possible,
+because their streams may be asked for; one that goes on here goes on in its old place.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+import numpy as np
+from numpy.typing import NDArray
+
+from everserve.engine.batching import Rows
+from everserve.engine.sequence import Chunk, Sequence
+from everserve.kvlog.chains import START, chains, key_of
+from everserve.kvlog.log import Record
+from everserve.kvlog.writer import Commit, LogWriter
+
+
+@dataclass(slots=True)
+class Entry:
+    """What the journal knows of one stream."""
+
+    key: bytes
+    index: int | None = None  # its record's place in the log; None: it has none
+    num_committed: int = 0  # tokens; what the record says
+    num_listed: int = 0  # blocks; what the record's list says
+    chain: int = START  # after `num_chained` tokens. Tokens are never taken back, so this stays true
+    num_chained: int = 0
+
+
+class Journal:
+    """Writes one log, for the engine whose pool the writer knows."""
+
+    def __init__(self, writer: LogWriter) -> None:
+        self.log = log = writer.log
+        self.writer = writer
+        self.entries: dict[str, Entry] = {}
+        self.adopted: dict[bytes, Record] = {}  # by key, oldest first
+        self.free = list(reversed(range(log.shape.num_records)))  # indices that no record has
+        self.ended: list[int] = []  # indices of streams whose last output is on its way
+        self._block_size = log.shape.block_size
+        self._num_logged = [0] * log.shape.num_blocks  # leading slots of each block that are in the log
+        self._step: list[tuple[Entry, Chunk]] = []  # the current one
+        if log.was_there:
+            self._adopt()
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def begin(self, chunks: list[Chunk], rows: Rows) -> None:
+        """These rows are about to be computed.
+
+        Streams that start with KV that is in the log (restored, or found in the prefix cache) are committed at once: if
+        we die in this step, that much is not lost again. Not if they have an adopted record: it is as good, and must
+        stay if this step is abandoned.
+        """
+        self._clear_ended()
+        self._step = [(self._entry(chunk.sequence), chunk) for chunk in chunks]
+        chains_S = [self._chain(entry, chunk.sequence) for entry, chunk in self._step]
+        self._commit(
+            chunk.sequence
+            for entry, chunk in self._step
+            if entry.index is None and chunk.sequence.num_computed and entry.key not in self.adopted
+        )
+        self.writer.begin(rows.tokens_T, rows.kv_slots_T, rows.query_starts_S, np.array(chains_S, np.uint64))
+
+    def finish(self) -> None:
+        """They were computed. (The engine does not count them as such yet.)"""
+        block_size, num_logged = self._block_size, self._num_logged
+        for (entry, chunk), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
+            blocks, first = chunk.sequence.blocks, chunk.sequence.num_computed
+            end = first + chunk.num_tokens
+            entry.chain, entry.num_chained = chain, end
+            last = (end - 1) // block_size
+            for i in range(first // block_size, last):
+                num_logged[blocks[i]] = block_size
+            num_logged[blocks[last]] = end - last * block_size
+
+    def abandon(self, waiting: Iterable[Sequence]) -> None:
+        """The step never happened. Streams that wait, again or still, have no blocks."""
+        self.writer.abandon()
+        self.clear(waiting)
+
+    def commit(self, running: Iterable[Sequence]) -> None:
+        """The step's outputs are on their way: bring the records up to date."""
+        self._clear_ended()
+        self._commit(running)
+
+    # -- one stream ------------------------------------------------------------------------------
+
+    def chains(self, sequence: Sequence, end: int) -> NDArray[np.uint64]:
+        """Of the tokens that are not computed, up to this one."""
+        before = self._chain(self._entry(sequence), sequence)
+        return chains(sequence.tokens[sequence.num_computed : end], before)
+
+    def note_chain(self, sequence: Sequence, num_tokens: int, chain: int) -> None:
+        """The chain after so many tokens, to be used when so many are computed."""
+        entry = self._entry(sequence)
+        entry.chain, entry.num_chained = chain, num_tokens
+
+    def note_logged(self, block: int, num_slots: int) -> None:
+        """The log has the first slots of this block."""
+        self._num_logged[block] = num_slots
+
+    def num_committed(self, sequence: Sequence) -> int:
+        entry = self.entries.get(sequence.id)
+        return entry.num_committed if entry is not None else 0
+
+    def count_intact(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of its first tokens are in the log, as they should be."""
+        chains_T, num_intact = chains(sequence.tokens[:num_tokens]), 0
+        for i, start in enumerate(range(0, num_tokens, self._block_size)):
+            expected = chains_T[start : start + self._block_size]
+            num_intact += self.log.count_intact(sequence.blocks[i], len(expected), expected)
+            if num_intact < start + len(expected):
+                break
+        return num_intact
+
+    def lag(self, running: Iterable[Sequence]) -> int:
+        """How many tokens are computed and not committed."""
+        return sum(sequence.num_computed - self.num_committed(sequence) for sequence in running)
+
+    def clear(self, sequences: Iterable[Sequence]) -> None:
+        """These streams have lost their blocks."""
+        for sequence in sequences:
+            entry = self.entries.get(sequence.id)
+            if entry is not None and entry.index is not None:
+                self._give_back(entry.index)
+                entry.index, entry.num_committed, entry.num_listed = None, 0, 0
+
+    def end(self, sequence: Sequence, is_delivered: bool) -> None:
+        """This stream has ended. Until its client can know that, somebody may have to go on with it: its record stays
+        until the next `commit`."""
+        entry = self.entries.pop(sequence.id, None) or Entry(key_of(sequence.id))
+        record = self.adopted.pop(entry.key, None)
+        for index in (entry.index, record.index if record is not None else None):
+            if index is not None and is_delivered:
+                self._give_back(index)
+            elif index is not None:
+                self.ended.append(index)
+
+    def forget_adopted(self, but: Iterable[str] = ()) -> None:
+        """Nobody will ask for the streams that our predecessor had, but perhaps for these."""
+        kept = {key_of(id) for id in but}
+        for key in self.adopted.keys() - kept:
+            self._give_back(self.adopted.pop(key).index)
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        for record in sorted(self.log.records(), key=attrgetter("seq")):
+            older = self.adopted.pop(record.key, None)
+            if older is not None:
+                self.writer.clear(older.index)
+            self.adopted[record.key] = record
+        taken = {record.index for record in self.adopted.values()}
+        self.free = [index for index in self.free if index not in taken]
+
+    def _entry(self, sequence: Sequence) -> Entry:
+        entry = self.entries.get(sequence.id)
+        if entry is None:
+            entry = self.entries[sequence.id] = Entry(key_of(sequence.id))
+        return entry
+
+    def _chain(self, entry: Entry, sequence: Sequence) -> int:
+        """After the computed tokens."""
+        num_computed = sequence.num_computed
+        if entry.num_chained != num_computed:
+            entry.chain = int(chains(sequence.tokens[:num_computed])[-1]) if num_computed else START
+            entry.num_chained = num_computed
+        return entry.chain
+
+    def _commit(self, sequences: Iterable[Sequence]) -> None:
+        commits: list[Commit] = []
+        for sequence in sequences:
+            entry = self._entry(sequence)
+            if entry.num_committed == sequence.num_computed:
+                continue
+            if entry.index is None:
+                entry.index = self._take_index(entry.key)
+            entry.num_committed = self._num_in_log(sequence, entry.num_committed)
+            num_blocks = sequence.num_blocks_for(entry.num_committed)
+            # Hardly ever more: blocks of a step that may still be abandoned are nobody's yet.
+            blocks = sequence.blocks if len(sequence.blocks) == num_blocks else sequence.blocks[:num_blocks]
+            commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
+            entry.num_listed = num_blocks
+        if commits:
+            self.writer.commit_many(commits)
+
+    def _num_in_log(self, sequence: Sequence, num_known: int) -> int:
+        """How many of its computed tokens the log has, given that it has the first `num_known`."""
+        num_computed, block_size = sequence.num_computed, self._block_size
+        start = num_known - num_known % block_size
+        while start < num_computed:
+            num_logged = self._num_logged[sequence.blocks[start // block_size]]
+            if num_logged < block_size:
+                return min(start + num_logged, num_computed)
+            start += block_size
+        return num_computed
+
+    def _take_index(self, key: bytes) -> int:
+        """Its old place; a free one; or that of the oldest stream that our predecessor had."""
+        if key not in self.adopted and self.free:
+            return self.free.pop()
+        return self.adopted.pop(key if key in self.adopted else next(iter(self.adopted))).index
+
+    def _clear_ended(self) -> None:
+        for index in self.ended:
+            self._give_back(index)
+        self.ended.clear()
+
+    def _give_back(self, index: int) -> None:
+        self.writer.clear(index)
+        self.free.append(index)

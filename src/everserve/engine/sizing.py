@@ -1,0 +1,55 @@
+"""How large a worker's KV pool is, and its log. The orchestrator, which allocates logs, and the worker, which uses one,
+come to the same sizes by this; hence no torch."""
+
+from dataclasses import dataclass
+
+from everserve.errors import ConfigError
+from everserve.kvlog.layout import LogShape
+from everserve.model.config import ModelConfig
+from everserve.plan.sizing import num_kv_blocks
+from everserve.runtime.messages import WorkerSettings
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class KvSizes:
+    """Of one attention worker."""
+
+    max_model_len: int
+    log: LogShape
+
+    @property
+    def num_blocks(self) -> int:
+        return self.log.num_blocks
+
+    @classmethod
+    def of(cls, model: ModelConfig, settings: WorkerSettings) -> "KvSizes":
+        """Raises ConfigError if the longest stream would not fit."""
+        max_model_len = resolve_max_model_len(settings.max_model_len, model.max_position_embeddings)
+        piece_bytes = model.head_size * _ITEM_BYTES[model.dtype if settings.dtype == "auto" else settings.dtype]
+        num_planes = 2 * model.num_kv_heads
+        num_blocks = num_kv_blocks(
+            budget_bytes=settings.kv_cache_bytes,
+            bytes_per_token=model.num_layers * num_planes * piece_bytes,
+            block_size=settings.block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=settings.max_num_seqs,
+        )
+        shape = LogShape(
+            num_blocks=num_blocks,
+            block_size=settings.block_size,
+            num_layers=model.num_layers,
+            num_planes=num_planes,
+            piece_bytes=piece_bytes,
+            num_records=2 * settings.max_num_seqs,  # those of a predecessor may have to stay for a while
+            max_blocks=-(-max_model_len // settings.block_size),
+        )
+        return cls(max_model_len, shape)
+
+
+def resolve_max_model_len(asked: int | None, trained: int) -> int:
+    """What the user asked for, if the model can do it; otherwise what the model was trained for."""
+    if asked is not None and asked > trained:
+        raise ConfigError(f"--max-model-len {asked} is more than the model's max_position_embeddings ({trained})")
+    return asked or trained

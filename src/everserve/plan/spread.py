@@ -1,0 +1,37 @@
+"""Which attention worker gets which streams: new ones, and those of a worker that is lost or leaves.
+
+Siblings (the choices of one prompt) go together, because on one worker their prompt is there once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from everserve.tables.ids import Rank
+
+
+class Room(NamedTuple):
+    """What an attention worker can still take, as far as is known."""
+
+    rank: Rank
+    num_streams_free: int  # more streams that it may be given now
+    capacity: int  # streams that it may have when it has no others
+    num_free_blocks: int  # of its KV pool; less than none if more was promised than there is
+    num_owed_tokens: int  # that its streams still have to compute, at most
+
+
+def choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank | None:
+    """Who gets these siblings, which hold so many blocks already; None: nobody now, they wait.
+
+    Of the workers with room for all siblings, those that have the blocks; of these, the one with the least to do. If
+    none has the blocks, the one that lacks the fewest: its scheduler lets streams wait or preempts by its own rules.
+    Siblings that are too many for any worker, even an idle one, go in parts: to whoever has room for one, as many as it
+    has room for.
+    """
+    num_wanted = num_siblings if any(worker.capacity >= num_siblings for worker in workers) else 1
+    fitting = [worker for worker in workers if worker.num_streams_free >= num_wanted]
+    if not fitting:
+        return None
+    roomy = [worker for worker in fitting if worker.num_free_blocks >= num_blocks]
+    if roomy:
+        return min(roomy, key=lambda worker: (worker.num_owed_tokens, worker.rank)).rank
+    return min(fitting, key=lambda worker: (-worker.num_free_blocks, worker.num_owed_tokens, worker.rank)).rank

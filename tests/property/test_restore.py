@@ -1,0 +1,260 @@
+"""Workers die at random moments, and their streams go on elsewhere with KV from their logs.
+
+A death is a photograph of the log's memory: between steps, between a step and the commits that follow it, or in the
+middle of a step, with KV half written. Whatever the photograph shows, also when words of it were changed, every stream
+equals the one it would be alone; and if none was, nothing that was in the log is computed again.
+
+The pool lies beside the log ("mirror"), or in it; then a successor takes over the memory as it is.
+"""
+
+import os
+from dataclasses import dataclass
+from math import inf
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.engine.engine import EngineConfig
+from everserve.kvlog.log import Log
+from everserve.tables.outputs import Output
+from everserve.tables.requests import RequestSpec
+from tests.toy import VOCAB, LoggedToy, StepAbandoned, make_config, run_alone, spec
+
+HEADER_WORDS = 8
+ROOMY = 128  # blocks: enough for everybody, so that nobody takes blocks that a successor's streams still need
+
+# Prompts of one family begin alike.
+prompts = st.builds(
+    lambda family, length: [(31 * family + i * i) % VOCAB for i in range(length)], st.integers(0, 3), st.integers(1, 40)
+)
+params = st.fixed_dictionaries(
+    {
+        "max_tokens": st.sampled_from([1, 5, 12, 20]),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "seed": st.integers(0, 5),
+        "frequency_penalty": st.sampled_from([0.0, 0.5]),
+        "stop_ids": st.sampled_from([(), (3, 5, 7)]),
+        "prompt_logprobs": st.sampled_from([None, None, 1]),
+    }
+)
+adds = st.tuples(st.just("add"), prompts, params)
+steps = st.tuples(st.just("step"), st.integers(1, 8))
+others = st.one_of(
+    st.tuples(st.just("abandon")), st.tuples(st.just("cancel"), st.integers(0, 8)), st.tuples(st.just("forget"))
+)
+lives = st.builds(
+    lambda first, then: [*first, *then],
+    st.lists(adds, max_size=4),
+    st.lists(st.one_of(adds, steps, steps, others), min_size=1, max_size=10),
+)
+moments = st.one_of(
+    st.sampled_from(["between steps", "before sending", "before committing"]),
+    st.integers(0, 6),  # in the middle of a step: how much of it is written
+)
+damages = st.one_of(
+    st.just([]),
+    st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 2**64 - 1)), min_size=1, max_size=40),
+)
+
+
+@dataclass(frozen=True)
+class Death:
+    """When a worker dies, what of its last outputs never arrives, and what becomes of its log."""
+
+    moment: str | int
+    num_lost: int  # of each stream's last tokens
+    damage: list[tuple[float, int]]  # where in the log, what to change there
+
+
+deaths = st.builds(Death, moments, st.sampled_from([0, 0, 1, 3]), damages)
+# what a worker lives to see, who it is, how it dies, and what its successor lives to see before the streams come
+rounds = st.lists(st.tuples(lives, st.integers(0, 2), deaths, st.one_of(st.just([]), lives)), min_size=1, max_size=4)
+configs = st.fixed_dictionaries(
+    {
+        "num_blocks": st.sampled_from([16, 18, 24, ROOMY]),
+        "max_num_seqs": st.sampled_from([2, 6]),
+        "max_num_batched_tokens": st.sampled_from([3, 16]),
+        "max_prefill_while_decoding": st.sampled_from([2, 16]),
+        "max_restored_while_serving": st.sampled_from([4, 10, 2048]),
+        "enable_prefix_caching": st.booleans(),
+    }
+).map(lambda overrides: make_config(**overrides))
+
+
+class Worker(LoggedToy):
+    """One incarnation."""
+
+    def __init__(self, config: EngineConfig, is_in_place: bool, memory: int | None = None) -> None:
+        super().__init__(config, is_in_place, memory)
+        self.logged: dict[str, int] = {}  # how many tokens of each stream must be in the log
+        self.promises: dict[str, int] = {}  # how many tokens of a stream need to be computed again at most
+
+    def commit(self) -> None:
+        self.engine.log_step()
+        self.engine.check()
+        assert self.engine.stats().log_lag_tokens == 0
+        self.logged = {sequence.id: sequence.num_computed for sequence in self.engine.scheduler.running}
+
+    def abandon(self) -> None:
+        self.model.fail_next = True
+        try:
+            self.engine.step()
+            raise AssertionError("the fault was not injected")
+        except StepAbandoned:
+            pass
+        for sequence in self.engine.scheduler.waiting:
+            self.logged.pop(sequence.id, None)  # its blocks were taken
+
+
+@dataclass(frozen=True)
+class Grave:
+    """What a dead worker has left."""
+
+    memory: int
+    log: Log
+    orphans: list[str]
+    logged: dict[str, int]
+    is_sound: bool  # the log has all that it should have
+
+
+class World:
+    """Clients, and the workers that serve them."""
+
+    def __init__(self, config: EngineConfig, is_in_place: bool) -> None:
+        self.config = config
+        self.is_in_place = is_in_place
+        self.specs: dict[str, RequestSpec] = {}
+        self.streams: dict[str, list[int | None]] = {}  # what each client has
+        self.finished: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.workers = [Worker(config, is_in_place)]
+        self.graves: list[Grave] = []
+
+    def live(self, worker: Worker, life: list[tuple], is_expecting: bool = False) -> None:
+        """`is_expecting`: streams of its predecessor are still to come."""
+        engine = worker.engine
+        for what, *how in life:
+            if what == "add":
+                request = spec(f"r{len(self.specs)}", how[0], **how[1])
+                self.specs[request.id], self.streams[request.id] = request, []
+                engine.add(request)
+            elif what == "step":
+                for _ in range(how[0]):
+                    self.step(worker)
+            elif what == "abandon" and engine.has_work:
+                worker.abandon()
+            elif what == "cancel" and engine.cancel(f"r{how[0]}"):
+                self.cancelled.add(f"r{how[0]}")
+            elif what == "forget" and not is_expecting:
+                engine.forget_adopted()
+            engine.check()
+
+    def step(self, worker: Worker) -> None:
+        result = worker.engine.step()
+        for restored in result.restored:
+            assert restored.num_recomputed <= worker.promises.pop(restored.id, inf), "computed again, though logged"
+        self.deliver(result.outputs)
+        worker.commit()
+
+    def deliver(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            assert output.id not in self.finished | self.cancelled
+            assert output.index == len(self.streams[output.id]), "a gap or a duplicate"
+            self.streams[output.id].append(output.token)
+            if output.finish_reason is not None:
+                self.finished.add(output.id)
+
+    def kill(self, worker: Worker, death: Death) -> Grave:
+        self.workers.remove(worker)
+        ids, photographs, preempted = worker.engine.stream_ids(), [], []
+        if death.moment != "between steps" and worker.engine.has_work:
+            worker.model.on_write = lambda: photographs.append(worker.photograph())
+            result = worker.engine.step()
+            preempted = result.preempted
+            if death.moment == "before committing":
+                self.deliver(result.outputs)
+        photographs.append(worker.photograph())
+        in_the_middle = isinstance(death.moment, int) and death.moment < len(photographs)
+        memory = photographs.pop(death.moment if in_the_middle else -1)
+        for other in photographs:
+            os.close(other)
+        corrupt(memory, death.damage)
+        orphans = [id for id in ids if id not in self.finished]
+        for id in orphans:
+            del self.streams[id][max(0, len(self.streams[id]) - death.num_lost) :]
+        is_sound = not death.damage and not preempted
+        grave = Grave(memory, Log(memory, worker.shape), orphans, worker.logged, is_sound)
+        self.graves.append(grave)
+        worker.close()
+        return grave
+
+    def succeed(self, grave: Grave) -> Worker:
+        """A new worker takes the seat: with the old memory, or with new memory."""
+        memory = grave.memory if self.is_in_place else None
+        successor = Worker(self.config, self.is_in_place, memory)
+        self.workers.append(successor)
+        if memory is None:
+            os.close(grave.memory)
+        return successor
+
+    def inherit(self, grave: Grave) -> None:
+        """The dead worker's streams go to whoever is there."""
+        for i, id in enumerate(grave.orphans):
+            heir = self.workers[i % len(self.workers)]
+            saved = heir.find(grave.log, id)
+            request = msgspec.structs.replace(self.specs[id], known=list(self.streams[id]))
+            if grave.is_sound and id in grave.logged:
+                assert saved is not None and saved.num_tokens >= grave.logged[id]
+                if not self.is_in_place or self.config.num_blocks == ROOMY:
+                    num_once = len(request.prompt) + len(request.known) - 1 if request.known else 0
+                    heir.promises[id] = max(0, num_once - grave.logged[id])
+            heir.engine.add(request, saved)
+            heir.engine.check()
+
+    def drain(self) -> None:
+        for worker in self.workers:
+            for _ in range(2000):
+                if not worker.engine.has_work:
+                    break
+                self.step(worker)
+            assert not worker.engine.has_work, "somebody starves"
+            assert worker.engine.scheduler.pool.num_used == 0
+            worker.engine.forget_adopted()
+            worker.engine.check()
+            assert worker.log.records() == [], "records of streams that have ended"
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        for grave in self.graves:
+            grave.log.close()
+
+
+def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
+    """Change words behind the header, of those that hold something."""
+    words = np.frombuffer(os.pread(memory, os.fstat(memory).st_size, 0), np.uint64).copy()
+    used = [i for i in np.flatnonzero(words) if i >= HEADER_WORDS]
+    for where, change in damage if used else []:
+        words[used[int(where * len(used))]] ^= np.uint64(change)
+    os.pwrite(memory, words.tobytes(), 0)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rounds, configs, st.booleans(), st.booleans())
+def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two):
+    world = World(config, is_in_place)
+    if two:
+        world.workers.append(Worker(config, is_in_place))
+    for life, who, death, life_of_successor in rounds:
+        victim = world.workers[who % len(world.workers)]
+        world.live(victim, life)
+        grave = world.kill(victim, death)
+        world.live(world.succeed(grave), life_of_successor, is_expecting=True)
+        world.inherit(grave)
+    world.drain()
+    for id, request in world.specs.items():
+        alone = run_alone(request)
+        assert world.streams[id] == (alone[: len(world.streams[id])] if id in world.cancelled else alone)
+    world.close()

@@ -1,0 +1,63 @@
+"""Who gets which streams."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everserve.plan.spread import Room, choose
+from everserve.tables.ids import Rank
+
+
+def room(rank: int, free: int = 4, capacity: int = 8, blocks: int = 100, owed: int = 0) -> Room:
+    return Room(Rank(rank), free, capacity, blocks, owed)
+
+
+def test_the_one_with_the_least_to_do():
+    assert choose([room(0, owed=50), room(1, owed=20), room(2, owed=30)], 1, 10) == 1
+
+
+def test_nobody_has_room():
+    assert choose([], 1, 1) is None
+    assert choose([room(0, free=0), room(1, free=0)], 1, 1) is None
+
+
+def test_siblings_wait_for_a_worker_that_can_take_all_of_them():
+    assert choose([room(0, free=2), room(1, free=3, owed=99)], 3, 1) == 1
+    assert choose([room(0, free=2), room(1, free=2)], 3, 1) is None
+
+
+def test_siblings_that_are_too_many_for_anybody_go_in_parts():
+    assert choose([room(0, free=2, owed=9), room(1, free=1), room(2, free=0)], 20, 1) == 1
+
+
+def test_blocks_come_before_work():
+    assert choose([room(0, blocks=5, owed=1), room(1, blocks=20, owed=90)], 2, 20) == 1
+
+
+def test_if_nobody_has_the_blocks_the_one_that_lacks_the_fewest():
+    assert choose([room(0, blocks=-3, owed=0), room(1, blocks=7, owed=90), room(2, blocks=5)], 2, 20) == 1
+    assert choose([room(0, blocks=7, owed=9), room(1, blocks=7, owed=2)], 2, 20) == 1
+
+
+rooms = st.builds(
+    lambda free, more, blocks, owed: (free, free + more, blocks, owed),
+    *(st.integers(0, 6), st.integers(0, 3), st.integers(-5, 30), st.integers(0, 20)),
+)
+
+
+@given(st.lists(rooms, max_size=5), st.integers(1, 8), st.integers(0, 25))
+def test_nobody_better_is_passed_over(found, num_siblings, num_blocks):
+    workers = [Room(Rank(rank), *numbers) for rank, numbers in enumerate(found)]
+    chosen = choose(workers, num_siblings, num_blocks)
+    in_parts = all(worker.capacity < num_siblings for worker in workers)
+    fitting = [worker for worker in workers if worker.num_streams_free >= (1 if in_parts else num_siblings)]
+    assert (chosen is None) == (not fitting)
+    if chosen is not None:
+        best = workers[chosen]
+        assert best in fitting
+        has_blocks = best.num_free_blocks >= num_blocks
+        for other in fitting:
+            if has_blocks:
+                assert other.num_owed_tokens >= best.num_owed_tokens or other.num_free_blocks < num_blocks
+            else:
+                assert other.num_free_blocks <= best.num_free_blocks
+    assert choose(workers[::-1], num_siblings, num_blocks) == chosen, "the order in which they are asked says nothing"
