@@ -1,25 +1,42 @@
 """Random schedules against the orchestrator's machine, in a world of simulated processes.
 
-Processes start, load, crash at any point, hang, starve and wake; what is known of them arrives late, in any order
-between the supervisor, the channel and the detector, and for lost incarnations also twice; peers suspect wrongly. The
-world keeps its own account of who may be trusted and compares after every step. When the faults end, everything heals.
+Processes start, load, crash at any point, hang, starve and wake, leave in time or too slowly; what is known of them
+arrives late, in any order between the supervisor, the channel and the detector, and for lost incarnations also twice;
+peers suspect wrongly. The orchestrator itself dies, and a new machine resumes with what can be found. The world keeps
+its own account of who may be trusted and compares after every step. When the faults end, everything heals.
 """
 
-from collections import deque
+import dataclasses
+import math
+from collections import Counter, deque
 from dataclasses import dataclass, field
+from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.orchestrator.effects import AllReady, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
+from everserve.orchestrator.effects import (
+    AllReady,
+    AskToLeave,
+    BackOff,
+    Decision,
+    GiveUp,
+    Kill,
+    Lost,
+    Probe,
+    Provision,
+    Publish,
+)
 from everserve.orchestrator.events import (
     Answered,
     ChannelEnded,
     Died,
+    DrainAsked,
     Exited,
     Reported,
     SaidFailed,
     SaidHello,
+    SaidLeaving,
     SaidReady,
     SeatEvent,
     Silent,
@@ -27,13 +44,14 @@ from everserve.orchestrator.events import (
     Stopping,
     Tick,
 )
-from everserve.orchestrator.machine import Machine, Policy, SeatSpec
+from everserve.orchestrator.machine import Found, Machine, Policy, SeatSpec
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import WorkerState
 from everserve.tables.validity import degraded, violations
 
 POLICY = Policy(detect_s=0.05)
+RESUMED = "resumed"  # stands for the event that leads to a decision
 Key = tuple[Rank, Incarnation]
 
 
@@ -48,6 +66,10 @@ class Process:
     is_stopped: bool = False
     is_starved: bool = False
     is_fenced: bool = False
+    was_asked: bool = False  # to leave
+    is_leaving: bool = False
+    is_slow: bool = False  # to leave: it never ends by itself
+    owes_report: bool = False  # to a new orchestrator; whatever it says before is said to nobody
     looks_silent: bool = False  # as the detector sees it
     ways: dict[str, deque[SeatEvent]] = field(
         default_factory=lambda: {"supervisor": deque(), "channel": deque(), "detector": deque()}
@@ -66,12 +88,27 @@ class Process:
             return
         if self.is_fenced and self.phase > 0:
             self.die(1)
+        elif self.owes_report:
+            self.owes_report, self.phase = False, 3
+            for kind in (SaidHello, SaidReady, *[SaidLeaving] * self.is_leaving):
+                self.send("channel", kind)
+        elif self.is_leaving:
+            if not self.is_slow:
+                self.die(0)
+        elif self.was_asked:
+            self.leave()
         elif self.phase == 0:
             self.send("supervisor", Started, 1000 + self.incarnation)
             self.phase = 1
         elif self.phase < 3:
             self.send("channel", SaidHello if self.phase == 1 else SaidReady)
             self.phase += 1
+
+    def leave(self, is_slow: bool = False) -> None:
+        if self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_leaving):
+            self.is_leaving, self.is_slow = True, is_slow
+            if not self.owes_report:
+                self.send("channel", SaidLeaving)
 
     def fail(self, user_error: bool = False) -> None:
         if not self.is_dead and not self.is_stopped and self.phase > 0:
@@ -106,6 +143,26 @@ class Process:
             return Silent, "T" if self.is_stopped else "R" if self.is_starved else "S"
         return (Answered,)
 
+    def outlive_orchestrator(self, chance: int) -> Found:
+        """All that was on its way is lost; what the supervisor knows it tells again, and a report may come late."""
+        exited = [event for event in self.ways["supervisor"] if isinstance(event, Exited)]
+        is_reaped = self.is_dead and not (exited and chance % 2)
+        for way in self.ways.values():
+            way.clear()
+        if self.is_dead and not is_reaped:
+            self.ways["supervisor"].extend(exited)
+        self.looks_silent = False
+        has_reported = self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_starved) and chance % 5 > 0
+        self.owes_report = self.phase > 0 and not self.is_dead and not has_reported
+        return Found(
+            rank=self.rank,
+            incarnation=self.incarnation,
+            pid=-1 if is_reaped else 0 if self.phase == 0 else 1000 + self.incarnation,
+            has_reported=has_reported,
+            is_ready=has_reported and self.phase == 3,
+            is_leaving=has_reported and self.is_leaving,
+        )
+
 
 class World:
     """The host, the processes, and an account of its own of who is live and who may be trusted."""
@@ -116,41 +173,60 @@ class World:
         seats += [SeatSpec(Rank(num_attention + i), (Role.EXPERT,)) for i in range(num_expert)]
         expert_ranks = [seat.rank for seat in seats[num_attention:]]
         placement = place_experts(6, (0, 1), expert_ranks, shadow_experts) if num_expert else None
-        self.machine = Machine(seats, placement, POLICY)
+        self.new_machine = lambda: Machine(seats, placement, POLICY)
         self.ranks = [seat.rank for seat in seats]
         self.now = 10.0
         self.processes: dict[Key, Process] = {}
         self.live: dict[Rank, Incarnation] = {}  # provisioned and not lost
-        self.trusted: dict[Rank, Incarnation] = {}  # ... and said ready
         self.lost_at: dict[Key, float] = {}
+        self.told_lost: set[Key] = set()  # what the gateway knows, whoever the orchestrator is
+        self.reaped: set[Key] = set()
+        self.old: list[SeatEvent] = []
+        self.was_all_ready = self.gave_up = self.is_stopping = False
+        self.reads_last_words = False  # as the host does before it tells of a death; the machine need not rely on it
+        self.begin(self.new_machine())
+        self.tables = self.machine.tables()
+        self.apply(self.machine.start(self.now), None)
+
+    def begin(self, machine: Machine) -> None:
+        """What is forgotten with an orchestrator."""
+        self.machine = machine
+        self.trusted: dict[Rank, Incarnation] = {}  # live, said ready, and does not leave
+        self.leaving_at: dict[Key, float] = {}  # live, and leaves since
+        self.last_resort: set[Rank] = set()  # leaves, and was trusted before
         self.silent_at: dict[Key, float] = {}  # not stopped, and silent since
         self.reported: set[Key] = set()
         self.doubted: set[Key] = set()  # reported while routes led to it: peers wait for a new epoch to trust it again
         self.probes: list[Key] = []
         self.unanswered: set[Key] = set()  # probed, and neither the probe nor the detector has said anything since
-        self.reaped: set[Key] = set()
-        self.old: list[SeatEvent] = []
-        self.tables = self.machine.tables()
-        self.was_all_ready = self.gave_up = self.is_stopping = False
-        self.apply(self.machine.start(self.now), None)
+        self.num_faults: Counter[Rank] = Counter()
+        self.has_said_all_ready = False
 
     # -- telling the machine, and what must hold afterwards --------------------------------------
 
     def tell(self, event) -> None:
         is_live = isinstance(event, SeatEvent) and self.live.get(event.rank) == event.incarnation
-        if is_live and isinstance(event, SaidReady):
+        if is_live and isinstance(event, SaidReady) and (event.rank, event.incarnation) not in self.leaving_at:
             self.trusted[event.rank] = event.incarnation
-        if is_live and isinstance(event, Silent) and event.process_state == "R":
+        if is_live and isinstance(event, SaidLeaving):
+            self.leaving_at.setdefault((event.rank, event.incarnation), self.now)
+            if self.trusted.pop(event.rank, None) is not None:
+                self.last_resort.add(event.rank)
+        if is_live and isinstance(event, Silent):
             self.silent_at.setdefault((event.rank, event.incarnation), self.now)
         if is_live and isinstance(event, Reported):
             self.reported.add((event.rank, event.incarnation))
-            if event.rank in self.trusted:
+            if event.rank in self.last_resort or event.rank in self.trusted:
                 self.doubted.add((event.rank, event.incarnation))
         if is_live and isinstance(event, Silent | Answered):
             self.unanswered.discard((event.rank, event.incarnation))
         num_stale, epoch = self.machine.num_stale, self.machine.epoch
-        self.apply(self.machine.handle(event, self.now), event)
-        if isinstance(event, SaidReady | Answered | SaidHello) and not is_live:
+        decision = self.machine.handle(event, self.now)
+        self.apply(decision, event)
+        if isinstance(event, DrainAsked):
+            can_be_asked = event.rank in self.trusted and not (self.gave_up or self.is_stopping)
+            assert len(decision.effects) == can_be_asked, decision
+        if isinstance(event, SaidReady | SaidLeaving | Answered | SaidHello) and not is_live:
             assert self.machine.num_stale == num_stale + 1, "a lost process spoke and nobody counted"
         if is_live and isinstance(event, Answered):
             self.silent_at.pop((event.rank, event.incarnation), None)
@@ -172,7 +248,8 @@ class World:
                 published = True
                 self.check_published(effect, event)
             elif isinstance(effect, Lost):
-                self.on_lost(effect, published)
+                assert not published, "fenced after the new tables"
+                self.on_lost(effect, event)
             elif isinstance(effect, Provision):
                 self.on_provision(effect)
             elif isinstance(effect, Kill):
@@ -185,27 +262,45 @@ class World:
                 self.probes.append((effect.rank, effect.incarnation))
             elif isinstance(effect, BackOff):
                 assert effect.rank not in self.live
+                assert effect.num_crashes <= self.num_faults[effect.rank], "who left was counted as a crash"
+            elif isinstance(effect, AskToLeave):
+                assert isinstance(event, DrainAsked) and self.trusted[effect.rank] == effect.incarnation
+                self.processes[effect.rank, effect.incarnation].was_asked = True
             elif isinstance(effect, AllReady):
-                assert not self.was_all_ready and not self.gave_up and not self.is_stopping
+                assert not self.has_said_all_ready and not self.gave_up and not self.is_stopping
                 assert set(self.trusted) == set(self.ranks)
-                self.was_all_ready = True
+                self.was_all_ready = self.has_said_all_ready = True
             elif isinstance(effect, GiveUp):
                 assert not self.was_all_ready and not self.gave_up and not self.is_stopping
                 self.gave_up = True
+        for effect in decision.effects:
+            if isinstance(effect, Lost) and effect.cause == "left":
+                assert (effect.rank in self.live) == (not self.gave_up and not self.is_stopping), "replaced at once"
         if isinstance(event, Tick):
             deadline = self.machine.next_deadline()
             assert deadline is None or deadline > self.now, "a deadline that a tick does not answer"
         self.check_tables()
 
-    def on_lost(self, effect: Lost, published: bool) -> None:
+    def on_lost(self, effect: Lost, event) -> None:
         key = (effect.rank, effect.incarnation)
         assert self.live.pop(effect.rank) == effect.incarnation, "lost twice, or another one"
-        assert not published, "fenced after the new tables"
-        assert effect.is_expected == self.is_stopping or "gave up" in self.machine.ending
+        has_left = effect.cause == "left"
+        assert effect.is_expected == (self.is_stopping or has_left) or "gave up" in self.machine.ending
+        assert not has_left or key in self.leaving_at, "nobody said that it leaves"
+        if isinstance(event, Exited) and key in self.leaving_at:
+            is_late = self.leaving_at[key] == -math.inf  # and was killed
+            assert has_left == (event.exit_status == 0 or is_late)
         if "though not stopped" in effect.reason:
             assert self.now - self.silent_at[key] >= POLICY.starved_s - 1e-9, "it was only starved"
+        self.num_faults[effect.rank] += not has_left
         self.trusted.pop(effect.rank, None)
+        self.leaving_at.pop(key, None)
+        self.last_resort.discard(effect.rank)
+        self.fence(key)
+
+    def fence(self, key: Key) -> None:
         self.lost_at[key] = self.now
+        self.told_lost.add(key)
         self.processes[key].is_fenced = True
 
     def on_provision(self, effect: Provision) -> None:
@@ -219,6 +314,11 @@ class World:
 
     def on_kill(self, effect: Kill, event) -> None:
         key = (effect.rank, effect.incarnation)
+        if key in self.leaving_at:
+            assert self.now >= self.leaving_at[key] + POLICY.leave_s > 0, "it had time left, or was killed before"
+            self.leaving_at[key] = -math.inf
+            self.processes[key].die(-9)
+            return
         assert key in self.lost_at, "killed somebody who counts"
         if not isinstance(event, Started):
             assert self.now >= self.lost_at[key] + POLICY.fence_grace_s, "no grace"
@@ -229,7 +329,7 @@ class World:
     def check_published(self, tables: Publish, event) -> None:
         assert tables.members.epoch > self.tables.members.epoch
         changed = tables.members.workers != self.tables.members.workers
-        if not changed:
+        if not changed and event is not RESUMED:
             assert isinstance(event, Answered) and (event.rank, event.incarnation) in self.reported, "for nothing"
         self.tables = tables
 
@@ -237,28 +337,87 @@ class World:
         tables, placement = self.tables, self.machine.placement
         assert self.machine.tables() is tables
         for worker in tables.members.workers:
-            is_trusted = worker.rank in self.trusted
-            assert (worker.state is WorkerState.READY) == is_trusted, worker
+            assert (worker.state is WorkerState.READY) == (worker.rank in self.trusted), worker
+            assert (worker.state is WorkerState.LEAVING) == ((worker.rank, worker.incarnation) in self.leaving_at)
             if worker.rank in self.live:
                 assert worker.incarnation == self.live[worker.rank]
                 assert worker.state is not WorkerState.GONE
             else:
                 assert worker.state is WorkerState.GONE
         if placement is not None:
-            routed = set(tables.routes.array()[..., 0].ravel().tolist()) - {-1}
-            experts = {seat.rank for seat in placement.seats}
-            assert routed == set(self.trusted) & experts
+            rank_LEC = tables.routes.array()[..., 0].tolist()
+            for layer, expert in product(range(len(placement.moe_layers)), range(placement.num_experts)):
+                places = {seat.rank for seat in placement.seats if expert in seat.experts[layer]}
+                routed = set(rank_LEC[layer][expert]) - {-1}
+                assert routed == (places & set(self.trusted) or places & self.last_resort)
         assert tables.violations == violations(tables.members, placement, tables.routes)
         assert tables.degraded == degraded(tables.members, placement, tables.routes)
         for sentence in tables.violations:
             assert sentence.endswith("no attention worker is ready") or "no place" in sentence, sentence
 
+    # -- the orchestrator dies -------------------------------------------------------------------
+
+    def lose_orchestrator(self, n: int) -> None:
+        if self.gave_up or self.is_stopping:
+            return  # then it is not replaced
+        self.lose_orders(n)
+        found = self.find(n)
+        self.begin(self.new_machine())
+        latest = {one.rank: one for one in found}
+        holders = {rank: one for rank, one in latest.items() if one.pid >= 0 and not one.was_lost}
+        self.live = {rank: one.incarnation for rank, one in holders.items()}
+        self.trusted = {rank: self.live[rank] for rank, one in holders.items() if one.is_ready and not one.is_leaving}
+        self.leaving_at = {(rank, self.live[rank]): self.now for rank, one in holders.items() if one.is_leaving}
+        self.last_resort = {rank for rank, one in holders.items() if one.is_leaving and one.is_ready}
+        shuffled = sorted(found, key=lambda one: (one.incarnation * n, one.rank))
+        decision = self.machine.resume(self.now, shuffled, self.tables.members.epoch, self.was_all_ready)
+        self.expect_losses(found, latest, decision)
+        rest = tuple(effect for effect in decision.effects if not isinstance(effect, Lost))
+        self.apply(Decision(rest, decision.reason), RESUMED)
+
+    def lose_orders(self, n: int) -> None:
+        """What was provisioned and has no process yet may not have reached the supervisor."""
+        for key, process in list(self.processes.items()):
+            if process.phase == 0 and not process.is_dead and (n := n * 7 + 3) % 2:
+                del self.processes[key]
+
+    def find(self, n: int) -> list[Found]:
+        """In the order of incarnations. The gateway, too, may be too late with what it knows."""
+        found = []
+        for number, key in enumerate(sorted(self.processes)):
+            one = self.processes[key].outlive_orchestrator(n // 3 + number * 7)
+            if one.pid < 0:
+                self.reaped.add(key)
+            found.append(dataclasses.replace(one, was_lost=n % 3 > 0 and key in self.told_lost))
+        return found
+
+    def expect_losses(self, found: list[Found], latest: dict[Rank, Found], decision: Decision) -> None:
+        """Everybody who lives and holds no seat is fenced again; an end that nobody told is told."""
+        lost = {(effect.rank, effect.incarnation): effect for effect in decision.effects if isinstance(effect, Lost)}
+        for one in found:
+            key, is_latest = (one.rank, one.incarnation), latest[one.rank] is one
+            effect = lost.pop(key, None)
+            if self.live.get(one.rank) == one.incarnation:
+                assert effect is None, "it counts"
+                self.processes[key].is_fenced &= key in self.told_lost
+                self.lost_at.pop(key, None)
+            elif one.pid >= 0:
+                assert effect is not None and effect.is_expected
+                self.fence(key)
+            else:
+                assert (effect is not None) == (is_latest and not one.was_lost)
+                self.fence(key)
+        assert not lost, "nobody knows them"
+
     # -- what may happen -------------------------------------------------------------------------
 
     def deliver(self, n: int) -> None:
-        ways = [way for process in self.processes.values() for way in process.ways.values() if way]
+        ways = [(process, way) for process in self.processes.values() for way in process.ways.values() if way]
         if ways:
-            self.tell(ways[n % len(ways)].popleft())
+            process, way = ways[n % len(ways)]
+            while self.reads_last_words and process.ways["channel"] and isinstance(way[0], Exited | Died):
+                self.tell(process.ways["channel"].popleft())
+            self.tell(way.popleft())
 
     def answer_probe(self, n: int) -> None:
         if self.probes:
@@ -296,12 +455,18 @@ class World:
         self.now += [0.0, 0.0, 0.001, 0.01, 0.05, 0.3, 1.0, 4.0][dt]
         ACTIONS[action](self, n)
 
+    def step_without_faults(self, n: int) -> None:
+        n, action = divmod(n, len(ORDERLY))
+        self.now += 0.001
+        ORDERLY[action](self, n)
+
     def heal(self, with_cores: bool = True) -> None:
-        """No more faults. Fenced processes are deaf, so that only a kill ends them; so are those starved for ever."""
+        """No more faults. Fenced processes are deaf, so that only a kill ends them; so are those starved for ever. Not
+        deaf is who was fenced by an orchestrator whose successor does not know."""
         for _ in range(2000):
             for process in list(self.processes.values()):
                 process.is_starved &= not with_cores
-                if not process.is_fenced:
+                if not process.is_fenced or self.live.get(process.rank) == process.incarnation:
                     process.go_on()
                 process.detect()
             while self.probes:
@@ -331,9 +496,18 @@ ACTIONS = [
     lambda world, n: setattr(world.pick(n), "is_stopped", False),
     lambda world, n: setattr(world.pick(n), "is_starved", True),
     lambda world, n: setattr(world.pick(n), "is_starved", False),
+    lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
+    lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
+    World.lose_orchestrator,
     *[lambda world, n: world.tell(Reported(*world.pick(n).key, by=world.ranks[0], reason="no answer"))] * 2,
     World.replay,
     World.invent,
+]
+ORDERLY = [
+    *[World.deliver] * 3,
+    *[lambda world, n: world.pick(n).go_on()] * 3,
+    lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
+    lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
 ]
 SHAPES = [(1, 0, None), (2, 0, None), (1, 1, None), (1, 2, None), (2, 3, None), (1, 3, 1)]
 schedules = st.lists(st.integers(0, len(ACTIONS) * 8 * 1000), min_size=20, max_size=150)
@@ -357,6 +531,24 @@ def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape,
     assert (world.machine.violations, world.machine.degraded) == ((), ())
     for process in world.processes.values():
         assert process.is_dead == (world.live.get(process.rank) != process.incarnation), "somebody was forgotten"
+
+
+@settings(max_examples=50, deadline=None)
+@given(schedules, st.sampled_from(SHAPES), st.booleans())
+def test_leaving_is_never_a_fault(schedule, shape, is_warm):
+    """However often, and before it was ready or long after."""
+    world = World(*shape)
+    world.reads_last_words = True  # that it leaves
+    if is_warm:
+        world.heal()
+    for n in schedule:
+        world.step_without_faults(n)
+    world.heal()
+    assert world.num_faults.total() == 0 and not world.gave_up
+    assert set(world.trusted) == set(world.ranks)
+    for process in world.current():
+        process.die(-9)  # the first crash of all: nobody waits
+    world.heal()
 
 
 @settings(max_examples=50, deadline=None)

@@ -2,44 +2,59 @@
 
 import pytest
 
-from everserve.orchestrator.effects import AllReady, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
+from everserve.orchestrator.effects import AllReady, AskToLeave, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
 from everserve.orchestrator.events import (
     Answered,
     ChannelEnded,
     Died,
+    DrainAsked,
+    EpochReported,
     Exited,
     Reported,
     SaidFailed,
     SaidHello,
+    SaidLeaving,
     SaidReady,
     Silent,
     Started,
     Stopping,
     Tick,
 )
-from everserve.orchestrator.machine import Machine, Policy, SeatSpec
+from everserve.orchestrator.machine import Found, Machine, Policy, SeatSpec
 from everserve.plan.placement import place_experts
-from everserve.tables.ids import Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import WorkerState
 
 POLICY = Policy(detect_s=0.1)
 ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
 
 
+def new_machine(num_expert: int) -> Machine:
+    """One attention seat, then the experts'."""
+    experts = [Rank(1 + i) for i in range(num_expert)]
+    seats = [SeatSpec(Rank(0), ATTENTION), *(SeatSpec(rank, EXPERT) for rank in experts)]
+    return Machine(seats, place_experts(12, (0, 1), experts, None), POLICY)
+
+
 class Driver:
     """The machine with a clock: events in, decisions out, the effects of the last one by kind."""
 
-    def __init__(self, num_attention: int = 1, num_expert: int = 3, ready: bool = True) -> None:
-        seats = [SeatSpec(Rank(i), ATTENTION) for i in range(num_attention)]
-        seats += [SeatSpec(Rank(num_attention + i), EXPERT) for i in range(num_expert)]
-        placement = place_experts(12, (0, 1), [seat.rank for seat in seats[num_attention:]], None)
-        self.machine = Machine(seats, placement, POLICY)
+    def __init__(self, num_expert: int = 3, ready: bool = True) -> None:
+        self.machine = new_machine(num_expert)
         self.now = 100.0
         self.decision = self.machine.start(self.now)
         if ready:
-            for seat in seats:
-                self.bring_up(seat.rank)
+            for rank in range(1 + num_expert):
+                self.bring_up(rank)
             assert self.machine.was_all_ready
+
+    @classmethod
+    def resumed(cls, found: list[Found], num_expert: int = 3, epoch: int = 5, was_all_ready: bool = True) -> "Driver":
+        """After another orchestrator."""
+        driver = cls(num_expert, ready=False)
+        driver.machine = new_machine(num_expert)
+        driver.decision = driver.machine.resume(driver.now, found, Epoch(epoch), was_all_ready)
+        return driver
 
     def tell(self, event):
         self.decision = self.machine.handle(event, self.now)
@@ -67,6 +82,9 @@ class Driver:
 
     def routed(self) -> set[int]:
         return set(self.machine.routes.array()[..., 0].ravel().tolist()) - {-1}
+
+    def places(self, expert: int) -> set[int]:
+        return {rank for rank, _ in self.machine.routes.candidates(0, expert)}
 
 
 # -- starting ------------------------------------------------------------------------------------
@@ -187,6 +205,7 @@ def test_a_death_is_seen_in_many_ways_and_counts_once():
         (SaidReady(2, 1), "rank 2 incarnation 1 was lost already: SaidReady dropped"),
         (SaidHello(2, 1), "rank 2 incarnation 1 was lost already: SaidHello dropped"),
         (SaidFailed(2, 1, "late"), "rank 2 incarnation 1 was lost already: SaidFailed dropped"),
+        (SaidLeaving(2, 1), "rank 2 incarnation 1 was lost already: SaidLeaving dropped"),
         (Answered(2, 1), "rank 2 incarnation 1 was lost already: Answered dropped"),
         (Started(2, 1, 5), "rank 2 incarnation 1 was lost already: Started dropped"),
         (SaidReady(2, 3), "rank 2 incarnation 3 was never provisioned: SaidReady dropped"),
@@ -451,6 +470,383 @@ def test_stopping_before_all_are_ready_never_says_all_ready():
     for rank in range(4):
         driver.bring_up(rank)
     assert AllReady() not in driver.decision.effects
+
+
+# -- leaving -------------------------------------------------------------------------------------
+
+
+def test_a_drain_asks_a_ready_worker_to_leave():
+    driver = Driver()
+    tables = driver.machine.tables()
+    assert driver.tell(DrainAsked(2)).effects == (AskToLeave(2, 1),)
+    assert driver.decision.reason == "rank 2 incarnation 1 is asked to leave"
+    assert driver.machine.tables() is tables, "it has not said that it leaves"
+    assert driver.tell(DrainAsked(2)).effects == (AskToLeave(2, 1),), "asked again until it says so"
+
+
+def test_a_drain_is_refused_with_a_reason():
+    driver = Driver()
+    assert driver.tell(DrainAsked(9)).effects == ()
+    assert driver.decision.reason == "there is no rank 9"
+    driver.tell(SaidLeaving(2, 1))
+    assert driver.tell(DrainAsked(2)).effects == ()
+    assert driver.decision.reason == "rank 2 incarnation 1 is not asked to leave: it is leaving"
+    driver.tell(Died(1, 1))
+    assert driver.tell(DrainAsked(1)).effects == ()
+    assert driver.decision.reason == "rank 1 incarnation 2 is not asked to leave: it is starting"
+    driver.tell(Died(1, 2))
+    assert driver.tell(DrainAsked(1)).effects == ()
+    assert driver.decision.reason == "rank 1 incarnation 2 is not asked to leave: it is gone"
+    driver.tell(Stopping())
+    assert driver.tell(DrainAsked(3)).effects == ()
+    assert driver.decision.reason == "rank 3 incarnation 1 is not asked to leave: the instance stops"
+
+
+def test_routes_turn_away_from_a_worker_that_leaves():
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    assert driver.kinds() == ["Publish"]
+    assert driver.decision.reason == "rank 2 incarnation 1 leaves"
+    assert driver.worker(2).state is WorkerState.LEAVING
+    assert driver.routed() == {1, 3}
+    assert driver.machine.violations == ()
+    assert driver.machine.degraded[0] == "rank 2 (expert) is leaving"
+    assert driver.machine.next_deadline() == driver.now + POLICY.leave_s
+    driver.now += 1
+    assert driver.tell(SaidLeaving(2, 1)).effects == ()
+    assert driver.decision.reason == "rank 2 incarnation 1 was leaving already"
+    assert driver.tell(SaidReady(2, 1)).effects == ()
+    assert driver.machine.next_deadline() == driver.now - 1 + POLICY.leave_s
+
+
+def test_an_expert_that_nobody_else_has_is_served_by_the_worker_that_leaves():
+    driver = Driver()
+    only_in_1 = [e for e in range(12) if driver.places(e) <= {1, 2}]  # once rank 2 is gone
+    assert 0 < len(only_in_1) < 12
+    driver.tell(SaidLeaving(1, 1))
+    assert driver.routed() == {2, 3}
+    driver.tell(Died(2, 1))
+    assert driver.routed() == {1, 3}
+    assert all(driver.places(e) == ({1} if e in only_in_1 else {3}) for e in range(12))
+    assert driver.machine.violations == ()
+    driver.bring_up(2, 2)
+    assert driver.routed() == {2, 3}, "somebody else has it again"
+    driver.tell(Died(2, 2))
+    driver.tell(Exited(1, 1, 0))
+    assert driver.routed() == {3}
+    assert [line for line in driver.machine.violations if "no place" in line]
+
+
+def test_a_worker_that_leaves_before_it_was_ready_serves_nobody():
+    driver = Driver(num_expert=1, ready=False)
+    driver.bring_up(0)
+    driver.tell(Started(1, 1, 5))
+    driver.tell(SaidLeaving(1, 1))
+    assert driver.worker(1).state is WorkerState.LEAVING
+    assert driver.machine.next_deadline() == driver.now + POLICY.leave_s, "and not its hello"
+    assert driver.tell(SaidReady(1, 1)).effects == (), "too late"
+    assert driver.decision.reason == "rank 1 incarnation 1 was leaving already"
+    assert driver.routed() == set()
+    driver.tell(Exited(1, 1, 0))
+    assert driver.only(Lost).cause == "left"
+    assert driver.only(Provision) == Provision(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("event", "reason", "is_killed_later"),
+    [
+        (Exited(2, 1, 0), "exited with status 0", False),
+        (Died(2, 1), "the kernel marked its life word", True),
+        (ChannelEnded(2, 1), "its control channel ended", True),
+        (Silent(2, 1, "Z"), "silent and dead (Z)", True),
+    ],
+)
+def test_the_end_of_a_worker_that_leaves_is_no_fault(event, reason, is_killed_later):
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    driver.tell(event)
+    assert driver.kinds() == ["Lost", "Publish", "Provision"]
+    assert driver.only(Lost) == Lost(2, 1, EXPERT, "left", reason, is_expected=True)
+    assert driver.decision.reason == f"rank 2 incarnation 1 is gone (left): {reason}"
+    assert driver.only(Provision) == Provision(2, 2)
+    assert driver.worker(2).note == "incarnation 1 left"
+    driver.bring_up(2, 2)
+    assert driver.worker(2).note == ""
+    assert driver.machine.next_deadline() == (driver.now + POLICY.fence_grace_s if is_killed_later else None)
+    assert driver.tell(Exited(2, 1, 0)).effects == ()
+    assert driver.machine.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("event", "cause", "reason"),
+    [
+        (Exited(2, 1, -9), "crash", "killed by SIGKILL"),
+        (Exited(2, 1, 139), "crash", "exited with status 139"),
+        (Exited(2, 1, 1), "exit", "exited with status 1"),
+        (SaidFailed(2, 1, "no memory"), "exit", "no memory"),
+        (Silent(2, 1, "T"), "hang", "silent and stopped (T)"),
+        (Silent(2, 1, None), "hang", "silent, and its process cannot be looked at"),
+    ],
+)
+def test_what_is_a_fault_even_of_a_worker_that_leaves(event, cause, reason):
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    driver.tell(event)
+    assert driver.only(Lost) == Lost(2, 1, EXPERT, cause, reason, is_expected=False)
+    assert driver.worker(2).note == f"incarnation 1 was lost: {reason}"
+    driver.tell(Died(2, 2))
+    assert driver.only(BackOff).num_crashes == 2, "both lives were short"
+
+
+def test_a_worker_that_takes_too_long_to_leave_is_killed():
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    assert driver.pass_time(POLICY.leave_s - 0.1).effects == ()
+    driver.pass_time(0.1)
+    assert driver.decision.effects == (Kill(2, 1),)
+    assert driver.decision.reason == "rank 2 incarnation 1 has not left in 30 s: kill it"
+    assert driver.machine.next_deadline() is None
+    assert driver.worker(2).state is WorkerState.LEAVING, "it is there until it has ended"
+    driver.tell(Exited(2, 1, -9))
+    reason = "killed by SIGKILL, after 30 s in which it had not left"
+    assert driver.only(Lost) == Lost(2, 1, EXPERT, "left", reason, is_expected=True)
+    assert driver.only(Provision) == Provision(2, 2)
+
+
+def test_a_worker_that_leaves_may_be_starved_and_late_at_once():
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    driver.pass_time(POLICY.leave_s - 0.1)
+    driver.tell(Silent(2, 1, "R"))
+    assert driver.machine.next_deadline() == driver.now + 0.1
+    assert driver.pass_time(0.1).effects == (Kill(2, 1),)
+    assert driver.pass_time(0.9).effects == (Probe(2, 1),)
+    driver.tell(Silent(2, 1, "D"))
+    assert driver.only(Lost).cause == "hang", "not even a kill ends it"
+    assert driver.only(Provision) == Provision(2, 2)
+
+
+def test_leaving_neither_counts_as_a_crash_nor_ends_a_crash_loop():
+    driver = Driver()
+    driver.tell(Died(2, 1))
+    driver.tell(Died(2, 2))
+    driver.pass_time(0.25)
+    for incarnation in (3, 4, 5):
+        driver.bring_up(2, incarnation)
+        driver.tell(SaidLeaving(2, incarnation))
+        driver.tell(Exited(2, incarnation, 0))
+        assert driver.only(Provision) == Provision(2, incarnation + 1), "at once"
+    driver.tell(Died(2, 6))
+    assert driver.only(BackOff).num_crashes == 3
+
+
+def test_leaving_is_no_failed_start():
+    driver = Driver(ready=False)
+    for incarnation in range(1, 10):
+        driver.tell(Started(2, incarnation, 5))
+        driver.tell(SaidLeaving(2, incarnation))
+        driver.tell(Exited(2, incarnation, 0))
+        assert driver.kinds() == ["Lost", "Publish", "Provision"]
+
+
+def test_a_report_of_a_worker_that_leaves_is_probed_and_its_answer_published():
+    driver = Driver(num_expert=1)
+    driver.tell(SaidLeaving(1, 1))
+    assert driver.routed() == {1}
+    assert driver.tell(Reported(1, 1, by=0, reason="no answer")).effects == (Probe(1, 1),)
+    driver.tell(Answered(1, 1))
+    assert driver.kinds() == ["Publish"], "there is nobody else to trust"
+
+
+def test_leaving_while_the_instance_stops():
+    driver = Driver()
+    driver.tell(SaidLeaving(2, 1))
+    driver.tell(Stopping())
+    driver.tell(Exited(2, 1, 0))
+    assert driver.kinds() == ["Lost", "Publish"]
+    assert driver.only(Lost).cause == "left"
+    assert driver.worker(2).note == "not started again: the instance stops"
+
+
+# -- resuming after an orchestrator --------------------------------------------------------------
+
+
+def found(rank: int, incarnation: int = 1, pid: int = 7, **said: bool) -> Found:
+    return Found(rank=Rank(rank), incarnation=Incarnation(incarnation), pid=pid, **said)
+
+
+def ready(rank: int, incarnation: int = 1) -> Found:
+    return found(rank, incarnation, 1000 * incarnation + rank, has_reported=True, is_ready=True)
+
+
+def test_resuming_with_everybody_ready_changes_nothing_but_the_epoch():
+    driver = Driver.resumed([ready(0), ready(1, 4), ready(2), ready(3)], epoch=17)
+    assert driver.kinds() == ["Publish", "AllReady"], "the supervisor waits for it"
+    assert driver.decision.reason == "a new orchestrator goes on after epoch 17; 4 processes were found"
+    publish = driver.only(Publish)
+    assert (publish.members.epoch, publish.routes.epoch, driver.machine.epoch) == (18, 18, 18)
+    assert (driver.worker(1).incarnation, driver.worker(1).pid) == (4, 4001)
+    assert driver.routed() == {1, 2, 3}
+    assert (driver.machine.violations, driver.machine.degraded) == ((), ())
+    assert driver.machine.next_deadline() is None
+    assert driver.tell(SaidReady(2, 1)).effects == ()
+
+
+def test_those_ready_before_have_had_a_stable_life():
+    driver = Driver.resumed([ready(rank) for rank in range(4)])
+    driver.tell(Died(2, 1))
+    driver.tell(Died(2, 2))
+    assert driver.only(Provision) == Provision(2, 3), "the first short life"
+
+
+def test_who_has_not_reported_may_still_load():
+    driver = Driver.resumed([ready(0), ready(1), found(2), ready(3)])
+    assert driver.kinds() == ["Publish"]
+    assert (driver.worker(2).state, driver.worker(2).pid) == (WorkerState.STARTING, 7)
+    assert driver.routed() == {1, 3}
+    assert driver.machine.next_deadline() == driver.now + POLICY.hello_s
+    driver.tell(SaidHello(2, 1))
+    assert driver.machine.next_deadline() is None
+    driver.tell(SaidReady(2, 1))
+    assert driver.kinds() == ["Publish", "AllReady"]
+
+
+def test_who_never_reports_is_lost():
+    driver = Driver.resumed([ready(0), ready(1), found(2, 3), ready(3)])
+    driver.pass_time(POLICY.hello_s)
+    assert driver.only(Lost) == Lost(2, 3, EXPERT, "hang", "has not said a word in 10 s", is_expected=False)
+    assert driver.only(Provision) == Provision(2, 4)
+    driver.pass_time(POLICY.fence_grace_s)
+    assert Kill(2, 3) in driver.decision.effects
+
+
+def test_a_pulse_is_a_word():
+    driver = Driver.resumed([ready(0), ready(1), found(2), ready(3)])
+    driver.tell(Answered(2, 1))
+    assert driver.machine.next_deadline() is None
+
+
+def test_who_has_reported_and_is_not_ready_may_load_for_hours():
+    driver = Driver.resumed([ready(0), ready(1), found(2, has_reported=True), ready(3)])
+    assert driver.worker(2).state is WorkerState.STARTING
+    assert driver.machine.next_deadline() is None
+    driver.tell(Silent(2, 1, "T"))
+    assert driver.only(Lost).cause == "hang"
+
+
+def test_who_is_about_to_be_born_has_its_hello_before_it():
+    driver = Driver.resumed([ready(0), ready(1), found(2, 5, pid=0), ready(3)])
+    assert (driver.worker(2).state, driver.worker(2).pid) == (WorkerState.STARTING, 0)
+    assert driver.machine.next_deadline() is None
+    driver.tell(Started(2, 5, 99))
+    assert driver.machine.next_deadline() == driver.now + POLICY.hello_s
+
+
+def test_who_leaves_goes_on_leaving():
+    leaving = found(2, has_reported=True, is_ready=True, is_leaving=True)
+    driver = Driver.resumed([ready(0), ready(1), leaving, ready(3)])
+    assert driver.worker(2).state is WorkerState.LEAVING
+    assert driver.routed() == {1, 3}
+    assert driver.machine.next_deadline() == driver.now + POLICY.leave_s
+    driver.tell(Exited(2, 1, 0))
+    assert driver.only(Lost).cause == "left"
+
+
+@pytest.mark.parametrize(("is_ready", "routed"), [(True, {1}), (False, set())])
+def test_who_leaves_and_was_ready_serves_those_that_have_nobody_else(is_ready, routed):
+    leaving = found(1, has_reported=True, is_ready=is_ready, is_leaving=True)
+    assert Driver.resumed([ready(0), leaving], num_expert=1).routed() == routed
+
+
+def test_a_seat_with_nobody_is_provisioned():
+    driver = Driver.resumed([ready(0), ready(1), ready(3)])
+    assert driver.kinds() == ["Publish", "Provision"]
+    assert driver.only(Provision) == Provision(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("has_left", "cause"),
+    [(False, "crash"), (True, "left")],
+)
+def test_an_end_that_nobody_saw_is_told_and_the_next_number_is_higher(has_left, cause):
+    ended = found(2, 6, pid=-1, has_reported=has_left, is_leaving=has_left)
+    driver = Driver.resumed([ready(0), ready(1), ended, found(2, 3, pid=-1), ready(3)])
+    assert driver.kinds() == ["Lost", "Publish", "Provision"]
+    assert driver.only(Lost) == Lost(2, 6, EXPERT, cause, "ended while there was no orchestrator", has_left)
+    assert driver.only(Provision) == Provision(2, 7)
+    assert driver.machine.next_deadline() is None, "there is nobody to kill"
+    assert driver.decision.reason.endswith("; 3 processes were found")
+
+
+def test_a_fenced_process_beside_its_successor_is_fenced_again_and_killed():
+    driver = Driver.resumed([ready(0), ready(1), ready(2, 3), found(2, 2), found(2, 1, pid=-1), ready(3)])
+    assert driver.kinds() == ["Lost", "Publish", "AllReady"]
+    reason = "was lost to the orchestrator before this one, and lives"
+    assert driver.only(Lost) == Lost(2, 2, EXPERT, "hang", reason, is_expected=True)
+    assert driver.worker(2).incarnation == 3
+    assert driver.tell(SaidReady(2, 2)).effects == ()
+    assert driver.machine.num_stale == 1
+    assert driver.pass_time(POLICY.fence_grace_s).effects == (Kill(2, 2),)
+
+
+def test_a_fenced_process_does_not_get_its_seat_back_when_its_successor_has_ended():
+    driver = Driver.resumed([ready(0), ready(1), ready(2, 1), found(2, 2, pid=-1), ready(3)])
+    assert [(effect.incarnation, effect.cause) for effect in driver.decision.effects if isinstance(effect, Lost)] == [
+        (1, "hang"),
+        (2, "crash"),
+    ]
+    assert driver.only(Provision) == Provision(2, 3)
+    assert driver.pass_time(POLICY.fence_grace_s).effects == (Kill(2, 1),)
+
+
+def test_a_loss_that_somebody_knows_of_is_not_taken_back():
+    lost = found(2, 4, has_reported=True, is_ready=True, was_lost=True)
+    driver = Driver.resumed([ready(0), ready(1), lost, ready(3)])
+    assert driver.kinds() == ["Lost", "Publish", "Provision"]
+    assert (driver.only(Lost).incarnation, driver.only(Lost).is_expected) == (4, True)
+    assert driver.only(Provision) == Provision(2, 5)
+    assert driver.pass_time(POLICY.fence_grace_s).effects == (Kill(2, 4),)
+
+
+def test_a_loss_that_is_over_is_not_told_again():
+    driver = Driver.resumed([ready(0), ready(1), found(2, 4, pid=-1, was_lost=True), ready(3)])
+    assert driver.kinds() == ["Publish", "Provision"]
+    assert driver.only(Provision) == Provision(2, 5)
+    assert driver.machine.next_deadline() is None
+
+
+def test_an_instance_that_was_up_is_never_given_up_again():
+    for was_up in (True, False):
+        driver = Driver.resumed([ready(0), ready(1), ready(3)], was_all_ready=was_up)
+        driver.tell(SaidFailed(2, 1, "no such model", user_error=True))
+        assert (GiveUp("no such model", user_error=True) in driver.decision.effects) == (not was_up)
+
+
+def test_all_ready_is_said_once_more_when_all_are():
+    driver = Driver.resumed([ready(0), ready(1), ready(3)])
+    driver.bring_up(2, 1)
+    assert driver.kinds() == ["Publish", "AllReady"]
+    driver.tell(Died(2, 1))
+    driver.bring_up(2, 2)
+    assert driver.kinds() == ["Publish"]
+
+
+def test_one_born_meanwhile_may_be_ready_without_a_report():
+    driver = Driver.resumed([ready(0), ready(1), found(2, pid=0, is_ready=True), ready(3)])
+    driver.tell(Started(2, 1, 99))
+    assert driver.worker(2).state is WorkerState.READY
+    assert driver.machine.next_deadline() is None, "it has spoken"
+
+
+def test_a_late_report_of_a_later_epoch_is_overtaken():
+    driver = Driver.resumed([ready(rank) for rank in range(4)], epoch=5)
+    assert driver.tell(EpochReported(5)).effects == ()
+    assert driver.decision.reason == "epoch 5 is past"
+    driver.tell(EpochReported(9))
+    assert driver.decision.reason == "somebody has tables of epoch 9 from the orchestrator before"
+    assert driver.only(Publish).members.epoch == driver.only(Publish).routes.epoch == driver.machine.epoch == 10
+    driver.tell(EpochReported(10))
+    assert driver.machine.epoch == 11, "the same number, and perhaps other tables"
 
 
 # -- publishing ----------------------------------------------------------------------------------

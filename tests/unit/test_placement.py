@@ -1,7 +1,7 @@
 """Where experts live and how routes lead to them: counts, spread, and what is impossible."""
 
 from collections import Counter
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
 
@@ -143,6 +143,19 @@ def check_candidates(placement: Placement, routes, ready: set[Rank], layer: int,
     home = next(seat for seat in placement.seats if expert in active(seat, layer))
     if home.rank in ready:
         assert found[0] == (home.rank, active(home, layer).index(expert))
+
+
+def test_workers_that_leave_have_only_what_nobody_else_has():
+    for num_experts, num_seats, shadow_experts in [(8, 4, None), (10, 4, 5), (7, 3, 1), (5, 1, None)]:
+        placement = place(num_experts, num_seats, shadow_experts)
+        for states in product(("ready", "leaving", "gone"), repeat=num_seats):
+            ready = {rank for rank, state in zip(ranks(num_seats), states, strict=True) if state == "ready"}
+            leaving = {rank for rank, state in zip(ranks(num_seats), states, strict=True) if state == "leaving"}
+            routes = make_routes(Epoch(7), placement, ready, leaving)
+            by_ready, by_leaving = (make_routes(Epoch(7), placement, some) for some in (ready, leaving))
+            for expert in range(num_experts):
+                expected = by_ready.candidates(0, expert) or by_leaving.candidates(0, expert)
+                assert routes.candidates(0, expert) == expected
 
 
 def test_layers_need_not_look_alike():

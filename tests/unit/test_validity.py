@@ -26,8 +26,8 @@ def members(*changed: Worker, epoch: int = 5) -> Members:
     return Members(epoch=Epoch(epoch), workers=tuple(workers.values()))
 
 
-def routes(*ready: int, epoch: int = 5):
-    return make_routes(Epoch(epoch), PLACEMENT, ready or EXPERTS)
+def routes(*ready: int, leaving: tuple[int, ...] = (), epoch: int = 5):
+    return make_routes(Epoch(epoch), PLACEMENT, ready or EXPERTS, leaving)
 
 
 def edited(table, change):
@@ -56,6 +56,7 @@ def test_an_instance_without_expert_seats():
     ("table", "placement", "route_table", "sentences"),
     [
         (members(worker(0, Role.ATTENTION, state=WorkerState.GONE)), PLACEMENT, routes(), ["no attention worker"]),
+        (members(worker(0, Role.ATTENTION, state=WorkerState.LEAVING)), PLACEMENT, routes(), ["no attention worker"]),
         (members(worker(0, Role.EXPERT)), PLACEMENT, routes(), ["no attention worker is ready"]),
         (members(epoch=6), PLACEMENT, routes(), ["members are of epoch 6, routes of epoch 5"]),
         (
@@ -69,6 +70,12 @@ def test_an_instance_without_expert_seats():
             PLACEMENT,
             routes(),
             ["routes lead to rank 2, which is starting"],
+        ),
+        (
+            members(worker(2, Role.EXPERT, state=WorkerState.LEAVING)),
+            PLACEMENT,
+            routes(),
+            ["8 experts of layers 2-4, 6 are routed to rank 2, which is leaving, though a ready worker has them: "],
         ),
         (members(worker(3, Role.ATTENTION)), PLACEMENT, routes(), ["rank 3, which does not have the expert role"]),
         (
@@ -150,6 +157,35 @@ def test_one_death_degrades_and_two_violate():
     )
     # those without any place are not said twice
     assert next(line for line in degraded(two, PLACEMENT, routes(1)) if "places" in line).startswith("8 experts")
+
+
+def test_a_worker_that_leaves_degrades():
+    table = members(worker(2, Role.EXPERT, state=WorkerState.LEAVING))
+    turned_away = routes(1, 3, leaving=(2,))
+    assert violations(table, PLACEMENT, turned_away) == ()
+    leaving, short = degraded(table, PLACEMENT, turned_away)
+    assert leaving == "rank 2 (expert) is leaving"
+    assert short.startswith("8 experts of layers 2-4, 6 have 1 of 2 places: ")
+
+
+def test_who_leaves_may_serve_what_nobody_else_has():
+    """Ranks 1 and 2 have four experts in common; of those, no ready worker has any."""
+    leaving = worker(2, Role.EXPERT, state=WorkerState.LEAVING)
+    table = members(worker(1, Role.EXPERT, state=WorkerState.GONE), leaving)
+    assert violations(table, PLACEMENT, routes(3, leaving=(2,))) == ()
+    assert "rank 2 (expert) is leaving" in degraded(table, PLACEMENT, routes(3, leaving=(2,)))
+    assert violations(table, PLACEMENT, routes(3))[0].startswith("4 experts of layers 2-4, 6 have no place: ")
+
+    held_by_3 = PLACEMENT.seat(Rank(3)).experts[1]
+    shared = next(expert for expert in PLACEMENT.seat(Rank(2)).experts[1] if expert in held_by_3)
+    slot = PLACEMENT.seat(Rank(2)).experts[1].index(shared)
+
+    def lead_to_2(array) -> None:
+        array[1, shared, 0] = (2, slot)
+
+    assert violations(table, PLACEMENT, edited(routes(3, leaving=(2,)), lead_to_2)) == (
+        f"expert {shared} of layer 3 is routed to rank 2, which is leaving, though a ready worker has it",
+    )
 
 
 def test_nobody_at_all():

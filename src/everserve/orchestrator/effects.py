@@ -7,19 +7,22 @@ from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
 
-Cause = Literal["crash", "hang", "exit"]
+Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to, and did
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """This incarnation is gone. Fence it: tell it if it can hear, its peers, the gateway; drop what it still says."""
+    """This incarnation is gone. Fence it: tell it if it can hear, its peers, the gateway; drop what it still says.
+
+    An orchestrator that resumes may say so of one that was lost before its time.
+    """
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
     cause: Cause
     reason: str
-    is_expected: bool  # the instance stops: not a fault
+    is_expected: bool  # not a fault: it left, the instance stops, or it was lost to the orchestrator before us
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,15 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Make an end of a lost process that has had its time to notice."""
+    """Make an end of a process that has had its time: a lost one to notice, a leaving one to leave."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class AskToLeave:
+    """Ask this worker to give its streams to others and to exit. Answered by SaidLeaving."""
 
     rank: Rank
     incarnation: Incarnation
@@ -67,18 +78,18 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class AllReady:
-    """Every seat is ready for the first time: the instance serves. Said once."""
+    """Every seat is ready for the first time since this orchestrator came: the instance serves. Said once."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The instance cannot come up. Said at most once, and never after AllReady."""
+    """The instance cannot come up. Said at most once, and never if it was up before."""
 
     reason: str
     user_error: bool
 
 
-AnyEffect = Lost | Publish | Provision | BackOff | Probe | Kill | AllReady | GiveUp
+AnyEffect = Lost | Publish | Provision | BackOff | Probe | Kill | AskToLeave | AllReady | GiveUp
 
 
 @dataclass(frozen=True, slots=True)

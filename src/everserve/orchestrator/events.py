@@ -1,4 +1,4 @@
-"""What the machine is told. All but Stopping and Tick name a rank and the incarnation that they are about.
+"""What the machine is told. All but the last four name a rank and the incarnation that they are about.
 
 The host asks and looks; it does not judge. Of one incarnation the machine may be told anything at any time, also twice
 and long after it was replaced.
@@ -6,7 +6,7 @@ and long after it was replaced.
 
 from dataclasses import dataclass
 
-from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class SaidHello(SeatEvent):
 @dataclass(frozen=True, slots=True)
 class SaidReady(SeatEvent):
     """It has its weights and can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidLeaving(SeatEvent):
+    """It was asked to leave, by us or by a signal, and exits as soon as nobody needs it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,21 @@ class Reported(SeatEvent):
     reason: str
 
 
-# -- about nobody in particular ------------------------------------------------------------------
+# -- about no process in particular --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """An operator wants whoever sits there to leave and to be replaced."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class EpochReported:
+    """Somebody has tables of this epoch from an orchestrator before us, and said so after we had resumed."""
+
+    epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +121,6 @@ class Tick:
     """A deadline that the machine named may have passed."""
 
 
-Said = Started | SaidHello | SaidReady | SaidFailed | Answered  # signs of life
+Said = Started | SaidHello | SaidReady | SaidLeaving | SaidFailed | Answered  # signs of life
 Seen = Exited | Died | ChannelEnded | Silent | Reported  # by others
-AnyEvent = Said | Seen | Stopping | Tick
+AnyEvent = Said | Seen | DrainAsked | EpochReported | Stopping | Tick

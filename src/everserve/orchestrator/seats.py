@@ -1,5 +1,6 @@
 """One seat: who sits there, how it got there, and when the next one may come."""
 
+import math
 from dataclasses import dataclass, field
 
 from everserve.tables.ids import Incarnation, Rank, Role
@@ -13,6 +14,7 @@ class Policy:
     detect_s: float  # how long the host's detector takes to call somebody silent
     hello_s: float = 10.0  # from the existence of a process to its first word; until then nobody can tell that it hangs
     fence_grace_s: float = 10.0  # how long a lost process may take to notice, before it is killed
+    leave_s: float = 30.0  # how long a worker that leaves may take, before it is killed
     stable_s: float = 2.0  # who ends sooner than this after it was ready counts as a crash while starting
     first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further one
     max_delay_s: float = 30.0
@@ -43,18 +45,35 @@ class SeatSpec:
     slots: int = 0  # experts per layer, of a worker with both roles; an expert seat's are in the placement
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A worker process, as an orchestrator that resumes finds it. The flags are what it said, and what others say."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int  # 0: about to be born; -1: it has ended, and only its number counts
+    has_reported: bool = False  # or said hello: it has spoken to this orchestrator
+    is_ready: bool = False
+    is_leaving: bool = False
+    was_lost: bool = False  # somebody was told that it is gone, which is never taken back
+
+
 # A seat holds at most one incarnation that counts. Each arrow to `gone` ends an incarnation for good: what it says
 # afterwards is dropped, though its process may live on for a while (the machine then has it killed).
 #
 #             provision                  said ready
 #     gone ───────────────> starting ───────────────> ready
 #      ^  at once, or after    │                        │
-#      │  a delay when it      └───────────┬────────────┘
-#      │  crashes again and again          │
-#      └───────────────────────────────────┘
+#      │  a delay when it      ├───── said leaving ─────┤
+#      │  crashes again        │           │            │
+#      │  and again            │           v            │
+#      │                       │        leaving         │
+#      │                       │           │            │
+#      └───────────────────────┴───────────┴────────────┘
 #            died, exited, channel ended, said failed, hangs
 #
-# While starting or ready it may be in doubt: silent, or reported by a peer. Doubt is not a state of the tables.
+# The end of one that was leaving is what everybody waits for: no crash, unless it failed, hung or was killed by others.
+# Until its end it may be in doubt: silent, or reported by a peer. Doubt is not a state of the tables.
 @dataclass(slots=True)
 class Seat:
     """The state of one seat. Times are the host's monotonic clock."""
@@ -68,7 +87,8 @@ class Seat:
     note: str = ""
     delay_s: float = 0.0
     start_at: float | None = None  # while gone: when the next incarnation may come; None: not at all
-    ready_at: float | None = None
+    ready_at: float | None = None  # None: it never was
+    leave_by: float | None = None  # while leaving: killed if it has not ended at this time; None: that has happened
     num_crashes: int = 0  # short lives in a row
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False
@@ -81,6 +101,11 @@ class Seat:
     def rank(self) -> Rank:
         return self.spec.rank
 
+    @property
+    def can_serve(self) -> bool:
+        """Ready; or leaving, and still there for whoever has nobody else."""
+        return self.state is WorkerState.READY or (self.state is WorkerState.LEAVING and self.ready_at is not None)
+
     def begin(self) -> None:
         """A new incarnation, starting."""
         assert self.state is WorkerState.GONE, self
@@ -90,6 +115,20 @@ class Seat:
         self.has_spoken = False
         self.start_at = self.ready_at = None
         self.clear_doubt()
+
+    def adopt(self, found: Found, now: float, policy: Policy) -> None:
+        """An orchestrator before us has begun this incarnation."""
+        assert self.state is WorkerState.GONE and found.pid >= 0, self
+        self.state = WorkerState.STARTING
+        self.incarnation = found.incarnation
+        if found.pid > 0:
+            self.exist(found.pid, now, policy)
+        if found.has_reported or found.is_ready or found.is_leaving:
+            self.speak()
+        if found.is_ready:
+            self.become_ready(-math.inf)  # nobody knows since when: it counts as a stable life
+        if found.is_leaving:
+            self.leave(now, policy)
 
     def exist(self, pid: int, now: float, policy: Policy) -> None:
         """The process is there. Until its hello nobody could tell if it hung, so that has a deadline of its own."""
@@ -108,20 +147,29 @@ class Seat:
         self.num_failed_starts = 0
         self.note = ""
 
-    def end(self, reason: str, now: float, policy: Policy) -> None:
+    def leave(self, now: float, policy: Policy) -> None:
+        self.state = WorkerState.LEAVING
+        self.leave_by = now + policy.leave_s
+        self.note = ""
+
+    def end(self, reason: str, now: float, policy: Policy, has_left: bool = False) -> None:
         """The incarnation is gone."""
         assert self.state is not WorkerState.GONE, self
-        was_stable = self.ready_at is not None and now - self.ready_at >= policy.stable_s
-        self.num_crashes = 0 if was_stable else self.num_crashes + 1
-        self.num_failed_starts += self.ready_at is None
-        if self.num_crashes < 2:
+        if self.ready_at is not None and now - self.ready_at >= policy.stable_s:
+            self.num_crashes = 0
+        elif not has_left:
+            self.num_crashes += 1
+        if has_left:
+            self.note = f"incarnation {self.incarnation} left"
+        elif self.num_crashes < 2:
             self.note = f"incarnation {self.incarnation} was lost: {reason}"
         else:
             when = "while starting" if self.ready_at is None else "soon after starting"
             self.note = f"crashed {self.num_crashes} times {when} (last: {reason})"
+        self.num_failed_starts += self.ready_at is None and not has_left
         self.state = WorkerState.GONE
         self.pid = 0
-        self.hello_by = None
+        self.hello_by = self.leave_by = None
         self.clear_doubt()
 
     def wait(self, delay_s: float, now: float) -> None:
@@ -142,9 +190,8 @@ class Seat:
         """While a probe is on its way its answer decides, not the clock."""
         if self.state is WorkerState.GONE:
             return self.start_at
-        if not self.has_spoken:
-            return self.hello_by
-        return None if self.is_probed else self.starve_at
+        look_at = None if self.is_probed else self.starve_at
+        return min((at for at in (self.hello_by, look_at, self.leave_by) if at is not None), default=None)
 
     def worker(self) -> Worker:
         """The seat as the members table shows it."""

@@ -1,4 +1,5 @@
-"""Which places of an expert to use, in which order: only ready ones, and so that a death spreads its load."""
+"""Which places of an expert to use, in which order: ready ones as long as there are any, and so that a death spreads
+its load."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -6,36 +7,44 @@ from collections.abc import Collection
 import msgspec
 
 from everserve.tables.ids import Epoch, Rank, SlotId
-from everserve.tables.placement import EMPTY, Placement
+from everserve.tables.placement import EMPTY, Placement, SeatSlots
 from everserve.tables.routes import Routes
 
 Place = tuple[Rank, SlotId]
 
 
-def make_routes(epoch: Epoch, placement: Placement, ready: Collection[Rank]) -> Routes:
-    """The active place first, if its worker is ready, then the shadows that are.
+def make_routes(epoch: Epoch, placement: Placement, ready: Collection[Rank], leaving: Collection[Rank] = ()) -> Routes:
+    """The active place first, if its worker is ready, then the shadows that are. Experts that no ready worker has go to
+    the workers that are leaving.
 
     Layers that look alike are computed once: this runs while streams wait for the new table.
     """
-    seats = [seat for seat in placement.seats if seat.rank in ready]
+    stay = [seat for seat in placement.seats if seat.rank in ready]
+    leave = [seat for seat in placement.seats if seat.rank in leaving]
     patterns: dict[tuple[tuple[int, ...], ...], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     for layer in range(len(placement.moe_layers)):
-        pattern = tuple(seat.experts[layer] for seat in seats)
+        pattern = tuple(seat.experts[layer] for seat in stay + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
-            active: list[list[Place]] = [[] for _ in range(placement.num_experts)]
-            shadow: list[list[Place]] = [[] for _ in range(placement.num_experts)]
-            for seat, experts in zip(seats, pattern, strict=True):
-                for slot, expert in enumerate(experts):
-                    if expert != EMPTY:
-                        (active if slot < seat.num_active else shadow)[expert].append((seat.rank, SlotId(slot)))
-            distinct.append(_ordered(active, shadow))
+            first, last = (_places(seats, layer, placement.num_experts) for seats in (stay, leave))
+            distinct.append([places or others for places, others in zip(first, last, strict=True)])
         pattern_of_layer.append(patterns[pattern])
     routes = Routes.of(epoch, distinct)
     table = routes.array()[pattern_of_layer].tobytes()
     return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table)
+
+
+def _places(seats: list[SeatSlots], layer: int, num_experts: int) -> list[list[Place]]:
+    """For each expert of this layer its places in these seats, in the order of use."""
+    active: list[list[Place]] = [[] for _ in range(num_experts)]
+    shadow: list[list[Place]] = [[] for _ in range(num_experts)]
+    for seat in seats:
+        for slot, expert in enumerate(seat.experts[layer]):
+            if expert != EMPTY:
+                (active if slot < seat.num_active else shadow)[expert].append((seat.rank, SlotId(slot)))
+    return _ordered(active, shadow)
 
 
 def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[Place]]:

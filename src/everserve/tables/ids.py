@@ -6,6 +6,7 @@ from typing import NewType
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
 Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1
 Epoch = NewType("Epoch", int)  # the version of the tables
+LogId = tuple[Rank, Incarnation]  # one incarnation of a seat, and hence its KV log
 SlotId = NewType("SlotId", int)  # a physical place for one expert's weights in one layer of one worker
 
 

@@ -8,10 +8,12 @@ from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 
 
 class WorkerState(StrEnum):
-    """starting -> ready -> gone. A new process in the seat is a new incarnation, starting again."""
+    """starting -> ready -> gone, or starting -> ready -> leaving -> gone. A new process in the seat is a new
+    incarnation, starting again."""
 
     STARTING = "starting"
     READY = "ready"
+    LEAVING = "leaving"  # asked to: it gives its streams to others and exits
     GONE = "gone"
 
 

@@ -42,9 +42,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found
-    num_known_tokens: int = 0  # tokens of resumed streams that were computed a second time
+    num_known_tokens: int = 0  # tokens of resumed streams that were certainly computed before, and now once more
     num_replayed_rows: int = 0  # rows sent to another expert worker because the first did not answer
     num_stale: int = 0  # answers dropped because their sender is no longer trusted
+    num_restored_tokens: int = 0  # whose KV came from a log
+    num_broken_tokens: int = 0  # that a log should have had: it had a gap, or its checksum did not fit
+    log_lag_tokens: int = 0  # gauge: computed here, and not in our log yet
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

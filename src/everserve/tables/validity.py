@@ -3,14 +3,15 @@
 An instance is valid if
 - its tables are of one epoch;
 - somebody can take requests: at least one ready worker has the attention role;
-- routes lead only to ready workers with the expert role, and there to a slot that holds the expert;
+- routes lead only to ready workers with the expert role, and there to a slot that holds the expert; where no ready
+  worker holds it, to one that is leaving;
 - every expert of every layer has at least one such place, and no place counts twice.
 
 Both functions return sentences for operators; none means all is well. An instance whose workers have both roles has no
 expert seats: its placement and routes are None.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def degraded(members: Members, placement: Placement | None, routes: Routes | Non
             note = f": {worker.note}" if worker.note else ""
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
     if placement is not None and routes is not None and not _shape_violations(placement, routes):
-        planned_LE = _num_places(placement)
+        planned_LE = _num_places(placement, [seat.rank for seat in placement.seats])
         have_LE = np.count_nonzero(routes.array()[..., 0] != NOBODY, axis=2)
         short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
         for have, planned in np.unique(np.stack([have_LE[short_LE], planned_LE[short_LE]]), axis=1).T.tolist():
@@ -79,9 +80,14 @@ def _route_violations(members: Members, placement: Placement, routes: Routes) ->
     named_LEC = rank_LEC != NOBODY
 
     workers = {worker.rank: worker for worker in members.workers}
+    ready_LE = _num_places(placement, [worker.rank for worker in members.workers if _serves(worker, Role.EXPERT)]) > 0
     for rank in sorted({Rank(int(rank)) for rank in np.unique(rank_LEC[named_LEC])}):
         if (why := _why_not(workers.get(rank))) is not None:
             found.append(f"routes lead to rank {rank}, which {why}")
+        elif workers[rank].state is WorkerState.LEAVING:
+            too_soon_LE = (rank_LEC == rank).any(axis=2) & ready_LE
+            what = f"{{are}} routed to rank {rank}, which is leaving, though a ready worker has {{them}}"
+            found += _sentences(placement, too_soon_LE, what)
 
     held_LEC = _held(placement, rank_LEC, slot_LEC)
     wrong_LEC = named_LEC & (held_LEC != np.arange(placement.num_experts)[None, :, None])
@@ -99,10 +105,10 @@ def _route_violations(members: Members, placement: Placement, routes: Routes) ->
 
 
 def _why_not(worker: Worker | None) -> str | None:
-    """Why routes may not lead to this worker; None if they may."""
+    """Why routes may lead to this worker for no expert; None if they may for some."""
     if worker is None:
         return "is not a member"
-    if worker.state is not WorkerState.READY:
+    if worker.state not in (WorkerState.READY, WorkerState.LEAVING):
         return f"is {worker.state}"
     if Role.EXPERT not in worker.roles:
         return "does not have the expert role"
@@ -123,10 +129,12 @@ def _held(placement: Placement, rank_LEC: Ints, slot_LEC: Ints) -> Ints:
     return held_LEC
 
 
-def _num_places(placement: Placement) -> Ints:
-    """[layer index][expert]: how many slots hold it, alive or not."""
+def _num_places(placement: Placement, ranks: Collection[Rank]) -> Ints:
+    """[layer index][expert]: how many slots of these seats hold it."""
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
     for seat in placement.seats:
+        if seat.rank not in ranks:
+            continue
         experts_LS = np.array(seat.experts, np.int64)
         layer, slot = np.nonzero(experts_LS != EMPTY)
         num_LE[layer, experts_LS[layer, slot]] += 1  # a seat holds an expert once per layer
