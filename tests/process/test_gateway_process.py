@@ -1,5 +1,6 @@
 """The gateway process alone; the test is its supervisor, its orchestrator and its workers."""
 
+import http.client
 import json
 import os
 import signal
@@ -21,13 +22,19 @@ from everserve.runtime.events import ProcessStarted
 from everserve.runtime.messages import (
     AnyMessage,
     Attach,
+    Cancel,
     ClusterChanged,
     EventHappened,
     FaultInjected,
+    GatewayReport,
     InjectFault,
+    LogSettled,
+    OrchestratorAttached,
     ProcessesChanged,
+    ProcessSignalled,
     Ready,
     Shutdown,
+    SignalProcess,
     StartGateway,
     StepOutput,
     Submit,
@@ -51,8 +58,7 @@ class GatewayUnderTest:
         listen = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listen.getsockname()[1]}"
         control, theirs = Channel.pair()
-        orchestrator, theirs_too = Channel.pair()
-        fds = {"--control-fd": theirs, "--orchestrator-fd": theirs_too, "--listen-fd": listen}
+        fds = {"--control-fd": theirs, "--listen-fd": listen}
         arguments = ["--supervisor-pid", str(os.getpid())]
         arguments += [text for flag, sock in fds.items() for text in (flag, str(sock.fileno()))]
         self.process = subprocess.Popen(
@@ -60,7 +66,7 @@ class GatewayUnderTest:
         )
         for sock in fds.values():
             sock.close()
-        self.control, self.orchestrator = Channel(control), Channel(orchestrator)
+        self.control = Channel(control)
         self.control.send(
             StartGateway(
                 model=str(DEMO_MODEL),
@@ -75,7 +81,15 @@ class GatewayUnderTest:
                 event_log=str(event_log),
             )
         )
+        self.attach_orchestrator()
         assert isinstance(expect(self.control, Ready), Ready)
+
+    def attach_orchestrator(self) -> None:
+        """A new one, as the supervisor does it."""
+        ours, theirs = Channel.pair()
+        self.control.send(OrchestratorAttached(), fds=[theirs.fileno()])
+        theirs.close()
+        self.orchestrator = Channel(ours)
 
     def attach(self, incarnation: int) -> Channel:
         """A worker in seat 0 that is ready."""
@@ -97,11 +111,11 @@ class GatewayUnderTest:
         )
         return worker
 
-    def publish(self, *violations: str) -> None:
+    def publish(self, *violations: str, epoch: int = 1) -> None:
         worker = Worker(
             rank=Rank(0), incarnation=Incarnation(1), pid=11, roles=(Role.ATTENTION,), state=WorkerState.READY
         )
-        members = Members(epoch=Epoch(1), workers=(worker,))
+        members = Members(epoch=Epoch(epoch), workers=(worker,))
         self.orchestrator.send(
             ClusterChanged(
                 members=members,
@@ -149,6 +163,7 @@ def send_tokens(worker: Channel, id: str, tokens: dict[int, int], last: int | No
 
 def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnderTest) -> None:
     assert gateway.get("/health").status_code == 503
+    assert expect(gateway.orchestrator, GatewayReport) == GatewayReport(epoch=Epoch(0), logs=[])
     gateway.control.send(ProcessesChanged(processes=(Process(name="gateway", pid=gateway.process.pid),)))
     gateway.control.send(EventHappened(event=ProcessStarted(process="supervisor", child="x", child_pid=1)))
     gateway.publish()
@@ -171,7 +186,7 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     gateway.until("/metrics", lambda answer: metric(answer, "everserve_stale_messages_total") == 1)
     second = gateway.attach(2)
     submit = expect(second, Submit)
-    assert isinstance(submit, Submit) and submit.spec.known == [10, 11]
+    assert isinstance(submit, Submit) and (submit.spec.known, submit.source) == ([10, 11], (0, 1))
 
     # The orchestrator dies, and then the second worker.
     gateway.orchestrator.close()
@@ -182,10 +197,19 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     second.close()
     third = gateway.attach(3)
     submit = expect(third, Submit)
-    assert isinstance(submit, Submit) and submit.spec.known == [10, 11, 12]
+    assert isinstance(submit, Submit) and (submit.spec.known, submit.source) == ([10, 11, 12], (0, 2))
+
+    # A new orchestrator comes, and hears of the one log that is still needed, and when it is not any more.
+    gateway.attach_orchestrator()
+    second_log, third_log = (Rank(0), Incarnation(2)), (Rank(0), Incarnation(3))
+    report = expect(gateway.orchestrator, GatewayReport)
+    assert report == GatewayReport(epoch=Epoch(1), logs=[second_log, third_log], lost=[second_log])
     send_tokens(third, id, {3: 13}, last=3)
     client.join(TIMEOUT_S)
     assert received == [10, 11, 12, 13, "[DONE]"]
+    assert expect(gateway.orchestrator, LogSettled) == LogSettled(rank=Rank(0), incarnation=Incarnation(2))
+    gateway.publish(epoch=2)
+    gateway.until("/cluster", lambda answer: answer.json()["violations"] == [])
     answer = gateway.get("/metrics")
     assert metric(answer, "everserve_requests_resumed_total") == 2
     assert metric(answer, "everserve_stall_seconds_count") == 2
@@ -216,12 +240,82 @@ def test_faults_go_to_the_orchestrator_and_back(gateway: GatewayUnderTest) -> No
 
     client = threading.Thread(target=inject)
     client.start()
+    expect(gateway.orchestrator, GatewayReport)
     asked = expect(gateway.orchestrator, InjectFault)
     assert isinstance(asked, InjectFault) and (asked.rank, asked.signal) == (0, signal.SIGSTOP)
     gateway.orchestrator.send(FaultInjected(id=asked.id, pid=11, incarnation=1, reason=""))
     client.join(TIMEOUT_S)
     assert answers[0].json() == {"rank": 0, "incarnation": 1, "pid": 11, "signal": "STOP"}
     worker.close()
+
+
+def test_faults_on_other_processes_go_to_the_supervisor_and_back(gateway: GatewayUnderTest) -> None:
+    answers: list[httpx.Response] = []
+
+    def inject() -> None:
+        body = {"process": "orchestrator", "signal": "KILL"}
+        answers.append(httpx.post(f"{gateway.url}/cluster/fault", json=body, timeout=TIMEOUT_S))
+
+    client = threading.Thread(target=inject)
+    client.start()
+    asked = expect(gateway.control, SignalProcess)
+    assert isinstance(asked, SignalProcess) and (asked.name, asked.signal) == ("orchestrator", signal.SIGKILL)
+    gateway.control.send(ProcessSignalled(id=asked.id, pid=12, reason=""))
+    client.join(TIMEOUT_S)
+    assert answers[0].json() == {"process": "orchestrator", "pid": 12, "signal": "KILL"}
+
+
+def test_a_client_comes_back_for_the_rest_and_an_old_connection_is_closed(gateway: GatewayUnderTest) -> None:
+    worker = gateway.attach(1)
+    gateway.until("/v1/models", lambda answer: answer.status_code == 200)
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
+    first = post(gateway, json.dumps(body))
+    submit = expect(worker, Submit)
+    assert isinstance(submit, Submit)
+    send_tokens(worker, submit.spec.id, {0: 10, 1: 11})
+    old_answer = first.getresponse()
+    assert read_events(old_answer, 2) == [("0", [10]), ("1", [11])]
+
+    # The second token was lost on its way; the old connection looks alive.
+    second = post(gateway, "whatever", **{"Last-Event-ID": "0"})
+    answer = second.getresponse()
+    assert read_events(answer, 1) == [("1", [11])]
+    with pytest.raises(http.client.IncompleteRead):
+        old_answer.read()
+
+    # Nobody is there: the worker need not go on.
+    answer.close()
+    second.close()
+    cancel = expect(worker, Cancel)
+    assert isinstance(cancel, Cancel) and cancel.id == submit.spec.id
+    gateway.until("/metrics", lambda answer: metric(answer, "everserve_suspended_streams") == 1)
+    third = post(gateway, json.dumps(body), **{"Last-Event-ID": "1"})
+    again = expect(worker, Submit)
+    assert isinstance(again, Submit) and again.spec.known == [10, 11] and again.spec.id != submit.spec.id
+    send_tokens(worker, submit.spec.id, {2: 99})  # what it said before it had heard that it need not
+    send_tokens(worker, again.spec.id, {2: 12, 3: 13}, last=3)
+    answer = third.getresponse()
+    assert read_events(answer, 2) == [("2", [12]), ("3", [13])]
+    assert answer.read() == b"id: 4\ndata: [DONE]\n\n"
+    assert metric(gateway.get("/metrics"), "everserve_client_resumes_total") == 2
+    assert own_events(gateway).count("client_resumed") == 2
+
+
+def post(gateway: GatewayUnderTest, body: str, **headers: str) -> http.client.HTTPConnection:
+    """A request of the client that calls it `mine`; the answer is not waited for."""
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=TIMEOUT_S)
+    connection.request("POST", "/v1/completions", body, {"X-Request-Id": "mine", **headers})
+    return connection
+
+
+def read_events(answer: http.client.HTTPResponse, num: int) -> list[tuple[str, list[int]]]:
+    """The ids and tokens of the next events."""
+    events = []
+    for _ in range(num):
+        id, data, _ = (answer.readline().decode().strip() for _ in range(3))
+        tokens = json.loads(data.removeprefix("data: "))["choices"][0]["token_ids"]
+        events.append((id.removeprefix("id: "), tokens))
+    return events
 
 
 def test_the_end_of_the_supervisor_is_the_end(gateway: GatewayUnderTest) -> None:

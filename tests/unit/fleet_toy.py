@@ -11,8 +11,8 @@ from everserve.gateway.fleet import Fleet
 from everserve.gateway.streams import Stream
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import AnyEvent
-from everserve.runtime.messages import Cancel, Rejected, StepOutput, Submit, WorkerReady
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.runtime.messages import Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
 from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.requests import RequestSpec, SamplingParams
 
@@ -61,19 +61,25 @@ class ToyWorker:
         self.rank = Rank(rank)
         self.incarnation = Incarnation(incarnation)
         self.specs: dict[str, RequestSpec] = {}  # all that it was ever given, in order
+        self.sources: dict[str, LogId | None] = {}  # with each of them
         self.tokens: dict[str, list[int]] = {}  # of those that run
         self.is_liar = False
+        self.is_leaving = False
         self._channel = channel
         self._stats: dict[str, Any] = {}
 
-    def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64) -> None:
+    @property
+    def log(self) -> LogId:
+        return self.rank, self.incarnation
+
+    def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64, num_blocks: int = 100) -> None:
         self._channel.send(
             WorkerReady(
                 rank=self.rank,
                 incarnation=self.incarnation,
                 max_model_len=max_model_len,
                 vocab_size=50_000,
-                num_blocks=100,
+                num_blocks=num_blocks,
                 block_size=16,
                 max_num_seqs=max_num_seqs,
             )
@@ -88,7 +94,11 @@ class ToyWorker:
         for message in messages:
             if isinstance(message, Submit):
                 self.specs[message.spec.id] = message.spec
-                self.tokens[message.spec.id] = list(message.spec.known)
+                self.sources[message.spec.id] = message.source
+                if self.is_leaving:
+                    self._channel.send(GivenBack(ids=[message.spec.id]))
+                else:
+                    self.tokens[message.spec.id] = list(message.spec.known)
             elif isinstance(message, Cancel):
                 self.tokens.pop(message.id, None)
 
@@ -105,6 +115,12 @@ class ToyWorker:
         self.receive()
         del self.tokens[id]
         self._channel.send(Rejected(id=id, reason="no", is_server_fault=is_server_fault))
+
+    def give_back(self) -> None:
+        """It leaves; what it has not received yet it gives back when it comes."""
+        self.is_leaving = True
+        self._channel.send(GivenBack(ids=list(self.tokens)))
+        self.tokens.clear()
 
     def send_raw(self, data: bytes) -> None:
         self._channel.sock.send(data)
@@ -130,6 +146,9 @@ class ToyFleet:
         self.now_s = 1000.0
         self.events: list[AnyEvent] = []
         self.fleet = Fleet(max_queue, tell=self.events.append, clock=lambda: self.now_s)
+        self.fleet.has_orchestrator = True
+        self.settled: list[LogId] = []  # what the orchestrator was told
+        self.fleet.logs.report_to(self.settled.append)
         self.workers: list[ToyWorker] = []
         self.streams: list[Stream] = []
 

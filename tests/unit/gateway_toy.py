@@ -15,24 +15,31 @@ from everserve.gateway.app import create_app
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults
+from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
 from everserve.runtime.messages import (
     AnyMessage,
     Cancel,
     ClusterChanged,
+    DrainAnswered,
+    DrainWorker,
     FaultInjected,
+    GatewayReport,
+    GivenBack,
     InjectFault,
+    LogSettled,
+    ProcessSignalled,
     Rejected,
+    SignalProcess,
     StartGateway,
     StepOutput,
     Submit,
     WorkerLost,
     WorkerReady,
 )
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
@@ -89,13 +96,15 @@ def settings(**changes: Any) -> StartGateway:
         "max_logprobs": 20,
         "chat_template": None,
         "event_log": None,
+        "resume_window_s": 60.0,
         **changes,
     }
     return StartGateway(**fields)
 
 
 class ScriptedWorker:
-    """Answers each stream with the tokens that the test's script gives for it; or leaves it to the test."""
+    """Answers each stream with the tokens that the test's script gives for it: at once, or as far as the test lets it
+    advance. Without a script, it is the test that answers."""
 
     def __init__(
         self,
@@ -103,13 +112,17 @@ class ScriptedWorker:
         incarnation: int,
         channel: AsyncChannel,
         script: Callable[[RequestSpec], list[int]] | None,
+        is_paced: bool,
     ) -> None:
         self.rank = Rank(rank)
         self.incarnation = Incarnation(incarnation)
         self.channel = channel
         self.specs: list[RequestSpec] = []
+        self.sources: list[LogId | None] = []
         self.cancelled: list[str] = []
         self._script = script
+        self._is_paced = is_paced
+        self._ahead: dict[str, list[Output]] = {}  # what each stream's next outputs are
 
     async def run(self) -> None:
         try:
@@ -130,14 +143,28 @@ class ScriptedWorker:
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Submit):
             self.specs.append(message.spec)
+            self.sources.append(message.source)
             if self._script is not None:
-                for output in outputs_of(message.spec, self._script(message.spec)):
-                    self.send(output)
+                self._ahead[message.spec.id] = outputs_of(message.spec, self._script(message.spec))
+                while not self._is_paced and self.advance():
+                    pass
         elif isinstance(message, Cancel):
             self.cancelled.append(message.id)
+            self._ahead.pop(message.id, None)
+
+    def advance(self) -> bool:
+        """One more token of each stream, in one message. False: there is none."""
+        outputs = [ahead.pop(0) for ahead in self._ahead.values() if ahead]
+        if outputs:
+            self.send(*outputs)
+        return bool(outputs)
 
     def send(self, *outputs: Output, stats: EngineStats | None = None) -> None:
         self.channel.send(StepOutput(outputs=list(outputs), stats=stats or engine_stats()))
+
+    def give_back(self) -> None:
+        """As a worker that leaves."""
+        self.channel.send(GivenBack(ids=[spec.id for spec in self.specs]))
 
     def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
         self.channel.send(Rejected(id=stream_id, reason=reason, is_server_fault=is_server_fault))
@@ -182,24 +209,36 @@ class ToyOrchestrator:
 
     def __init__(self, channel: AsyncChannel) -> None:
         self.channel = channel
-        self.asked: list[InjectFault] = []
+        self.report: GatewayReport | None = None  # what the gateway knew at the beginning
+        self.settled: list[LogId] = []
+        self.asked: list[InjectFault | DrainWorker] = []
         self.answers = True
         self.pid: int | None = 4242  # of whoever gets an injected fault
+        self.incarnation = Incarnation(1)  # of whoever is asked to leave
         self._epoch = 0
 
     async def run(self) -> None:
         try:
+            report = await self.channel.receive()
+            assert isinstance(report, GatewayReport)
+            self.report, self._epoch = report, report.epoch
             while True:
-                message = await self.channel.receive()
-                assert isinstance(message, InjectFault)
-                self.asked.append(message)
-                if self.answers:
-                    answer = FaultInjected(
-                        id=message.id, pid=self.pid, incarnation=Incarnation(1), reason="nobody sits there"
-                    )
-                    self.channel.send(answer)
+                self._handle(await self.channel.receive())
         except ChannelClosed:
             return
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, LogSettled):
+            self.settled.append((message.rank, message.incarnation))
+            return
+        assert isinstance(message, InjectFault | DrainWorker)
+        self.asked.append(message)
+        if self.answers and isinstance(message, InjectFault):
+            incarnation, reason = Incarnation(1), "nobody sits there"
+            self.channel.send(FaultInjected(id=message.id, pid=self.pid, incarnation=incarnation, reason=reason))
+        elif self.answers:
+            reason = "it has not started yet"
+            self.channel.send(DrainAnswered(id=message.id, incarnation=self.incarnation, reason=reason))
 
     def publish(self, *workers: Worker, **changes: Any) -> None:
         self._epoch += 1
@@ -214,6 +253,20 @@ class ToyOrchestrator:
 
     def die(self) -> None:
         self.channel.channel.sock.shutdown(2)
+
+
+class ToySupervisor:
+    """Sends signals to nobody, and says that it did."""
+
+    def __init__(self) -> None:
+        self.asked: list[SignalProcess] = []
+        self.pid: int | None = 99
+        self.link = SupervisorLink(self._receive)
+
+    def _receive(self, message: SignalProcess) -> None:
+        self.asked.append(message)
+        answer = ProcessSignalled(id=message.id, pid=self.pid, reason="it is being replaced")
+        asyncio.get_running_loop().call_soon(self.link.on_answer, answer)
 
 
 def member(rank: int, incarnation: int = 1, **changes: Any) -> Worker:
@@ -242,33 +295,56 @@ class Response:
     @property
     def events(self) -> list[Any]:
         """The JSON of each event; the text [DONE] as it is."""
-        datas = [part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part]
-        return [data if data == "[DONE]" else json.loads(data) for data in datas]
+        return [data if data == "[DONE]" else json.loads(data) for _, data in self._lines()]
+
+    @property
+    def event_ids(self) -> list[int]:
+        """The id of each event, if it has one."""
+        return [int(id) for id, _ in self._lines() if id is not None]
+
+    def _lines(self) -> list[tuple[str | None, str]]:
+        """The id, if there is one, and the data of each event that has arrived completely."""
+        parts = [part.split("\n") for part in self.body.decode().split("\n\n")[:-1]]
+        heads = [line.removeprefix("id: ") if rest else None for line, *rest in parts]
+        assert all(part[-1].startswith("data: ") for part in parts)
+        return [(head, part[-1].removeprefix("data: ")) for head, part in zip(heads, parts, strict=True)]
 
 
 class ToyServer:
     """An app, its workers, its orchestrator, and a client."""
 
-    def __init__(self, gateway: Gateway, script: Callable[[RequestSpec], list[int]] | None) -> None:
+    def __init__(
+        self, gateway: Gateway, script: Callable[[RequestSpec], list[int]] | None, is_paced: bool = False
+    ) -> None:
         self.gateway = gateway
         self.script = script
+        self.is_paced = is_paced
         self.workers: list[ScriptedWorker] = []
-        ours, theirs = Channel.pair()
-        gateway.orchestrator = OrchestratorLink(ours, gateway.fleet, gateway.cluster, gateway.feed.publish)
-        self.orchestrator = ToyOrchestrator(AsyncChannel(theirs))
-        self._link = gateway.orchestrator
+        self.supervisor = ToySupervisor()
+        gateway.supervisor = self.supervisor.link
         self._app = create_app(gateway)
-        self._tasks = [asyncio.ensure_future(self._link.run()), asyncio.ensure_future(self.orchestrator.run())]
+        self._tasks: list[asyncio.Future[None]] = []
+        self._orchestrators: list[ToyOrchestrator] = []
+        self.orchestrator = self.attach_orchestrator()
 
     @property
     def worker(self) -> ScriptedWorker:
         """The first one."""
         return self.workers[0]
 
+    def attach_orchestrator(self) -> ToyOrchestrator:
+        """A new one, whatever has become of the one before."""
+        ours, theirs = Channel.pair()
+        self.orchestrator = ToyOrchestrator(AsyncChannel(theirs))
+        self._orchestrators.append(self.orchestrator)
+        self._tasks.append(asyncio.ensure_future(self.orchestrator.run()))
+        self.gateway.orchestrator.attach(ours)
+        return self.orchestrator
+
     def attach(self, rank: int, incarnation: int = 1) -> ScriptedWorker:
         """A worker that has not said anything yet."""
         ours, theirs = Channel.pair()
-        worker = ScriptedWorker(rank, incarnation, AsyncChannel(theirs), self.script)
+        worker = ScriptedWorker(rank, incarnation, AsyncChannel(theirs), self.script, self.is_paced)
         self.workers.append(worker)
         self._tasks.append(asyncio.ensure_future(worker.run()))
         self.gateway.fleet.attach(worker.rank, worker.incarnation, ours)
@@ -286,9 +362,10 @@ class ToyServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for end in (*self.workers, self.orchestrator):
+        for end in (*self.workers, *self._orchestrators):
             end.channel.close()
-        self._link.close()
+        self.gateway.keeper.close()
+        self.gateway.orchestrator.close()
         self.gateway.fleet.close(WorkerDied("the test is over"))
 
     def begin(
@@ -350,6 +427,12 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0)
 
 
+async def settle() -> None:
+    """Everything that was sent is on its way no more: from worker to client takes a few turns of the loop."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def toy_server(
     script: Callable[[RequestSpec], list[int]] | None = None,
@@ -357,6 +440,7 @@ async def toy_server(
     chat_template: str | None = CHAT_TEMPLATE,
     defaults: GenerationDefaults | None = None,
     is_ready: bool = True,
+    is_paced: bool = False,
     **changes: Any,
 ) -> AsyncIterator[ToyServer]:
     """A gateway with an orchestrator that finds all well, and one worker attached."""
@@ -365,8 +449,9 @@ async def toy_server(
     fleet = Fleet(start.max_queue, tell=feed.publish)
     gateway = Gateway(start, model_tokenizer(chat_template), defaults or GenerationDefaults(eos_ids=(0,)), fleet, feed)
     gateway.cluster.processes = (Process(name="gateway", pid=7),)
-    server = ToyServer(gateway, script)
+    server = ToyServer(gateway, script, is_paced)
     try:
+        await until(lambda: server.orchestrator.report is not None)
         server.orchestrator.publish(member(0))
         await until(lambda: gateway.cluster.members is not None)
         if is_ready:

@@ -1,4 +1,4 @@
-"""What operators see and do: /cluster, /health, /cluster/fault; and the channel to the orchestrator."""
+"""What operators see and do: /cluster, /health, /cluster/fault, /cluster/drain; and the channel to the orchestrator."""
 
 import asyncio
 import signal
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everserve.runtime.events import FaultDetected
-from everserve.runtime.messages import ClusterChanged, EventHappened, FaultInjected
+from everserve.runtime.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected
 from everserve.tables.ids import Epoch, Incarnation, Role
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.outputs import Output
@@ -151,6 +151,90 @@ def test_without_its_orchestrator_the_gateway_goes_on() -> None:
     run(test)
 
 
+def test_a_new_orchestrator_is_told_what_we_know_and_the_old_one_is_not_heard_any_more() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            gateway, first = server.gateway, server.orchestrator
+            assert first.report is not None and (first.report.epoch, first.report.logs) == (0, [])
+            task, answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True})
+            await until(lambda: len(server.worker.specs) == 1)
+            id = server.worker.specs[0].id
+            server.worker.send(Output(id=id, index=0, token=50))
+            server.worker.die()
+            await until(lambda: gateway.fleet.num_waiting == 1)
+            assert first.settled == []
+            first.publish(member(0), member(1))  # late: it is in the channel, and nobody will read it
+            second = server.attach_orchestrator()
+            await until(lambda: second.report is not None)
+            assert second.report is not None and (second.report.epoch, second.report.logs) == (1, [(0, 1)])
+            view = (await server.request("GET", "/cluster")).json
+            assert view["violations"] == ["the orchestrator is gone"] and view["epoch"] == 1
+            worker = await server.add_worker(1)
+            await until(lambda: len(worker.specs) == 1)
+            assert worker.sources == [(0, 1)] and second.settled == []
+            worker.send(Output(id=id, index=1, token=51, finish_reason="length"))
+            await asyncio.wait_for(task, 5)
+            assert answer.events[-1] == "[DONE]"
+            await until(lambda: second.settled == [(0, 1)])
+            second.publish(member(1))
+            await until(lambda: gateway.cluster.violations() == ())
+            assert gateway.cluster.epoch == 2 and first.settled == []
+            second.lose(worker, "crash")
+            await until(lambda: gateway.fleet.ready_links() == [])
+            third = server.attach_orchestrator()
+            await until(lambda: third.report is not None)
+            assert third.report is not None and (third.report.logs, third.report.lost) == ([], [(1, 1)])
+
+    run(test)
+
+
+def test_an_orchestrator_whose_epoch_is_behind_is_not_believed() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.orchestrator.publish(member(0), violations=("v",))
+            await until(lambda: server.gateway.cluster.epoch == 2)
+            second = server.attach_orchestrator()
+            await until(lambda: second.report is not None)
+            second._epoch = 0
+            second.publish(member(0))
+            second.publish(member(0))
+            second.publish(member(0))
+            await until(lambda: server.gateway.cluster.epoch == 3)
+            assert server.gateway.cluster.violations() == ()
+
+    run(test)
+
+
+def test_before_there_is_an_orchestrator() -> None:
+    async def test() -> None:
+        async with toy_server(enable_chaos=True) as server:
+            server.orchestrator.die()
+            await until(lambda: server.gateway.cluster.orchestrator_is_gone)
+            for path, body in (("/cluster/fault", FAULT), ("/cluster/drain", {"rank": 0})):
+                answer = await server.post(path, body)
+                assert answer.status == 503 and "orchestrator is gone" in answer.error["message"]
+            server.gateway.cluster.members = None
+            for path, body in (("/cluster/fault", FAULT), ("/cluster/drain", {"rank": 0})):
+                answer = await server.post(path, body)
+                assert answer.status == 503 and "no membership table" in answer.error["message"]
+
+    run(test)
+
+
+def test_counters_of_orchestrators_go_on_over_their_lives() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.orchestrator.publish(member(0), num_stale=5)
+            await until(lambda: server.gateway.cluster.num_stale_elsewhere == 5)
+            second = server.attach_orchestrator()
+            await until(lambda: second.report is not None)
+            for num_stale, total in ((0, 5), (2, 7)):
+                second.publish(member(0), num_stale=num_stale)
+                await until(lambda total=total: server.gateway.cluster.num_stale_elsewhere == total)
+
+    run(test)
+
+
 def test_events_of_others_are_shown() -> None:
     async def test() -> None:
         async with toy_server() as server:
@@ -224,6 +308,13 @@ def test_faults_need_the_key() -> None:
         ({"rank": 0}, 400),
         ({"signal": "KILL"}, 400),
         ({"rank": 0, "signal": "KILL", "extra": 1}, 400),
+        ({"rank": 0, "process": "anchor", "signal": "KILL"}, 400),
+        ({"rank": None, "process": None, "signal": "KILL"}, 400),
+        ({"process": "nobody", "signal": "KILL"}, 404),
+        ({"process": "supervisor", "signal": "KILL"}, 404),
+        ({"process": "", "signal": "KILL"}, 400),
+        ({"process": 7, "signal": "KILL"}, 400),
+        ({"process": "anchor"}, 400),
         ([], 400),
         (b"{", 400),
     ],
@@ -233,7 +324,7 @@ def test_faults_that_make_no_sense(body: Any, status: int) -> None:
         async with toy_server(enable_chaos=True) as server:
             answer = await server.request("POST", "/cluster/fault", body)
             assert answer.status == status and answer.error["message"]
-            assert server.orchestrator.asked == []
+            assert server.orchestrator.asked == [] and server.supervisor.asked == []
 
     run(test)
 
@@ -259,5 +350,111 @@ def test_a_fault_without_an_orchestrator() -> None:
             assert answer.status == 503 and "died before" in answer.error["message"]
             again = await server.post("/cluster/fault", FAULT)
             assert again.status == 503 and "orchestrator is gone" in again.error["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("process", ["gateway", "orchestrator", "anchor", "zygote"])
+def test_processes_that_are_not_workers_get_their_signals_from_the_supervisor(process: str) -> None:
+    async def test() -> None:
+        async with toy_server(enable_chaos=True) as server:
+            answer = await server.post("/cluster/fault", {"process": process, "signal": "STOP"})
+            assert answer.status == 200 and answer.json == {"process": process, "pid": 99, "signal": "STOP"}
+            (asked,) = server.supervisor.asked
+            assert (asked.name, asked.signal) == (process, signal.SIGSTOP)
+            server.supervisor.pid = None
+            answer = await server.post("/cluster/fault", {"process": process, "signal": "KILL"})
+            assert answer.status == 409 and "it is being replaced" in answer.error["message"]
+            assert server.orchestrator.asked == []
+
+    run(test)
+
+
+def test_signals_to_processes_need_the_flag_and_a_supervisor() -> None:
+    async def test() -> None:
+        body = {"process": "orchestrator", "signal": "KILL"}
+        async with toy_server() as server:
+            assert (await server.post("/cluster/fault", body)).status == 403
+        async with toy_server(enable_chaos=True) as server:
+            server.gateway.supervisor = None
+            assert (await server.post("/cluster/fault", body)).status == 503
+
+    run(test)
+
+
+# -- drains --------------------------------------------------------------------------------------
+
+
+def test_a_drain_is_answered_when_the_worker_was_asked() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.orchestrator.incarnation = Incarnation(3)
+            answer = await server.post("/cluster/drain", {"rank": 0})
+            assert answer.status == 202 and answer.json == {"rank": 0, "incarnation": 3}
+            (asked,) = server.orchestrator.asked
+            assert isinstance(asked, DrainWorker) and asked.rank == 0
+            server.orchestrator.incarnation = Incarnation(0)
+            answer = await server.post("/cluster/drain", {"rank": 0})
+            assert answer.status == 409 and "it has not started yet" in answer.error["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [({"rank": 9}, 404), ({"rank": -1}, 400), ({}, 400), ({"rank": 0, "signal": "TERM"}, 400)]
+)
+def test_drains_that_make_no_sense(body: Any, status: int) -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/drain", body)
+            assert answer.status == status and answer.error["message"]
+            assert server.orchestrator.asked == []
+
+    run(test)
+
+
+def test_drains_need_the_key() -> None:
+    async def test() -> None:
+        async with toy_server(api_keys=["k"]) as server:
+            assert (await server.post("/cluster/drain", {"rank": 0})).status == 401
+            answer = await server.request("POST", "/cluster/drain", {"rank": 0}, {"Authorization": "Bearer k"})
+            assert answer.status == 202
+
+    run(test)
+
+
+def test_a_drain_without_an_orchestrator() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.orchestrator.answers = False
+            task, answer, _ = server.begin("POST", "/cluster/drain", {"rank": 0})
+            await until(lambda: len(server.orchestrator.asked) == 1)
+            server.attach_orchestrator()
+            await asyncio.wait_for(task, 5)
+            assert answer.status == 503 and "died before" in answer.error["message"]
+
+    run(test)
+
+
+def test_a_worker_that_leaves_costs_its_clients_nothing() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            second = await server.add_worker(1)
+            task, answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True})
+            await until(lambda: len(server.worker.specs) == 1)
+            id = server.worker.specs[0].id
+            server.worker.send(Output(id=id, index=0, token=50))
+            server.worker.give_back()
+            await until(lambda: len(second.specs) == 1)
+            assert second.specs[0].known == [50] and second.sources == [(0, 1)]
+            second.send(Output(id=id, index=1, token=51, finish_reason="length"))
+            await asyncio.wait_for(task, 5)
+            server.worker.die()
+            server.orchestrator.lose(server.worker, "left")
+            await until(lambda: server.orchestrator.settled == [(0, 1)])
+            text = server.gateway.metrics.exposition().decode()
+            assert len(answer.events) == 3 and answer.events[-1] == "[DONE]"
+        assert "everserve_streams_moved_total 1.0" in text and "everserve_requests_resumed_total 0.0" in text
+        assert "left" not in text
 
     run(test)

@@ -36,6 +36,13 @@ EXPECTED = {
     "everserve_requests_resumed": "counter",
     "everserve_tokens_recomputed": "counter",
     "everserve_replayed_rows": "counter",
+    "everserve_kv_log_lag_tokens": "gauge",
+    "everserve_tokens_restored": "counter",
+    "everserve_log_broken_tokens": "counter",
+    "everserve_streams_moved": "counter",
+    "everserve_stream_divergences": "counter",
+    "everserve_client_resumes": "counter",
+    "everserve_suspended_streams": "gauge",
 }
 
 
@@ -94,12 +101,19 @@ def test_what_losing_a_worker_has_cost() -> None:
             await until(lambda: len(second.specs) == 1)
             server.worker.send(Output(id=id, index=0, token=50))  # too late
             second.send(Output(id=id, index=0, token=50))
-            stats = engine_stats(num_known_tokens=5, num_replayed_rows=6, num_stale=7)
-            second.send(Output(id=id, index=1, token=50), stats=stats)
+            stats = engine_stats(
+                num_known_tokens=5,
+                num_replayed_rows=6,
+                num_stale=7,
+                num_restored_tokens=9,
+                num_broken_tokens=3,
+                log_lag_tokens=2,
+            )
+            second.send(Output(id=id, index=0, token=51), Output(id=id, index=1, token=50), stats=stats)
             expert_stats = {Rank(2): ExpertStats(num_stale=8, num_replayed_rows=6)}
             server.orchestrator.publish(member(0), member(1), violations=("x",), expert_stats=expert_stats)
             await until(lambda: server.gateway.cluster.epoch == 2)
-            await until(lambda: server.gateway.fleet.totals.num_stale == 1)
+            await until(lambda: server.gateway.fleet.totals.num_stale == 2)
             await until(lambda: server.gateway.fleet.stats(Rank(1)) == stats)
             text = (await server.request("GET", "/metrics")).body.decode()
             gone.set()
@@ -112,7 +126,12 @@ def test_what_losing_a_worker_has_cost() -> None:
             "everserve_requests_queued 0.0",
             "everserve_tokens_recomputed_total 5.0",
             "everserve_replayed_rows_total 6.0",
-            f"everserve_stale_messages_total {1 + 7 + 8}.0",
+            f"everserve_stale_messages_total {2 + 7 + 8}.0",
+            "everserve_stream_divergences_total 1.0",
+            "everserve_streams_moved_total 0.0",
+            "everserve_tokens_restored_total 9.0",
+            "everserve_log_broken_tokens_total 3.0",
+            "everserve_kv_log_lag_tokens 2.0",
             "everserve_epoch 2.0",
             "everserve_validity_violations 1.0",
             'everserve_workers{role="attention",state="ready"} 2.0',

@@ -4,7 +4,8 @@ import pytest
 
 from everserve.errors import RequestError
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
-from everserve.gateway.streams import Stream, StreamBroken, StreamTable
+from everserve.gateway.settling import LostLogs
+from everserve.gateway.streams import Stream, StreamBroken, StreamTable, count_blocks
 from everserve.gateway.waiting import WaitingLine
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import Output
@@ -17,7 +18,13 @@ class Table:
 
     def __init__(self, *ids: str) -> None:
         self.totals = FleetMetrics()
-        self.table = StreamTable(self.totals)
+        self.logs = LostLogs()
+        self.diverged: list[tuple[str, int, int | None]] = []
+        self.table = StreamTable(
+            self.totals,
+            self.logs,
+            lambda stream, output: self.diverged.append((stream.spec.id, output.index, output.token)),
+        )
         self.streams = [make_stream(id) for id in ids]
         for stream in self.streams:
             stream.link = object()  # type: ignore[assignment]
@@ -52,6 +59,15 @@ def test_a_duplicate_is_dropped_and_counted() -> None:
     toy.table.deliver([token("a", 0), token("a", 0), token("a", 1), token("a", 0)], 0.0)
     assert toy.recorders()[0].tokens == [100, 101]
     assert toy.totals.num_stale == 2
+
+
+def test_a_duplicate_that_contradicts_is_told_and_the_client_keeps_what_it_has() -> None:
+    toy = Table("a")
+    toy.table.deliver([token("a", 0), token("a", 1)], 0.0)
+    wrong = Output(id="a", index=0, token=999)
+    toy.table.deliver([wrong, token("a", 1), Output(id="a", index=0, finish_reason="length"), token("a", 2)], 0.0)
+    assert toy.diverged == [("a", 0, 999)]
+    assert toy.recorders()[0].tokens == [100, 101, 102] and toy.totals.num_stale == 3
 
 
 def test_a_gap_ends_the_stream_with_an_error() -> None:
@@ -123,6 +139,20 @@ def test_owed_tokens_are_the_prompt_until_it_is_answered_and_what_is_still_to_co
     assert toy.table.num_owed == (1 + 2) + 7, "known tokens are computed again"
     toy.table.deliver([token("a", 2, "stop")], 0.0)
     assert toy.table.num_owed == 0
+
+
+def test_siblings_share_the_blocks_that_their_prompt_fills() -> None:
+    def siblings(num_prompt: int, *nums_tokens: int) -> list[Stream]:
+        spec = RequestSpec(id="a", prompt=[1] * num_prompt, params=SamplingParams(max_tokens=9))
+        streams = [Stream(spec, Recorder()) for _ in nums_tokens]
+        for stream, num_tokens in zip(streams, nums_tokens, strict=True):
+            stream.tokens = [1] * num_tokens
+        return streams
+
+    assert count_blocks(siblings(3, 0), 4) == 1
+    assert count_blocks(siblings(4, 0), 4) == 2, "the next token needs a place, too"
+    assert count_blocks(siblings(4, 3, 4), 4) == 1 + 1 + 2
+    assert count_blocks(siblings(11, 0, 0, 0), 4) == 2 + 3
 
 
 def lose(stream: Stream) -> Stream:

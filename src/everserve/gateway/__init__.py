@@ -1,7 +1,9 @@
 """The gateway: HTTP on one side, workers on the other, and every token stream in between.
 
     __main__.py     the process: bootstrap, then one loop over the supervisor's messages
-    orchestrator.py the channel to the orchestrator: tables, lost workers, injected faults
+    orchestrator.py the channel to the orchestrator, as long as there is one: tables, lost workers, faults, drains
+    supervisor.py   what the supervisor is asked for
+    questions.py    questions to other processes, and their answers
     gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
     app.py          the FastAPI application: all routes, and how errors are answered
     depends.py      what routes depend on: the gateway, an API key, whether requests are taken, whether all is well
@@ -19,15 +21,20 @@
     tokenize.py     /tokenize, /detokenize, /tokenizer_info
     health.py       /health, /ping, /version, /load, /metrics, /cluster, /events
     faults.py       /cluster/fault
+    drains.py       /cluster/drain
     cluster.py      who is here now
     feed.py         what happened, and what happens
 
-    generation.py   the response to one client's request: its choices, the hand-off to the task that writes
+    answers.py      the response to a request that generates: a stream, or the whole at the end
+    keeping.py      streams whose clients may lose their connections and come back
+    outbox.py       from the callbacks that make events to the task that writes them
+    generation.py   one client's request: its choices, and the events that are made of them
     choices.py      one choice: tokens in, text out
     streams.py      exactly once: streams by token index, and those that run at one worker
     links.py        the channel to one incarnation of one worker; fencing
     fleet.py        all workers and all streams: which worker gets which stream, and what happens when it is lost
     waiting.py      streams without a worker, in order
+    settling.py     whose KV logs streams still need
     tokenizer.py    the model's tokenizer and chat template; the only importer of transformers
     detokenizer.py  exact text, token by token
     stops.py        stop strings, across token boundaries
@@ -37,5 +44,5 @@
     exposition.py   /metrics: Prometheus, under vLLM's names
 
 A token's way: links.py reads a StepOutput -> streams.py finds its stream and checks its index -> choices.py makes
-text of it -> completions.py or chat.py makes an event of that -> generation.py wakes the task that sends it.
+text of it -> completions.py or chat.py makes an event of that -> outbox.py wakes the task that sends it (answers.py).
 """

@@ -2,8 +2,8 @@
 
     StartGateway -> load the tokenizer -> serve HTTP -> Ready -> handle the supervisor's messages until Shutdown
 
-The end of the control channel means that the supervisor is gone: the process ends at once. The end of the
-orchestrator's channel is no reason to end anything (orchestrator.py).
+The end of the control channel means that the supervisor is gone: the process ends at once. An orchestrator is attached
+when there is one, and may be followed by another (orchestrator.py).
 """
 
 import argparse
@@ -28,8 +28,8 @@ from everserve.gateway.errors import HttpError
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import read_defaults
+from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import load_tokenizer
 from everserve.runtime import process
 from everserve.runtime.channel import AsyncChannel, ChannelClosed
@@ -39,7 +39,9 @@ from everserve.runtime.messages import (
     Attach,
     EventHappened,
     Failed,
+    OrchestratorAttached,
     ProcessesChanged,
+    ProcessSignalled,
     Ready,
     Shutdown,
     StartGateway,
@@ -56,6 +58,7 @@ class GatewayProcess:
         self._control = control
         self._gateway = gateway
         self._server = server
+        self._supervisor = gateway.supervisor = SupervisorLink(control.send)
         self._draining: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -72,10 +75,14 @@ class GatewayProcess:
         if isinstance(message, Attach):
             sock = socket.socket(fileno=self._control.take_fd())
             self._gateway.fleet.attach(message.rank, message.incarnation, sock)
+        elif isinstance(message, OrchestratorAttached):
+            self._gateway.orchestrator.attach(socket.socket(fileno=self._control.take_fd()))
         elif isinstance(message, ProcessesChanged):
             self._gateway.cluster.processes = message.processes
         elif isinstance(message, EventHappened):
             self._gateway.feed.publish(message.event)
+        elif isinstance(message, ProcessSignalled):
+            self._supervisor.on_answer(message)
         elif isinstance(message, Shutdown):
             self._shut_down(message.grace_s)
         else:
@@ -92,6 +99,7 @@ class GatewayProcess:
         """No new requests; running ones may finish within the grace time; then all connections close."""
         gateway = self._gateway
         gateway.is_draining = True
+        gateway.keeper.close()
         deadline_s = asyncio.get_running_loop().time() + grace_s
         while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
@@ -121,13 +129,13 @@ class _HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
 
-async def serve(control_fd: int, orchestrator_fd: int, listen_fd: int) -> int:
+async def serve(control_fd: int, listen_fd: int) -> int:
     """The whole life of the process; returns its exit status."""
     control = AsyncChannel(socket.socket(fileno=control_fd))
     start = await control.receive()
     assert isinstance(start, StartGateway), f"expected StartGateway, got {type(start).__name__}"
     try:
-        gateway = _build(start, socket.socket(fileno=orchestrator_fd))
+        gateway = _build(start)
     except UserError as error:
         control.send(Failed(reason=str(error), user_error=True))
         return 1
@@ -155,9 +163,6 @@ async def serve(control_fd: int, orchestrator_fd: int, listen_fd: int) -> int:
         await asyncio.sleep(0.001)
     _freeze_garbage()
     control.send(Ready())
-    assert gateway.orchestrator is not None
-    listening = asyncio.create_task(gateway.orchestrator.run())
-    listening.add_done_callback(lambda task: task.cancelled() or task.result())  # what went wrong ends the process
     handling = asyncio.create_task(GatewayProcess(control, gateway, server).run())
     done, _ = await asyncio.wait((serving, handling), return_when=asyncio.FIRST_COMPLETED)
     for task in done:
@@ -165,15 +170,13 @@ async def serve(control_fd: int, orchestrator_fd: int, listen_fd: int) -> int:
     return 0
 
 
-def _build(start: StartGateway, orchestrator: socket.socket) -> Gateway:
+def _build(start: StartGateway) -> Gateway:
     tokenizer = load_tokenizer(start.model, start.chat_template)
     defaults = read_defaults(start.model, tokenizer.eos_id)
     feed = EventFeed()
     events = EventLog("gateway", start.event_log, tell=feed.publish)
     fleet = Fleet(start.max_queue, tell=events.append)
-    gateway = Gateway(start, tokenizer, defaults, fleet, feed)
-    gateway.orchestrator = OrchestratorLink(orchestrator, fleet, gateway.cluster, feed.publish)
-    return gateway
+    return Gateway(start, tokenizer, defaults, fleet, feed)
 
 
 def _freeze_garbage() -> None:
@@ -192,7 +195,6 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--orchestrator-fd", type=int, required=True)
     parser.add_argument("--listen-fd", type=int, required=True)
     arguments = parser.parse_args()
     process.die_with(arguments.supervisor_pid)
@@ -200,7 +202,7 @@ def main() -> int:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)
         try:
-            return runner.run(serve(arguments.control_fd, arguments.orchestrator_fd, arguments.listen_fd))
+            return runner.run(serve(arguments.control_fd, arguments.listen_fd))
         except ChannelClosed:
             return 1  # the supervisor went away before it had said what to do
 

@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from everserve import __version__
 from everserve.errors import EverserveError
-from everserve.gateway import chat, completions, faults, health, models, openapi, tokenize
+from everserve.gateway import chat, completions, drains, faults, health, models, openapi, tokenize
 from everserve.gateway.errors import HttpError, from_exception
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import RequestIds
 
-_MODULES = (completions, chat, models, tokenize, health, faults)
+_MODULES = (completions, chat, models, tokenize, health, faults, drains)
 
 
 def create_app(gateway: Gateway) -> FastAPI:

@@ -8,9 +8,9 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from everserve.gateway import sse
+from everserve.gateway.answers import respond, resume
 from everserve.gateway.choices import Choice
 from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
-from everserve.gateway.generation import Generation
 from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import chat_logprobs
 from everserve.gateway.openapi import describe
@@ -35,6 +35,8 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 @router.post("/v1/chat/completions", openapi_extra=describe(ChatResponse, request=ChatRequest, stream=ChatChunk))
 async def chat(http_request: Request) -> Response:
+    if (rest := resume(http_request)) is not None:
+        return rest
     gateway = gateway_of(http_request)
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
@@ -43,7 +45,7 @@ async def chat(http_request: Request) -> Response:
     prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
     id = f"chatcmpl-{http_request.state.request_id}"
     renderer = ChatRenderer(id, model, request, gateway.tokenizer)
-    return Generation(gateway, request, renderer, id, [prompt])
+    return respond(http_request, request, renderer, id, [prompt])
 
 
 class ChatRenderer:
@@ -58,8 +60,7 @@ class ChatRenderer:
         self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._tokenizer = tokenizer
 
-    def event(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
-        first = self._role_event(choice, usage) if output.index == 0 else b""
+    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[bytes, ...]:
         rendered = ChatChunkChoice(
             index=choice.index,
             delta=Delta(content=text),
@@ -70,7 +71,8 @@ class ChatRenderer:
             rendered.logprobs = chat_logprobs([(output.token, output.logprobs)], self._tokenizer)
         if self._wants_ids and output.token is not None:
             rendered.token_ids = [output.token]
-        return first + sse.event(self._chunk([rendered], usage))
+        event = sse.event(self._chunk([rendered], usage))
+        return (self._role_event(choice, usage), event) if output.index == 0 else (event,)
 
     def last_event(self, usage: Usage) -> bytes:
         return sse.event(self._chunk([], usage))

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import msgspec
+
 from everserve.errors import EverserveError
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.logprobs import Scored
@@ -60,7 +62,6 @@ class Choice:
         arrived_s: float,
     ) -> None:
         self.index = index
-        self.spec = spec
         self.prompt = prompt
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -77,7 +78,11 @@ class Choice:
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._arrived_s = arrived_s
         self._first_s = self._last_s = arrived_s
-        self._has_ended = False
+        self.has_ended = False
+
+    @property
+    def spec(self) -> RequestSpec:
+        return self.stream.spec
 
     @property
     def token_ids(self) -> list[int]:
@@ -85,9 +90,21 @@ class Choice:
 
     def cancel(self) -> None:
         """The client has gone. Nothing happens if the choice has ended."""
-        if not self._has_ended:
+        if not self.has_ended:
             self._end("abort")
             self._fleet.cancel(self.stream)
+
+    def suspend(self) -> None:
+        """The client has gone, and may come back."""
+        if not self.has_ended:
+            self._fleet.suspend(self.stream)
+
+    def resume(self, id: str) -> Stream:
+        """The client is back. Its stream gets a new name: its last worker may not have heard yet that it was suspended,
+        and what it still says must not be taken for what the next one says."""
+        self.stream.spec = msgspec.structs.replace(self.spec, id=id)
+        self._last_s = self._fleet.clock()
+        return self.stream
 
     def on_output(self, output: Output, now_s: float) -> None:
         """One token, exactly once and in order."""
@@ -137,9 +154,9 @@ class Choice:
             metrics.num_generation_tokens += 1
 
     def _end(self, reason: str) -> None:
-        if self._has_ended:
+        if self.has_ended:
             return
-        self._has_ended = True
+        self.has_ended = True
         metrics = self.stream.metrics
         metrics.num_finished[reason] += 1
         if reason in ("stop", "length"):

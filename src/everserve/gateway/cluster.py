@@ -16,12 +16,12 @@ class Cluster:
     def __init__(self, fleet: Fleet) -> None:
         self.members: Members | None = None
         self.processes: tuple[Process, ...] = ()
-        self.orchestrator_is_gone = False
+        self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
         self._violations: tuple[str, ...] = ()
         self._degraded: tuple[str, ...] = ()
         self.num_experts_without_place = 0
-        self._num_stale_at_orchestrator = 0
+        self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
 
     @property
@@ -30,17 +30,19 @@ class Cluster:
 
     @property
     def num_stale_elsewhere(self) -> int:
-        return self._num_stale_at_orchestrator + sum(counter.total for counter in self._stale_at_experts.values())
+        counters = (self._stale_at_orchestrator, *self._stale_at_experts.values())
+        return sum(counter.total for counter in counters)
 
     def on_changed(self, change: ClusterChanged) -> None:
         """Tables of the same epoch come again when only counters changed."""
         if change.members.epoch < self.epoch:
             return
+        self.orchestrator_is_gone = False
         self.members = change.members
         self._violations = change.violations
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
-        self._num_stale_at_orchestrator = change.num_stale
+        self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
 

@@ -8,9 +8,9 @@ from msgspec import UNSET
 from starlette.responses import Response
 
 from everserve.gateway import sse
+from everserve.gateway.answers import respond, resume
 from everserve.gateway.choices import Choice
 from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
-from everserve.gateway.generation import Generation
 from everserve.gateway.http import read_json
 from everserve.gateway.logprobs import Scored, completion_logprobs
 from everserve.gateway.openapi import describe
@@ -30,6 +30,8 @@ _decoder = msgspec.json.Decoder(CompletionRequest)
     openapi_extra=describe(CompletionResponse, request=CompletionRequest, stream=CompletionResponse),
 )
 async def complete(http_request: Request) -> Response:
+    if (rest := resume(http_request)) is not None:
+        return rest
     gateway = gateway_of(http_request)
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
@@ -45,7 +47,7 @@ async def complete(http_request: Request) -> Response:
         ]
     id = f"cmpl-{http_request.state.request_id}"
     renderer = CompletionRenderer(id, model, request, gateway.tokenizer, echoed)
-    return Generation(gateway, request, renderer, id, prompts)
+    return respond(http_request, request, renderer, id, prompts)
 
 
 class CompletionRenderer:
@@ -64,7 +66,7 @@ class CompletionRenderer:
         self._tokenizer = tokenizer
         self._echoed = echoed  # the prompts' texts, if the client wants to see them again
 
-    def event(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> bytes:
+    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[bytes, ...]:
         if output.index == 0 and self._echoed:
             text = self._prompt_text(choice) + text
         rendered = CompletionChoice(
@@ -78,7 +80,7 @@ class CompletionRenderer:
             rendered.token_ids = [] if output.token is None else [output.token]
             if output.index == 0:
                 rendered.prompt_token_ids = choice.prompt.ids
-        return sse.event(self._response([rendered], usage if self._wants_usage else UNSET))
+        return (sse.event(self._response([rendered], usage if self._wants_usage else UNSET)),)
 
     def last_event(self, usage: Usage) -> bytes:
         return sse.event(self._response([], usage))

@@ -37,6 +37,11 @@ _ENGINE_COUNTERS = (
     ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
 )
+_LOG_COUNTERS = (
+    ("num_restored_tokens", "tokens_restored", "Tokens of resumed streams whose KV came from a log."),
+    ("num_known_tokens", "tokens_recomputed", "Tokens of resumed streams that were computed a second time."),
+    ("num_broken_tokens", "log_broken_tokens", "Tokens that a log should have had: a gap, or a wrong checksum."),
+)
 
 
 class Metrics(Collector):
@@ -107,6 +112,11 @@ class Metrics(Collector):
         yield workers
 
     def _survival(self) -> Iterator[Metric]:
+        yield from self._losses()
+        yield from self._logs()
+        yield from self._clients()
+
+    def _losses(self) -> Iterator[Metric]:
         """What losing workers has cost."""
         fleet = self._gateway.fleet
         totals = fleet.totals
@@ -124,12 +134,19 @@ class Metrics(Collector):
             "everserve_requests_queued", "Streams that wait in the gateway for a worker.", value=fleet.num_waiting
         )
         yield CounterMetricFamily(
-            "everserve_requests_resumed", "Streams that were given to another worker.", value=totals.num_resumed
+            "everserve_requests_resumed",
+            "Streams that lost their worker and were given to another one.",
+            value=totals.num_resumed,
         )
         yield CounterMetricFamily(
-            "everserve_tokens_recomputed",
-            "Tokens of resumed streams that were computed a second time.",
-            value=self._engine_total("num_known_tokens"),
+            "everserve_streams_moved",
+            "Streams that were given to another worker because theirs was asked to leave.",
+            value=totals.num_moved,
+        )
+        yield CounterMetricFamily(
+            "everserve_stream_divergences",
+            "Outputs that contradicted what clients had already; they were dropped.",
+            value=totals.num_diverged,
         )
         yield CounterMetricFamily(
             "everserve_replayed_rows",
@@ -140,6 +157,28 @@ class Metrics(Collector):
             "everserve_stale_messages",
             "Dropped because their sender is no longer trusted, or because they had been received before.",
             value=totals.num_stale + self._engine_total("num_stale") + self._gateway.cluster.num_stale_elsewhere,
+        )
+
+    def _logs(self) -> Iterator[Metric]:
+        """What the KV logs have saved."""
+        fleet = self._gateway.fleet
+        stats = [fleet.stats(rank) for rank in fleet.engines]
+        yield GaugeMetricFamily(
+            "everserve_kv_log_lag_tokens",
+            "Tokens whose KV is computed but not in a log yet.",
+            value=sum(one.log_lag_tokens for one in stats if one is not None),
+        )
+        for field, name, text in _LOG_COUNTERS:
+            yield CounterMetricFamily(f"everserve_{name}", text, value=self._engine_total(field))
+
+    def _clients(self) -> Iterator[Metric]:
+        """Clients that lost their connection."""
+        keeper = self._gateway.keeper
+        yield CounterMetricFamily(
+            "everserve_client_resumes", "Clients that came back for the rest of their stream.", value=keeper.num_resumes
+        )
+        yield GaugeMetricFamily(
+            "everserve_suspended_streams", "Streams whose client may come back.", value=keeper.num_suspended
         )
 
     def _engine_total(self, field: str) -> int:

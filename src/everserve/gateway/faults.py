@@ -1,6 +1,5 @@
-"""`POST /cluster/fault`: an operator's signal to a worker, to see that clients do not notice."""
+"""`POST /cluster/fault`: an operator's signal to a process, to see that clients do not notice."""
 
-import asyncio
 import signal
 from typing import Annotated, Literal
 
@@ -9,23 +8,25 @@ from fastapi import APIRouter, Request
 from msgspec import Meta
 from starlette.responses import Response
 
+from everserve.errors import RequestError
 from everserve.gateway.depends import NEEDS_KEY, gateway_of
-from everserve.gateway.errors import HttpError, unavailable
+from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import JsonResponse, read_json
 from everserve.gateway.openapi import describe
-from everserve.gateway.orchestrator import OrchestratorGone
+from everserve.gateway.questions import Unanswered
 from everserve.gateway.responses import FaultView
-from everserve.tables.ids import Incarnation, Rank
+from everserve.gateway.supervisor import PROCESSES
+from everserve.tables.ids import Rank
 
 router = APIRouter(dependencies=[NEEDS_KEY])
-_ANSWER_S = 10.0  # an orchestrator that takes longer is in trouble itself
 
 
 class FaultRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which signal to send to the process in which seat."""
+    """Which signal to send, and to whom: the worker in a seat, or a process that is not a worker."""
 
-    rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+    rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
+    process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
     signal: Literal["KILL", "STOP", "CONT", "TERM"]
 
 
@@ -39,22 +40,31 @@ async def inject_fault(http_request: Request) -> Response:
     if not gateway.settings.enable_chaos:
         raise HttpError(403, "Fault injection is off: start the server with --enable-chaos to allow it.")
     fault = await read_json(http_request, _decoder)
-    pid, incarnation = await _inject(gateway, Rank(fault.rank), signal.Signals[f"SIG{fault.signal}"])
-    return JsonResponse(FaultView(rank=fault.rank, incarnation=incarnation, pid=pid, signal=fault.signal))
+    if (fault.rank is None) == (fault.process is None):
+        raise RequestError("Give either 'rank' (a worker) or 'process' (any other process).", "rank")
+    if fault.process is not None:
+        return JsonResponse(await _signal_process(gateway, fault.process, fault.signal))
+    return JsonResponse(await _signal_worker(gateway, Rank(fault.rank or 0), fault.signal))
 
 
-async def _inject(gateway: Gateway, rank: Rank, signum: signal.Signals) -> tuple[int, Incarnation]:
-    """Have the signal sent; returns who got it."""
-    if gateway.cluster.worker(rank) is None:
-        raise HttpError(404, f"There is no worker with rank {rank}.", param="rank")
-    if gateway.orchestrator is None:
-        raise unavailable("The server is not ready: it has no orchestrator yet.")
-    try:
-        answer = await asyncio.wait_for(gateway.orchestrator.inject(rank, int(signum)), _ANSWER_S)
-    except TimeoutError:
-        raise unavailable("The orchestrator did not answer.") from None
-    except OrchestratorGone as error:
-        raise unavailable(str(error)) from error
-    if answer.pid is None:
-        raise HttpError(409, f"Nobody got the signal: {answer.reason.rstrip('.')}.", param="rank")
-    return answer.pid, answer.incarnation
+async def _signal_worker(gateway: Gateway, rank: Rank, name: str) -> FaultView:
+    gateway.check_rank(rank)
+    answer = await gateway.orchestrator.inject(rank, signal.Signals[f"SIG{name}"])
+    pid = _check_pid(answer.pid, answer.reason, "rank")
+    return FaultView(rank=rank, incarnation=answer.incarnation, pid=pid, signal=name)
+
+
+async def _signal_process(gateway: Gateway, process: str, name: str) -> FaultView:
+    if process not in PROCESSES:
+        message = f"There is no process '{process}' that could get signals, only {', '.join(PROCESSES)} (and workers)."
+        raise HttpError(404, message, param="process")
+    if gateway.supervisor is None:
+        raise Unanswered("There is no supervisor: nobody can send signals.")
+    answer = await gateway.supervisor.signal(process, signal.Signals[f"SIG{name}"])
+    return FaultView(process=process, pid=_check_pid(answer.pid, answer.reason, "process"), signal=name)
+
+
+def _check_pid(pid: int | None, reason: str, param: str) -> int:
+    if pid is None:
+        raise HttpError(409, f"Nobody got the signal: {reason.rstrip('.')}.", param=param)
+    return pid

@@ -5,7 +5,8 @@ no event for its clients: its streams wait again, in front of the others, and go
 were delivered. Only their own end, their client or `close` ends them.
 
 A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
-whichever comes first. What it still sends after that is dropped (links.py).
+whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
+first; for them it is the same, only sooner. Where they left off is in its log, until all of them go on (settling.py).
 """
 
 import itertools
@@ -17,11 +18,13 @@ from dataclasses import dataclass
 from everserve.errors import EverserveError, OverloadedError, RequestError
 from everserve.gateway.links import WorkerLink
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
-from everserve.gateway.streams import Stream
+from everserve.gateway.settling import LostLogs
+from everserve.gateway.streams import Stream, count_blocks
 from everserve.gateway.waiting import WaitingLine
-from everserve.runtime.events import AnyEvent, BadBytes, RequestResumed, StaleDropped
-from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.tables.outputs import EngineStats
+from everserve.plan import spread
+from everserve.runtime.events import AnyEvent, BadBytes, RequestResumed, StaleDropped, StreamDiverged, StreamMoved
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.outputs import EngineStats, Output
 
 _PROCESS = "gateway"
 
@@ -32,6 +35,7 @@ class ModelLimits:
 
     max_total_tokens: int
     vocab_size: int
+    block_size: int
 
 
 class Fleet:
@@ -45,13 +49,14 @@ class Fleet:
     ) -> None:
         self.max_queue = max_queue
         self.clock = clock
+        self.tell = tell
         self.totals = FleetMetrics()
+        self.logs = LostLogs()
         self.engines: dict[Rank, EngineMetrics] = {}
         self.limits: ModelLimits | None = None  # known once a worker was ready, and remembered when none is
-        self.has_orchestrator = True  # it says why a worker was lost; without it we can only count that it was
-        self._tell = tell
+        self.has_orchestrator = False  # it says why a worker was lost; without it we can only count that it was
         self._links: dict[Rank, WorkerLink] = {}
-        self._fenced: set[WorkerLink] = set()
+        self._unseated: set[WorkerLink] = set()  # fenced, or left; read until their ends
         self._lost: dict[Rank, Incarnation] = {}  # the latest of each rank that was declared gone
         self._waiting = WaitingLine()
         self._groups = itertools.count(1)
@@ -65,51 +70,81 @@ class Fleet:
         link = WorkerLink(rank, incarnation, sock, metrics, self)
         if incarnation <= self._lost.get(rank, 0) or (old is not None and incarnation < old.incarnation):
             link.fence()
-            self._fenced.add(link)
+            self._unseated.add(link)
+            self.logs.lose(link.log)
             return
         if old is not None:
-            self._fence(old)
+            self._unseat(old, is_trusted=old.is_leaving)
         self._links[rank] = link
 
     def lose(self, rank: Rank, incarnation: Incarnation, roles: Iterable[Role], cause: str) -> None:
         """The orchestrator's decision: this incarnation is gone."""
-        if incarnation <= self._lost.get(rank, 0):
-            return  # said before
-        self._lost[rank] = incarnation
-        for role in roles:
-            self.totals.failovers[role.value, cause] += 1
-        link = self._links.get(rank)
-        if link is not None and link.incarnation <= incarnation:
-            self._fence(link)
+        if incarnation > self._lost.get(rank, 0):  # not said before
+            self._lost[rank] = incarnation
+            if cause != "left":
+                self.totals.failovers.update((role.value, cause) for role in roles)
+            link = self._links.get(rank)
+            if link is not None and link.incarnation <= incarnation:
+                self._lose_link(link, cause)
+        if Role.ATTENTION in roles:
+            self.logs.lose((rank, incarnation))
 
     def on_ready(self, link: WorkerLink) -> None:
         """A worker can serve. Workers of one model hardly differ; where they do, requests must fit the smallest."""
-        readies = [(other.max_total_tokens, other.ready.vocab_size) for other in self._links.values() if other.ready]
+        ready = [(other, other.ready) for other in self._links.values() if other.ready is not None]
         self.limits = ModelLimits(
-            max_total_tokens=min(total for total, _ in readies), vocab_size=min(size for _, size in readies)
+            max_total_tokens=min(other.max_total_tokens for other, _ in ready),
+            vocab_size=min(said.vocab_size for _, said in ready),
+            block_size=min(said.block_size for _, said in ready),
         )
         self._bind_waiting(self.clock())
+
+    def on_given_back(self, link: WorkerLink) -> None:
+        """A worker leaves. All of its streams go elsewhere: also those that it has not received yet."""
+        now_s = self.clock()
+        for stream in link.streams.remove_all():
+            stream.mark_moved(link.rank, now_s)
+            self.logs.need(stream, link.log)
+            self._waiting.add(stream)
+        self._bind_waiting(now_s)
 
     def on_step(self) -> None:
         """Streams may have ended, so there may be room."""
         if self._waiting:
             self._bind_waiting(self.clock())
 
+    def on_divergence(self, link: WorkerLink, stream: Stream, output: Output) -> None:
+        """A token contradicts the one that was delivered. The client has that one, and the stream goes on with it."""
+        assert output.token is not None
+        self.totals.num_diverged += 1
+        self.tell(
+            StreamDiverged(
+                process=_PROCESS,
+                request_id=stream.spec.id,
+                rank=link.rank,
+                index=output.index,
+                token=output.token,
+                delivered=stream.tokens[output.index],
+            )
+        )
+
     def on_bad_bytes(self, num_dropped: int) -> None:
-        self._tell(BadBytes(process=_PROCESS, num_dropped=num_dropped))
+        self.tell(BadBytes(process=_PROCESS, num_dropped=num_dropped))
 
     def on_end(self, link: WorkerLink) -> None:
         """A channel has ended."""
         link.close()
-        if link.is_fenced:
-            self._fenced.discard(link)
+        if link in self._unseated:
+            self._unseated.remove(link)
             if link.num_stale:
-                self._tell(_stale_event(link))
+                self.tell(_stale_event(link))
             return
         del self._links[link.rank]
         if not self.has_orchestrator:
-            self.totals.failovers[Role.ATTENTION.value, "closed"] += 1
-        self._resume_streams_of(link)
+            self._lost[link.rank] = link.incarnation  # counted now: a new orchestrator may say it later
+            if not link.is_leaving:
+                self.totals.failovers[Role.ATTENTION.value, "closed"] += 1
+        self._part_from(link)
 
     # -- streams ---------------------------------------------------------------------------------
 
@@ -153,22 +188,44 @@ class Fleet:
             self.on_step()
         elif self._waiting.remove(stream):
             self._bind_waiting(self.clock())  # fewer siblings may fit where all of them did not
+        self.logs.release(stream)
+
+    def suspend(self, stream: Stream) -> None:
+        """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
+        self.cancel(stream)
+        stream.mark_going_on()
+
+    def resume(self, streams: list[Stream]) -> None:
+        """Their client is back. There is always room for them: they were let in before."""
+        for stream in streams:
+            stream.is_first = True
+            self._waiting.add(stream)
+        self._bind_waiting(self.clock())
 
     def close(self, error: EverserveError) -> None:
         """The gateway ends: so does every stream."""
         streams = [stream for link in self._links.values() for stream in link.streams.remove_all()]
         streams += self._waiting.remove_all()
-        for link in (*self._links.values(), *self._fenced):
+        for link in (*self._links.values(), *self._unseated):
             link.close()
         self._links.clear()
-        self._fenced.clear()
+        self._unseated.clear()
         for stream in streams:
             stream.listener.on_failure(error)
 
     # -- views -----------------------------------------------------------------------------------
 
     def ready_links(self) -> list[WorkerLink]:
-        return [link for link in self._links.values() if link.ready is not None]
+        """Those that take streams."""
+        return [link for link in self._links.values() if link.is_open]
+
+    def lost_incarnations(self) -> list[LogId]:
+        """The latest of each rank that was declared gone. It never counts again, whatever a new orchestrator finds."""
+        return sorted(self._lost.items())
+
+    def logs_in_use(self) -> list[LogId]:
+        """Whose KV logs are needed, or may be."""
+        return [*self.logs.unsettled, *(link.log for link in self._links.values())]
 
     def link(self, rank: Rank) -> WorkerLink | None:
         """The link to the worker that has this seat now."""
@@ -180,61 +237,93 @@ class Fleet:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _fence(self, link: WorkerLink) -> None:
-        """Lost, but its channel is open: it may still speak."""
-        del self._links[link.rank]
-        self._fenced.add(link)
-        link.fence()
-        self._resume_streams_of(link)
+    def _lose_link(self, link: WorkerLink, cause: str) -> None:
+        """Declared gone. One that left had said goodbye before it ended, on a channel that we may not have read yet."""
+        num_reads = 2 if cause == "left" else 0  # its last messages, and its end
+        for _ in range(num_reads):
+            if self._links.get(link.rank) is link:
+                link.read()
+        if self._links.get(link.rank) is link:
+            self._unseat(link, is_trusted=False)
 
-    def _resume_streams_of(self, link: WorkerLink) -> None:
+    def _unseat(self, link: WorkerLink, is_trusted: bool) -> None:
+        """The worker is lost, but its channel is open: it may still speak."""
+        del self._links[link.rank]
+        self._unseated.add(link)
+        if not is_trusted:
+            link.fence()
+        self._part_from(link)
+
+    def _part_from(self, link: WorkerLink) -> None:
         """Its streams wait in front of all others, and usually not for long."""
         now_s = self.clock()
         if link.stats is not None:
             link.metrics.add_past(link.stats)
         for stream in link.streams.remove_all():
             stream.mark_lost(link.rank, now_s)
+            self.logs.need(stream, link.log)
             self._waiting.add(stream)
+        self.logs.lose(link.log)
         self._bind_waiting(now_s)
 
     def _bind_waiting(self, now_s: float) -> None:
         """Give waiting streams to workers with room, in order."""
-        resumed: list[tuple[Stream, Rank]] = []
+        parted: list[Stream] = []
         while siblings := self._waiting.first():
-            link = choose(self.ready_links(), len(siblings))
+            link = self._choose(siblings)
             if link is None:
                 break
-            for stream in siblings[: link.room]:
+            siblings = siblings[: link.room.num_streams_free]
+            for stream in siblings:
                 self._waiting.remove(stream)
-                if stream.lost_s is not None:
-                    resumed.append((stream, link.rank))
-                else:
+                if stream.moved_s is not None or stream.lost_s is not None:
+                    parted.append(stream)
+                elif not stream.is_first:
                     stream.waited_s = now_s - stream.submitted_s
-                link.submit(stream)
-        self.totals.num_resumed += len(resumed)
-        for stream, rank in resumed:  # after all of them are on their way
-            self._tell(_resumed_event(stream, rank, now_s))
+            link.submit(siblings)
+        for stream in parted:  # after all of them are on their way
+            self._count_parted(stream, now_s)
+
+    def _choose(self, siblings: list[Stream]) -> WorkerLink | None:
+        links = self.ready_links()
+        if not links:
+            return None
+        assert self.limits is not None
+        num_blocks = count_blocks(siblings, self.limits.block_size)
+        rank = spread.choose([link.room for link in links], len(siblings), num_blocks)
+        return self._links[rank] if rank is not None else None
+
+    def _count_parted(self, stream: Stream, now_s: float) -> None:
+        """A stream that had a worker was given to another one."""
+        if stream.moved_s is not None:
+            self.totals.num_moved += 1
+            self.tell(_moved_event(stream, now_s))
+        else:
+            self.totals.num_resumed += 1
+            self.tell(_resumed_event(stream, now_s))
 
 
-def choose(links: list[WorkerLink], num_siblings: int) -> WorkerLink | None:
-    """Who gets these streams: of the workers with room for all, the one with the fewest tokens left to compute.
-
-    Siblings that are too many for any worker go in parts.
-    """
-    num_wanted = num_siblings if any(link.capacity >= num_siblings for link in links) else 1
-    fitting = [link for link in links if link.room >= num_wanted]
-    return min(fitting, key=lambda link: link.streams.num_owed, default=None)
-
-
-def _resumed_event(stream: Stream, to_rank: Rank, now_s: float) -> RequestResumed:
-    assert stream.lost_s is not None and stream.lost_rank is not None
+def _resumed_event(stream: Stream, now_s: float) -> RequestResumed:
+    assert stream.lost_s is not None and stream.parted_rank is not None and stream.link is not None
     return RequestResumed(
         process=_PROCESS,
         request_id=stream.spec.id,
-        from_rank=stream.lost_rank,
-        to_rank=to_rank,
+        from_rank=stream.parted_rank,
+        to_rank=stream.link.rank,
         num_known=len(stream.tokens),
         stalled_s=now_s - stream.lost_s,
+    )
+
+
+def _moved_event(stream: Stream, now_s: float) -> StreamMoved:
+    assert stream.moved_s is not None and stream.parted_rank is not None and stream.link is not None
+    return StreamMoved(
+        process=_PROCESS,
+        request_id=stream.spec.id,
+        from_rank=stream.parted_rank,
+        to_rank=stream.link.rank,
+        num_known=len(stream.tokens),
+        paused_s=now_s - stream.moved_s,
     )
 
 

@@ -10,10 +10,13 @@ from everserve.gateway.errors import HttpError
 from everserve.gateway.exposition import Metrics
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
+from everserve.gateway.keeping import Keeper
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.runtime.messages import StartGateway
+from everserve.tables.ids import Rank
 
 
 class Gateway:
@@ -33,7 +36,9 @@ class Gateway:
         self.fleet = fleet
         self.feed = feed
         self.cluster = Cluster(fleet)
-        self.orchestrator: OrchestratorLink | None = None
+        self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
+        self.supervisor: SupervisorLink | None = None
+        self.keeper = Keeper(settings.resume_window_s, fleet.tell)
         self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
@@ -81,6 +86,13 @@ class Gateway:
         if name not in names:
             raise HttpError(404, f"The model `{name[:200]}` does not exist.", param="model", code="model_not_found")
         return name
+
+    def check_rank(self, rank: Rank) -> None:
+        """Raise unless there is such a seat."""
+        if self.cluster.members is None:
+            raise OverloadedError("The server is not ready: no membership table has been published yet.")
+        if self.cluster.worker(rank) is None:
+            raise HttpError(404, f"There is no worker with rank {rank}.", param="rank")
 
     def limits(self) -> Limits:
         """What this server and its model can do."""

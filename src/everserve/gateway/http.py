@@ -27,8 +27,9 @@ _T = TypeVar("_T")
 class RequestIds:
     """Middleware: every request has an id, the client's if it sent one, and every response says which.
 
-    Leaves in `request.state`: `request_id`; `arrived_s`; and `send_body`, which skips the layers of middleware between
-    here and the route. They care only about how a response starts, and a stream's body is sent token by token.
+    Leaves in `request.state`: `request_id`, and whether it is the client's own; `arrived_s`; and `send_body`, which
+    skips the layers of middleware between here and the route. They care only about how a response starts, and a
+    stream's body is sent token by token.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -47,7 +48,9 @@ class RequestIds:
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
-        scope.setdefault("state", {}).update(request_id=request_id, arrived_s=time.monotonic(), send_body=send)
+        scope.setdefault("state", {}).update(
+            request_id=request_id, has_own_id=given is not None, arrived_s=time.monotonic(), send_body=send
+        )
         app: ASGIApp = self._app if is_valid else _bad_request_id()
         await app(scope, receive, send_with_id)
 

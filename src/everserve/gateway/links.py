@@ -1,35 +1,45 @@
 """The channel to one worker: streams out, tokens in.
 
-    attached --WorkerReady--> ready --EOF--> closed
-        '--------fence--------> fenced --EOF--> closed
+    attached --WorkerReady--> ready --GivenBack--> leaving --EOF--> closed
+        '---------------fence---'---------> fenced ------'
 
-A *fenced* link belongs to an incarnation that was declared gone but whose process may still run: it may be stopped, and
-wake up later. It is read until its end so that what it says can be counted, and nothing of that is used.
+A *leaving* link has given its streams back and gets no others. A *fenced* link belongs to an incarnation that was
+declared gone but whose process may still run: it may be stopped, and wake up later. It is read until its end so that
+what it says can be counted, and nothing of that is used.
 """
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from everserve.errors import ProtocolError
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
-from everserve.gateway.streams import Stream, StreamTable
+from everserve.gateway.settling import LostLogs
+from everserve.gateway.streams import Stream, StreamTable, count_blocks
+from everserve.plan.spread import Room
 from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.messages import AnyMessage, Cancel, Rejected, StepOutput, Submit, WorkerReady
-from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.outputs import EngineStats
+from everserve.runtime.messages import AnyMessage, Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
+from everserve.tables.ids import Incarnation, LogId, Rank
+from everserve.tables.outputs import EngineStats, Output
 
 
 class LinkOwner(Protocol):
     """The fleet, as a link sees it."""
 
     totals: FleetMetrics
+    logs: LostLogs
     clock: Callable[[], float]
 
     def on_ready(self, link: "WorkerLink") -> None: ...
+
+    def on_given_back(self, link: "WorkerLink") -> None:
+        """Its streams must go on elsewhere."""
+        ...
+
+    def on_divergence(self, link: "WorkerLink", stream: Stream, output: Output) -> None: ...
 
     def on_step(self) -> None:
         """Streams may have ended."""
@@ -54,17 +64,31 @@ class WorkerLink:
         self.rank = rank
         self.incarnation = incarnation
         self.metrics = metrics
-        self.streams = StreamTable(owner.totals)
+        self.streams = StreamTable(
+            owner.totals, owner.logs, lambda stream, output: owner.on_divergence(self, stream, output)
+        )
         self.ready: WorkerReady | None = None
         self.stats: EngineStats | None = None
+        self.is_leaving = False
         self.is_fenced = False
         self.num_stale = 0  # messages since it was fenced
+        self._num_blocks_given = 0  # to streams, since the last stats
         self._owner = owner
         self._channel = Channel(sock)
         self._loop = asyncio.get_running_loop()
         self._is_writing = False
         self._said_bad_bytes = False
-        self._loop.add_reader(sock, self._on_readable)
+        self._loop.add_reader(sock, self.read)
+
+    @property
+    def log(self) -> LogId:
+        """The worker's KV log."""
+        return self.rank, self.incarnation
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may get streams."""
+        return self.ready is not None and not self.is_leaving
 
     @property
     def max_total_tokens(self) -> int:
@@ -82,15 +106,27 @@ class WorkerLink:
         return self.ready.max_num_seqs + max(4, self.ready.max_num_seqs // 4)
 
     @property
-    def room(self) -> int:
-        return self.capacity - len(self.streams)
+    def room(self) -> Room:
+        """What more it can take, as far as we know: its last report, and what it was given since."""
+        assert self.ready is not None
+        usage = self.stats.kv_usage if self.stats is not None else 0.0
+        return Room(
+            rank=self.rank,
+            num_streams_free=self.capacity - len(self.streams),
+            capacity=self.capacity,
+            num_free_blocks=round((1.0 - usage) * self.ready.num_blocks) - self._num_blocks_given,
+            num_owed_tokens=self.streams.num_owed,
+        )
 
-    def submit(self, stream: Stream) -> None:
-        """Start a stream, or continue it after the tokens that its client has."""
-        stream.link, stream.metrics = self, self.metrics
-        self.streams.add(stream)
-        spec = msgspec.structs.replace(stream.spec, known=stream.tokens) if stream.tokens else stream.spec
-        self._send(Submit(spec=spec))
+    def submit(self, siblings: Sequence[Stream]) -> None:
+        """Start streams, or continue them after the tokens that their client has."""
+        assert self.ready is not None
+        self._num_blocks_given += count_blocks(siblings, self.ready.block_size)
+        for stream in siblings:
+            stream.link, stream.metrics = self, self.metrics
+            self.streams.add(stream)
+            spec = msgspec.structs.replace(stream.spec, known=stream.tokens) if stream.tokens else stream.spec
+            self._send(Submit(spec=spec, source=stream.source))
 
     def cancel(self, stream: Stream) -> None:
         """Nobody waits for this stream any more."""
@@ -109,7 +145,8 @@ class WorkerLink:
         self._loop.remove_writer(self._channel.sock)
         self._channel.close()
 
-    def _on_readable(self) -> None:
+    def read(self) -> None:
+        """Handle what has arrived, or the end of the channel."""
         try:
             messages = self._channel.receive_all()
         except (ChannelClosed, ProtocolError, OSError):  # at its end, or out of step: no more can come of it
@@ -127,16 +164,20 @@ class WorkerLink:
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, StepOutput):
-            self.stats = message.stats
+            self.stats, self._num_blocks_given = message.stats, 0
             for stream_id in self.streams.deliver(message.outputs, self._owner.clock()):
                 self._send(Cancel(id=stream_id))
             self._owner.on_step()
         elif isinstance(message, Rejected):
             self.streams.reject(message.id, message.reason, message.is_server_fault)
             self._owner.on_step()
+        elif isinstance(message, GivenBack):
+            self.is_leaving = True
+            self._owner.on_given_back(self)
         elif isinstance(message, WorkerReady) and (message.rank, message.incarnation) == (self.rank, self.incarnation):
             self.ready = message
-            self._owner.on_ready(self)
+            if self.is_open:
+                self._owner.on_ready(self)
         else:
             self._channel.num_dropped += 1  # one of our messages, but not one that this worker sends
 

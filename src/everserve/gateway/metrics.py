@@ -30,7 +30,7 @@ _STALL_S = (
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ENGINE_COUNTERS = (
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
-    "num_stale",
+    *("num_stale", "num_restored_tokens", "num_broken_tokens"),
 )
 
 
@@ -88,7 +88,9 @@ class FleetMetrics:
     """What the gateway saw of the fleet as a whole."""
 
     def __init__(self) -> None:
-        self.num_resumed = 0  # streams that were given to another worker
+        self.num_resumed = 0  # streams that lost their worker and were given to another one
+        self.num_moved = 0  # streams whose worker gave them back
+        self.num_diverged = 0  # outputs that contradicted what clients had already
         self.num_stale = 0  # outputs that clients had already; messages of workers that were declared gone
         self.stall_s = Histogram(_STALL_S)
         self.failovers: Counter[tuple[str, str]] = Counter()  # by role and cause, from 0 for those that are expected

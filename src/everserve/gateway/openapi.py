@@ -16,20 +16,28 @@ from everserve.gateway.errors import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{name}"
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]{1,128}$"}
+_EVENT_ID = {"type": "string", "pattern": "^[0-9]{1,18}$"}
+_LAST_EVENT_ID = {
+    "name": "Last-Event-ID",
+    "in": "header",
+    "description": "The last event that arrived of the stream with this X-Request-Id: the rest of it is the answer.",
+    "schema": _EVENT_ID,
+}
 _TO_NAME = str.maketrans({"/": "_", "{": None, "}": None, ".": "_"})
 
 
 def describe(
     response: Any,
     *,
+    status: int = 200,
     request: type[msgspec.Struct] | None = None,
     stream: type[msgspec.Struct] | None = None,
     errors: tuple[int, ...] = (),
 ) -> dict[str, Any]:
     """A route's `openapi_extra`, with the schemas that it refers to under "components".
 
-    `response` is the type of a 200's JSON, or the media type of a body that is not JSON; `stream` is the type of one
-    event, where the client may ask for a stream; `errors` are statuses that no other route has.
+    `response` is the type of the JSON of a success, or the media type of a body that is not JSON; `stream` is the type
+    of one event, where the client may ask for a stream; `errors` are statuses that no other route has.
     """
     components: dict[str, Any] = {}
 
@@ -45,8 +53,11 @@ def describe(
     statuses = [400, *errors]
     if stream is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(schema(stream))}
-        statuses += [500]
-    extra: dict[str, Any] = {"components": components, "responses": {"200": {"description": "OK", "content": content}}}
+        statuses += [409, 500]
+    success = {"description": HTTPStatus(status).phrase, "content": content}
+    extra: dict[str, Any] = {"components": components, "responses": {str(status): success}}
+    if stream is not None:
+        extra["parameters"] = [_LAST_EVENT_ID]
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema(request)}}}
         statuses += [404, 413]
@@ -55,12 +66,14 @@ def describe(
 
 
 def _event_schema(chunk: dict[str, Any]) -> dict[str, Any]:
-    """One server-sent event: its data is the JSON of a chunk, or `[DONE]` at the end of the stream."""
+    """One server-sent event: its data is the JSON of a chunk, or `[DONE]` at the end of the stream. It has an id if the
+    client has given the request one."""
     data = [
         {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk},
         {"type": "string", "const": "[DONE]"},
     ]
-    return {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": data}}}
+    properties = {"data": {"anyOf": data}, "id": _EVENT_ID}
+    return {"type": "object", "required": ["data"], "properties": properties}
 
 
 def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
@@ -85,6 +98,7 @@ def _operation(route: APIRoute, method: str, has_api_keys: bool) -> dict[str, An
     assert route.openapi_extra is not None
     is_guarded = has_api_keys and NEEDS_KEY in route.dependencies
     parameters: list[dict[str, Any]] = [{"name": "X-Request-Id", "in": "header", "schema": _REQUEST_ID}]
+    parameters += route.openapi_extra.get("parameters", [])
     errors = []
     for name in route.param_convertors:
         schema = {"type": "string", "minLength": 1}

@@ -1,71 +1,93 @@
-"""The channel to the orchestrator: its tables, its verdicts on workers, and faults that an operator asks for.
+"""The channel to the orchestrator: its tables, its verdicts on workers, and what an operator asks it for.
 
-If it ends, the gateway goes on with the last tables and says so: tokens need nobody who decides.
+    none --attach--> attached --its end, or a newer one--> none
+
+The gateway begins without an orchestrator and outlives every one that it gets. While none is there it goes on with the
+last tables, and says so: tokens need nobody who decides. A new one is first told what we know (GatewayReport); whatever
+an older one may still say is not read.
 """
 
 import asyncio
 import socket
-import uuid
 from collections.abc import Callable
 
-from everserve.errors import EverserveError, ProtocolError
+from everserve.errors import ProtocolError
 from everserve.gateway.cluster import Cluster
 from everserve.gateway.fleet import Fleet
+from everserve.gateway.questions import Questions, Unanswered
 from everserve.runtime.channel import AsyncChannel, ChannelClosed
 from everserve.runtime.events import AnyEvent
 from everserve.runtime.messages import (
     AnyMessage,
     ClusterChanged,
+    DrainAnswered,
+    DrainWorker,
     EventHappened,
     FaultInjected,
+    GatewayReport,
     InjectFault,
+    LogSettled,
     WorkerLost,
 )
-from everserve.tables.ids import Rank
-
-
-class OrchestratorGone(EverserveError):
-    """Nobody is there who could act on this."""
+from everserve.tables.ids import Epoch, LogId, Rank
 
 
 class OrchestratorLink:
-    """Reads what the orchestrator says, and asks it for faults."""
+    """Reads what the orchestrator says, tells it what is settled, and asks it for faults and drains."""
 
-    def __init__(
-        self, sock: socket.socket, fleet: Fleet, cluster: Cluster, publish: Callable[[AnyEvent], None]
-    ) -> None:
-        self._channel = AsyncChannel(sock)
+    def __init__(self, fleet: Fleet, cluster: Cluster, publish: Callable[[AnyEvent], None]) -> None:
         self._fleet = fleet
         self._cluster = cluster
         self._publish = publish
-        self._faults: dict[str, asyncio.Future[FaultInjected]] = {}  # by the id of the question
-        self._has_ended = False
+        self._channel: AsyncChannel | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._faults: Questions[FaultInjected] = Questions("orchestrator")
+        self._drains: Questions[DrainAnswered] = Questions("orchestrator")
 
-    async def run(self) -> None:
-        """Handle messages until the channel ends."""
-        while True:
-            try:
-                message = await self._channel.receive()
-            except (ChannelClosed, ProtocolError, OSError):
-                self._end()
-                return
-            self._handle(message)
+    def attach(self, sock: socket.socket) -> None:
+        """A new orchestrator is there."""
+        self.close()
+        self._channel = AsyncChannel(sock)
+        self._channel.send(
+            GatewayReport(
+                epoch=Epoch(self._cluster.epoch), logs=self._fleet.logs_in_use(), lost=self._fleet.lost_incarnations()
+            )
+        )
+        self._fleet.has_orchestrator = True
+        self._fleet.logs.report_to(self._tell_settled)
+        self._reading = asyncio.ensure_future(self._read(self._channel))
+        self._reading.add_done_callback(lambda task: task.cancelled() or task.result())  # raises what went wrong
+
+    def close(self) -> None:
+        """This orchestrator is gone, or a newer one is there."""
+        if self._channel is None:
+            return
+        assert self._reading is not None
+        self._reading.cancel()
+        self._channel.close()
+        self._channel = None
+        self._cluster.orchestrator_is_gone = True
+        self._fleet.has_orchestrator = False
+        self._fleet.logs.report_to(None)
+        self._faults.give_up()
+        self._drains.give_up()
 
     async def inject(self, rank: Rank, signal: int) -> FaultInjected:
         """Have a signal sent to the worker in this seat; returns when it was sent, or could not be."""
-        if self._has_ended:
-            raise OrchestratorGone("The orchestrator is gone: nobody can send signals to workers.")
-        id = uuid.uuid4().hex
-        answer: asyncio.Future[FaultInjected] = asyncio.get_running_loop().create_future()
-        self._faults[id] = answer
-        self._channel.send(InjectFault(id=id, rank=rank, signal=signal))
-        try:
-            return await answer
-        finally:
-            del self._faults[id]
+        return await self._faults.ask(lambda id: self._send(InjectFault(id=id, rank=rank, signal=signal)))
 
-    def close(self) -> None:
-        self._channel.close()
+    async def drain(self, rank: Rank) -> DrainAnswered:
+        """Have the worker in this seat give its streams to others and leave; returns when it was asked to."""
+        return await self._drains.ask(lambda id: self._send(DrainWorker(id=id, rank=rank)))
+
+    async def _read(self, channel: AsyncChannel) -> None:
+        while True:
+            try:
+                message = await channel.receive()
+            except (ChannelClosed, ProtocolError, OSError):
+                self.close()
+                return
+            self._handle(message)
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, WorkerLost):
@@ -75,16 +97,17 @@ class OrchestratorLink:
         elif isinstance(message, EventHappened):
             self._publish(message.event)
         elif isinstance(message, FaultInjected):
-            answer = self._faults.get(message.id)
-            if answer is not None and not answer.done():
-                answer.set_result(message)
+            self._faults.answer(message.id, message)
+        elif isinstance(message, DrainAnswered):
+            self._drains.answer(message.id, message)
         else:
             raise AssertionError(f"the orchestrator does not send {type(message).__name__} to the gateway")
 
-    def _end(self) -> None:
-        self._has_ended = True
-        self._cluster.orchestrator_is_gone = True
-        self._fleet.has_orchestrator = False
-        for answer in self._faults.values():
-            if not answer.done():
-                answer.set_exception(OrchestratorGone("The orchestrator died before it had answered."))
+    def _tell_settled(self, log: LogId) -> None:
+        rank, incarnation = log
+        self._send(LogSettled(rank=rank, incarnation=incarnation))
+
+    def _send(self, message: InjectFault | DrainWorker | LogSettled) -> None:
+        if self._channel is None:
+            raise Unanswered("The orchestrator is gone: nobody can do this until a new one is there.")
+        self._channel.send(message)

@@ -180,9 +180,17 @@ class ClusterView(msgspec.Struct, kw_only=True):
 
 
 class FaultView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/fault`: who got the signal."""
+    """`POST /cluster/fault`: who got the signal, a worker or a process that is not one."""
+
+    rank: int | UnsetType = UNSET
+    incarnation: int | UnsetType = UNSET
+    process: str | UnsetType = UNSET
+    pid: int
+    signal: str
+
+
+class DrainView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/drain`: who was asked to leave."""
 
     rank: int
     incarnation: int
-    pid: int
-    signal: str

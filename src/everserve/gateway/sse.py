@@ -32,6 +32,11 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
+def with_id(id: int, event: bytes) -> bytes:
+    """The event with a name: what `Last-Event-ID` says when the client comes back."""
+    return b"id: %d\n%b" % (id, event)
+
+
 def error_event(body: bytes) -> bytes:
     """The last event of a stream that broke; no [DONE] follows, so that it cannot be taken for a complete answer."""
     return b"data: " + body + b"\n\n"

@@ -1,21 +1,25 @@
 """Exactly once: a client's token streams, by token index.
 
     waiting --bind--> running --> token 0 --> token 1 --> ... --> finished     (or failed, or cancelled, at any point)
-       ^-----its worker is lost-----'
+       ^--its worker is lost, or leaves--'
+       '---its client comes back--- suspended <--its client is gone, and may come back-- waiting or running
 
 A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
 elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
-and counted. A gap means that a token is lost: the stream fails, because what follows would be a lie. Outputs for
-streams that are no longer in the table (cancelled, finished by a stop string) are late, not wrong: they are dropped.
+and counted; if it contradicts what was delivered, that is told, for somebody is wrong. A gap means that a token is
+lost: the stream fails, because what follows would be a lie. Outputs for streams that are no longer in the table
+(cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
 
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
-from everserve.tables.ids import Rank
+from everserve.gateway.settling import LostLogs
+from everserve.tables.ids import LogId, Rank
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 
@@ -39,8 +43,8 @@ class Stream:
     """One token stream, from its client's request to its end."""
 
     __slots__ = (
-        *("group", "link", "listener", "lost_rank", "lost_s", "metrics", "num_unanswered", "spec", "submitted_s"),
-        *("tokens", "waited_s"),
+        *("group", "is_first", "link", "listener", "lost_s", "metrics", "moved_s", "num_unanswered", "parted_rank"),
+        *("source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
     def __init__(self, spec: RequestSpec, listener: Listener) -> None:
@@ -48,13 +52,17 @@ class Stream:
         self.listener = listener
         self.tokens: list[int] = []  # what the client has
         self.group = 0  # siblings have the same number
-        self.link: WorkerLink | None = None  # None while it waits, and after its end
+        self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
         self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; the fleet's business
         self.num_unanswered = 0  # tokens that its worker must compute before the next output
         self.submitted_s = 0.0
         self.waited_s = 0.0  # before it was given to its first worker
-        self.lost_s: float | None = None  # when it lost its worker; None once it goes on
-        self.lost_rank: Rank | None = None
+        # These five are about a stream that had a worker, until it goes on: until the next output.
+        self.is_first = False  # its client is in the middle of an answer: it is bound before streams that are new
+        self.lost_s: float | None = None  # when it lost its worker
+        self.moved_s: float | None = None  # when its worker gave it back
+        self.parted_rank: Rank | None = None  # of that worker
+        self.source: LogId | None = None  # whose log may have its KV; the business of LostLogs
 
     @property
     def num_owed(self) -> int:
@@ -63,18 +71,37 @@ class Stream:
 
     def mark_lost(self, rank: Rank, now_s: float) -> None:
         """Its worker is gone. A second loss before it went on belongs to the same stall."""
-        self.lost_rank = rank
+        self.is_first, self.parted_rank, self.moved_s = True, rank, None
         if self.lost_s is None:
             self.lost_s = now_s
+
+    def mark_moved(self, rank: Rank, now_s: float) -> None:
+        """Its worker has given it back."""
+        self.is_first, self.parted_rank = True, rank
+        if self.moved_s is None:
+            self.moved_s = now_s
+
+    def mark_going_on(self) -> None:
+        """The first output from its worker, or nobody waits for one any more."""
+        self.is_first, self.lost_s, self.moved_s = False, None, None
+
+
+def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:
+    """How many KV blocks these streams fill now. They have one prompt, and share the blocks that it fills."""
+    num_prompt = len(siblings[0].spec.prompt)
+    num_shared = num_prompt // block_size
+    return num_shared + sum(-(-(num_prompt + len(s.tokens) + 1) // block_size) - num_shared for s in siblings)
 
 
 class StreamTable:
     """The streams that run at one worker, and how much work they are."""
 
-    def __init__(self, totals: FleetMetrics) -> None:
+    def __init__(self, totals: FleetMetrics, logs: LostLogs, on_divergence: Callable[[Stream, Output], None]) -> None:
         self.num_owed = 0  # tokens still to compute, over all streams
         self._streams: dict[str, Stream] = {}
         self._totals = totals
+        self._logs = logs
+        self._on_divergence = on_divergence
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -89,13 +116,13 @@ class StreamTable:
         self._streams[stream.spec.id] = stream
 
     def remove(self, stream: Stream) -> None:
-        """It ends here: finished, failed, cancelled or lost."""
+        """It ends here: finished, failed, cancelled, given back or lost."""
         del self._streams[stream.spec.id]
         self.num_owed -= stream.num_owed
         stream.link = None
 
     def remove_all(self) -> list[Stream]:
-        """Every stream, oldest first: the worker is gone."""
+        """Every stream, oldest first: the worker is gone, or leaves."""
         streams = list(self._streams.values())
         for stream in streams:
             self.remove(stream)
@@ -112,6 +139,8 @@ class StreamTable:
             if output.index != len(tokens):
                 if output.index < len(tokens):
                     self._totals.num_stale += 1
+                    if token is not None and token != tokens[output.index]:
+                        self._on_divergence(stream, output)
                     continue
                 broken.append(output.id)
                 self.fail(output.id, StreamBroken(f"Token {len(tokens)} of this stream was lost."))
@@ -138,6 +167,7 @@ class StreamTable:
         stream = self._streams.get(stream_id)
         if stream is not None:
             self.remove(stream)
+            self._logs.release(stream)
             stream.listener.on_failure(error)
 
     def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
@@ -153,4 +183,5 @@ class StreamTable:
         stream.num_unanswered = 0
         if stream.lost_s is not None:
             self._totals.stall_s.observe(now_s - stream.lost_s)
-            stream.lost_s = None
+        stream.mark_going_on()
+        self._logs.release(stream)  # what this worker has is at least as much

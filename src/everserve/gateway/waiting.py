@@ -1,7 +1,7 @@
 """The gateway's own queue: streams without a worker.
 
-First come, first served; but streams that lost their worker stand before new ones: their clients are in the middle of
-an answer. Siblings (the choices of one prompt) stand together, because on one worker they compute their prompt once.
+First come, first served; but streams that go on stand before new ones: their clients are in the middle of an answer.
+Siblings (the choices of one prompt) stand together, because on one worker they compute their prompt once.
 """
 
 from collections import OrderedDict
@@ -10,10 +10,10 @@ from everserve.gateway.streams import Stream
 
 
 class WaitingLine:
-    """Groups of siblings, in order. A stream is lost or new for as long as it waits."""
+    """Groups of siblings, in order. A stream does not become first, or new, while it waits."""
 
     def __init__(self) -> None:
-        self._lost: OrderedDict[int, list[Stream]] = OrderedDict()
+        self._first: OrderedDict[int, list[Stream]] = OrderedDict()
         self._new: OrderedDict[int, list[Stream]] = OrderedDict()
         self._num_streams = 0
 
@@ -26,7 +26,7 @@ class WaitingLine:
         self._num_streams += 1
 
     def remove(self, stream: Stream) -> bool:
-        """Bound or cancelled. False if it does not wait."""
+        """Bound, cancelled or suspended. False if it does not wait."""
         line = self._line_of(stream)
         siblings = line.get(stream.group, [])
         if stream not in siblings:
@@ -39,7 +39,7 @@ class WaitingLine:
 
     def first(self) -> list[Stream]:
         """The siblings whose turn it is; empty if nobody waits."""
-        for line in (self._lost, self._new):
+        for line in (self._first, self._new):
             if line:
                 return list(next(iter(line.values())))
         return []
@@ -54,4 +54,4 @@ class WaitingLine:
         return streams
 
     def _line_of(self, stream: Stream) -> OrderedDict[int, list[Stream]]:
-        return self._new if stream.lost_s is None else self._lost
+        return self._first if stream.is_first else self._new

@@ -1,0 +1,122 @@
+"""The response to one request that generates: a stream of events, or one JSON object at the end.
+
+A client that sent an X-Request-Id with a streaming request may lose its connection and come back for the rest, by the
+same id and `Last-Event-ID` (keeping.py).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from everserve.gateway import sse
+from everserve.gateway.depends import gateway_of
+from everserve.gateway.errors import HttpError
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.generation import Generation, Renderer
+from everserve.gateway.http import JsonResponse, watch_disconnect
+from everserve.gateway.keeping import Kept, name_of
+from everserve.gateway.outbox import KeptOutbox, Outbox
+from everserve.gateway.prompts import Prompt
+from everserve.gateway.protocol import ChatRequest, CompletionRequest
+
+
+class Answer(Protocol):
+    """What a response writes to its client."""
+
+    @property
+    def outbox(self) -> Outbox: ...
+
+    def open(self, arrived_s: float) -> None:
+        """The client is there: begin, or go on. Raises if that is impossible."""
+        ...
+
+    def close(self) -> None:
+        """The connection has ended, with the answer or before it."""
+        ...
+
+
+def resume(http_request: Request) -> Response | None:
+    """The rest of an answer, if that is what the client wants. What its body says does not matter."""
+    last_event_id = http_request.headers.get("last-event-id")
+    if last_event_id is None:
+        return None
+    if not http_request.state.has_own_id:
+        message = "Last-Event-ID resumes the stream that had the same X-Request-Id, but there is no X-Request-Id."
+        raise HttpError(400, message, param="X-Request-Id")
+    gateway = gateway_of(http_request)
+    return AnswerResponse(gateway, gateway.keeper.find(name_of(http_request), last_event_id))
+
+
+def respond(
+    http_request: Request,
+    request: CompletionRequest | ChatRequest,
+    renderer: Renderer,
+    id: str,
+    prompts: list[Prompt],
+) -> Response:
+    """The answer to a new request."""
+    gateway = gateway_of(http_request)
+    if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
+        outbox = KeptOutbox()
+        generation = Generation(gateway, request, renderer, id, prompts, outbox)
+        return AnswerResponse(gateway, Kept(gateway.keeper, name_of(http_request), generation, outbox))
+    generation = Generation(gateway, request, renderer, id, prompts, Outbox())
+    return AnswerResponse(gateway, generation, None if request.stream else generation.whole)
+
+
+def _wants_event_ids(http_request: Request) -> bool:
+    """Who names a request may come back for its rest. `vllm bench serve` and its kin name theirs too, by default, but
+    read nothing but `data:` lines and would fail; they are known by the names that they give."""
+    if not http_request.state.has_own_id:
+        return False
+    reads_events = "text/event-stream" in http_request.headers.get("accept", "")
+    return reads_events or not http_request.state.request_id.startswith("bench")
+
+
+class AnswerResponse(sse.EventStream):
+    """Writes an answer to one connection."""
+
+    def __init__(self, gateway: Gateway, answer: Answer, whole: Callable[[], msgspec.Struct] | None = None) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._answer = answer
+        self._whole = whole  # None: as a stream
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        outbox = self._answer.outbox
+        writer = asyncio.current_task()
+        assert writer is not None
+        self._gateway.num_requests += 1
+        try:
+            self._answer.open(arrived_s=scope["state"]["arrived_s"])
+            outbox.attach(writer)
+            with watch_disconnect(receive, lambda: outbox.leave(writer)):
+                if self._whole is None:
+                    await self._stream(send, send_body=scope["state"]["send_body"])
+                elif await outbox.ready():
+                    if outbox.error:
+                        raise outbox.error
+                    await JsonResponse(self._whole())(scope, receive, send)
+        finally:
+            self._gateway.num_requests -= 1
+            if outbox.detach(writer):
+                self._answer.close()
+
+    async def _stream(self, send: Send, send_body: Send) -> None:
+        """The status line waits for the first event, so that a request that cannot run gets its true status."""
+        outbox = self._answer.outbox
+        if not outbox.has_begun:
+            if not await outbox.ready():
+                return
+            if outbox.error:
+                raise outbox.error
+        await self.start(send)
+        is_last = False
+        while not is_last and await outbox.ready():
+            is_last, body = outbox.is_finished, outbox.take()
+            await send_body({"type": "http.response.body", "body": body, "more_body": not is_last})

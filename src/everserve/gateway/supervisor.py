@@ -1,0 +1,23 @@
+"""What the gateway asks the supervisor for: signals to the processes that are not workers."""
+
+from collections.abc import Callable
+
+from everserve.gateway.questions import Questions
+from everserve.runtime.messages import ProcessSignalled, SignalProcess
+
+PROCESSES = ("gateway", "orchestrator", "anchor", "zygote")  # whose parent the supervisor is
+
+
+class SupervisorLink:
+    """Questions on the control channel; whoever reads that channel passes the answers on."""
+
+    def __init__(self, send: Callable[[SignalProcess], None]) -> None:
+        self._send = send
+        self._signals: Questions[ProcessSignalled] = Questions("supervisor")
+
+    async def signal(self, name: str, signal: int) -> ProcessSignalled:
+        """Have a signal sent to this process; returns when it was sent, or could not be."""
+        return await self._signals.ask(lambda id: self._send(SignalProcess(id=id, name=name, signal=signal)))
+
+    def on_answer(self, message: ProcessSignalled) -> None:
+        self._signals.answer(message.id, message)
