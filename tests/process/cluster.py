@@ -5,7 +5,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +63,22 @@ def run_all(server: LocalServer, wanted: list[Ask]) -> list[list[int]]:
     return [stream.token_ids for stream in streams]
 
 
-def run_with(server: LocalServer, wanted: list[Ask], when: Callable[[list[Stream]], bool], act: Callable[[], None]):
+def run_with(server: LocalServer, wanted: list[Ask], when: Callable[[list[Stream]], bool], act: Callable[[], object]):
     """The same streams, with `act` called in their middle, as soon as `when` says so."""
+    return run_streams(server, [ask.send for ask in wanted], when, act)
+
+
+def run_streams(
+    server: LocalServer,
+    sends: Sequence[Callable[[LocalServer, Stream], Awaitable[Stream]]],
+    when: Callable[[list[Stream]], bool],
+    act: Callable[[], object],
+) -> list[Stream]:
+    """Any streams, with `act` called in their middle, as soon as `when` says so."""
 
     async def run() -> list[Stream]:
-        streams = [Stream() for _ in wanted]
-        work = asyncio.gather(*(ask.send(server, stream) for ask, stream in zip(wanted, streams, strict=True)))
+        streams = [Stream() for _ in sends]
+        work = asyncio.gather(*(send(server, stream) for send, stream in zip(sends, streams, strict=True)))
         while not await asyncio.to_thread(when, streams):
             assert not work.done(), "all streams ended before the fault"
         await asyncio.to_thread(act)
@@ -111,6 +121,21 @@ def cluster(server: LocalServer) -> dict[str, Any]:
 
 def worker(server: LocalServer, rank: int) -> dict[str, Any]:
     return next(w for w in cluster(server)["workers"] if w["rank"] == rank)
+
+
+def post(server: LocalServer, path: str, body: object) -> httpx.Response:
+    return _http.post(f"{server.url}{path}", json=body)
+
+
+def memory_names(pids: Iterable[int], prefix: str) -> set[str]:
+    """Our shared memory that these processes have open or mapped, and whose name begins so."""
+    names: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            names.update(str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir())
+            names.update(line.split()[5] for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/" in line)
+    found = {name.removeprefix("/memfd:everserve-").split()[0] for name in names if "memfd:everserve-" in name}
+    return {name for name in found if name.startswith(prefix)}
 
 
 def is_whole(server: LocalServer) -> bool:

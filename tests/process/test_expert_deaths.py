@@ -31,7 +31,9 @@ from everserve.runtime.messages import (
     WorkerSettings,
 )
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.worker.control import ControlEnd
 from everserve.worker.expert import ExpertLoop
+from everserve.worker.leaving import LeaveRequest
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
 
 DETECT_MS = 400.0
@@ -77,7 +79,9 @@ class ExpertProcess:
             warden = Warden(self.cell, DETECT_MS)
             warden.start()
             experts = RandomExperts(native.NativeOps(num_threads=1), EVERYTHING)
-            loop = ExpertLoop(_start(self.rank), experts, self.cell, warden, control, EventLog("expert", None))
+            lifeline, self.other_end = Channel.pair()
+            end, events = ControlEnd(control, Channel(lifeline)), EventLog("expert", None)
+            loop = ExpertLoop(_start(self.rank), experts, self.cell, warden, end, LeaveRequest(), events)
             control.send(Ready())
             loop.run()
             os._exit(0)
@@ -95,8 +99,8 @@ def _start(rank: Rank) -> StartWorker:
         max_num_batched_tokens=MAX_TOKENS,
         max_prefill_while_decoding=MAX_TOKENS,
         block_size=16,
-        kv_cache_bytes=None,
-        memory_utilization=0.5,
+        kv_cache_bytes=256 << 20,
+        kv_log="off",
         enable_prefix_caching=True,
         batch_invariant=False,
         num_threads=1,

@@ -1,6 +1,7 @@
 """Processes and signals: starting, stopping, dying, leaving nothing behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import pytest
@@ -92,43 +94,75 @@ def test_nobody_survives_the_supervisor(start_server):
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
-@pytest.mark.parametrize("victim", ["gateway", "orchestrator"])
-def test_a_death_that_cannot_be_survived_is_told(start_server, victim):
+def test_a_death_that_cannot_be_survived_is_told(start_server):
     """The truth: streams end, the server says why and exits, and nobody is left."""
     with start_server() as server:
         pids = children(server)
         streams: list[Stream] = []
-        try:
-            asyncio.run(during(streams, server, lambda: os.kill(pids[victim], signal.SIGKILL), max_tokens=4000))
-        except ConnectionError:
-            assert victim == "gateway"  # whose sockets are gone with it
-        wait_until(lambda: not is_alive(pids[victim]))
+        with contextlib.suppress(ConnectionError):  # the gateway's sockets are gone with it
+            asyncio.run(during(streams, server, lambda: os.kill(pids["gateway"], signal.SIGKILL), max_tokens=4000))
+        wait_until(lambda: not is_alive(pids["gateway"]))
         assert all(stream.finish_reason is None for stream in streams)
         assert server.process.wait(timeout=20) == 1
-        assert f"the {victim} died (signal SIGKILL)" in server.log_text()
+        assert "the gateway died (signal SIGKILL)" in server.log_text()
         assert not any(is_alive(pid) for pid in pids.values())
 
 
-@pytest.mark.parametrize("victim", ["gateway", "orchestrator"])
-def test_a_death_during_start_up_is_the_end_and_is_told(tmp_path, victim):
-    command = [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0", "--event-log", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        events: list[dict] = []
+def test_a_helper_that_dies_again_and_again_is_the_end(start_server):
+    """Something is wrong for good: better to say so than to go on as if."""
+    with start_server() as server:
 
-        def started() -> bool:
-            lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
-            events[:] = [json.loads(line) for line in lines]
-            return any(event["event"] == "process_started" and event["child"] == victim for event in events)
+        def orchestrator() -> int:
+            started = [e for e in server.events("supervisor") if e["event"] == "process_started"]
+            return next(event["child_pid"] for event in reversed(started) if event["child"] == "orchestrator")
 
-        wait_until(started)
-        pids = [event["child_pid"] for event in events if event["event"] == "process_started"]
-        os.kill(next(e["child_pid"] for e in events if e.get("child") == victim), signal.SIGKILL)
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert f"the {victim} died (signal SIGKILL)" in errors
-    started()
-    assert not any(event["event"] == "serving" for event in events)
-    assert not any(is_alive(pid) for pid in pids)
+        while server.process.poll() is None:
+            victim = orchestrator()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            wait_until(lambda victim=victim: orchestrator() != victim or server.process.poll() is not None)
+        assert server.process.wait() == 1
+        assert "the orchestrator died (signal SIGKILL)" in server.log_text()
+
+
+class Starting:
+    """A server from its very first event on."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        command = [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--event-log", str(directory)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def events(self, name: str) -> list[dict]:
+        lines = [line for path in self._directory.glob("*.jsonl") for line in path.read_text().splitlines()]
+        return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+    def kill(self, child: str) -> None:
+        wait_until(lambda: any(event["child"] == child for event in self.events("process_started")))
+        os.kill(next(e["child_pid"] for e in self.events("process_started") if e["child"] == child), signal.SIGKILL)
+
+
+def test_a_gateway_that_dies_during_start_up_is_the_end_and_is_told(tmp_path):
+    server = Starting(tmp_path)
+    server.kill("gateway")
+    _, errors = server.process.communicate(timeout=30)
+    assert server.process.returncode == 1
+    assert "the gateway died (signal SIGKILL)" in errors
+    assert not server.events("serving")
+    assert not any(is_alive(event["child_pid"]) for event in server.events("process_started"))
+
+
+@pytest.mark.parametrize("victim", ["orchestrator", "anchor", "zygote"])
+def test_a_helper_that_dies_during_start_up_is_replaced(tmp_path, victim):
+    server = Starting(tmp_path)
+    server.kill(victim)
+    wait_until(lambda: server.events("serving"), what="a server")
+    assert len([event for event in server.events("process_started") if event["child"] == victim]) == 2
+    server.process.terminate()
+    _, errors = server.process.communicate(timeout=30)
+    assert server.process.returncode == 0 and "Traceback" not in errors, errors
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])

@@ -14,7 +14,8 @@ from everserve.bench import analysis, failover_report, incident, overhead_report
 from everserve.bench.analysis import Verdict
 from everserve.bench.incident import Incident, Victim
 from everserve.bench.load import make_asks
-from everserve.bench.overhead_report import ALL_OFF, REFERENCE, Slice
+from everserve.bench.overhead_report import ALL_OFF, REFERENCE
+from everserve.bench.variants import Slice
 from everserve.errors import EverserveError
 
 
@@ -228,7 +229,7 @@ def make_round(fault: str = "expert", stall_s: float = 0.05, **changes) -> incid
         whole_s=100.6,
         stolen=0.01,
         warm_s=3.0,
-        told=None if fault == "restart" else Incident(0.001, 0.002, 32, 4, 0.5, 0),
+        told=None if fault == "restart" else Incident(0.001, 0.002, 32, 4, 2000, 1.0, 0.5, 0),
     )
     return dataclasses.replace(found, **changes)
 
@@ -317,7 +318,7 @@ def test_failover_tables(tmp_path, capsys):
 
 
 def test_failover_tables_without_a_baseline(tmp_path, capsys):
-    other = Incident(None, 0.002, 0, 4, 0.5, others_lost=1)
+    other = Incident(None, 0.002, 0, 4, 0, 0.0, 0.5, others_lost=1)
     rounds = [make_round("expert"), make_round("attention", gap_at_once_ms=None, num_lost=3, incident=other)]
     result = make_result() | failover_report.summarize(rounds)
     failover_report.show(result, tmp_path / "failover.json", plot=tmp_path / "failover.png")

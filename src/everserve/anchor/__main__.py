@@ -1,9 +1,11 @@
 """`python -m everserve.anchor`: started by the supervisor, never by hand.
 
-Allocate -> memory -> Allocated + its descriptor, until the orchestrator and the supervisor are gone
+Allocate -> memory -> Allocated + its descriptor, until the supervisor is gone. Orchestrators come and go: a new one
+says first what exists (Adopt), so whatever the one before had asked for and never handed out is let go.
 """
 
 import argparse
+import os
 import selectors
 import socket
 import sys
@@ -11,51 +13,88 @@ import sys
 from everserve.anchor.memory import OwnedMemory
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.messages import Allocate, Allocated, AnyMessage, Ready, Release, Shutdown
+from everserve.runtime.messages import (
+    Adopt,
+    Allocate,
+    Allocated,
+    AnyMessage,
+    OrchestratorAttached,
+    Ready,
+    Release,
+    Shutdown,
+)
 
 
 class Anchor:
     """Owns memory; does what the orchestrator says."""
 
-    def __init__(self, supervisor: Channel, orchestrator: Channel) -> None:
+    def __init__(self, supervisor: Channel) -> None:
         self._supervisor = supervisor
-        self._orchestrator = orchestrator
+        self._orchestrator: Channel | None = None
         self._memory = OwnedMemory()
         self._is_over = False
+        self._selector = selectors.DefaultSelector()
 
     def run(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            for channel in (self._supervisor, self._orchestrator):
-                selector.register(channel, selectors.EVENT_READ, channel)
-            self._supervisor.send(Ready())
-            while not self._is_over:
-                for key, _ in selector.select(None if not self._orchestrator.wants_write else 0.01):
-                    for message in key.data.receive_all():
-                        self._handle(message)
+        self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
+        self._supervisor.send(Ready())
+        while not self._is_over:
+            is_behind = self._orchestrator is not None and self._orchestrator.wants_write
+            for key, _ in self._selector.select(0.01 if is_behind else None):
+                key.data()
+            if self._orchestrator is not None:
                 self._orchestrator.flush()
 
-    def _handle(self, message: AnyMessage) -> None:
+    def _read_supervisor(self) -> None:
+        for message in self._supervisor.receive_all():
+            if isinstance(message, OrchestratorAttached):
+                self._attach(Channel.of_fd(self._supervisor.take_fd()))
+            elif isinstance(message, Shutdown):
+                self._is_over = True
+
+    def _attach(self, orchestrator: Channel) -> None:
+        self._detach()
+        self._memory.release_all()
+        self._orchestrator = orchestrator
+        self._selector.register(orchestrator, selectors.EVENT_READ, self._read_orchestrator)
+
+    def _detach(self) -> None:
+        """Without an orchestrator everything is kept as it is."""
+        if self._orchestrator is not None:
+            self._selector.unregister(self._orchestrator)
+            self._orchestrator.close()
+            self._orchestrator = None
+
+    def _read_orchestrator(self) -> None:
+        if self._orchestrator is None:
+            return
+        try:
+            for message in self._orchestrator.receive_all():
+                self._handle(message, self._orchestrator)
+        except ChannelClosed:
+            self._detach()
+
+    def _handle(self, message: AnyMessage, orchestrator: Channel) -> None:
         if isinstance(message, Allocate):
             fd = self._memory.allocate(message.name, message.num_bytes)
-            self._orchestrator.send(Allocated(name=message.name), fds=[fd])
+            orchestrator.send(Allocated(name=message.name), fds=[fd])
+        elif isinstance(message, Adopt):
+            fd = orchestrator.take_fd()
+            self._memory.adopt(message.name, fd)
+            os.close(fd)
         elif isinstance(message, Release):
             self._memory.release(message.name)
-        elif isinstance(message, Shutdown):
-            self._is_over = True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--supervisor-pid", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--orchestrator-fd", type=int, required=True)
     args = parser.parse_args()
     process.die_with(args.supervisor_pid)
     process.set_name("es-anchor")
-    supervisor = Channel(socket.socket(fileno=args.control_fd))
-    orchestrator = Channel(socket.socket(fileno=args.orchestrator_fd))
     try:
-        Anchor(supervisor, orchestrator).run()
+        Anchor(Channel(socket.socket(fileno=args.control_fd))).run()
     except ChannelClosed:
         return 0  # nobody is left to own memory for
     return 0

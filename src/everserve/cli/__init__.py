@@ -3,7 +3,9 @@
 serve.py    serve a model
 demo.py     the story in one terminal
 status.py   who is here, and is the instance valid
-kill.py     send a signal to a worker
+kill.py     send a signal to a process
+drain.py    have workers leave in order, and be replaced
+chaos.py    the stream checker (the checker itself is in everserve.chaos)
 bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
 version.py  print the version
 """
@@ -26,9 +28,9 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
-    from everserve.cli import bench, demo, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
+    from everserve.cli import bench, chaos, demo, drain, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
 
-    del bench, demo, kill, serve, status, version
+    del bench, chaos, demo, drain, kill, serve, status, version
     try:
         app()
     except UserError as error:

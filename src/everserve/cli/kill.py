@@ -1,4 +1,4 @@
-"""`everserve kill RANK`: send a signal to a worker, to see that clients do not notice."""
+"""`everserve kill RANK`: send a signal to a worker, or to another process, to see that clients do not notice."""
 
 from typing import Annotated
 
@@ -13,16 +13,22 @@ _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
 
 @app.command()
 def kill(
-    rank: Annotated[int, typer.Argument(help="The worker's seat; see `everserve status`.", min=0)],
+    target: Annotated[
+        str, typer.Argument(metavar="RANK", help="A worker's seat, or orchestrator, anchor, zygote: see `status`.")
+    ],
     signal: Annotated[str, typer.Option(help="KILL, STOP, CONT or TERM.")] = "KILL",
     url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
 ) -> None:
-    """Inject a fault: send a signal to the worker in a seat. The server must run with --enable-chaos."""
+    """Inject a fault: send a signal to a process. The server must run with --enable-chaos."""
     name = signal.upper().removeprefix("SIG")
     if name not in _SIGNALS:
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
-    sent = ask("POST", f"{url}/cluster/fault", api_key, {"rank": rank, "signal": name})
-    typer.echo(f"sent SIG{name} to rank {rank} (incarnation {sent['incarnation']}, pid {sent['pid']})")
+    if target.isdigit():
+        sent = ask("POST", f"{url}/cluster/fault", api_key, {"rank": int(target), "signal": name})
+        typer.echo(f"sent SIG{name} to rank {target} (incarnation {sent['incarnation']}, pid {sent['pid']})")
+    else:
+        sent = ask("POST", f"{url}/cluster/fault", api_key, {"process": target, "signal": name})
+        typer.echo(f"sent SIG{name} to the {target} (pid {sent['pid']})")

@@ -1,5 +1,6 @@
 """`everserve serve MODEL`: a whole instance under a supervisor, in the foreground."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,8 @@ from everserve.tables.ids import Rank
 
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
+_KV_LOGS = ("mirror", "anchor", "off")
+_CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -95,6 +98,13 @@ def serve(
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Size of the KV cache; overrides --gpu-memory-utilization.", min=1)
     ] = None,
+    kv_log: Annotated[
+        str,
+        typer.Option(
+            help="Where KV outlives its worker. mirror: a copy; anchor: the cache itself is memory that survives;"
+            " off: nowhere, streams of a dead worker are computed again."
+        ),
+    ] = "mirror",
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prefixes.")] = True,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="A row's numbers never depend on the rest of the batch.")
@@ -112,10 +122,17 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get to finish on SIGINT or SIGTERM.", min=0)
     ] = 30.0,
+    resume_window: Annotated[
+        float,
+        typer.Option(help="Seconds for which a stream with an X-Request-Id waits for a client that broke off.", min=0),
+    ] = 60.0,
     enable_chaos: Annotated[bool, typer.Option("--enable-chaos", help="Allow fault injection over HTTP.")] = False,
     fixed_routes: Annotated[
         bool, typer.Option("--fixed-routes", hidden=True, help="To measure what routes cost; no death is survived.")
     ] = False,
+    pause_checkpoint_every: Annotated[
+        int, typer.Option(hidden=True, min=0, help="To measure it: stop every N steps and copy all KV.")
+    ] = 0,
     event_log: Annotated[Path | None, typer.Option(help="Directory for typed events, a file per process.")] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
@@ -123,6 +140,8 @@ def serve(
         raise ConfigError(f"--detect-ms {detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
+    if kv_log not in _KV_LOGS:
+        raise ConfigError(f"--kv-log {kv_log}: choose one of {', '.join(_KV_LOGS)}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"--block-size {block_size}: choose 16, 32, 64 or 128")
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
@@ -137,6 +156,9 @@ def serve(
         lane.load()
     except BuildError as error:
         raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
+    if kv_cache_memory_bytes is None:
+        share = gpu_memory_utilization or _CPU_MEMORY_SHARE
+        kv_cache_memory_bytes = _kv_cache_bytes(share, attention_workers, has_mirror=kv_log == "mirror")
     listen = listen_on(host, port)
     supervisor = Supervisor(
         listen,
@@ -151,6 +173,7 @@ def serve(
             max_logprobs=max_logprobs,
             chat_template=_read(chat_template),
             event_log=_text(event_log),
+            resume_window_s=resume_window,
         ),
         StartOrchestrator(
             model=str(directory),
@@ -167,12 +190,13 @@ def serve(
                 max_prefill_while_decoding=max_prefill_while_decoding,
                 block_size=block_size,
                 kv_cache_bytes=kv_cache_memory_bytes,
-                memory_utilization=gpu_memory_utilization or 0.25,
+                kv_log=kv_log,
                 enable_prefix_caching=enable_prefix_caching,
                 batch_invariant=batch_invariant,
                 num_threads=threads,
                 fixed_routes=_fixed_routes(model_config, attention_workers, expert_workers) if fixed_routes else (0, 0),
                 event_log=_text(event_log),
+                pause_checkpoint_every=pause_checkpoint_every,
             ),
             event_log=_text(event_log),
         ),
@@ -189,6 +213,12 @@ def _check_experts(model: ModelConfig, num_attention: int, num_expert: int, shad
         raise ConfigError("--expert-workers: this model has no experts; leave the flag out")
     ranks = [Rank(num_attention + i) for i in range(num_expert)]
     place_experts(model.num_experts, model.moe_layers, ranks, shadow_experts)
+
+
+def _kv_cache_bytes(share: float, num_attention: int, has_mirror: bool) -> int:
+    """What is free now, shared by the attention workers; a mirror costs as much again."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return int(free * share / num_attention / (2 if has_mirror else 1))
 
 
 def _fixed_routes(model: ModelConfig, num_attention: int, num_expert: int) -> tuple[int, int]:

@@ -9,6 +9,8 @@ design.py       what an instance begins with: seats, placement, settings
 host.py         the process around the machine: messages become events, effects become messages
 detector.py     life words and pulses become events
 workers.py      the ends of all workers: channels, cells, and the lanes between them
+logs.py         whose KV logs exist, and who keeps them
+recovery.py     a new orchestrator, before it decides anything
 memory.py       asking the anchor for memory
 gateway_end.py  what the gateway is told
 """

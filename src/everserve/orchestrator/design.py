@@ -1,13 +1,11 @@
 """What an instance begins with, and keeps for good: its seats, where experts live, what all workers have in common."""
 
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from everserve.datapath.lane import LaneShape
+from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
 from everserve.orchestrator.seats import SeatSpec
 from everserve.plan.placement import place_experts, survivable_deaths
@@ -27,6 +25,7 @@ class Design:
     placement: Placement | None
     settings: WorkerSettings
     lane_bytes: int
+    log_bytes: int  # 0: no logs
 
     @classmethod
     def of(cls, start: StartOrchestrator) -> "Design":
@@ -41,8 +40,11 @@ class Design:
         attention = [SeatSpec(rank=Rank(i), roles=roles, slots=slots) for i in range(start.num_attention)]
         experts = [SeatSpec(rank=rank, roles=(Role.EXPERT,)) for rank in expert_ranks]
         shape = LaneShape.of(model, start.worker.max_num_batched_tokens)
-        settings = _with_kv_size(start.worker, start.num_attention)
-        return cls((*attention, *experts), placement, settings, shape.lane_bytes())
+        log_bytes = KvSizes.of(model, start.worker).log.num_bytes if start.worker.kv_log != "off" else 0
+        return cls((*attention, *experts), placement, start.worker, shape.lane_bytes(), log_bytes)
+
+    def roles_of(self, rank: Rank) -> tuple[Role, ...]:
+        return next(seat.roles for seat in self.seats if seat.rank == rank)
 
     def slots_of(self, rank: Rank) -> SeatSlots | None:
         """The expert slots of this seat; None where the placement does not name it."""
@@ -66,13 +68,3 @@ def describe(placement: Placement) -> PlacementMade:
         shadow_per_worker=num_shadow,
         survivable_deaths=deaths,
     )
-
-
-def _with_kv_size(settings: WorkerSettings, num_attention: int) -> WorkerSettings:
-    """What is free now, shared by the attention workers. Decided once: a replacement must have room for the streams of
-    whom it replaces."""
-    if settings.kv_cache_bytes is not None:
-        return settings
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    share = int(free * settings.memory_utilization / num_attention)
-    return msgspec.structs.replace(settings, kv_cache_bytes=share)

@@ -31,10 +31,10 @@ class Detector:
         return self._event_fd
 
     def watch(self, end: WorkerEnd) -> None:
-        """A new incarnation takes the place of the old one, whose ending is known by then."""
-        if not self._is_on:
-            return
+        """A new incarnation takes the place of the old one, whose ending is known by then; an old one never does."""
         old = self._watched.get(end.rank)
+        if not self._is_on or (old is not None and old.incarnation > end.incarnation):
+            return
         if old is not None:
             self.unwatch(old)
         self._watched[end.rank] = end

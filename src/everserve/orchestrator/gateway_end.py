@@ -55,9 +55,9 @@ class GatewayEnd:
         self._num_stale += num
         self._has_news = True
 
-    def flush(self, tables: Publish) -> None:
-        """What the kernel did not take, and counters that have waited long enough."""
-        if self._has_news and time.monotonic() - self._told_s > _RESEND_S:
+    def flush(self, tables: Publish | None) -> None:
+        """What the kernel did not take, and counters that have waited long enough (None: there are no tables yet)."""
+        if tables is not None and self._has_news and time.monotonic() - self._told_s > _RESEND_S:
             self.tell_cluster(tables)
         if self.channel is not None:
             self.channel.flush()

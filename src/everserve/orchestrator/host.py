@@ -4,6 +4,9 @@
 
 It decides nothing. Everything that can be decided is in machine.py; everything that is slow or remote is asked for here
 and comes back as another event.
+
+If there was an orchestrator before, everything begins with a recovery: the supervisor introduces the workers that
+exist, they report what they know, and only then does the machine resume. Events wait until then.
 """
 
 import logging
@@ -18,8 +21,10 @@ from everserve.orchestrator import effects, events
 from everserve.orchestrator.design import Design, describe
 from everserve.orchestrator.detector import Detector
 from everserve.orchestrator.gateway_end import GatewayEnd
+from everserve.orchestrator.logs import Logs, log_name
 from everserve.orchestrator.machine import Machine, Policy
 from everserve.orchestrator.memory import Memory
+from everserve.orchestrator.recovery import Recovery
 from everserve.orchestrator.workers import Seat, WorkerEnd, WorkerEnds, cell_name
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
@@ -27,23 +32,34 @@ from everserve.runtime.events import (
     EventLog,
     FaultDetected,
     FaultInjectedEvent,
+    OrchestratorRecovered,
     StaleDropped,
     WorkerBackedOff,
+    WorkerLeaving,
+    WorkerLeft,
     WorkerProvisioned,
 )
-from everserve.runtime.liveness import CELL_BYTES, Cell
+from everserve.runtime.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
+    DrainAnswered,
+    DrainWorker,
     EventHappened,
     ExpertReport,
     Failed,
     FaultInjected,
     Fenced,
+    GatewayReport,
     Hello,
     InjectFault,
+    Leave,
+    Leaving,
+    LogKept,
+    LogSettled,
     Provision,
     Ready,
+    Report,
     RoutesChanged,
     Shutdown,
     Signalled,
@@ -54,7 +70,9 @@ from everserve.runtime.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.runtime.provisioner import take_memory
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.members import WorkerState
 
 log = logging.getLogger(__name__)
 
@@ -75,13 +93,16 @@ class Host:
         self._faults: dict[str, WorkerEnd] = {}  # injected and not confirmed yet
         self._undecided: deque[events.AnyEvent] = deque()
         self._is_deciding = False
+        self._recovery = Recovery(start.found, time.monotonic()) if start.found is not None else None
+        self._logs_needed: list[LogId] | None = None  # by the gateway, when it met us
 
         self._design = Design.of(start)
         self._ends = WorkerEnds(self._memory, self._design.lane_bytes, on_lanes=self._maybe_ready)
+        self._logs = Logs(self._memory, self._ends, supervisor)
         self._detector = Detector(start.detect_ms)
         policy = Policy(detect_s=(start.detect_ms or _NO_DETECTION_MS) / 1e3)
         self._machine = Machine(self._design.seats, self._design.placement, policy)
-        if self._design.placement is not None:
+        if self._design.placement is not None and self._recovery is None:
             self._log.append(describe(self._design.placement))
 
     def run(self) -> None:
@@ -90,26 +111,57 @@ class Host:
         assert self._gateway.channel is not None
         self._register(self._gateway.channel, self._read_gateway)
         self._selector.register(self._detector, selectors.EVENT_READ, self._read_detector)
-        self._carry_out(self._machine.start(time.monotonic()))
+        if self._recovery is None:
+            self._carry_out(self._machine.start(time.monotonic()))
         self._read_supervisor()  # what came together with the first message
         while not self._is_over:
             for key, _ in self._selector.select(self._timeout_s()):
                 key.data()
-            deadline = self._machine.next_deadline()
-            if deadline is not None and time.monotonic() >= deadline:
+            if self._recovery is not None and self._recovery.is_over(time.monotonic()):
+                self._resume(self._recovery)
+            deadline = self._next_deadline()
+            if deadline is not None and time.monotonic() >= deadline and self._recovery is None:
                 self._decide(events.Tick())
             self._flush()
+
+    def _resume(self, recovery: Recovery) -> None:
+        """All that can be known is known: decide from here on."""
+        self._recovery = None
+        found = recovery.found(self._ends)
+        self._carry_out(self._machine.resume(time.monotonic(), found, recovery.epoch, self._start.is_serving))
+        for end in self._ends:
+            self._ends.dismiss_unknown_peers(end)
+            if end.report is None and not end.is_lost:  # it may still load: is there a pulse?
+                self._decide(self._detector.probe(end)(end.rank, end.incarnation))
+        self._let_go_of_logs()
+        self._decide(events.Tick())  # and whatever has happened in the meantime
+        took_s = time.monotonic() - recovery.began_s
+        log.warning("a new orchestrator: epoch %d, rebuilt in %.2f s", self._machine.epoch, took_s)
+        self._log.append(
+            OrchestratorRecovered(
+                process="orchestrator",
+                epoch=self._machine.epoch,
+                num_reports=sum(process.has_reported for process in found),
+                num_missing=recovery.num_missing,
+                took_s=took_s,
+            )
+        )
 
     # -- events in -------------------------------------------------------------------------------
 
     def _read_supervisor(self) -> None:
         for message in self._supervisor.receive_all():
             if isinstance(message, AnchorAttached):
+                self._drop_anchor()  # we may hear of the new one before the end of the old one
                 anchor = Channel.of_fd(self._supervisor.take_fd())
                 self._register(anchor, self._read_anchor)
                 self._memory.attach(anchor)
             elif isinstance(message, WorkerStarted):
-                self._on_started(message, self._supervisor.take_fd())
+                self._on_started(message)
+            elif isinstance(message, LogKept):
+                seat = (message.rank, message.incarnation)
+                self._logs.add(seat, self._supervisor.take_fd())
+                self._logs.lose(seat)
             elif isinstance(message, WorkerExited):
                 self._on_exited(message)
             elif isinstance(message, Signalled):
@@ -124,11 +176,32 @@ class Host:
         assert channel is not None
         try:
             for message in channel.receive_all():
-                if isinstance(message, InjectFault):
-                    self._inject(message)
+                self._on_gateway_message(message)
         except ChannelClosed:
             self._selector.unregister(channel)
             self._gateway.channel = None
+
+    def _on_gateway_message(self, message: AnyMessage) -> None:
+        if isinstance(message, InjectFault):
+            self._inject(message)
+        elif isinstance(message, DrainWorker):
+            self._drain(message)
+        elif isinstance(message, LogSettled):
+            self._logs.settle((message.rank, message.incarnation))
+        elif isinstance(message, GatewayReport):
+            self._logs_needed = message.logs
+            if self._recovery is not None:
+                self._recovery.heard_gateway(message.epoch, message.lost)
+            else:
+                self._decide(events.EpochReported(message.epoch))
+                self._let_go_of_logs()
+        else:
+            raise AssertionError(f"the gateway does not send {type(message).__name__} to the orchestrator")
+
+    def _let_go_of_logs(self) -> None:
+        """What the gateway may have told the orchestrator before us, it does not tell again."""
+        if self._logs_needed is not None:
+            self._logs.settle_lost_but(self._logs_needed)
 
     def _read_anchor(self) -> None:
         if self._memory.anchor is None:
@@ -136,6 +209,10 @@ class Host:
         try:
             self._memory.read()
         except ChannelClosed:
+            self._drop_anchor()
+
+    def _drop_anchor(self) -> None:
+        if self._memory.anchor is not None:
             self._selector.unregister(self._memory.anchor)
             self._memory.detach()
 
@@ -157,13 +234,15 @@ class Host:
         if isinstance(message, EventHappened):
             self._gateway.tell(message.event)
         elif isinstance(message, Hello):
-            if not end.is_lost:
-                self._detector.watch(end)
-                self._ends.connect(end)
-            self._decide(events.SaidHello(end.rank, end.incarnation))
+            self._connect(end)
+        elif isinstance(message, Report):
+            self._on_report(end, message)
         elif isinstance(message, Ready):
             end.has_said_ready = True
             self._maybe_ready(end)
+        elif isinstance(message, Leaving):
+            self._log.append(WorkerLeaving(process="orchestrator", rank=end.rank, incarnation=end.incarnation))
+            self._decide(events.SaidLeaving(end.rank, end.incarnation))
         elif isinstance(message, Failed):
             self._decide(events.SaidFailed(end.rank, end.incarnation, message.reason, message.user_error))
         elif isinstance(message, Suspected):
@@ -172,6 +251,31 @@ class Host:
             self._gateway.count_expert(end.rank, message.stats)
         else:
             raise AssertionError(f"a worker does not send {type(message).__name__} to the orchestrator")
+
+    def _connect(self, end: WorkerEnd) -> None:
+        """It lives, and hears us."""
+        if not end.is_lost:
+            self._detector.watch(end)
+            self._ends.connect(end)
+            self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
+        self._decide(events.SaidHello(end.rank, end.incarnation))
+
+    def _on_report(self, end: WorkerEnd, report: Report) -> None:
+        """A worker that was there before us."""
+        end.report = report
+        self._connect(end)
+        end.has_said_ready = report.is_ready
+        self._maybe_ready(end)
+        if self._recovery is not None:
+            self._recovery.heard(end.seat, report.epoch)
+            return
+        self._decide(events.EpochReported(report.epoch))
+        self._ends.dismiss_unknown_peers(end)
+        if report.is_leaving:
+            self._decide(events.SaidLeaving(end.rank, end.incarnation))
+        routes = self._machine.routes
+        if routes is not None and Role.ATTENTION in end.roles:
+            end.send(RoutesChanged(routes=routes))
 
     def _count_stale(self, message: AnyMessage) -> None:
         """A worker that was declared gone is still there. Its events are news all the same; nothing else of it counts,
@@ -190,16 +294,36 @@ class Host:
         if end is not None:
             self._read_worker(end)
 
-    def _on_started(self, message: WorkerStarted, control_fd: int) -> None:
-        end = self._ends.get(message.rank, message.incarnation)
-        assert end is not None, "a worker that nobody asked for"
-        end.control = Channel.of_fd(control_fd)
-        end.pid = message.pid
-        self._register(end.control, lambda: self._read_worker(end))
-        self._decide(events.Started(message.rank, message.incarnation, message.pid))
+    def _on_started(self, message: WorkerStarted) -> None:
+        """A new process; or, while we recover, one that we are introduced to."""
+        start, channel = message.start, Channel.of_fd(self._supervisor.take_fd())
+        cell_fd, *log_fd = take_memory(self._supervisor, start)
+        seat = (start.rank, start.incarnation)
+        cell_fd = self._memory.hold(cell_name(seat), cell_fd)
+        end = WorkerEnd(start.rank, start.incarnation, start.roles, message.pid, cell_fd, Cell(cell_fd), channel)
+        end.is_lost = self._is_lost(seat)
+        self._ends.add(end)
+        for fd in log_fd:
+            self._logs.add(seat, fd)
+            if end.is_lost:
+                self._logs.lose(seat)
+        self._register(channel, lambda: self._read_worker(end))
+        if self._recovery is not None:
+            end.cell.ring_control()  # it may be in the middle of something: look at your lifeline
+            self._detector.watch(end)
+        self._decide(events.Started(start.rank, start.incarnation, message.pid))
+
+    def _is_lost(self, seat: Seat) -> bool:
+        """Whether it was given up before it came to be. While we recover nobody is."""
+        if self._recovery is not None:
+            return False
+        worker = next(worker for worker in self._machine.members.workers if worker.rank == seat[0])
+        return worker.incarnation != seat[1] or worker.state is WorkerState.GONE
 
     def _on_exited(self, message: WorkerExited) -> None:
         self._read_last_words(message.rank, message.incarnation)
+        if self._recovery is not None:
+            self._recovery.ended((message.rank, message.incarnation))
         self._decide(events.Exited(message.rank, message.incarnation, message.exit_status))
         end = self._ends.get(message.rank, message.incarnation)
         if end is None:
@@ -220,7 +344,7 @@ class Host:
     def _decide(self, event: events.AnyEvent) -> None:
         """One event after the other: what an effect leads to is decided when all effects before it are done."""
         self._undecided.append(event)
-        if self._is_deciding:
+        if self._is_deciding or self._recovery is not None:
             return
         self._is_deciding = True
         while self._undecided:
@@ -234,7 +358,11 @@ class Host:
     def _run(self, effect: effects.AnyEffect, reason: str) -> None:
         if isinstance(effect, effects.Provision):
             seat = (effect.rank, effect.incarnation)
-            self._memory.allocate(cell_name(seat), CELL_BYTES, lambda fd: self._provision(seat, fd))
+            self._memory.allocate(cell_name(seat), CELL_BYTES, lambda fd: self._find_log(seat, fd))
+        elif isinstance(effect, effects.AskToLeave):
+            end = self._ends.get(effect.rank, effect.incarnation)
+            if end is not None:
+                end.send(Leave())
         elif isinstance(effect, effects.Publish):
             self._publish(effect, reason)
         elif isinstance(effect, effects.Lost):
@@ -274,7 +402,10 @@ class Host:
         self._gateway.tell_cluster(effect)
 
     def _lose(self, effect: effects.Lost) -> None:
-        if not effect.is_expected:
+        seat = (effect.rank, effect.incarnation)
+        if effect.cause == "left":
+            self._log.append(WorkerLeft(process="orchestrator", rank=effect.rank, incarnation=effect.incarnation))
+        elif not effect.is_expected:
             log.warning("worker %d is gone: %s", effect.rank, effect.reason)
             self._log.append(
                 FaultDetected(
@@ -287,12 +418,15 @@ class Host:
                 )
             )
         self._gateway.tell_lost(effect)
-        end = self._ends.get(effect.rank, effect.incarnation)
-        if end is None:
-            self._memory.release(cell_name((effect.rank, effect.incarnation)))  # it never came to be
-        else:
+        end = self._ends.get(*seat)
+        if end is not None:
             self._ends.part(end)
             end.send(Fenced(reason=effect.reason))
+        if self._logs.has(seat):
+            self._logs.lose(seat)
+        elif end is None:  # its memory is still being allocated, or its process is just being born
+            for name in (cell_name(seat), log_name(seat)):
+                self._memory.release(name)
 
     def _give_up(self, effect: effects.GiveUp) -> None:
         self._supervisor.send(Failed(reason=effect.reason, user_error=effect.user_error))
@@ -306,12 +440,35 @@ class Host:
 
     # -- starting workers ------------------------------------------------------------------------
 
-    def _provision(self, seat: Seat, cell_fd: int) -> None:
-        """The new worker's cell is there: have it started."""
+    def _find_log(self, seat: Seat, cell_fd: int) -> None:
+        """The new worker's cell is there. An attention worker has a log too: new memory, or its predecessor's."""
+        self._memory.hold(cell_name(seat), os.dup(cell_fd))
+        if Role.ATTENTION not in self._design.roles_of(seat[0]) or not self._design.log_bytes:
+            self._provision(seat)
+        elif (inherited := self._inherited_log(seat[0])) is not None:
+            self._hold_log(seat, inherited)
+        else:
+            self._memory.allocate(log_name(seat), self._design.log_bytes, lambda fd: self._hold_log(seat, fd))
+
+    def _hold_log(self, seat: Seat, fd: int) -> None:
+        self._memory.hold(log_name(seat), os.dup(fd))
+        self._provision(seat)
+
+    def _inherited_log(self, rank: Rank) -> int | None:
+        """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if nobody can write to it any more."""
+        log_id = self._logs.last_of(rank)
+        if self._design.settings.kv_log != "anchor" or log_id is None:
+            return None
+        end = self._ends.get(*log_id)
+        is_dead = end is None or end.cell.is_dead(ORCHESTRATOR_WORD)
+        fd = self._logs.descriptor(log_id)
+        return fd if is_dead else None
+
+    def _provision(self, seat: Seat) -> None:
+        """The new worker's memory is there: have it started."""
         start, (rank, incarnation) = self._start, seat
-        roles = next(worker.roles for worker in self._machine.members.workers if worker.rank == rank)
-        own_fd = os.dup(cell_fd)
-        self._ends.add(WorkerEnd(rank, incarnation, roles, own_fd, Cell(own_fd)))
+        roles = self._design.roles_of(rank)
+        memory = [fd for name in (cell_name(seat), log_name(seat)) if (fd := self._memory.held(name)) is not None]
         worker = StartWorker(
             rank=rank,
             incarnation=incarnation,
@@ -320,9 +477,21 @@ class Host:
             num_workers=start.num_attention + start.num_expert,
             slots=self._design.slots_of(rank),
             detect_ms=start.detect_ms,
+            has_log=len(memory) > 1,
         )
-        self._supervisor.send(Provision(start=worker), fds=[cell_fd])
+        self._supervisor.send(Provision(start=worker), fds=memory)
         self._log.append(WorkerProvisioned(process="orchestrator", rank=rank, incarnation=incarnation, roles=roles))
+
+    def _drain(self, message: DrainWorker) -> None:
+        """An operator wants a worker to leave."""
+        if self._recovery is not None:
+            reason, asked = "the orchestrator has just been restarted; try again", []
+        else:
+            decision = self._machine.handle(events.DrainAsked(message.rank), time.monotonic())
+            self._carry_out(decision)
+            reason, asked = decision.reason, [e for e in decision.effects if isinstance(e, effects.AskToLeave)]
+        incarnation = asked[0].incarnation if asked else Incarnation(0)
+        self._gateway.send(DrainAnswered(id=message.id, incarnation=incarnation, reason=reason))
 
     # -- signals ---------------------------------------------------------------------------------
 
@@ -351,7 +520,9 @@ class Host:
         self._supervisor.send(SignalWorker(rank=rank, incarnation=incarnation, signal=signum, id=id))
 
     def _on_signalled(self, message: Signalled) -> None:
-        end = self._faults.pop(message.id)
+        end = self._faults.pop(message.id, None)
+        if end is None:
+            return  # asked by the orchestrator before us
         self._gateway.send(
             FaultInjected(id=message.id, pid=message.pid, incarnation=end.incarnation, reason=message.reason)
         )
@@ -362,7 +533,7 @@ class Host:
         self._selector.register(channel, selectors.EVENT_READ, read)
 
     def _flush(self) -> None:
-        self._gateway.flush(self._machine.tables())
+        self._gateway.flush(self._machine.tables() if self._recovery is None else None)
         for channel in (self._supervisor, self._memory.anchor):
             if channel is not None:
                 channel.flush()
@@ -370,5 +541,8 @@ class Host:
             end.flush()
 
     def _timeout_s(self) -> float:
-        deadline = self._machine.next_deadline()
+        deadline = self._next_deadline()
         return 0.5 if deadline is None else min(0.5, max(0.0, deadline - time.monotonic()))
+
+    def _next_deadline(self) -> float | None:
+        return self._recovery.deadline if self._recovery is not None else self._machine.next_deadline()

@@ -1,11 +1,14 @@
-"""Asking the anchor for memory. The anchor may die in between: its successor is asked again."""
+"""Asking the anchor for memory. The anchor may die in between: its successor is asked again, and is given what exists.
+
+What must outlive the anchor (cells and logs; lanes are mapped by both ends and need nobody) is *held* here too.
+"""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from everserve.runtime.channel import Channel
-from everserve.runtime.messages import Allocate, Allocated, Release
+from everserve.runtime.messages import Adopt, Allocate, Allocated, Release
 
 Then = Callable[[int], None]  # gets the descriptor, which is closed afterwards
 
@@ -17,15 +20,18 @@ class _Wish:
 
 
 class Memory:
-    """What is asked of the anchor and not there yet."""
+    """What is asked of the anchor and not there yet, and what is held."""
 
     def __init__(self) -> None:
         self.anchor: Channel | None = None
         self._wishes: dict[str, _Wish] = {}
+        self._held: dict[str, int] = {}
 
     def attach(self, anchor: Channel) -> None:
-        """A (new) anchor: what is mapped stays mapped, what is owed is asked for again."""
+        """A (new) anchor: what exists is its own from now on, what is owed is asked for again."""
         self.anchor = anchor
+        for name, fd in self._held.items():
+            anchor.send(Adopt(name=name), fds=[fd])
         for name, wish in self._wishes.items():
             anchor.send(Allocate(name=name, num_bytes=wish.num_bytes))
 
@@ -41,8 +47,26 @@ class Memory:
         if self.anchor is not None:
             self.anchor.send(Allocate(name=name, num_bytes=num_bytes))
 
+    def hold(self, name: str, fd: int) -> int:
+        """Memory that exists, under this name until it is released. The descriptor is ours from now on; returns the one
+        that is held (there may be one already)."""
+        if name in self._held:
+            os.close(fd)
+            return self._held[name]
+        self._held[name] = fd
+        if self.anchor is not None:
+            self.anchor.send(Adopt(name=name), fds=[fd])
+        return fd
+
+    def held(self, name: str) -> int | None:
+        """The descriptor; None if it is not held."""
+        return self._held.get(name)
+
     def release(self, name: str) -> None:
         self._wishes.pop(name, None)
+        fd = self._held.pop(name, None)
+        if fd is not None:
+            os.close(fd)
         if self.anchor is not None:
             self.anchor.send(Release(name=name))
 

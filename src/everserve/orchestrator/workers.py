@@ -2,19 +2,20 @@
 
 A worker's life here:
 
-    expected (its cell is there) -> started (its process exists) -> connected (it said hello; lanes are being allocated)
+    started (its process exists) -> connected (it said hello; lanes are being allocated)
         -> ready (it said so and has all its lanes) -> ... -> lost (fenced, until its process is gone) -> forgotten
+
+One that was there before this orchestrator *reports* instead of saying hello, and may have lanes already.
 """
 
 import functools
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel
 from everserve.runtime.liveness import Cell
-from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft
+from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft, Report
 from everserve.tables.ids import Incarnation, Rank, Role
 
 Seat = tuple[Rank, Incarnation]
@@ -27,10 +28,11 @@ class WorkerEnd:
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
-    cell_fd: int
+    pid: int
+    cell_fd: int  # held by `Memory`
     cell: Cell
-    control: Channel | None = None  # None until the process exists, and after its end was read
-    pid: int = 0
+    control: Channel | None  # None after its end was read
+    report: Report | None = None
     has_said_hello: bool = False
     waits_for: set[str] = field(default_factory=set)  # lanes that are still being allocated
     has_said_ready: bool = False
@@ -59,7 +61,6 @@ class WorkerEnd:
 
     def close(self) -> None:
         self.cell.close()
-        os.close(self.cell_fd)
         if self.control is not None:
             self.control.close()
             self.control = None
@@ -93,15 +94,23 @@ class WorkerEnds:
         self._ends[end.seat] = end
 
     def connect(self, end: WorkerEnd) -> None:
-        """It lives: ask for a lane to every peer of the other role that does."""
+        """It lives: ask for a lane to every peer of the other role that does, where there is none yet."""
         end.has_said_hello = True
         for other in self:
             pair = _pair(end, other)
             if pair is not None and other.is_connected:
                 name = lane_name(pair[0].seat, pair[1].seat)
                 self._lanes[name] = pair
-                end.waits_for.add(name)
-                self._memory.allocate(name, self._lane_bytes, functools.partial(self._hand_out, name, end))
+                if not _have_a_lane(end, other):
+                    end.waits_for.add(name)
+                    self._memory.allocate(name, self._lane_bytes, functools.partial(self._hand_out, name, end))
+
+    def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
+        """It may know workers that ended while nobody told it."""
+        for rank, incarnation in end.report.peers if end.report is not None else ():
+            peer = self.get(rank, incarnation)
+            if peer is None or peer.is_lost:
+                end.send(PeerLeft(rank=rank, incarnation=incarnation))
 
     def part(self, lost: WorkerEnd) -> None:
         """This one is gone: its peers are told, and nobody waits for its lanes."""
@@ -129,6 +138,16 @@ class WorkerEnds:
         del self._ends[end.seat]
         self._memory.release(cell_name(end.seat))
         end.close()
+
+
+def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:
+    """Both say so: an orchestrator before us may have died when only one of them had got it."""
+    return (
+        one.report is not None
+        and other.report is not None
+        and other.seat in one.report.peers
+        and one.seat in other.report.peers
+    )
 
 
 def _pair(one: WorkerEnd, other: WorkerEnd) -> tuple[WorkerEnd, WorkerEnd] | None:

@@ -99,6 +99,20 @@ class WorkerBackedOff(Event, frozen=True):
     delay_s: float
 
 
+class WorkerLeaving(Event, frozen=True):
+    """A worker was asked to leave: it gives its streams to others and exits."""
+
+    rank: int
+    incarnation: int
+
+
+class WorkerLeft(Event, frozen=True):
+    """... and is gone, as it should be."""
+
+    rank: int
+    incarnation: int
+
+
 class WorkerExitedEvent(Event, frozen=True, tag="worker_exited"):
     """A worker's process is no more. Negative status: the signal that killed it."""
 
@@ -172,6 +186,45 @@ class RequestResumed(Event, frozen=True):
     stalled_s: float  # since the loss was noticed
 
 
+class StreamMoved(Event, frozen=True):
+    """A stream of a worker that leaves was given to another one."""
+
+    request_id: str
+    from_rank: int
+    to_rank: int
+    num_known: int
+    paused_s: float
+
+
+class StreamRestored(Event, frozen=True):
+    """An attention worker has taken over a stream: so many tokens' KV came from a log, so many it computes again."""
+
+    rank: int
+    request_id: str
+    from_rank: int
+    num_restored: int
+    num_recomputed: int  # tokens that were certainly computed before; the last one that the client has never is
+    took_ms: float
+
+
+class StreamDiverged(Event, frozen=True):
+    """A worker sent a token that contradicts the one that the client has at this index. It was dropped."""
+
+    request_id: str
+    rank: int
+    index: int
+    token: int
+    delivered: int
+
+
+class ClientResumed(Event, frozen=True):
+    """A client came back for the rest of its stream."""
+
+    request_id: str
+    after_event: int
+    away_s: float
+
+
 class StaleDropped(Event, frozen=True):
     """A worker that was declared gone has spoken; nothing of it was used."""
 
@@ -182,6 +235,15 @@ class StaleDropped(Event, frozen=True):
 
 
 # -- tables --------------------------------------------------------------------------------------
+
+
+class OrchestratorRecovered(Event, frozen=True):
+    """A new orchestrator has rebuilt its tables from what it found."""
+
+    epoch: int
+    num_reports: int  # workers that told it what they know
+    num_missing: int  # workers that exist and did not, in time
+    took_s: float
 
 
 class EpochPublished(Event, frozen=True):
@@ -219,6 +281,8 @@ AnyEvent = (
     | WorkerStartedEvent
     | WorkerBecameReady
     | WorkerBackedOff
+    | WorkerLeaving
+    | WorkerLeft
     | WorkerExitedEvent
     | FaultInjectedEvent
     | SuspectedEvent
@@ -227,7 +291,12 @@ AnyEvent = (
     | StreamsPaused
     | StreamsContinued
     | RequestResumed
+    | StreamMoved
+    | StreamRestored
+    | StreamDiverged
+    | ClientResumed
     | StaleDropped
+    | OrchestratorRecovered
     | EpochPublished
     | PlacementMade
     | RequestPreempted

@@ -5,6 +5,7 @@ It learns the address and everything else from the server's typed events, never 
 
 import contextlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,10 @@ class LocalServer:
     def log_text(self) -> str:
         """What the server printed; for people, not for programs."""
         return (self._directory / "log").read_text(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        """Copy what it printed and all its events there, for a look later."""
+        shutil.copytree(self._directory, directory, dirs_exist_ok=True)
 
     def _wait_for(self, name: str) -> dict[str, Any]:
         assert self.process is not None

@@ -1,26 +1,30 @@
 """Every message between processes. Frozen, tagged, no pickle: `encode` and `decode` are msgpack.
 
     gateway -> attention worker    Submit, Cancel
-    attention worker -> gateway    WorkerReady (first), StepOutput, Rejected
+    attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, Fenced, Shutdown
-    worker -> orchestrator         Hello (first), Ready, Failed, Suspected, ExpertReport, EventHappened
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, Leave, Fenced, Shutdown
+    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
+                                   Failed, Suspected, ExpertReport, EventHappened
 
-    orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, EventHappened
-    gateway -> orchestrator        InjectFault
+    orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, DrainAnswered, EventHappened
+    gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
 
-    orchestrator -> anchor         Allocate, Release
+    orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated
 
     supervisor -> zygote           ForkWorker
     zygote -> supervisor           Ready, WorkerForked
 
-    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, WorkerExited, Signalled,
-                                   Shutdown
-    orchestrator -> supervisor     Provision, SignalWorker, Ready, Failed
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, LogKept, WorkerExited,
+                                   Signalled, Shutdown
+    orchestrator -> supervisor     Provision, DropLog, SignalWorker, Ready, Failed
 
-    supervisor -> gateway          StartGateway (first), Attach, ProcessesChanged, EventHappened, Shutdown
-    gateway -> supervisor          Ready, Failed, EventHappened
+    supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
+                                   ProcessSignalled, EventHappened, Shutdown
+    gateway -> supervisor          Ready, Failed, SignalProcess, EventHappened
+
+    supervisor -> anchor, worker   OrchestratorAttached
 
 Tensors never travel here: they go through lanes (datapath/lane.py), and so never wait behind a message, nor the other
 way round. "+ fds" says which descriptors come along.
@@ -30,7 +34,7 @@ import msgspec
 
 from everserve.errors import ProtocolError
 from everserve.runtime.events import AnyEvent
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
 from everserve.tables.members import Members, Process
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.placement import SeatSlots
@@ -46,9 +50,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Submit(Message, frozen=True):
-    """Gateway to worker: start this stream."""
+    """Gateway to worker: start this stream, or go on with it. `source`: whose log may hold its KV, as far as the worker
+    that ran it last had come."""
 
     spec: RequestSpec
+    source: LogId | None = None
 
 
 class Cancel(Message, frozen=True):
@@ -87,6 +93,12 @@ class Rejected(Message, frozen=True):
     is_server_fault: bool = False  # False: the request asks for the impossible (HTTP 400); True: HTTP 500
 
 
+class GivenBack(Message, frozen=True):
+    """Worker to gateway: I leave. These streams go on elsewhere; my log has them as far as my outputs went."""
+
+    ids: list[str]
+
+
 # -- orchestrator <-> worker ---------------------------------------------------------------------
 
 
@@ -115,10 +127,43 @@ class RoutesChanged(Message, frozen=True):
     routes: Routes
 
 
+class LogJoined(Message, frozen=True):
+    """Orchestrator to attention worker: the log of another incarnation of an attention worker. Keep it: streams that
+    lose that worker may come to you. + fds: the log's memory."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class LogLeft(Message, frozen=True):
+    """Orchestrator to attention worker: that incarnation is gone, and no stream needs its log any more."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class Leave(Message, frozen=True):
+    """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
+
+
 class Fenced(Message, frozen=True):
     """Orchestrator to worker: you were declared gone. Nothing that you send counts; exit."""
 
     reason: str
+
+
+class Leaving(Message, frozen=True):
+    """Worker to orchestrator: I was asked to leave. I exit as soon as nobody needs me."""
+
+
+class Report(Message, frozen=True):
+    """Worker to a new orchestrator, first message: what I know from the one before."""
+
+    is_ready: bool
+    is_leaving: bool
+    epoch: Epoch  # of the routes that I use; 0: none
+    peers: list[LogId]  # workers of the other role that I have a lane to
+    logs: list[LogId]  # that I keep
 
 
 class Suspected(Message, frozen=True):
@@ -155,7 +200,37 @@ class WorkerLost(Message, frozen=True):
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
-    cause: str  # "crash", "hang", "exit"
+    cause: str  # "crash", "hang", "exit"; "left": it was asked to leave, and did
+
+
+class GatewayReport(Message, frozen=True):
+    """Gateway to orchestrator, first message: what I know from the one before, if there was one."""
+
+    epoch: Epoch
+    logs: list[LogId]  # of attention workers that have streams, or had some that wait for another worker
+    lost: list[LogId] = []  # the latest incarnation of each rank that was declared gone
+
+
+class LogSettled(Message, frozen=True):
+    """Gateway to orchestrator: this incarnation is lost, and all streams that it had go on elsewhere or have ended."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class DrainWorker(Message, frozen=True):
+    """Gateway to orchestrator: an operator wants this worker to give its streams to others, leave, and be replaced."""
+
+    id: str
+    rank: Rank
+
+
+class DrainAnswered(Message, frozen=True):
+    """Orchestrator to gateway: who was asked to leave. `incarnation` is 0 if nobody was; `reason` says why."""
+
+    id: str
+    incarnation: Incarnation
+    reason: str
 
 
 class InjectFault(Message, frozen=True):
@@ -191,6 +266,13 @@ class Allocated(Message, frozen=True):
     name: str
 
 
+class Adopt(Message, frozen=True):
+    """Orchestrator to a new anchor, or a new orchestrator to its anchor: this memory exists; own it under this name.
+    + fds: the memory."""
+
+    name: str
+
+
 class Release(Message, frozen=True):
     """Orchestrator to anchor: nobody needs this memory any more."""
 
@@ -201,8 +283,8 @@ class Release(Message, frozen=True):
 
 
 class ForkWorker(Message, frozen=True):
-    """Supervisor to zygote: become this. + fds: its cell, its control channel, and its gateway channel if it has the
-    attention role."""
+    """Supervisor to zygote: become this. + fds: its cell, its control channel, its lifeline (to the supervisor); its
+    gateway channel if it has the attention role; its log if it has one."""
 
     start: "StartWorker"
 
@@ -229,23 +311,48 @@ class StartOrchestrator(Message, frozen=True):
     detect_ms: float
     worker: "WorkerSettings"
     event_log: str | None
+    found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
+    is_serving: bool = False  # all seats were ready once
+
+
+class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker process that exists, or is about to (pid 0), when an orchestrator starts. `pid` -1: only the number of
+    the last incarnation is known; its process has ended."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int
 
 
 class AnchorAttached(Message, frozen=True):
     """Supervisor to orchestrator: a (new) anchor. + fds: the channel to it."""
 
 
+class LogKept(Message, frozen=True):
+    """Supervisor to a new orchestrator: the log of a worker that has exited. + fds: its memory."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class DropLog(Message, frozen=True):
+    """Orchestrator to supervisor: nobody needs this log any more."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
 class Provision(Message, frozen=True):
-    """Orchestrator to supervisor: start this worker. + fds: its cell."""
+    """Orchestrator to supervisor: start this worker. + fds: its cell, and its log if it has one."""
 
     start: "StartWorker"
 
 
 class WorkerStarted(Message, frozen=True):
-    """Supervisor to orchestrator: the process exists. + fds: the channel to it."""
+    """Supervisor to orchestrator: the process exists; to a new orchestrator: it has existed for a while. + fds: the
+    channel to it, its cell, and its log if it has one."""
 
-    rank: Rank
-    incarnation: Incarnation
+    start: "StartWorker"
     pid: int
 
 
@@ -274,7 +381,30 @@ class Signalled(Message, frozen=True):
     reason: str
 
 
+# -- supervisor <-> gateway, about the other processes -------------------------------------------
+
+
+class SignalProcess(Message, frozen=True):
+    """Gateway to supervisor: an operator asks for this signal to a process that is not a worker."""
+
+    id: str
+    name: str
+    signal: int
+
+
+class ProcessSignalled(Message, frozen=True):
+    """Supervisor to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+
+    id: str
+    pid: int | None
+    reason: str
+
+
 # -- supervisor -> child -------------------------------------------------------------------------
+
+
+class OrchestratorAttached(Message, frozen=True):
+    """Supervisor to gateway, anchor or worker: a (new) orchestrator. + fds: the channel to it."""
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,13 +417,14 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     max_prefill_while_decoding: int
     block_size: int
-    kv_cache_bytes: int | None  # of each attention worker; None: the orchestrator decides, once
-    memory_utilization: float
+    kv_cache_bytes: int  # of each attention worker; the same for all incarnations, so that streams fit everywhere
+    kv_log: str  # "mirror", "anchor" or "off"
     enable_prefix_caching: bool
     batch_invariant: bool
     num_threads: int | None  # None: the cores, shared by the workers
     fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
     event_log: str | None
+    pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
 
 
 class StartWorker(Message, frozen=True):
@@ -306,6 +437,7 @@ class StartWorker(Message, frozen=True):
     num_workers: int  # in all, to share the cores fairly
     slots: SeatSlots | None  # of an expert worker
     detect_ms: float
+    has_log: bool = False  # its log's memory comes along
 
 
 class StartGateway(Message, frozen=True):
@@ -321,6 +453,7 @@ class StartGateway(Message, frozen=True):
     max_logprobs: int
     chat_template: str | None
     event_log: str | None
+    resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
 
 
 class Attach(Message, frozen=True):
@@ -368,29 +501,45 @@ AnyMessage = (
     | WorkerReady
     | StepOutput
     | Rejected
+    | GivenBack
     | Hello
     | PeerJoined
     | PeerLeft
     | RoutesChanged
+    | LogJoined
+    | LogLeft
+    | Leave
     | Fenced
+    | Leaving
+    | Report
     | Suspected
     | ExpertReport
     | ClusterChanged
     | WorkerLost
+    | GatewayReport
+    | LogSettled
+    | DrainWorker
+    | DrainAnswered
     | InjectFault
     | FaultInjected
     | Allocate
     | Allocated
+    | Adopt
     | Release
     | ForkWorker
     | WorkerForked
     | StartOrchestrator
     | AnchorAttached
+    | LogKept
+    | DropLog
     | Provision
     | WorkerStarted
     | WorkerExited
     | SignalWorker
     | Signalled
+    | SignalProcess
+    | ProcessSignalled
+    | OrchestratorAttached
     | StartWorker
     | StartGateway
     | Attach

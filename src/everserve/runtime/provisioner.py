@@ -1,16 +1,21 @@
-"""Workers on this machine: forked from a warm zygote, signalled and mourned by the supervisor, whose children they are.
+"""The local provisioner: worker processes are forked from the zygote, each with its channels and its memory.
 
-    Provision --> ForkWorker to the zygote --> WorkerForked --> WorkerStarted to the orchestrator, Attach to the gateway
+    Provision --> channels made --> ForkWorker --> WorkerForked --> WorkerStarted to the orchestrator,
+                                                                    Attach to the gateway
                                                         ... --> WorkerExited to the orchestrator
 
 The zygote has torch imported and nothing else to do, so a new worker exists after milliseconds. If the zygote dies, a
 new one gets the forks that it still owed.
+
+Orchestrators come and go too. What the next one needs is kept here: each worker's cell and log, and a *lifeline* to it,
+through which it gets its channel to the new orchestrator. A log is kept when its worker has exited, until the
+orchestrator says that no stream needs it.
 """
 
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from everserve.runtime import process
@@ -18,6 +23,9 @@ from everserve.runtime.channel import Channel
 from everserve.runtime.messages import (
     Attach,
     ForkWorker,
+    FoundProcess,
+    LogKept,
+    OrchestratorAttached,
     Provision,
     Signalled,
     SignalWorker,
@@ -26,7 +34,7 @@ from everserve.runtime.messages import (
     WorkerForked,
     WorkerStarted,
 )
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
 
 Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver is gone
 Seat = tuple[Rank, Incarnation]
@@ -34,17 +42,35 @@ Seat = tuple[Rank, Incarnation]
 
 @dataclass
 class _Birth:
-    """A worker that the zygote was asked for: what it shall be, and both ends of its channels."""
+    """A worker that the zygote was asked for: what it shall be, its memory, and both ends of its channels."""
 
     start: StartWorker
-    cell_fd: int
+    memory: list[int]  # its cell, and its log if it has one
     control: tuple[socket.socket, socket.socket]  # orchestrator's end, worker's end
+    lifeline: tuple[socket.socket, socket.socket]  # our end, worker's end
     tokens: tuple[socket.socket, socket.socket] | None  # gateway's end, worker's end
 
+    @property
+    def worker_fds(self) -> list[int]:
+        cell_fd, *log_fd = self.memory
+        tokens = [self.tokens[1].fileno()] if self.tokens is not None else []
+        return [cell_fd, self.control[1].fileno(), self.lifeline[1].fileno(), *tokens, *log_fd]
+
     def close(self) -> None:
-        os.close(self.cell_fd)
-        for sock in (*self.control, *(self.tokens or ())):
+        for fd in self.memory:
+            os.close(fd)
+        for sock in (*self.control, *self.lifeline, *(self.tokens or ())):
             sock.close()
+
+
+@dataclass
+class _Process:
+    """A worker that exists."""
+
+    start: StartWorker
+    pid: int
+    memory: list[int]
+    lifeline: Channel
 
 
 @dataclass
@@ -54,32 +80,40 @@ class Workers:
     to_zygote: Send
     to_orchestrator: Send
     to_gateway: Send
-    pids: dict[Seat, int] = field(default_factory=dict)
+    _processes: dict[Seat, _Process] = field(default_factory=dict)
     _births: dict[Seat, _Birth] = field(default_factory=dict)
+    _logs: dict[LogId, int] = field(default_factory=dict)  # of those that have exited
+    _dropped: set[LogId] = field(default_factory=set)  # of those that have not, and whose log nobody will need
+    _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
 
-    def provision(self, message: Provision, cell_fd: int) -> None:
-        """Make the channels and ask the zygote."""
-        self._ask(message.start, cell_fd)
+    # -- births ----------------------------------------------------------------------------------
+
+    def provision(self, message: Provision, memory: list[int]) -> None:
+        """Make the channels and ask the zygote. The descriptors are ours from now on."""
+        self._latest[message.start.rank] = message.start.incarnation
+        self._ask(message.start, memory)
 
     def ask_again(self, own_pids: set[int]) -> None:
         """There is a new zygote. What the old one may have forked without telling is nobody's: end it, and begin again
         with new channels."""
+        known = own_pids | {worker.pid for worker in self._processes.values()}
         for pid in process.children_of(os.getpid()):
-            if pid not in own_pids and pid not in self.pids.values():
+            if pid not in known:
                 os.kill(pid, signal.SIGKILL)
         owed, self._births = self._births, {}
         for birth in owed.values():
-            self._ask(birth.start, os.dup(birth.cell_fd))
+            self._ask(birth.start, [os.dup(fd) for fd in birth.memory])
             birth.close()
 
     def forked(self, message: WorkerForked) -> None:
         """The process exists: tell those who talk to it."""
         seat = (message.rank, message.incarnation)
         birth = self._births.pop(seat)
-        self.pids[seat] = message.pid
-        started = WorkerStarted(rank=message.rank, incarnation=message.incarnation, pid=message.pid)
-        self.to_orchestrator(started, fds=[birth.control[0].fileno()])
+        memory = [os.dup(fd) for fd in birth.memory]
+        worker = _Process(birth.start, message.pid, memory, Channel(birth.lifeline[0].dup()))
+        self._processes[seat] = worker
+        self._introduce(worker, birth.control[0])
         if birth.tokens is not None:
             attach = Attach(rank=message.rank, incarnation=message.incarnation)
             self.to_gateway(attach, fds=[birth.tokens[0].fileno()])
@@ -87,37 +121,103 @@ class Workers:
         if message.pid in self._early_exits:
             self.exited(message.pid, self._early_exits.pop(message.pid))
 
+    # -- a new orchestrator ----------------------------------------------------------------------
+
+    def found(self) -> tuple[FoundProcess, ...]:
+        """What there is for an orchestrator to start from."""
+        found = [(seat, worker.pid) for seat, worker in self._processes.items()]
+        found += [(seat, 0) for seat in self._births]
+        known = {seat for seat, _ in found}
+        found += [(seat, -1) for seat in self._latest.items() if seat not in known]
+        return tuple(FoundProcess(rank=rank, incarnation=incarnation, pid=pid) for (rank, incarnation), pid in found)
+
+    def hand_over(self) -> None:
+        """A new orchestrator: it gets a channel to every worker, and all memory that matters."""
+        for worker in self._processes.values():
+            ours, theirs = Channel.pair()
+            worker.lifeline.send(OrchestratorAttached(), fds=[theirs.fileno()])
+            theirs.close()
+            self._introduce(worker, ours)
+            ours.close()
+        for (rank, incarnation), fd in self._logs.items():
+            self.to_orchestrator(LogKept(rank=rank, incarnation=incarnation), fds=[fd])
+
+    def _introduce(self, worker: _Process, control: socket.socket) -> None:
+        self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
+
+    def flush(self) -> None:
+        for worker in self._processes.values():
+            worker.lifeline.flush()
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._processes.values()]
+
     def exited(self, pid: int, status: int) -> Seat | None:
         """A child that is not one of the supervisor's own was reaped; returns whose seat that was, if known already."""
-        for seat, known in self.pids.items():
-            if known == pid:
-                del self.pids[seat]
+        for seat, worker in self._processes.items():
+            if worker.pid == pid:
+                del self._processes[seat]
+                cell_fd, *log_fd = worker.memory
+                os.close(cell_fd)
+                worker.lifeline.close()
+                for fd in log_fd:
+                    self._logs[seat] = fd
+                if seat in self._dropped:
+                    self._dropped.remove(seat)
+                    self.drop_log(seat)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
         self._early_exits[pid] = status
         return None
 
+    def drop_log(self, log: LogId) -> None:
+        """No stream needs it any more. Its worker was declared gone, but its process may not have ended yet."""
+        if log in self._processes:
+            self._dropped.add(log)
+        elif (fd := self._logs.pop(log, None)) is not None:
+            os.close(fd)
+
     def signal(self, message: SignalWorker) -> None:
         """Send a signal to exactly this incarnation: its pid is ours until we reap it, so it cannot be anybody else."""
-        pid = self.pids.get((message.rank, message.incarnation))
-        if pid is not None:
-            os.kill(pid, message.signal)
+        worker = self._processes.get((message.rank, message.incarnation))
+        if worker is not None:
+            os.kill(worker.pid, message.signal)
         if message.id is not None:
-            reason = "" if pid is not None else f"worker {message.rank} has no process at the moment"
+            reason = "" if worker is not None else f"worker {message.rank} has no process at the moment"
+            pid = worker.pid if worker is not None else None
             self.to_orchestrator(Signalled(id=message.id, pid=pid, reason=reason))
 
     def kill_all(self) -> None:
-        for pid in self.pids.values():
+        """Every worker, and wait for its end."""
+        for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
-
-    def close(self) -> None:
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        for worker in self._processes.values():
+            _close(worker.memory)
+            worker.lifeline.close()
+        self._processes.clear()
         for birth in self._births.values():
             birth.close()
         self._births.clear()
+        _close(self._logs.values())
+        self._logs.clear()
 
-    def _ask(self, start: StartWorker, cell_fd: int) -> None:
+    def _ask(self, start: StartWorker, memory: list[int]) -> None:
         tokens = Channel.pair() if Role.ATTENTION in start.roles else None
-        birth = _Birth(start, cell_fd, Channel.pair(), tokens)
+        birth = _Birth(start, memory, Channel.pair(), Channel.pair(), tokens)
         self._births[start.rank, start.incarnation] = birth
-        ends = [birth.control[1]] + ([tokens[1]] if tokens is not None else [])
-        self.to_zygote(ForkWorker(start=start), fds=[cell_fd, *(sock.fileno() for sock in ends)])
+        self.to_zygote(ForkWorker(start=start), fds=birth.worker_fds)
+
+
+def take_memory(channel: Channel, start: StartWorker) -> list[int]:
+    """The descriptors that come with a worker: its cell, and its log if it has one."""
+    return [channel.take_fd() for _ in range(1 + start.has_log)]
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -6,8 +6,9 @@
                   |                          |                          |
                   +------ cluster ---- orchestrator ----- control ------+---- memory: anchor
 
-It decides nothing about workers: the orchestrator asks for them, the provisioner starts them. A dead anchor or zygote
-is replaced; a dead gateway or orchestrator ends the instance.
+It decides nothing about workers: the orchestrator asks for them, the provisioner starts them. A dead orchestrator,
+anchor or zygote is replaced, and whoever talked to it gets a channel to its successor; without the gateway the instance
+ends.
 
 Sockets are nameless pairs passed by descriptor and memory has no name either, so nothing is left behind in the file
 system. When the supervisor itself is gone, however it went, the kernel kills its children.
@@ -24,6 +25,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
@@ -39,23 +42,27 @@ from everserve.runtime.listening import url_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
+    DropLog,
     EventHappened,
     Failed,
+    OrchestratorAttached,
     ProcessesChanged,
+    ProcessSignalled,
     Provision,
     Ready,
     Shutdown,
+    SignalProcess,
     SignalWorker,
     StartGateway,
     StartOrchestrator,
     WorkerForked,
 )
-from everserve.runtime.provisioner import Workers
+from everserve.runtime.provisioner import Workers, take_memory
 from everserve.runtime.signals import SignalPipe
 from everserve.tables.members import Process
 
 _KILL_AFTER_S = 3.0  # what does not end by itself within this time after everybody was asked to is killed
-_MAX_RESTARTS = 5  # of the anchor or the zygote, each ...
+_MAX_RESTARTS = 10  # of the orchestrator, the anchor or the zygote, each ...
 _RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that something is wrong for good
 
 # NumPy starts these threads when it is imported. Nobody here uses them, and a zygote with threads could not be forked.
@@ -103,7 +110,7 @@ class Supervisor:
         self._grace_s = grace_s
         self._on_ready = on_ready
         self._children: dict[str, Child] = {}
-        self._restarts = {"anchor": _Restarts(), "zygote": _Restarts()}
+        self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
         self._kill_at: float | None = None  # set while stopping
         self._is_serving = False
         self._failure: str | None = None
@@ -136,18 +143,23 @@ class Supervisor:
     # -- starting --------------------------------------------------------------------------------
 
     def _spawn_all(self) -> None:
-        to_gateway, to_orchestrator = Channel.pair()
-        self._spawn("gateway", {"--listen-fd": self._listen, "--orchestrator-fd": to_orchestrator}, self._start_gateway)
-        self._spawn("orchestrator", {"--gateway-fd": to_gateway}, self._start_orchestrator)
-        to_gateway.close()
-        to_orchestrator.close()
+        self._spawn("gateway", {"--listen-fd": self._listen}, self._start_gateway)
         self._listen.close()
-        self._spawn_anchor()
+        self._spawn_orchestrator(self._start_orchestrator)
+        self._spawn("anchor", {})
+        self._connect_anchor()
         self._spawn("zygote", {})
 
-    def _spawn_anchor(self) -> None:
+    def _spawn_orchestrator(self, start: StartOrchestrator) -> None:
+        to_gateway, to_orchestrator = Channel.pair()
+        self._spawn("orchestrator", {"--gateway-fd": to_gateway}, start)
+        self._send("gateway", OrchestratorAttached(), fds=[to_orchestrator.fileno()])
+        to_gateway.close()
+        to_orchestrator.close()
+
+    def _connect_anchor(self) -> None:
         to_anchor, to_orchestrator = Channel.pair()
-        self._spawn("anchor", {"--orchestrator-fd": to_orchestrator})
+        self._send("anchor", OrchestratorAttached(), fds=[to_orchestrator.fileno()])
         self._send("orchestrator", AnchorAttached(), fds=[to_anchor.fileno()])
         to_anchor.close()
         to_orchestrator.close()
@@ -184,6 +196,7 @@ class Supervisor:
                 self._on_readable(child)
         for child in self._children.values():
             child.control.flush()
+        self._workers.flush()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_everything()
@@ -197,7 +210,7 @@ class Supervisor:
 
     def _on_message(self, child: Child, message: AnyMessage) -> None:
         if isinstance(message, Provision):
-            self._workers.provision(message, cell_fd=child.control.take_fd())
+            self._workers.provision(message, take_memory(child.control, message.start))
         elif isinstance(message, WorkerForked):
             self._events.append(
                 WorkerStartedEvent(
@@ -208,8 +221,12 @@ class Supervisor:
                 )
             )
             self._workers.forked(message)
+        elif isinstance(message, DropLog):
+            self._workers.drop_log((message.rank, message.incarnation))
         elif isinstance(message, SignalWorker):
             self._workers.signal(message)
+        elif isinstance(message, SignalProcess):
+            self._signal(message)
         elif isinstance(message, Ready):
             child.is_ready = True
             self._maybe_say_ready()
@@ -256,7 +273,7 @@ class Supervisor:
                 )
 
     def _on_exit(self, child: Child, status: int) -> None:
-        """A child is gone: expected while stopping; the anchor and the zygote can be replaced; others are the end."""
+        """A child is gone: expected while stopping; without the gateway it is the end; all others are replaced."""
         self._selector.unregister(child.control)
         child.control.close()
         del self._children[child.name]
@@ -276,14 +293,21 @@ class Supervisor:
         self._stop(self._failure, grace_s=0.0)
 
     def _restart(self, name: str) -> None:
-        if name == "anchor":
-            self._spawn_anchor()
+        if name == "orchestrator":
+            found = self._workers.found()
+            start = msgspec.structs.replace(self._start_orchestrator, found=found, is_serving=self._is_serving)
+            self._spawn_orchestrator(start)
+            self._connect_anchor()
+            self._workers.hand_over()
+        elif name == "anchor":
+            self._spawn("anchor", {})
+            self._connect_anchor()
         else:
             self._spawn("zygote", {})
             self._workers.ask_again({child.process.pid for child in self._children.values()})
 
     def _end_stopped_helpers(self) -> None:
-        """An anchor or a zygote that is stopped serves nobody, and nobody would notice until one is needed."""
+        """A helper that is stopped serves nobody, and nobody would notice until one is needed."""
         for name in self._restarts:
             child = self._children.get(name)
             if child is not None and process.state_of(child.process.pid) == "T":
@@ -299,16 +323,23 @@ class Supervisor:
             self._send_all(Shutdown(grace_s=0.0))
 
     def _kill_everything(self) -> None:
-        self._workers.kill_all()
         for child in self._children.values():
             child.process.kill()
             child.process.wait()
-        for pid in list(self._workers.pids.values()):
-            os.waitpid(pid, 0)
-        self._workers.pids.clear()
-        self._workers.close()
+        self._workers.kill_all()
         for pid in process.children_of(os.getpid()):  # forked, but not told to us yet
             os.kill(pid, signal.SIGKILL)
+
+    def _signal(self, message: SignalProcess) -> None:
+        """An operator's signal. Our children's pids are ours until we reap them."""
+        child = self._children.get(message.name)
+        if child is not None and child.process.poll() is None:
+            child.process.send_signal(message.signal)
+            answer = ProcessSignalled(id=message.id, pid=child.process.pid, reason="")
+        else:
+            reason = f"the {message.name} has no process at the moment"
+            answer = ProcessSignalled(id=message.id, pid=None, reason=reason)
+        self._send("gateway", answer)
 
     # -- telling ---------------------------------------------------------------------------------
 

@@ -6,5 +6,9 @@ build.py      from a StartWorker message to an engine, or to expert slots
 attention.py  the loop of a worker that owns requests: receive -> handle -> step -> send
 expert.py     the loop of a worker that owns experts: poll -> attend -> choose -> compute -> answer
 batching.py   which requests an expert worker computes together, and when
+control.py    the channel to the orchestrator, which may be replaced
+logs.py       other workers' logs, from which their streams are continued here
+leaving.py    SIGTERM: leave in order
+pausing.py    a checkpoint as others do it, to be measured against
 lease.py      how long the main thread may be away
 """

@@ -5,6 +5,9 @@ checks the engine's integrity, and then sends its gauges once a second.
 
 A step that needs an expert without a place is abandoned: the engine is as it was, and the step is tried again when the
 tables have changed. Clients see a pause; nobody sees a wrong token.
+
+After each step what it computed is committed to the log (kvlog/), from which others continue our streams if we die. A
+worker that is asked to leave does nothing else: it gives its streams back and exits, and its log does the rest.
 """
 
 import logging
@@ -20,29 +23,47 @@ from everserve.datapath.remote import RemoteExperts
 from everserve.engine.engine import Engine, StepResult
 from everserve.errors import RequestError, StepAbandoned
 from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.events import BadBytes, EventLog, RequestPreempted, StreamsContinued, StreamsPaused
+from everserve.runtime.events import (
+    BadBytes,
+    EventLog,
+    RequestPreempted,
+    StreamRestored,
+    StreamsContinued,
+    StreamsPaused,
+)
 from everserve.runtime.liveness import Cell, Warden
 from everserve.runtime.messages import (
     AnyMessage,
     Cancel,
     Fenced,
+    GivenBack,
+    Leave,
+    Leaving,
+    LogJoined,
+    LogLeft,
     PeerJoined,
     PeerLeft,
     Rejected,
+    Report,
     RoutesChanged,
     Shutdown,
     StartWorker,
     StepOutput,
     Submit,
 )
-from everserve.tables.ids import Rank
+from everserve.tables.ids import Epoch, Rank
 from everserve.tables.outputs import EngineStats
+from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
+from everserve.worker.leaving import LeaveRequest
+from everserve.worker.logs import KeptLogs
+from everserve.worker.pausing import PausingCheckpoint
 
 log = logging.getLogger(__name__)
 
 _IDLE_REPORT_S = 1.0
 _TRY_AGAIN_S = 0.1  # a paused step, if nothing is heard from the orchestrator
+_LAST_WORDS_S = 5.0  # how long the gateway may take to hear that we leave
 
 
 class _WasFenced(Exception):
@@ -65,16 +86,23 @@ class AttentionLoop:
         start: StartWorker,
         engine: Engine,
         seam: Seam | None,
+        logs: KeptLogs,
         gateway: Channel,
-        control: Channel,
+        control: ControlEnd,
+        leave: LeaveRequest,
         warden: Warden,
         events: EventLog,
+        pausing: PausingCheckpoint | None = None,
     ) -> None:
         self._rank: Rank = start.rank
+        self._pausing = pausing
         self._engine = engine
         self._seam = seam
+        self._logs = logs
+        self._sources: dict[str, Rank] = {}  # whose log a stream waits to be restored from
         self._gateway = gateway
         self._control = control
+        self._leave_request = leave
         self._warden = warden
         self._events = events
         self._stop_at: float | None = None
@@ -84,6 +112,8 @@ class AttentionLoop:
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
+        self._selector.register(leave, selectors.EVENT_READ, lambda: None)
+        control.make_report = self._report
 
     def run(self) -> None:
         """Serve until shut down or fenced."""
@@ -91,6 +121,9 @@ class AttentionLoop:
             while not self._is_over():
                 self._warden.renew(LEASE_S)
                 self._receive()
+                if self._leave_request.was_asked:
+                    self._leave()
+                    return
                 if self._engine.has_work:
                     self._step()
                 else:
@@ -99,7 +132,30 @@ class AttentionLoop:
             log.warning("declared gone (%s); exiting", fenced)
 
     def _is_over(self) -> bool:
+        if self._control.is_cut:
+            return True
         return self._stop_at is not None and (not self._engine.has_work or time.monotonic() >= self._stop_at)
+
+    def _leave(self) -> None:
+        """Between two steps: whatever was computed is in the log. What the gateway sends us from now on is lost with
+        our end of the channel, which is how it learns that."""
+        ids = self._engine.stream_ids()
+        log.info("leaving: %d streams go on elsewhere", len(ids))
+        self._gateway.send(GivenBack(ids=ids))
+        self._control.send(Leaving())
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while self._gateway.wants_write and time.monotonic() < deadline:
+            self._gateway.wait(0.1)
+
+    def _report(self) -> Report:
+        peers = self._seam.peers if self._seam is not None else None
+        return Report(
+            is_ready=True,
+            is_leaving=self._leave_request.was_asked,
+            epoch=Epoch(peers.epoch if peers is not None else 0),
+            peers=peers.incarnations if peers is not None else [],
+            logs=self._logs.ids,
+        )
 
     # -- receiving -------------------------------------------------------------------------------
 
@@ -124,22 +180,21 @@ class AttentionLoop:
 
     def read_control(self) -> None:
         """What the orchestrator says. Also called in the middle of a layer, when its word in our cell has changed."""
-        try:
-            for message in self._control.receive_all():
-                self._handle(message)
-        except ChannelClosed:
-            self._selector.unregister(self._control)  # the data path does not need it; a new one may come
-            log.warning("the orchestrator is gone; serving on")
+        self._control.read(self._handle)
         self._mention_bad_bytes(self._control)
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, Submit):
-            try:
-                self._engine.add(message.spec)
-            except RequestError as error:
-                self._gateway.send(Rejected(id=message.spec.id, reason=str(error)))
+            self._submit(message)
         elif isinstance(message, Cancel):
             self._engine.cancel(message.id)
+            self._sources.pop(message.id, None)
+        elif isinstance(message, LogJoined):
+            self._logs.join((message.rank, message.incarnation), self._control.take_fd())
+        elif isinstance(message, LogLeft):
+            self._logs.leave((message.rank, message.incarnation), self._engine)
+        elif isinstance(message, Leave):
+            self._leave_request.ask()
         elif isinstance(message, Shutdown):
             self._stop_at = time.monotonic() + message.grace_s
         elif isinstance(message, Fenced):
@@ -148,6 +203,18 @@ class AttentionLoop:
             self._change_peers(self._seam.peers, message)
         else:
             log.warning("dropped a %s: not for an attention worker", type(message).__name__)
+
+    def _submit(self, message: Submit) -> None:
+        """A new stream, or one that another worker has run so far."""
+        spec, source = message.spec, message.source
+        saved = self._logs.find(spec, source) if source is not None else None
+        try:
+            self._engine.add(spec, saved)
+        except RequestError as error:
+            self._gateway.send(Rejected(id=spec.id, reason=str(error)))
+            return
+        if saved is not None and source is not None:
+            self._sources[spec.id] = source[0]
 
     def _change_peers(self, peers: ExpertPeers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
         if isinstance(message, PeerJoined):
@@ -173,6 +240,10 @@ class AttentionLoop:
         for id, reason in result.failed:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
+        self._engine.log_step()
+        if self._pausing is not None:
+            self._pausing.after_step()
+        self._tell_restored(result)
         for sequence in result.preempted:
             self._events.append(
                 RequestPreempted(
@@ -180,6 +251,20 @@ class AttentionLoop:
                     rank=self._rank,
                     request_id=sequence.id,
                     num_tokens=len(sequence.tokens),
+                )
+            )
+
+    def _tell_restored(self, result: StepResult) -> None:
+        for restored in result.restored:
+            self._events.append(
+                StreamRestored(
+                    process=self._events.process,
+                    rank=self._rank,
+                    request_id=restored.id,
+                    from_rank=self._sources.pop(restored.id, -1),
+                    num_restored=restored.num_restored,
+                    num_recomputed=restored.num_recomputed,
+                    took_ms=restored.took_ms,
                 )
             )
 
@@ -217,6 +302,7 @@ class AttentionLoop:
         self._paused_since = None
         if self._was_busy:
             self._engine.check()
+            self._logs.sweep(self._engine)
             self._was_busy = False
         self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
 
@@ -228,7 +314,7 @@ class AttentionLoop:
             stats, num_replayed_rows=self._seam.experts.num_replayed_rows, num_stale=self._seam.peers.num_stale
         )
 
-    def _mention_bad_bytes(self, channel: Channel) -> None:
+    def _mention_bad_bytes(self, channel: Channel | ControlEnd) -> None:
         if channel.num_dropped and not self._dropped_said:
             self._dropped_said = True
             log.warning("dropped %d frames that are not messages", channel.num_dropped)

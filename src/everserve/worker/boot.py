@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from everserve.datapath.peers import ExpertPeers
 from everserve.datapath.remote import RemoteExperts
 from everserve.engine.engine import Engine
 from everserve.errors import UserError
+from everserve.kvlog import library as kvlog
 from everserve.model.ops import native
 from everserve.runtime import liveness
 from everserve.runtime.channel import Channel
@@ -23,8 +23,11 @@ from everserve.runtime.messages import EventHappened, Failed, Hello, Ready, Star
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.worker.attention import AttentionLoop, Seam
 from everserve.worker.build import EngineBuilder, Opened, has_spare_cores, load_experts, open_model
+from everserve.worker.control import ControlEnd
 from everserve.worker.expert import ExpertLoop
 from everserve.worker.lease import LEASE_S
+from everserve.worker.leaving import LeaveRequest
+from everserve.worker.logs import KeptLogs
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ def prepare() -> None:
     """In the zygote: whatever takes time and is the same for all workers. No thread may be started here."""
     native.unavailable()  # compiles, if that was never done on this machine, and loads
     lane.load()
+    kvlog.load()
     liveness.load()
 
 
@@ -43,9 +47,11 @@ def run(start: StartWorker, fds: list[int]) -> int:
     """In the worker: load, say ready, and run the loop. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
     began_s = time.monotonic()
-    cell = Cell(fds[0])
-    os.close(fds[0])
-    control = Channel.of_fd(fds[1])
+    cell_fd, control_fd, lifeline_fd, *others = fds
+    cell = Cell(cell_fd)
+    os.close(cell_fd)
+    control = ControlEnd(Channel.of_fd(control_fd), Channel.of_fd(lifeline_fd))
+    leave = LeaveRequest()
     warden = Warden(cell, start.detect_ms or _NO_DETECTION_MS)
     if start.detect_ms:
         warden.start()
@@ -53,10 +59,10 @@ def run(start: StartWorker, fds: list[int]) -> int:
     events = EventLog(
         f"worker-{start.rank}", start.settings.event_log, lambda event: control.send(EventHappened(event=event))
     )
-    worker = Worker(start, cell, warden, control, events, began_s)
+    worker = Worker(start, cell, warden, control, leave, events, began_s)
     try:
         if Role.ATTENTION in start.roles:
-            worker.run_attention(Channel(socket.socket(fileno=fds[2])))
+            worker.run_attention(Channel.of_fd(others[0]), log_fd=others[1] if start.has_log else None)
         else:
             worker.run_expert()
     except UserError as error:
@@ -69,28 +75,50 @@ class Worker:
     """What every worker has, and the two roles it may take."""
 
     def __init__(
-        self, start: StartWorker, cell: Cell, warden: Warden, control: Channel, events: EventLog, began_s: float
+        self,
+        start: StartWorker,
+        cell: Cell,
+        warden: Warden,
+        control: ControlEnd,
+        leave: LeaveRequest,
+        events: EventLog,
+        began_s: float,
     ) -> None:
         self._start = start
         self._cell = cell
         self._warden = warden
         self._control = control
+        self._leave = leave
         self._events = events
         self._began_s = began_s
         self._on_control: Callable[[], None] = lambda: None  # the loop's, once there is one
 
-    def run_attention(self, gateway: Channel) -> None:
+    def run_attention(self, gateway: Channel, log_fd: int | None) -> None:
         """Own requests and their KV."""
         start = self._start
         opened = open_model(start)
-        builder = EngineBuilder(start, opened)
+        builder = EngineBuilder(start, opened, log_fd)
         seam: Seam | None = None
         if Role.EXPERT in start.roles:
             engine = builder.build(LocalExperts(load_experts(opened, start.settings.dtype, slots=None)))
         else:
             seam = self._make_seam(opened)
             engine = builder.build(seam.experts)
-        loop = AttentionLoop(start, engine, seam, gateway, self._control, self._warden, self._events)
+            if builder.writer is not None:
+                seam.experts.do_meanwhile(*builder.writer.meanwhile)
+        logs = KeptLogs(opened.sizes.log if log_fd is not None else None, builder.log)
+        loop = AttentionLoop(
+            start,
+            engine,
+            seam,
+            logs,
+            gateway,
+            self._control,
+            self._leave,
+            self._warden,
+            self._events,
+            builder.pausing,
+        )
         self._on_control = loop.read_control
         gateway.send(self._hello(engine))
         num_slots = opened.model.num_experts if seam is None else 0
@@ -104,7 +132,9 @@ class Worker:
         opened = open_model(start)
         experts = load_experts(opened, start.settings.dtype, start.slots)
         spin_us = _SPIN_US if has_spare_cores(start.num_workers) else 0.0
-        loop = ExpertLoop(start, experts, self._cell, self._warden, self._control, self._events, spin_us=spin_us)
+        loop = ExpertLoop(
+            start, experts, self._cell, self._warden, self._control, self._leave, self._events, spin_us=spin_us
+        )
         self._say_ready(opened, num_blocks=0, num_slots=start.slots.num_slots)
         loop.run()
 

@@ -11,7 +11,10 @@ from torch import Tensor
 
 from everserve.datapath import ExpertIO
 from everserve.engine.engine import Engine, EngineConfig
-from everserve.errors import ConfigError
+from everserve.engine.journal import Journal
+from everserve.engine.sizing import KvSizes
+from everserve.kvlog.log import Log
+from everserve.kvlog.writer import LogWriter
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -19,10 +22,10 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.layout import check_checkpoint
 from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
-from everserve.plan.sizing import num_kv_blocks
-from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.runtime.messages import StartWorker
 from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.worker.pausing import PausingCheckpoint
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +39,7 @@ class Opened:
     model: ModelConfig
     checkpoint: Checkpoint
     ops: Ops
-    max_model_len: int
+    sizes: KvSizes
 
 
 def open_model(start: StartWorker) -> Opened:
@@ -45,11 +48,11 @@ def open_model(start: StartWorker) -> Opened:
     model = ModelConfig.from_directory(Path(settings.model))
     checkpoint = Checkpoint.open(Path(settings.model))
     check_checkpoint(model, checkpoint)
-    max_model_len = resolve_max_model_len(settings.max_model_len, model.max_position_embeddings)
+    sizes = KvSizes.of(model, settings)
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
     ops = select_ops(model, settings.num_threads or fair_num_threads(start.num_workers), settings.batch_invariant)
-    return Opened(model, checkpoint, ops, max_model_len)
+    return Opened(model, checkpoint, ops, sizes)
 
 
 def fair_num_threads(num_workers: int) -> int:
@@ -84,52 +87,62 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
 
 
 class EngineBuilder:
-    """Loads the attention half and makes an engine of it, whatever its experts are reached through."""
+    """Loads the attention half and makes an engine of it, whatever its experts are reached through.
 
-    def __init__(self, start: StartWorker, opened: Opened) -> None:
+    `log_fd`: the memory of its log; None without one. The descriptor is ours.
+    """
+
+    def __init__(self, start: StartWorker, opened: Opened, log_fd: int | None = None) -> None:
         self._start = start
         self._opened = opened
         self._expert_io: ExpertIO = _no_experts
+        self.log: Log | None = None
+        self.writer: LogWriter | None = None
+        self.pausing: PausingCheckpoint | None = None
+        if log_fd is not None:
+            self.log = Log(log_fd, opened.sizes.log)
+            os.close(log_fd)
 
     def build(self, expert_io: ExpertIO) -> Engine:
-        settings, ops = self._start.settings, self._opened.ops
-        max_model_len = self._opened.max_model_len
+        settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
             self._opened.checkpoint,
             ops,
-            max_model_len,
+            sizes.max_model_len,
             settings.dtype,
             progress=_Progress("layers"),
         )
-        num_blocks = _size_pool(settings, decoder, max_model_len)
-        # Not zeroed: pages are only touched, and paid for, as streams need them.
-        shape = decoder.kv_shape(num_blocks, settings.block_size)
-        kv_pool = torch.empty(shape, dtype=decoder.kv_dtype, device=ops.device)
+        kv_pool = self._make_pool(decoder)
+        if self.log is not None and not settings.pause_checkpoint_every:
+            self.writer = LogWriter(self.log, kv_pool.data_ptr())
         engine = Engine(
             EngineConfig(
-                max_model_len=max_model_len,
+                max_model_len=sizes.max_model_len,
                 max_num_seqs=settings.max_num_seqs,
                 max_num_batched_tokens=settings.max_num_batched_tokens,
                 max_prefill_while_decoding=settings.max_prefill_while_decoding,
                 block_size=settings.block_size,
-                num_blocks=num_blocks,
+                num_blocks=sizes.num_blocks,
                 vocab_size=self._opened.model.vocab_size,
                 enable_prefix_caching=settings.enable_prefix_caching,
             ),
             ops,
             forward=lambda batch: decoder.forward(batch, kv_pool, self._expert_io),
+            journal=Journal(self.writer) if self.writer is not None else None,
         )
+        if self.log is not None and settings.pause_checkpoint_every:
+            self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
         _warm_up(engine)  # alone: the experts may not be there yet
         self._expert_io = expert_io
         return engine
 
-
-def resolve_max_model_len(asked: int | None, trained: int) -> int:
-    """What the user asked for, if the model can do it; otherwise what the model was trained for."""
-    if asked is not None and asked > trained:
-        raise ConfigError(f"--max-model-len {asked} is more than the model's max_position_embeddings ({trained})")
-    return asked or trained
+    def _make_pool(self, decoder: Decoder) -> Tensor:
+        """Not zeroed: pages are only touched, and paid for, as streams need them."""
+        shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.block_size)
+        if self.log is not None and self._start.settings.kv_log == "anchor":
+            return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
+        return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
 
 
 def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
@@ -156,15 +169,3 @@ class _Progress:
         if time.monotonic() - self._said_s > _SAY_PROGRESS_EVERY_S:
             self._said_s = time.monotonic()
             log.info("loaded %d of %d %s", done, total, self._what)
-
-
-def _size_pool(settings: WorkerSettings, decoder: Decoder, max_model_len: int) -> int:
-    assert settings.kv_cache_bytes is not None, "decided once for all incarnations, so that streams fit everywhere"
-    bytes_per_token = torch.Size(decoder.kv_shape(1, 1)).numel() * decoder.kv_dtype.itemsize
-    return num_kv_blocks(
-        budget_bytes=settings.kv_cache_bytes,
-        bytes_per_token=bytes_per_token,
-        block_size=settings.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-    )

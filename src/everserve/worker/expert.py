@@ -12,28 +12,34 @@ from dataclasses import dataclass
 from everserve.datapath.lane import LaneShape
 from everserve.datapath.serve import LaneServer, Request
 from everserve.model.expert_half import ExpertHalf
-from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import EventLog, StaleDropped
 from everserve.runtime.liveness import Cell, PeerState, Warden, life_word
 from everserve.runtime.messages import (
     AnyMessage,
     ExpertReport,
     Fenced,
+    Leave,
+    Leaving,
     PeerJoined,
     PeerLeft,
+    Report,
     RoutesChanged,
     Shutdown,
     StartWorker,
 )
-from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.worker.batching import BatchPolicy, Choice, choose
+from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
+from everserve.worker.leaving import LeaveRequest
 
 log = logging.getLogger(__name__)
 
 _ATTEND_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
+_QUIET_S = 0.2  # a worker that leaves does so when it was not asked for anything for this long ...
+_LEAVE_S = 5.0  # ... or in any case after this long
 
 
 class _WasFenced(Exception):
@@ -58,7 +64,8 @@ class ExpertLoop:
         experts: ExpertHalf,
         cell: Cell,
         warden: Warden,
-        control: Channel,
+        control: ControlEnd,
+        leave: LeaveRequest,
         events: EventLog,
         *,
         policy: BatchPolicy | None = None,
@@ -66,7 +73,8 @@ class ExpertLoop:
     ) -> None:
         self._start = start
         self._warden = warden
-        self._control: Channel | None = control  # None once the orchestrator is gone
+        self._control = control
+        self._leave_request = leave
         self._events = events
         self._policy = policy or BatchPolicy()
         shape = LaneShape.of(experts.config, start.settings.max_num_batched_tokens)
@@ -78,14 +86,19 @@ class ExpertLoop:
         self._report_at = time.monotonic() + _REPORT_EVERY_S
         self._attend_at = 0.0
         self._stop_at: float | None = None
+        self._leave_at: float | None = None  # set while leaving
+        self._asked_s = 0.0  # when the last request came
+        control.make_report = self._make_report
 
     def run(self) -> None:
-        """Serve until fenced, or told to stop and nobody needs us any more."""
+        """Serve until fenced, or told to stop or to leave and nobody needs us any more."""
         timeout_s = 0.0
         try:
             while not self._is_over():
                 self._warden.renew(LEASE_S)
                 self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
+                if self._leave_request.was_asked and self._leave_at is None:
+                    self._begin_to_leave()
                 if self._server.changed or time.monotonic() >= self._attend_at:
                     self._attend()
                 choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)
@@ -106,16 +119,38 @@ class ExpertLoop:
         )
 
     def _is_over(self) -> bool:
+        if self._control.is_cut:
+            return True
+        if self._leave_at is not None:
+            now = time.monotonic()
+            return now >= self._leave_at or (not self._pending and now - self._asked_s >= _QUIET_S)
         if self._stop_at is None:
             return False
         # Attention workers may finish what runs, and need us for it.
         has_customers = any(peer.is_healthy for peer in self._peers.values())
         return not has_customers or time.monotonic() >= self._stop_at
 
+    def _begin_to_leave(self) -> None:
+        """New routes lead to others. Who still asks has not heard of them, and is served."""
+        log.info("leaving")
+        self._asked_s = time.monotonic()
+        self._leave_at = self._asked_s + _LEAVE_S
+        self._control.send(Leaving())
+
+    def _make_report(self) -> Report:
+        return Report(
+            is_ready=True,
+            is_leaving=self._leave_at is not None,
+            epoch=Epoch(0),
+            peers=[(rank, peer.incarnation) for rank, peer in self._peers.items()],
+            logs=[],
+        )
+
     def _healthy_positions(self) -> dict[Rank, int]:
         return {rank: at for rank, at in self._server.positions.items() if self._peers[rank].is_healthy}
 
     def _compute(self, choice: Choice) -> None:
+        self._asked_s = time.monotonic() if self._leave_at is not None else 0.0
         self._num_rows += self._server.compute(choice.batch)
         self._num_batches += 1
         self._num_replayed_rows += sum(request.num_rows for request in choice.batch if request.replay)
@@ -132,19 +167,9 @@ class ExpertLoop:
             self._peers[rank].is_healthy = state is PeerState.ALIVE
             if state is PeerState.DIED:
                 self._drop_pending(rank)
-        self._read_control()
+        self._control.read(self._handle)
+        self._control.flush()
         self._report()
-
-    def _read_control(self) -> None:
-        if self._control is None:
-            return
-        try:
-            for message in self._control.receive_all():
-                self._handle(message)
-            self._control.flush()
-        except ChannelClosed:
-            log.warning("the orchestrator is gone; serving on")
-            self._control = None
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, PeerJoined):
@@ -153,13 +178,14 @@ class ExpertLoop:
             self._leave(message.rank, message.incarnation)
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
+        elif isinstance(message, Leave):
+            self._leave_request.ask()
         elif isinstance(message, Shutdown):
             self._stop_at = time.monotonic() + message.grace_s
         elif not isinstance(message, RoutesChanged):  # routes are for those who send
             log.warning("dropped a %s: not for an expert worker", type(message).__name__)
 
     def _join(self, message: PeerJoined) -> None:
-        assert self._control is not None
         cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
         cell = Cell(cell_fd)
         os.close(cell_fd)
@@ -187,7 +213,7 @@ class ExpertLoop:
 
     def _report(self) -> None:
         now, stats = time.monotonic(), self.stats()
-        if self._control is not None and now >= self._report_at and stats != self._reported:
+        if now >= self._report_at and stats != self._reported:
             self._control.send(ExpertReport(stats=stats))
             self._reported = stats
             self._report_at = now + _REPORT_EVERY_S

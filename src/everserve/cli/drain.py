@@ -1,0 +1,57 @@
+"""`everserve drain RANK`: a worker gives its streams to others, leaves, and is replaced; clients notice nothing."""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from everserve.cli import app
+from everserve.cli.status import DEFAULT_URL, ask, fetch_cluster
+from everserve.errors import ConfigError
+
+_LOOK_EVERY_S = 0.1
+
+
+@app.command()
+def drain(
+    ranks: Annotated[
+        list[int] | None, typer.Argument(help="Seats, one after the other; see `everserve status`.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every worker, one after the other: a rolling restart.")] = False,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for each new worker to be ready. 0: do not wait.", min=0)
+    ] = 60.0,
+    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
+    ] = None,
+) -> None:
+    """Restart workers under load: each moves its streams to others live, exits, and a new process takes its seat."""
+    if every == bool(ranks):
+        raise ConfigError("drain: name the ranks, or say --all")
+    if every and not wait:
+        raise ConfigError("drain --all --wait 0 would restart everything at once; leave --wait out")
+    for rank in ranks or [worker["rank"] for worker in fetch_cluster(url, api_key)["workers"]]:
+        began_s = time.monotonic()
+        asked = ask("POST", f"{url}/cluster/drain", api_key, {"rank": rank})
+        incarnation = asked["incarnation"]
+        if not wait:
+            typer.echo(f"rank {rank}: incarnation {incarnation} leaves")
+            continue
+        successor = _wait_for_successor(url, api_key, rank, incarnation, wait)
+        took_s = time.monotonic() - began_s
+        typer.echo(f"rank {rank}: {incarnation} left, {successor['incarnation']} is ready after {took_s:.1f} s")
+
+
+def _wait_for_successor(url: str, api_key: str | None, rank: int, incarnation: int, wait_s: float) -> dict[str, Any]:
+    """The next worker in this seat, once everything is as it should be again: only then may the next one leave."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        cluster = fetch_cluster(url, api_key)
+        worker: dict[str, Any] = next(worker for worker in cluster["workers"] if worker["rank"] == rank)
+        is_whole = not cluster["violations"] and not cluster["degraded"]
+        if worker["incarnation"] > incarnation and worker["state"] == "ready" and is_whole:
+            return worker
+        if time.monotonic() > deadline:
+            raise ConfigError(f"rank {rank} has no ready successor after {wait_s:g} s: see `everserve status`")
+        time.sleep(_LOOK_EVERY_S)

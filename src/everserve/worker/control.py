@@ -1,0 +1,91 @@
+"""A worker's end of its channel to the orchestrator, which may die and be replaced at any time.
+
+orchestrator dies  -> the channel ends; the worker serves on, and what it would say is lost
+supervisor         -> OrchestratorAttached + a new channel, through the lifeline
+the worker         -> reads what the old one had still said, then reports to the new one
+
+The end of the lifeline is the worker's end: either the supervisor is gone, or it does not know this process. (A zygote
+that dies in the middle of a fork may leave a worker that nobody was told of.)
+"""
+
+import logging
+import select
+from collections.abc import Callable
+
+from everserve.errors import ProtocolError
+from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.messages import AnyMessage, OrchestratorAttached, Report
+
+log = logging.getLogger(__name__)
+
+Handle = Callable[[AnyMessage], None]
+
+
+class ControlEnd:
+    """One file descriptor to select on, whoever the orchestrator is. `make_report` says what a new one needs to know;
+    None while the worker has nothing to report yet."""
+
+    def __init__(self, channel: Channel, lifeline: Channel) -> None:
+        self.make_report: Callable[[], Report] | None = None
+        self.num_dropped = 0  # frames that were not one of our messages
+        self.is_cut = False  # the lifeline has ended
+        self._channel: Channel | None = channel
+        self._lifeline = lifeline
+        self._epoll = select.epoll()
+        self._epoll.register(channel, select.EPOLLIN)
+        self._epoll.register(lifeline, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def send(self, message: AnyMessage) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def flush(self) -> None:
+        if self._channel is not None:
+            self._channel.flush()
+
+    def take_fd(self) -> int:
+        """A descriptor that came with the message that is being handled."""
+        assert self._channel is not None
+        return self._channel.take_fd()
+
+    def read(self, handle: Handle) -> None:
+        """Handle whatever has come."""
+        self._read_channel(handle)
+        if self.make_report is not None:
+            self._read_lifeline(handle)
+
+    def _read_channel(self, handle: Handle) -> None:
+        if self._channel is None:
+            return
+        try:
+            for message in self._channel.receive_all():
+                handle(message)
+            self.num_dropped = max(self.num_dropped, self._channel.num_dropped)
+        except (ChannelClosed, ProtocolError):  # at its end, or out of step: no more can come of it
+            log.warning("the orchestrator is gone; serving on")
+            self._close_channel()
+
+    def _read_lifeline(self, handle: Handle) -> None:
+        try:
+            for message in self._lifeline.receive_all():
+                if isinstance(message, OrchestratorAttached):
+                    self._replace(Channel.of_fd(self._lifeline.take_fd()), handle)
+        except ChannelClosed:
+            self.is_cut = True
+
+    def _replace(self, channel: Channel, handle: Handle) -> None:
+        while self._channel is not None:  # its sender is dead, so this comes to an end
+            self._read_channel(handle)
+        self._channel = channel
+        self._epoll.register(channel, select.EPOLLIN)
+        assert self.make_report is not None
+        channel.send(self.make_report())
+
+    def _close_channel(self) -> None:
+        assert self._channel is not None
+        self._epoll.unregister(self._channel)
+        self._channel.close()
+        self._channel = None

@@ -1,0 +1,99 @@
+"""Planned moves: a worker is asked to leave, its streams go on elsewhere, a new process takes its seat."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.process import cluster as c
+from tests.process.cluster import DECODE
+
+FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos")
+LONG = c.asks(6, num_prompt=300, max_tokens=300)
+
+
+@pytest.fixture(scope="module")
+def expected(server):
+    return {"decode": c.run_all(server, DECODE), "long": c.run_all(server, LONG)}
+
+
+@pytest.fixture(scope="module")
+def shared(start_server):
+    with start_server(*FLAGS) as running:
+        yield running
+        assert running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+@pytest.fixture
+def whole(shared):
+    c.wait_whole(shared)
+    return shared
+
+
+def told(server, name: str) -> list[dict]:
+    return [event for event in server.events() if event["event"] == name]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2, 3])
+def test_sigterm_moves_streams_and_is_no_fault(whole, expected, rank):
+    before, faults = c.worker(whole, rank), len(told(whole, "fault_detected"))
+    failovers = c.metric(whole, "everserve_failovers_total")
+    recomputed = c.metric(whole, "everserve_tokens_recomputed_total")
+    moved = len(told(whole, "stream_moved"))
+    streams = c.run_with(whole, LONG, c.in_decode, lambda: os.kill(before["pid"], signal.SIGTERM))
+    c.assert_equal(streams, expected["long"])
+    c.wait_until(lambda: c.worker(whole, rank)["incarnation"] == before["incarnation"] + 1, what="a successor")
+    c.wait_until(lambda: any(e["rank"] == rank for e in told(whole, "worker_left")), what="the leave")
+    exits = [e for e in told(whole, "worker_exited") if (e["rank"], e["incarnation"]) == (rank, before["incarnation"])]
+    assert [event["exit_status"] for event in exits] == [0]
+    assert len(told(whole, "fault_detected")) == faults and c.metric(whole, "everserve_failovers_total") == failovers
+    if "attention" in before["roles"]:
+        assert len(told(whole, "stream_moved")) > moved
+        assert c.metric(whole, "everserve_tokens_recomputed_total") - recomputed <= 2 * len(LONG)
+    c.wait_whole(whole)
+
+
+def test_drain_over_http(whole):
+    incarnation = c.worker(whole, 0)["incarnation"]
+    answer = c.post(whole, "/cluster/drain", {"rank": 0})
+    assert (answer.status_code, answer.json()) == (202, {"rank": 0, "incarnation": incarnation})
+    c.wait_until(lambda: c.worker(whole, 0)["incarnation"] > incarnation, what="a successor")
+    assert c.post(whole, "/cluster/drain", {"rank": 9}).status_code == 404
+
+
+def test_a_rolling_restart_of_every_worker_under_load(whole, expected):
+    before = {w["rank"]: w["incarnation"] for w in c.cluster(whole)["workers"]}
+    command = [sys.executable, "-m", "everserve.cli", "drain", "--all", "--url", whole.url]
+    roll = lambda: subprocess.run(command, check=True, capture_output=True, timeout=120)  # noqa: E731
+    load = LONG * 3
+    streams = c.run_with(whole, load, c.in_decode, roll)
+    c.assert_equal(streams, expected["long"] * 3)
+    after = {w["rank"]: w["incarnation"] for w in c.cluster(whole)["workers"]}
+    assert after == {rank: incarnation + 1 for rank, incarnation in before.items()}
+    assert c.run_all(whole, DECODE) == expected["decode"]
+
+
+def test_it_is_killed_while_it_leaves(whole, expected):
+    """TERM, then KILL: whatever it had not given back yet is lost and found as ever."""
+    victim = c.worker(whole, 0)["pid"]
+
+    def both() -> None:
+        os.kill(victim, signal.SIGTERM)
+        os.kill(victim, signal.SIGKILL)
+
+    streams = c.run_with(whole, DECODE, c.in_decode, both)
+    c.assert_equal(streams, expected["decode"])
+    c.wait_whole(whole)
+
+
+def test_the_only_worker_leaves(start_server, server):
+    """Its streams wait for its successor, and go on from its log."""
+    right = c.run_all(server, DECODE)
+    with start_server() as running:
+        before = c.worker(running, 0)
+        streams = c.run_with(running, DECODE, c.in_decode, lambda: os.kill(before["pid"], signal.SIGTERM))
+        c.assert_equal(streams, right)
+        assert c.worker(running, 0)["incarnation"] == before["incarnation"] + 1

@@ -1,0 +1,146 @@
+"""A dead attention worker costs its streams neither a token nor a prefill: their KV comes from the log."""
+
+import asyncio
+import signal
+
+import pytest
+
+from everserve.client import Stream
+from tests.process import cluster as c
+from tests.process.cluster import DECODE, PREFILL, Fault
+
+WORKERS = ("--attention-workers", "2", "--expert-workers", "2")
+NO_CACHE = "--no-enable-prefix-caching"
+LONG = c.asks(6, num_prompt=700, max_tokens=120)
+
+
+@pytest.fixture(scope="module")
+def expected(server):
+    return {"long": c.run_all(server, LONG), "decode": c.run_all(server, DECODE), "prefill": c.run_all(server, PREFILL)}
+
+
+@pytest.fixture(scope="module", params=["mirror", "anchor"])
+def logged(request, start_server):
+    with start_server(*WORKERS, NO_CACHE, "--kv-log", request.param) as running:
+        yield running
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+def restored(server, since: int = 0) -> list[dict]:
+    return [event for event in server.events("worker") if event["event"] == "stream_restored"][since:]
+
+
+def resumed(server, since: int = 0) -> list[dict]:
+    return [event for event in server.events("gateway") if event["event"] == "request_resumed"][since:]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_computed_twice(logged, expected, rank):
+    c.wait_whole(logged)
+    recomputed = c.metric(logged, "everserve_tokens_recomputed_total")
+    before, taken = len(restored(logged)), len(resumed(logged))
+    fault = Fault(logged, rank, signal.SIGKILL)
+    streams = c.run_with(logged, LONG, c.in_decode, fault)
+    fault.assert_landed()
+    c.assert_equal(streams, expected["long"])
+    found, moved = restored(logged, before), resumed(logged, taken)
+    assert moved and len(found) == len(moved), "every stream of the dead worker was restored"
+    assert all(event["num_restored"] >= 700 and event["num_recomputed"] <= 2 for event in found), found
+    assert c.metric(logged, "everserve_tokens_recomputed_total") - recomputed <= 2 * len(found)
+    assert c.metric(logged, "everserve_log_broken_tokens_total") == 0
+
+
+def test_a_stream_in_the_middle_of_its_prompt(logged, expected):
+    """What was computed of the prompt is not lost either."""
+    c.wait_whole(logged)
+    before = len(restored(logged))
+    fault = Fault(logged, 0, signal.SIGKILL)
+    streams = c.run_with(logged, PREFILL, c.in_prefill(logged), fault)
+    fault.assert_landed()
+    c.assert_equal(streams, expected["prefill"])
+    assert restored(logged, before)
+
+
+def test_the_one_who_took_over_dies_too(logged, expected):
+    """From log to log."""
+    c.wait_whole(logged)
+    before = len(restored(logged))
+    first, second = Fault(logged, 0, signal.SIGKILL), Fault(logged, 1, signal.SIGKILL)
+
+    def one_after_the_other() -> None:
+        first()
+        c.wait_until(lambda: len(restored(logged, before)) >= 1, what="a restored stream")
+        second()
+
+    streams = c.run_with(logged, LONG, c.in_decode, one_after_the_other)
+    first.assert_landed()
+    second.assert_landed()
+    c.assert_equal(streams, expected["long"])
+
+
+def test_logs_are_let_go(logged, expected):
+    """A dead worker's log lives only until its streams go on elsewhere."""
+    c.wait_whole(logged)
+    for rank in (0, 1, 0):
+        fault = Fault(logged, rank, signal.SIGKILL)
+        streams = c.run_with(logged, DECODE, c.in_decode, fault)
+        fault.assert_landed()
+        c.assert_equal(streams, expected["decode"])
+        c.wait_whole(logged)
+    pids = [entry["pid"] for entry in (*c.cluster(logged)["processes"], *c.cluster(logged)["workers"])]
+    c.wait_until(lambda: len(c.memory_names(pids, "log-")) <= 2, what="the end of old logs")
+
+
+def test_the_only_attention_worker_adopts_what_its_predecessor_left(start_server, server):
+    """Nobody else could take the streams; the successor finds their KV where it lies."""
+    wanted = c.asks(4, num_prompt=400, max_tokens=100)
+    right = c.run_all(server, wanted)
+    with start_server("--kv-log", "anchor", NO_CACHE) as running:
+        fault = Fault(running, 0, signal.SIGKILL)
+        streams = c.run_with(running, wanted, c.in_decode, fault)
+        fault.assert_landed()
+        c.assert_equal(streams, right)
+        found = restored(running)
+        assert len(found) == 4 and all(event["num_restored"] >= 400 for event in found), found
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+def test_without_a_log_streams_are_computed_again(start_server, expected):
+    with start_server(*WORKERS, NO_CACHE, "--kv-log", "off") as running:
+        fault = Fault(running, 0, signal.SIGKILL)
+        streams = c.run_with(running, LONG, c.in_decode, fault)
+        fault.assert_landed()
+        c.assert_equal(streams, expected["long"])
+        assert not restored(running) and resumed(running)
+        assert c.metric(running, "everserve_tokens_recomputed_total") >= 700
+
+
+def test_survivors_with_little_room(start_server, server):
+    """Streams that do not fit wait their turn, or others make way; none fails."""
+    wanted = c.asks(6, num_prompt=300, max_tokens=200)
+    right = c.run_all(server, wanted)
+    room = str(1800 * 6 * 2 * 4 * 32 * 2)  # about 1,800 tokens: three and a half of these streams
+    with start_server(*WORKERS, "--max-model-len", "1024", "--kv-cache-memory-bytes", room) as running:
+        fault = Fault(running, 0, signal.SIGKILL)
+        streams = c.run_with(running, wanted, lambda streams: any(len(s.token_ids) > 5 for s in streams), fault)
+        fault.assert_landed()
+        c.assert_equal(streams, right)
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+def test_choices_that_share_their_prompt_go_on_together(start_server):
+    """`n` siblings, logprobs, stop strings and penalties continue exactly."""
+    body = {"n": 3, "temperature": 0.9, "seed": 5, "logprobs": 2, "presence_penalty": 0.4}
+
+    async def ask(server, stream: Stream) -> Stream:
+        return await c.Ask(prompt=list(range(50, 250)), max_tokens=150, params=body).send(server, stream)
+
+    with start_server(*WORKERS) as running:
+        alone = asyncio.run(ask(running, Stream()))
+        for rank in (0, 1):  # one of them has it
+            fault = Fault(running, rank, signal.SIGKILL)
+            streams = c.run_streams(running, [ask], c.in_decode, fault)
+            fault.assert_landed()
+            assert streams[0].error is None and sorted(streams[0].token_ids) == sorted(alone.token_ids)
+            c.wait_whole(running)
+        assert restored(running)

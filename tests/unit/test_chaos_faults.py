@@ -1,0 +1,200 @@
+"""Faults as they land: real signals to real processes, whose supervisor is the test."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from everserve.chaos.faults import Injector, Record
+from everserve.chaos.schedule import Blow, Fault, Victim
+from everserve.chaos.target import Target, View, supervisor_here
+from everserve.errors import ConfigError
+from everserve.runtime import process
+from tests.unit.chaos_toy import Asked, json_answer, serving
+
+ATTENTION, EXPERT, ANCHOR = Victim("attention", 0), Victim("expert", 0), Victim("anchor")
+
+
+def worker(rank: int, role: str, pid: int) -> dict:
+    return {
+        **{"rank": rank, "incarnation": 3, "pid": pid, "roles": [role], "state": "ready", "note": ""},
+        **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0, "slots": 0, "shadow_slots": 0},
+    }
+
+
+def cluster(attention: int, expert: int, anchor: int = 0) -> dict:
+    processes = [{"name": "supervisor", "pid": os.getpid()}, {"name": "anchor", "pid": anchor}]
+    workers = [worker(1, "expert", expert), worker(0, "attention", attention)]
+    return {"epoch": 1, "violations": [], "degraded": [], "processes": processes, "workers": workers}
+
+
+@pytest.fixture
+def children() -> Iterator[list[subprocess.Popen]]:
+    """Three processes that sleep."""
+    sleep = [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]
+    started = [subprocess.Popen(sleep, stdout=subprocess.PIPE) for _ in range(3)]
+    for child in started:
+        child.stdout.readline()
+    yield started
+    for child in started:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+
+
+def wait_for(pid: int, *states: str | None) -> None:
+    deadline = time.monotonic() + 10
+    while process.state_of(pid) not in states:
+        assert time.monotonic() < deadline, process.state_of(pid)
+        time.sleep(0.001)
+
+
+def inject(view: dict, *blows: Blow, is_local: bool = True, while_it_runs=None, status: int = 200, answer=None):
+    """One fault with these blows; returns its record and what was posted."""
+    posted: list[tuple[str, dict]] = []
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        if asked.path == "/cluster":
+            yield json_answer(view)
+        else:
+            posted.append((asked.path, asked.body))
+            yield json_answer(answer or {}, status)
+
+    async def main() -> Record:
+        async with serving(respond) as url:
+            injector = Injector(Target(url), os.getpid() if is_local else None)
+            until = asyncio.Event()
+            run = asyncio.ensure_future(injector.run([Fault(0.01, "a kind", blows)], until))
+            while not injector.records:
+                await asyncio.sleep(0.001)
+            if while_it_runs is not None:
+                await asyncio.to_thread(while_it_runs)
+            until.set()
+            await run
+            return injector.records[0]
+
+    return asyncio.run(main()), posted
+
+
+def test_kills_land(children):
+    attention, expert, anchor = children
+    record, posted = inject(
+        cluster(attention.pid, expert.pid, anchor.pid), Blow(0, ATTENTION, "KILL"), Blow(0.01, ANCHOR, "TERM")
+    )
+    assert attention.wait() == -signal.SIGKILL and anchor.wait() == -signal.SIGTERM and expert.poll() is None
+    assert record.is_injected and len(record.hit) == 2 and not record.missed and not posted
+    assert f"KILL to attention 0 (pid {attention.pid}, incarnation 3)" in str(record)
+
+
+def test_who_is_stopped_wakes_up_in_time(children):
+    pid = children[0].pid
+    stop = Blow(0, ATTENTION, "STOP", wake_after_s=0.05)
+
+    def until_awake() -> None:
+        wait_for(pid, "S")
+
+    record, _ = inject(cluster(pid, children[1].pid), stop, while_it_runs=until_awake)
+    assert "STOP for 0.050 s to attention 0" in record.hit[0]
+
+
+def test_nobody_stays_stopped(children):
+    pid = children[0].pid
+    stop = Blow(0, ATTENTION, "STOP", wake_after_s=600)
+    inject(cluster(pid, children[1].pid), stop, while_it_runs=lambda: wait_for(pid, "T"))
+    wait_for(pid, "S")
+
+
+def test_one_who_sleeps_and_is_killed_meanwhile(children):
+    def kill() -> None:
+        children[0].kill()
+        children[0].wait()
+
+    record, _ = inject(cluster(children[0].pid, children[1].pid), Blow(0, ATTENTION, "STOP", 600), while_it_runs=kill)
+    assert record.is_injected
+
+
+def test_what_finds_nobody_is_missed(children):
+    children[0].kill()
+    wait_for(children[0].pid, "Z")  # dead, and not mourned yet
+    stranger = os.getppid()  # alive, but none of the server's
+    empty = cluster(children[0].pid, 0, stranger)
+    record, _ = inject(empty, *(Blow(0, victim, "KILL") for victim in (ATTENTION, EXPERT, ANCHOR)))
+    assert not record.is_injected and len(record.missed) == 3
+    assert "nobody" in str(record)
+    children[0].wait()
+    record, _ = inject(empty, Blow(0, ATTENTION, "KILL"))
+    assert not record.is_injected
+
+
+def test_a_server_elsewhere_is_asked_to_do_it(children):
+    view = cluster(children[0].pid, children[1].pid, children[2].pid)
+    blows = (Blow(0, EXPERT, "KILL"), Blow(0, ANCHOR, "STOP", wake_after_s=600), Blow(0, ATTENTION, "drain"))
+    record, posted = inject(view, *blows, is_local=False)
+    assert len(record.hit) == 3
+    assert posted == [
+        ("/cluster/fault", {"rank": 1, "signal": "KILL"}),
+        ("/cluster/fault", {"process": "anchor", "signal": "STOP"}),
+        ("/cluster/drain", {"rank": 0}),
+        ("/cluster/fault", {"process": "anchor", "signal": "CONT"}),
+    ]
+    record, _ = inject(view, *blows, is_local=False, status=409)
+    assert not record.is_injected and all("409" in why for why in record.missed)
+
+
+def test_who_was_hit_is_who_the_server_says():
+    record, _ = inject(cluster(7, 8), Blow(0, EXPERT, "KILL"), is_local=False, answer={"incarnation": 4, "pid": 99})
+    assert "KILL to expert 0 (pid 99, incarnation 4)" in record.hit[0]
+
+
+def test_a_drain_is_asked_for_even_here(children):
+    record, posted = inject(cluster(children[0].pid, children[1].pid), Blow(0, EXPERT, "drain"), status=202)
+    assert posted == [("/cluster/drain", {"rank": 1})] and record.is_injected
+
+
+# -- the server from outside ---------------------------------------------------------------------
+
+
+def test_what_the_cluster_says(children):
+    view = View(cluster(children[0].pid, children[1].pid, children[2].pid))
+    assert view.is_whole and not view.busy
+    assert (view.seats.num_attention, view.seats.num_expert, view.seats.processes) == (1, 1, ("anchor",))
+    assert supervisor_here(view) == os.getpid()
+    assert supervisor_here(View(cluster(children[0].pid, children[1].pid, os.getppid()))) is None
+    view.workers[0] |= {"state": "starting", "running": 1}
+    assert not view.is_whole and "1 running" in view.busy[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "says"), [(403, "--enable-chaos"), (401, "--api-key"), (200, "Everserve"), (404, None)]
+)
+def test_a_server_must_allow_faults(status, says):
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        yield json_answer({}, status)
+
+    async def main() -> None:
+        async with serving(respond) as url:
+            await Target(url).check_chaos()
+
+    if says is None:
+        asyncio.run(main())
+        return
+    with pytest.raises(ConfigError, match=says):
+        asyncio.run(main())
+
+
+def test_metrics_are_summed_over_labels():
+    text = b'# HELP a b\na_total{x="1"} 2.0\na_total{x="2"} 3.0\nb 1e-05\n'
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\n\r\n" + text
+
+    async def main() -> dict[str, float]:
+        async with serving(respond) as url:
+            return await Target(url).metrics()
+
+    assert asyncio.run(main()) == {"a_total": 5.0, "b": 1e-05}
