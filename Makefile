@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check bench chaos clean
 
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
@@ -24,6 +24,12 @@ bench: $(STAMP)-dev
 	$(BIN)/everserve bench engine
 	$(BIN)/everserve bench failover
 	$(BIN)/everserve bench overhead
+	$(BIN)/everserve bench checkpoint
+	$(BIN)/everserve bench restore
+
+# Half an hour of faults under streams; every token is compared. See docs/reliability.md.
+chaos: $(STAMP)-run
+	$(BIN)/everserve chaos --seconds 1800 --json bench/results/chaos.json $(ARGS)
 
 clean:
 	rm -rf $(VENV)

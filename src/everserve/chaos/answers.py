@@ -1,0 +1,59 @@
+"""One answer, put together from the events of a stream or from one JSON object: both must come to the same."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Choice:
+    """One of a request's choices, as far as it has arrived."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+
+    def add(self, data: dict[str, Any]) -> None:
+        """One event's part, or all of it at once."""
+        self.token_ids += data.get("token_ids") or []
+        self.text += data.get("text") or ""
+        self.finish_reason = data.get("finish_reason") or self.finish_reason
+        self.stop_reason = data.get("stop_reason") or self.stop_reason
+        logprobs = data.get("logprobs") or {}
+        self.logprobs += logprobs.get("token_logprobs") or []
+        self.top_logprobs += logprobs.get("top_logprobs") or []
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What was billed. How much of the prompt came from a cache is left out: that may differ."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+@dataclass
+class Answer:
+    """All choices of one request."""
+
+    choices: list[Choice]
+    usage: Usage | None = None
+
+    @classmethod
+    def empty(cls, num_choices: int) -> "Answer":
+        return cls([Choice() for _ in range(num_choices)])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    def add(self, data: dict[str, Any]) -> None:
+        """One event, or the whole answer. Raises LookupError or TypeError if it is not of this shape."""
+        for choice in data["choices"]:
+            self.choices[choice["index"]].add(choice)
+        if data.get("usage"):
+            usage = data["usage"]
+            self.usage = Usage(usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"])

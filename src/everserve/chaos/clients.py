@@ -1,0 +1,128 @@
+"""Who asks: one request after the other, each in one of four manners, each answer judged at once."""
+
+import asyncio
+import random
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from everserve.chaos.answers import Answer
+from everserve.chaos.compare import Kind, compare
+from everserve.chaos.findings import Findings
+from everserve.chaos.requests import Request
+from everserve.chaos.talk import Break, Talk, Trouble
+from everserve.chaos.tally import Tally
+from everserve.chaos.target import Target
+
+_AFTER_TROUBLE_S = 0.2  # a server that refuses connections is not asked a thousand times a second
+_MAX_BREAKS = 3
+_MAX_AWAY_S = 1.0
+
+
+class Manner(StrEnum):
+    """How a client asks."""
+
+    STREAM = "streamed"
+    WHOLE = "in one piece"
+    CANCEL = "cancelled"  # the client leaves for good
+    RESUME = "broken off and resumed"
+
+
+_MANNERS = {Manner.STREAM: 45, Manner.WHOLE: 15, Manner.CANCEL: 12, Manner.RESUME: 28}
+
+
+@dataclass(frozen=True)
+class Known:
+    """The catalogue and its right answers."""
+
+    requests: Sequence[Request]
+    answers: Sequence[Answer]
+    can_resume: bool = True  # events have ids
+
+
+class Clients:
+    """All clients of a run."""
+
+    def __init__(self, target: Target, stall_limit_s: float, findings: Findings) -> None:
+        self._target = target
+        self._stall_limit_s = stall_limit_s
+        self._findings = findings
+        self.tally = Tally()  # of the storm
+
+    async def learn(self, requests: Sequence[Request], num_clients: int) -> Known:
+        """The right answers: every request once, nobody disturbed."""
+        talks = [self._talk(request, Manner.RESUME) for request in requests]  # as one who may come back, but does not
+        places = asyncio.Semaphore(num_clients)
+
+        async def ask(talk: Talk) -> None:
+            async with places:
+                await talk.stream()
+
+        await asyncio.gather(*(ask(talk) for talk in talks))
+        has_ids = not any(talk.num_without_id > 1 for talk in talks)  # the event with the usage may have none
+        return Known(requests, [talk.answer for talk in talks], can_resume=has_ids)
+
+    async def repeat(self, known: Known, numbers: Sequence[int], manner: Manner, num_clients: int) -> None:
+        """Some requests once more: nothing is disturbed, and the answers must be the same."""
+        places = asyncio.Semaphore(num_clients)
+
+        async def ask(number: int) -> None:
+            async with places:
+                await self._ask(known, number, manner, random.Random(number), Tally())
+
+        await asyncio.gather(*(ask(number) for number in numbers))
+
+    async def storm(self, known: Known, seed: int, num_clients: int, until: asyncio.Event) -> None:
+        """Each client asks again as soon as it has its answer. Returns when all have their last."""
+
+        async def client(number: int) -> None:
+            dice = random.Random(f"everserve chaos/client/{seed}/{number}")
+            manners = [manner for manner in _MANNERS if manner is not Manner.RESUME or known.can_resume]
+            while not until.is_set():
+                manner = dice.choices(manners, [_MANNERS[manner] for manner in manners])[0]
+                await self._ask(known, dice.randrange(len(known.requests)), manner, dice, self.tally)
+
+        self.tally = Tally()
+        await asyncio.gather(*(client(number) for number in range(num_clients)))
+
+    async def _ask(self, known: Known, number: int, manner: Manner, dice: random.Random, tally: Tally) -> None:
+        """One request and its judgement."""
+        request, expected = known.requests[number], known.answers[number]
+        talk = self._talk(request, manner)
+        where = f"{request}, {manner}"
+        is_complete = manner is not Manner.CANCEL
+        try:
+            await _perform(talk, manner, expected.num_tokens, dice)
+        except Trouble as trouble:
+            is_complete = False
+            self._findings.add(trouble.kind, where, str(trouble))
+        for difference in compare(talk.answer, expected, is_complete):
+            self._findings.add(difference.kind, where, str(difference))
+        tally.add(manner, talk, where)
+        if not is_complete and manner is not Manner.CANCEL:
+            await asyncio.sleep(_AFTER_TROUBLE_S)
+
+    def _talk(self, request: Request, manner: Manner) -> Talk:
+        request_id = f"chaos-{uuid.uuid4().hex}" if manner is Manner.RESUME else None
+        return Talk(self._target, request, self._stall_limit_s, request_id)
+
+
+async def _perform(talk: Talk, manner: Manner, num_events: int, dice: random.Random) -> None:
+    if manner is Manner.WHOLE:
+        await talk.whole()
+    elif manner is Manner.CANCEL:
+        await talk.stream([Break(dice.randrange(num_events), is_abrupt=dice.random() < 0.5)], comes_back=False)
+    elif manner is Manner.RESUME:
+        await talk.stream(draw_breaks(num_events, dice))
+        if talk.num_without_id > 1:
+            raise Trouble(Kind.ERROR, f"{talk.num_without_id} events had no id")
+    else:
+        await talk.stream()
+
+
+def draw_breaks(num_events: int, dice: random.Random) -> list[Break]:
+    """At places drawn from the whole stream, the place before its formal end included."""
+    num = min(dice.randint(1, _MAX_BREAKS), num_events)
+    places = sorted(dice.sample(range(1, num_events + 1), num))
+    return [Break(place, dice.uniform(0, _MAX_AWAY_S), dice.random() < 0.5) for place in places]

@@ -1,0 +1,187 @@
+"""Does what the schedule says, and records whom it hit.
+
+If the server's processes are on this host, they get their signals straight from here: faster than over HTTP, and it
+works when there is no orchestrator to ask. A pid is only a number, so it is checked: whoever has it must be a child of
+the supervisor, and alive.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from everserve.chaos.schedule import PROCESSES, Blow, Fault
+from everserve.chaos.target import NoAnswer, Process, Target, View
+from everserve.runtime import process
+
+_PATIENCE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Record:
+    """One fault of the schedule, as it happened."""
+
+    at_s: float  # since the storm began
+    kind: str
+    hit: tuple[str, ...]
+    missed: tuple[str, ...]  # and why
+
+    @property
+    def is_injected(self) -> bool:
+        return bool(self.hit)
+
+    def __str__(self) -> str:
+        missed = f" (missed: {'; '.join(self.missed)})" if self.missed else ""
+        return f"{self.at_s:.2f} s {self.kind}: {'; '.join(self.hit) or 'nobody'}{missed}"
+
+
+class Missed(Exception):
+    """There was nobody to hit."""
+
+
+class Injector:
+    """All faults of a run. `supervisor` is the pid of a supervisor on this host, if the server is here."""
+
+    def __init__(self, target: Target, supervisor: int | None) -> None:
+        self._target = target
+        self._supervisor = supervisor
+        self._began_s = time.perf_counter()
+        self._wakes: set[asyncio.Task[None]] = set()
+        self._over = asyncio.Event()  # everybody who sleeps is woken
+        self.records: list[Record] = []
+
+    async def run(self, schedule: Iterable[Fault], until: asyncio.Event) -> None:
+        """Each fault at its moment, until told to stop; then nobody stays stopped."""
+        self._began_s = time.perf_counter()
+        try:
+            for fault in schedule:
+                await _wait(until, self._began_s + fault.at_s - time.perf_counter())
+                if until.is_set():
+                    return
+                self.records.append(await self._strike(fault))
+            await until.wait()
+        finally:
+            self._over.set()
+            await asyncio.gather(*self._wakes)
+
+    def recent(self) -> list[str]:
+        """The faults so far, for people."""
+        return [str(record) for record in self.records[-10:]]
+
+    async def _strike(self, fault: Fault) -> Record:
+        at_s = time.perf_counter() - self._began_s
+        hit: list[str] = []
+        missed: list[str] = []
+        began_s = time.perf_counter()
+        for after_s, blows in groupby(fault.blows, key=lambda blow: blow.after_s):
+            await asyncio.sleep(began_s + after_s - time.perf_counter())
+            try:
+                view = await self._target.view()
+            except NoAnswer as error:
+                missed.append(str(error))
+                continue
+            for blow in blows:
+                try:
+                    hit.append(await self._land(blow, view))
+                except Missed as error:
+                    missed.append(f"{blow.what} to {blow.victim}: {error}")
+        return Record(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
+
+    async def _land(self, blow: Blow, view: View) -> str:
+        """One blow; returns whom it hit."""
+        victim = view.find(blow.victim)
+        if victim is None:
+            raise Missed("nobody is there")
+        if blow.what == "drain":
+            victim = await self._drain(victim)
+        elif self._supervisor is not None:
+            self._signal(victim, blow, self._supervisor)
+        else:
+            victim = await self._ask_for(blow, victim)
+        number = f", incarnation {victim.incarnation}" if victim.rank is not None else ""
+        slept = f" for {blow.wake_after_s:.3f} s" if blow.wake_after_s is not None else ""
+        return f"{blow.what}{slept} to {blow.victim} (pid {victim.pid or 'unknown'}{number})"
+
+    def _signal(self, victim: Process, blow: Blow, supervisor: int) -> None:
+        """Straight to the process. Its descriptor, unlike its pid, can never mean another one."""
+        try:
+            pidfd = os.pidfd_open(victim.pid)
+        except OSError as error:
+            raise Missed("its process has ended") from error
+        try:
+            is_ours = victim.pid in process.children_of(supervisor)
+            if not is_ours or process.state_of(victim.pid) in (None, "Z", "X"):
+                raise Missed("its process has ended")
+            signal.pidfd_send_signal(pidfd, signal.Signals[f"SIG{blow.what}"])
+            if blow.wake_after_s is not None:
+                self._wake_later(self._wake_here(os.dup(pidfd), blow.wake_after_s))
+        except ProcessLookupError as error:
+            raise Missed("its process has ended") from error
+        finally:
+            os.close(pidfd)
+
+    async def _ask_for(self, blow: Blow, victim: Process) -> Process:
+        """Over HTTP; returns who got it."""
+        who = {"process": blow.victim.name} if blow.victim.name in PROCESSES else {"rank": victim.rank}
+        answer = await self._post("/cluster/fault", {**who, "signal": blow.what})
+        if blow.wake_after_s is not None:
+            self._wake_later(self._wake_there({**who, "signal": "CONT"}, blow.wake_after_s))
+        return _named(answer, victim)
+
+    async def _drain(self, victim: Process) -> Process:
+        """As an operator does it: who is told to try again does so, but not for long."""
+        deadline_s = time.perf_counter() + _PATIENCE_S
+        while True:
+            try:
+                return _named(await self._post("/cluster/drain", {"rank": victim.rank}), victim)
+            except Missed:
+                if time.perf_counter() > deadline_s:
+                    raise
+            await asyncio.sleep(_PATIENCE_S / 10)
+
+    async def _post(self, path: str, body: object) -> dict[str, Any]:
+        try:
+            reply = await self._target.ask("POST", path, body)
+            answer: dict[str, Any] = reply.json()
+        except NoAnswer as error:
+            raise Missed(str(error)) from error
+        if reply.status not in (200, 202):
+            raise Missed(f"{path} answered {reply.status}: {reply.body[:200].decode(errors='replace')}")
+        return answer
+
+    # -- waking up -------------------------------------------------------------------------------
+
+    def _wake_later(self, wake: Coroutine[None, None, None]) -> None:
+        self._wakes.add(asyncio.ensure_future(wake))
+
+    async def _wake_here(self, pidfd: int, after_s: float) -> None:
+        try:
+            await _wait(self._over, after_s)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # who sleeps long is killed
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+
+    async def _wake_there(self, body: object, after_s: float) -> None:
+        """Whoever has the seat by then. If it is somebody else already, the sleeper is killed without us."""
+        await _wait(self._over, after_s)
+        with contextlib.suppress(Missed):
+            await self._post("/cluster/fault", body)
+
+
+def _named(answer: dict[str, Any], expected: Process) -> Process:
+    """Who the server says that it was: there may have been a change since we looked."""
+    if answer.get("incarnation", expected.incarnation) == expected.incarnation:
+        return expected
+    return Process(answer.get("pid", 0), expected.rank, answer["incarnation"])
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Until the event, but not longer."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), max(timeout_s, 0.0))

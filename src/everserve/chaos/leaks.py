@@ -1,0 +1,151 @@
+"""What the processes of a server on this host hold. After any number of deaths it must be what it was before."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from everserve.chaos.target import View
+from everserve.runtime import process
+
+_MEMORY = "/memfd:everserve-"  # how our shared memory is called in /proc
+
+# The gateway has a socket for each client that happens to be connected; one of them is us, asking for /cluster.
+# Everybody else's descriptors are channels and memory, and those follow from who is there. Fewer is no leak: an anchor
+# that took over from another one has no descriptors of memory that is in the right hands already.
+_MORE_FDS = {"gateway": 2}
+
+
+class Holding(NamedTuple):
+    """Of one process."""
+
+    num_fds: int
+    num_mappings: int  # of our shared memory
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Of all processes of one server, at one moment in which it is idle."""
+
+    holdings: dict[str, Holding]  # by seat or name, whoever has it now
+    strays: tuple[str, ...]  # processes under the supervisor that are neither, and dead ones that nobody mourned
+    num_memories: int  # pieces of shared memory, each counted once however many processes have it
+    memory_bytes: int  # their sizes
+    resident_bytes: int  # of those sizes, what was ever touched: grows to a limit, so it is no verdict
+
+    @property
+    def totals(self) -> dict[str, int]:
+        return {
+            "processes": len(self.holdings),
+            "strays": len(self.strays),
+            "descriptors": sum(holding.num_fds for holding in self.holdings.values()),
+            "mappings": sum(holding.num_mappings for holding in self.holdings.values()),
+            "memories": self.num_memories,
+            "memory_bytes": self.memory_bytes,
+            "resident_bytes": self.resident_bytes,
+        }
+
+    def as_json(self) -> dict[str, Any]:
+        return self.totals | {"each": {name: holding._asdict() for name, holding in self.holdings.items()}}
+
+
+def take(view: View, supervisor: int) -> Snapshot:
+    """Look at everybody. Who ends while we look is not counted."""
+    names = {pid: name for name, pid in view.pids.items()}
+    holdings: dict[str, Holding] = {}
+    held: dict[int, _Memory] = {}
+    mapped: dict[int, _Memory] = {}
+    strays: list[str] = []
+    for pid in (supervisor, *_descendants(supervisor)):
+        state = process.state_of(pid)
+        if pid not in names or state in ("Z", "X"):
+            strays.append(f"pid {pid} (state {state}, {_command(pid)})")
+            continue
+        num_fds, by_descriptor = _descriptors(pid)
+        by_mapping = _mappings(pid)
+        holdings[names[pid]] = Holding(num_fds, len(by_mapping))
+        held |= {memory.inode: memory for memory in by_descriptor}
+        mapped |= {memory.inode: memory for memory in by_mapping}
+    memories = list((mapped | held).values())  # a descriptor knows more of a memory than a mapping does
+    return Snapshot(
+        holdings,
+        tuple(strays),
+        len(memories),
+        sum(memory.num_bytes for memory in memories),
+        sum(memory.num_resident for memory in memories),
+    )
+
+
+def compare(before: Snapshot, after: Snapshot) -> list[str]:
+    """What there is now and was not, or the other way round."""
+    found = [f"a process that should not be there: {stray}" for stray in after.strays]
+    if before.holdings.keys() != after.holdings.keys():
+        found.append(f"processes: {sorted(before.holdings)} before, {sorted(after.holdings)} after")
+    for name in before.holdings.keys() & after.holdings.keys():
+        old, new = before.holdings[name], after.holdings[name]
+        if new.num_fds > old.num_fds + _MORE_FDS.get(name, 0):
+            found.append(f"{name}: {old.num_fds} descriptors before, {new.num_fds} after")
+        if new.num_mappings != old.num_mappings:
+            found.append(f"{name}: {old.num_mappings} mappings before, {new.num_mappings} after")
+    if after.num_memories != before.num_memories:
+        found.append(f"pieces of shared memory: {before.num_memories} before, {after.num_memories} after")
+    if after.memory_bytes > before.memory_bytes:
+        found.append(f"bytes of shared memory: {before.memory_bytes} before, {after.memory_bytes} after")
+    return sorted(found)
+
+
+class _Memory(NamedTuple):
+    """A piece of our shared memory as one process has it."""
+
+    inode: int
+    num_bytes: int
+    num_resident: int
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    for child in process.children_of(pid):
+        yield child
+        yield from _descendants(child)
+
+
+def _descriptors(pid: int) -> tuple[int, list[_Memory]]:
+    """How many there are, and those that are our memory."""
+    paths = _list(f"/proc/{pid}/fd")
+    memories = []
+    for path in paths:
+        try:
+            if str(path.readlink()).startswith(_MEMORY):
+                stat = path.stat()
+                memories.append(_Memory(stat.st_ino, stat.st_size, 512 * stat.st_blocks))
+        except OSError:
+            continue
+    return len(paths), memories
+
+
+def _mappings(pid: int) -> list[_Memory]:
+    """Those of our memory."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        place, _, offset, _, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(_MEMORY):
+            begin, end = (int(address, 16) for address in place.split("-"))
+            found.append(_Memory(int(inode), int(offset, 16) + end - begin, 0))
+    return found
+
+
+def _list(directory: str) -> list[Path]:
+    try:
+        return list(Path(directory).iterdir())
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "gone"

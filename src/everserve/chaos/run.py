@@ -1,0 +1,309 @@
+"""The phases of a run, in order.
+
+learn      every request of the catalogue once, undisturbed: the right answers; some of them twice
+storm      clients ask on and on while the schedule's faults hit
+heal       everybody who was stopped wakes up; full strength within a minute
+recheck    every request once more, undisturbed
+look       nothing runs, nothing waits, nothing is held that was not held before
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from everserve.chaos import leaks
+from everserve.chaos.clients import Clients, Known, Manner
+from everserve.chaos.faults import Injector
+from everserve.chaos.findings import Findings
+from everserve.chaos.leaks import Snapshot
+from everserve.chaos.progress import Progress
+from everserve.chaos.requests import NUM_REQUESTS, TEXT, make_catalogue
+from everserve.chaos.schedule import Fault, make_schedule
+from everserve.chaos.talk import Trouble
+from everserve.chaos.target import NoAnswer, Target, supervisor_here
+from everserve.chaos.verdict import Verdict
+from everserve.errors import ConfigError, EverserveError
+from everserve.runtime.local_server import LocalServer
+
+WHOLE_WITHIN_S = 60.0
+IDLE_WITHIN_S = 60.0  # streams whose clients went away for good, but could come back, may run to their end
+LEAKS_WITHIN_S = 30.0  # a process that was declared gone is killed after 10 s at the latest
+_LOOK_EVERY_S = 0.2
+
+# Gauges and counters that must be zero when nothing runs; those that a server does not have are not asked for.
+_ZERO = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "everserve_requests_queued",
+    "everserve_kv_log_lag_tokens",
+    "everserve_validity_violations",
+    "everserve_degraded_experts",
+)
+_NEVER = ("everserve_stream_divergences_total",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is done to the server; all of it goes into the JSON."""
+
+    seconds: float
+    seed: int
+    num_clients: int
+    stall_limit_s: float
+    num_requests: int = NUM_REQUESTS
+
+
+def check_own(
+    model: str, flags: Sequence[str], settings: Settings, progress: Progress, api_key: str | None = None
+) -> Verdict:
+    """Start a server and check it. If something is found, its log and events are kept."""
+    progress.say(f"starting a server: everserve serve {' '.join([model, *flags, '--enable-chaos'])}")
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(LocalServer(model, *flags, "--enable-chaos"))
+        except EverserveError as error:
+            raise ConfigError(str(error)) from error
+        verdict = asyncio.run(Run(Target(server.url, api_key), settings, progress, server=server).perform())
+        if not verdict.is_good:
+            kept = Path(tempfile.mkdtemp(prefix="everserve-chaos-"))
+            server.save(kept)
+            verdict = dataclasses.replace(verdict, kept=str(kept))
+    return verdict
+
+
+def check_running(target: Target, settings: Settings, progress: Progress) -> Verdict:
+    """Check a server that somebody else has started with --enable-chaos."""
+    return asyncio.run(Run(target, settings, progress).perform())
+
+
+class Run:
+    """One run against one server. `schedule`: other faults than the seed's."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: Settings,
+        progress: Progress,
+        server: LocalServer | None = None,
+        schedule: Sequence[Fault] | None = None,
+    ) -> None:
+        self._target = target
+        self._settings = settings
+        self._progress = progress
+        self._server = server
+        self._schedule = schedule
+        self._findings = Findings()
+        self._clients = Clients(target, settings.stall_limit_s, self._findings)
+        self._until = asyncio.Event()  # the storm ends
+        self._num_undisturbed = 0
+        self._notes: list[str] = []
+
+    async def perform(self) -> Verdict:
+        """All phases. A server that goes away in the middle is a finding, not an end."""
+        await self._target.check_chaos()
+        await self._wait_whole_first()
+        supervisor = supervisor_here(await self._target.view())
+        if supervisor is None:
+            self._notes.append(
+                "the server's processes are not on this host: faults go over HTTP, leaks are not looked for"
+            )
+        injector = Injector(self._target, supervisor)
+        self._findings.recent_faults = injector.recent
+        storm_s, whole_s, before, after = 0.0, None, None, None
+        try:
+            known = await self._learn()
+            before = await self._look_before(supervisor)
+            storm_s = await self._storm(known, injector)
+            whole_s = await self._heal()
+            await self._recheck(known)
+            await self._look_idle()
+            after = await self._look_after(before, supervisor)
+        except (NoAnswer, Trouble) as error:
+            self._findings.add("server", "server", str(error))
+        self._look_back(injector)
+        return Verdict(
+            seed=self._settings.seed,
+            settings=asdict(self._settings),
+            seconds=storm_s,
+            faults=injector.records,
+            tally=self._clients.tally,
+            num_undisturbed=self._num_undisturbed,
+            findings=self._findings.all,
+            before=before,
+            after=after,
+            whole_after_s=whole_s,
+            notes=self._notes,
+        )
+
+    # -- before ----------------------------------------------------------------------------------
+
+    async def _wait_whole_first(self) -> None:
+        if await self._wait_until_whole() is None:
+            view = await self._target.view()
+            raise ConfigError(
+                f"{self._target.url} is not at full strength before anything was done to it: "
+                f"{'; '.join(view.data['violations'] + view.data['degraded']) or 'a worker is not ready'}"
+            )
+
+    async def _learn(self) -> Known:
+        model, max_model_len = await self._target.model()
+        vocabulary = sorted(set(await self._target.tokenize(model, TEXT)))
+        settings = self._settings
+        requests = make_catalogue(settings.seed, model, vocabulary, max_model_len, settings.num_requests)
+        self._progress.say(f"seed {settings.seed}: {len(requests)} requests, undisturbed, for the right answers")
+        known = await self._clients.learn(requests, settings.num_clients)
+        if not known.can_resume:
+            self._findings.add("server", "events", "they have no ids, so a stream that breaks could not be resumed")
+        some, others = list(range(0, len(requests), 2)), list(range(1, len(requests), 2))
+        await self._repeat(known, some, Manner.WHOLE)
+        await self._repeat(known, others[::4], Manner.STREAM)
+        return known
+
+    async def _repeat(self, known: Known, numbers: Sequence[int], manner: Manner) -> None:
+        await self._clients.repeat(known, numbers, manner, self._settings.num_clients)
+        self._num_undisturbed += len(numbers)
+
+    async def _look_before(self, supervisor: int | None) -> Snapshot | None:
+        await self._look_idle()
+        return leaks.take(await self._target.view(), supervisor) if supervisor is not None else None
+
+    # -- storm -----------------------------------------------------------------------------------
+
+    async def _storm(self, known: Known, injector: Injector) -> float:
+        """Returns how long it was."""
+        settings = self._settings
+        schedule = self._schedule
+        if schedule is None:
+            schedule = make_schedule(settings.seed, settings.seconds, (await self._target.view()).seats)
+        self._progress.say(f"{len(schedule)} faults in {settings.seconds:g} s, {settings.num_clients} clients")
+        self._findings.began_s = began_s = time.perf_counter()
+        with self._ends_on_interrupt():
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._clients.storm(known, settings.seed, settings.num_clients, self._until))
+                tasks.create_task(injector.run(schedule, self._until))
+                await self._watch(began_s, injector)
+                self._until.set()
+                storm_s = time.perf_counter() - began_s
+        return storm_s
+
+    async def _watch(self, began_s: float, injector: Injector) -> None:
+        """Until the time is up, or there is no point in going on."""
+        while (now_s := time.perf_counter() - began_s) < self._settings.seconds and not self._until.is_set():
+            if self._findings.too_many.is_set():
+                self._notes.append("ended early: too many findings")
+                return
+            if (
+                self._server is not None
+                and self._server.process is not None
+                and self._server.process.poll() is not None
+            ):
+                self._notes.append("ended early: the server is gone")
+                return
+            num_hit, tally = sum(record.is_injected for record in injector.records), self._clients.tally
+            self._progress.update(
+                f"{now_s:.0f} of {self._settings.seconds:g} s: {num_hit} faults, {tally.num_streams} requests, "
+                f"{tally.num_tokens} tokens, {tally.num_resumes} resumes, {len(self._findings.all)} findings"
+            )
+            await asyncio.sleep(min(_LOOK_EVERY_S, self._settings.seconds - now_s))
+
+    @contextlib.contextmanager
+    def _ends_on_interrupt(self) -> Iterator[None]:
+        """Ctrl-C ends the storm, and the verdict is about what was seen until then. A second one ends everything."""
+        loop = asyncio.get_running_loop()
+
+        def interrupt() -> None:
+            loop.remove_signal_handler(signal.SIGINT)
+            self._notes.append("ended early: interrupted")
+            self._progress.say("interrupted: letting streams end, then the verdict")
+            self._until.set()
+
+        loop.add_signal_handler(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+
+    # -- after -----------------------------------------------------------------------------------
+
+    async def _heal(self) -> float | None:
+        self._progress.say("the storm is over: waiting for full strength")
+        whole_s = await self._wait_until_whole()
+        if whole_s is None:
+            view = await self._target.view()
+            states = [f"worker {worker['rank']} {worker['state']} {worker['note']}" for worker in view.workers]
+            missing = view.data["violations"] + view.data["degraded"] + states
+            self._findings.add("strength", "server", f"not reached within {WHOLE_WITHIN_S:g} s: {'; '.join(missing)}")
+        return whole_s
+
+    async def _recheck(self, known: Known) -> None:
+        self._progress.say("every request once more, undisturbed")
+        await self._repeat(known, range(len(known.requests)), Manner.STREAM)
+
+    async def _look_idle(self) -> None:
+        """Nothing runs any more, so nothing may be kept for anybody."""
+        busy: list[str] = []
+
+        async def is_idle() -> bool:
+            metrics = await self._target.metrics()
+            left = [f"{name} is {metrics[name]:g}" for name in _ZERO if metrics.get(name)]
+            busy[:] = (await self._target.view()).busy + left
+            return not busy
+
+        if await _within(IDLE_WITHIN_S, is_idle) is None:
+            for what in busy:
+                self._findings.add("not idle", "server", what)
+
+    async def _look_after(self, before: Snapshot | None, supervisor: int | None) -> Snapshot | None:
+        metrics = await self._target.metrics()
+        for name in _NEVER:
+            if metrics.get(name):
+                self._findings.add("metric", name, f"is {metrics[name]:g}")
+        if before is None or supervisor is None:
+            return None
+        snapshots: list[Snapshot] = []
+
+        async def is_as_before() -> bool:
+            snapshots.append(leaks.take(await self._target.view(), supervisor))
+            return not leaks.compare(before, snapshots[-1])
+
+        if await _within(LEAKS_WITHIN_S, is_as_before) is None:
+            for what in leaks.compare(before, snapshots[-1]):
+                self._findings.add("leak", "processes", what)
+        return snapshots[-1]
+
+    def _look_back(self, injector: Injector) -> None:
+        """A run in which nothing happened proves nothing; and what a server prints when it breaks is a finding."""
+        if self._schedule is None and not any(record.is_injected for record in injector.records):
+            self._findings.add("no proof", "faults", "none was injected")
+        if not self._clients.tally.num_streams:
+            self._findings.add("no proof", "requests", "none came to its end")
+        if self._server is not None:
+            assert self._server.process is not None
+            if self._server.process.poll() is not None:
+                self._findings.add("server", "server", f"it ended with status {self._server.process.returncode}")
+            if "Traceback" in self._server.log_text():
+                self._findings.add("server", "log", "there is a traceback in it")
+
+    async def _wait_until_whole(self) -> float | None:
+        """How long it took; None: too long."""
+
+        async def is_whole() -> bool:
+            return (await self._target.view()).is_whole
+
+        return await _within(WHOLE_WITHIN_S, is_whole)
+
+
+async def _within(limit_s: float, condition: Callable[[], Awaitable[bool]]) -> float | None:
+    """Until it holds: how long that took, or None if it did not in time."""
+    began_s = time.perf_counter()
+    while not await condition():
+        if time.perf_counter() - began_s > limit_s:
+            return None
+        await asyncio.sleep(_LOOK_EVERY_S)
+    return time.perf_counter() - began_s

@@ -1,0 +1,168 @@
+"""The server from outside: what it says of itself, and whether its processes can be reached directly."""
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from everserve.chaos.schedule import PROCESSES, Seats, Victim
+from everserve.client import Broken, Connection
+from everserve.errors import ConfigError, EverserveError
+from everserve.runtime import process
+
+_ANSWER_S = 30.0
+_NOBODY = (1 << 31) - 1  # a rank that no server has
+
+
+class Reply(NamedTuple):
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError as error:
+            raise NoAnswer(f"not JSON: {self.body[:80]!r}") from error
+
+
+class NoAnswer(EverserveError):
+    """The server could not be reached, or said nothing for too long."""
+
+
+class Process(NamedTuple):
+    """Somebody who can get a signal."""
+
+    pid: int
+    rank: int | None  # of a worker
+    incarnation: int
+
+
+class View:
+    """What /cluster said at one moment."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+        self.workers: list[dict[str, Any]] = sorted(data["workers"], key=lambda worker: int(worker["rank"]))
+
+    @property
+    def seats(self) -> Seats:
+        names = {process["name"] for process in self.data["processes"]}
+        return Seats(
+            num_attention=len(self._of_role("attention")),
+            num_expert=len(self._of_role("expert")),
+            processes=tuple(name for name in PROCESSES if name in names),
+        )
+
+    @property
+    def is_whole(self) -> bool:
+        """Every seat is taken and ready, every expert has all its places, and somebody keeps the tables."""
+        ready = all(worker["state"] == "ready" for worker in self.workers)
+        return bool(self.workers) and ready and not self.data["violations"] and not self.data["degraded"]
+
+    @property
+    def busy(self) -> list[str]:
+        """Attention workers that still have something of a request."""
+        return [
+            f"attention worker {worker['rank']}: {worker['requests']} requests, {worker['running']} running, "
+            f"{worker['waiting']} waiting, KV usage {worker['kv_cache_usage']:.4f}"
+            for worker in self._of_role("attention")
+            if worker["requests"] or worker["running"] or worker["waiting"] or worker["kv_cache_usage"]
+        ]
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Of everybody, by seat or by name."""
+        named = {process["name"]: int(process["pid"]) for process in self.data["processes"]}
+        return named | {f"worker {worker['rank']}": int(worker["pid"]) for worker in self.workers if worker["pid"]}
+
+    def find(self, victim: Victim) -> Process | None:
+        """Who sits there now, as far as the gateway knows."""
+        if victim.name in PROCESSES:
+            pids = [process["pid"] for process in self.data["processes"] if process["name"] == victim.name]
+            return Process(pids[0], None, 0) if pids else None
+        worker = self._of_role(victim.name)[victim.number]
+        return Process(worker["pid"], worker["rank"], worker["incarnation"]) if worker["pid"] else None
+
+    def _of_role(self, role: str) -> list[dict[str, Any]]:
+        """Seats with both roles count as attention seats."""
+        return [worker for worker in self.workers if role == worker["roles"][0]]
+
+
+class Target:
+    """A server with --enable-chaos."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        keys = (api_key or "").split()  # the variable may hold all keys that `serve` accepts
+        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+
+    async def ask(self, method: str, path: str, body: object = None, timeout_s: float = _ANSWER_S) -> Reply:
+        """One exchange, whatever its status; NoAnswer if there is none in time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                connection = await Connection.open(self.url, method, path, body, self.headers)
+                try:
+                    return Reply(await connection.read_head(), await connection.read_body())
+                finally:
+                    connection.close()
+        except (OSError, Broken) as error:  # TimeoutError is an OSError
+            raise NoAnswer(f"{method} {path}: no answer from {self.url} ({error or 'in time'})") from error
+
+    async def get(self, path: str) -> Any:
+        reply = await self.ask("GET", path)
+        if reply.status == 401:
+            raise ConfigError(f"{self.url} wants an API key: see --api-key")
+        if reply.status != 200:
+            raise NoAnswer(f"GET {path}: {self.url} answered {reply.status}")
+        return reply.json()
+
+    async def view(self) -> View:
+        return View(await self.get("/cluster"))
+
+    async def metrics(self) -> dict[str, float]:
+        """The sum over all labels, by name."""
+        values: dict[str, float] = {}
+        for line in (await self.ask("GET", "/metrics")).body.decode().splitlines():
+            if line and not line.startswith("#"):
+                name = line.partition("{")[0].split()[0]
+                values[name] = values.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+        return values
+
+    async def check_chaos(self) -> None:
+        """An error unless the server allows faults. Asks for one that can hit nobody."""
+        try:
+            reply = await self.ask("POST", "/cluster/fault", {"rank": _NOBODY, "signal": "CONT"}, timeout_s=15.0)
+        except NoAnswer as error:
+            raise ConfigError(f"{error}: is the server running? see --url") from error
+        if reply.status == 401:
+            raise ConfigError(f"{self.url} wants an API key: see --api-key")
+        if reply.status == 403:
+            raise ConfigError(f"{self.url} does not allow faults: start it with --enable-chaos")
+        if reply.status != 404:
+            raise ConfigError(f"{self.url} answered {reply.status} to a fault for nobody: is that an Everserve server?")
+
+    async def model(self) -> tuple[str, int]:
+        """Its name, and its longest context."""
+        first = (await self.get("/v1/models"))["data"][0]
+        return str(first["id"]), int(first["max_model_len"])
+
+    async def tokenize(self, model: str, text: str) -> list[int]:
+        reply = await self.ask("POST", "/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        if reply.status != 200:
+            raise NoAnswer(f"POST /tokenize: {self.url} answered {reply.status}")
+        ids: list[int] = reply.json()["tokens"]
+        return ids
+
+
+def supervisor_here(view: View) -> int | None:
+    """The supervisor's pid, if the server's processes are on this host: its children, and ours to signal."""
+    pids = view.pids
+    supervisor = pids.pop("supervisor", 0)
+    if not supervisor or not pids or not set(pids.values()) <= set(process.children_of(supervisor)):
+        return None
+    try:
+        os.kill(supervisor, 0)
+    except OSError:
+        return None  # not ours to signal
+    return supervisor

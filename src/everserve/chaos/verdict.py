@@ -1,0 +1,145 @@
+"""All that a run found, as a table for people and as JSON for machines."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from everserve.chaos.compare import Kind
+from everserve.chaos.faults import Record
+from everserve.chaos.findings import Finding
+from everserve.chaos.leaks import Snapshot
+from everserve.chaos.tally import Tally, spread_ms
+
+_LEAKS = ("processes", "strays", "descriptors", "mappings", "memories", "memory_bytes", "resident_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Complete when the run is."""
+
+    seed: int
+    settings: dict[str, Any]
+    seconds: float  # how long the storm was
+    faults: Sequence[Record]
+    tally: Tally
+    num_undisturbed: int  # answers compared before and after the storm
+    findings: Sequence[Finding]
+    before: Snapshot | None  # None: the server is on another host
+    after: Snapshot | None
+    whole_after_s: float | None  # full strength, since the end of the storm; None: not reached
+    notes: Sequence[str]
+    kept: str | None = None  # directory with the server's log and events
+
+    @property
+    def is_good(self) -> bool:
+        return not self.findings
+
+    @property
+    def line(self) -> str:
+        """In one sentence."""
+        num_hit = sum(fault.is_injected for fault in self.faults)
+        what = f"{num_hit} faults, {self.tally.num_streams} requests, {self.tally.num_tokens} tokens compared"
+        if self.is_good:
+            return f"every stream is exact: {what}, seed {self.seed}"
+        return f"FAILED with {len(self.findings)} findings: {what}, seed {self.seed}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "is_good": self.is_good,
+            "settings": self.settings,
+            "seconds": round(self.seconds, 1),
+            "faults": self._faults_by_kind(),
+            "requests": dict(self.tally.manners),
+            "tokens_compared": self.tally.num_tokens,
+            "undisturbed_answers_compared": self.num_undisturbed,
+            "resumes": self.tally.num_resumes,
+            "gaps_between_events_ms": spread_ms(self.tally.gaps_s),
+            "time_to_first_event_ms": spread_ms(self.tally.firsts_s),
+            "longest_gaps": [asdict(stall) for stall in self.tally.longest],
+            "full_strength_after_s": self.whole_after_s,
+            "leaks": {
+                "before": self.before.as_json() if self.before else None,
+                "after": self.after.as_json() if self.after else None,
+            },
+            "findings_by_kind": dict(self._findings_by_kind()),
+            "findings": [asdict(finding) for finding in self.findings],
+            "notes": list(self.notes),
+            "every_fault": [str(fault) for fault in self.faults],
+        }
+
+    def show(self, console: Console) -> None:
+        console.print(Group(*self._parts()), highlight=False)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _parts(self) -> list[RenderableType]:
+        parts: list[RenderableType] = [self._faults_table(), self._streams_table()]
+        if self.before is not None:
+            parts.append(self._leaks_table())
+        parts += [Text(f"note: {note}") for note in self.notes]
+        parts += [Text(str(finding), style="red") for finding in self.findings]
+        if self.kept is not None:
+            parts.append(Text(f"the server's log and events are in {self.kept}"))
+        parts.append(Text(self.line, style="bold green" if self.is_good else "bold red"))
+        return parts
+
+    def _faults_table(self) -> Table:
+        table = _table("Faults", "kind", "injected", "missed")
+        kinds = self._faults_by_kind()
+        for kind, counts in kinds.items():
+            table.add_row(kind, str(counts["injected"]), str(counts["missed"]))
+        totals = [str(sum(counts[what] for counts in kinds.values())) for what in ("injected", "missed")]
+        table.add_row("all", *totals, style="bold")
+        return table
+
+    def _streams_table(self) -> Table:
+        tally, found = self.tally, self._findings_by_kind()
+        between, first = spread_ms(tally.gaps_s), spread_ms(tally.firsts_s)
+        manners = ", ".join(f"{count} {manner}" for manner, count in sorted(tally.manners.items()))
+        whole = "not reached" if self.whole_after_s is None else f"{self.whole_after_s:.1f} s after the storm"
+        table = _table(f"Streams, {self.seconds:.0f} s", "", "")
+        table.add_row("requests", f"{tally.num_streams}: {manners}" if manners else "0")
+        table.add_row("tokens compared", str(tally.num_tokens))
+        table.add_row("resumes", str(tally.num_resumes))
+        table.add_row("answers compared before and after", str(self.num_undisturbed))
+        table.add_row("gaps between events, p50 / p99 / max", _spread(between))
+        table.add_row("time to the first event, p50 / p99 / max", _spread(first))
+        table.add_row("full strength", whole)
+        for kind in dict.fromkeys([*(kind.value for kind in Kind), *found]):
+            table.add_row(f"finding: {kind}", str(found[kind]), style="red" if found[kind] else "")
+        return table
+
+    def _leaks_table(self) -> Table:
+        assert self.before is not None
+        before, after = self.before.totals, self.after.totals if self.after else {}
+        table = _table("What the processes hold", "", "before", "after")
+        for name in _LEAKS:
+            table.add_row(name.replace("_", " "), str(before[name]), str(after.get(name, "")))
+        return table
+
+    def _faults_by_kind(self) -> dict[str, dict[str, int]]:
+        kinds: dict[str, dict[str, int]] = {}
+        for fault in sorted(self.faults, key=lambda fault: fault.kind):
+            counts = kinds.setdefault(fault.kind, {"injected": 0, "missed": 0})
+            counts["injected" if fault.is_injected else "missed"] += 1
+        return kinds
+
+    def _findings_by_kind(self) -> Counter[str]:
+        return Counter(finding.kind for finding in self.findings)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _spread(figures: dict[str, float]) -> str:
+    return " / ".join(f"{figures[name]:.1f}" for name in ("p50", "p99", "max")) + " ms"

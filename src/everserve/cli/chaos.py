@@ -1,0 +1,83 @@
+"""`everserve chaos`: many clients, random faults, and a verdict on every token."""
+
+import json
+import random
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from everserve.cli import app
+from everserve.errors import ConfigError
+
+_WIDTH = 140  # of the verdict where there is no terminal
+
+
+@app.command()
+def chaos(
+    model: Annotated[str, typer.Argument(help="What the server that is started for the run serves.")] = "demo",
+    url: Annotated[  # only if said here: a variable that names a server is no invitation to attack it
+        str | None, typer.Option(help="Check this server instead, which runs with --enable-chaos.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long faults come.", min=1)] = 90.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same requests and same faults. Default: a random one.", min=0)
+    ] = None,
+    clients: Annotated[int, typer.Option(help="Side by side, each asking again and again.", min=1, max=256)] = 8,
+    stall_limit: Annotated[
+        float, typer.Option(help="A stream without an event for this many seconds hangs.", min=1)
+    ] = 30.0,
+    attention_workers: Annotated[int | None, typer.Option(help="Of the server. Default: 2.", min=1, max=32)] = None,
+    expert_workers: Annotated[int | None, typer.Option(help="Of the server. Default: 2.", min=0, max=30)] = None,
+    kv_log: Annotated[str | None, typer.Option(help="Of the server: mirror, anchor or off.")] = None,
+    serve: Annotated[
+        str, typer.Option(help="Further flags of the server, as one text: --serve '--block-size 32'.")
+    ] = "",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the verdict and every fault there.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
+    ] = None,
+) -> None:
+    """Kill, stop and drain workers and helpers under running streams, and compare every token with the undisturbed run.
+
+    Starts a server of its own, unless --url names one. Exit status 1 if anything was lost, doubled or changed, hangs or
+    leaks.
+    """
+    from everserve.chaos import run  # noqa: PLC0415 (only those who use it pay for it)
+    from everserve.chaos.progress import Progress  # noqa: PLC0415
+    from everserve.chaos.target import Target  # noqa: PLC0415
+
+    settings = run.Settings(
+        seconds=seconds,
+        seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
+        num_clients=clients,
+        stall_limit_s=stall_limit,
+    )
+    progress = Progress()
+    if url is not None:
+        if attention_workers is not None or expert_workers is not None or kv_log is not None or serve:
+            raise ConfigError("--url: the server runs already; flags for a server make no sense")
+        verdict = run.check_running(Target(url, api_key), settings, progress)
+    else:
+        workers = ["--attention-workers", str(attention_workers or 2)]
+        workers += ["--expert-workers", str(2 if expert_workers is None else expert_workers)]
+        log = ["--kv-log", kv_log] if kv_log is not None else []
+        verdict = run.check_own(model, [*workers, *log, *shlex.split(serve)], settings, progress, api_key)
+    progress.end_line()
+    console = Console()
+    verdict.show(console if console.is_terminal else Console(width=_WIDTH))
+    if json_file is not None:
+        _write(json_file, verdict.as_json())
+        typer.echo(f"written to {json_file}")
+    if not verdict.is_good:
+        raise typer.Exit(1)
+
+
+def _write(path: Path, result: dict[str, object]) -> None:
+    """With commit and hardware, as benchmarks have them."""
+    from everserve.bench.report import environment  # noqa: PLC0415 (torch)
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")

@@ -1,0 +1,12 @@
+"""A real server for the checker to look at."""
+
+import pytest
+
+from everserve.runtime.local_server import LocalServer
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One process that serves the bundled model; nothing is done to it."""
+    with LocalServer("demo", "--enable-chaos") as running:
+        yield running
