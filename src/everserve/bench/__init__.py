@@ -3,9 +3,12 @@
 engine.py    is one worker fast, next to what people would use instead?
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 overhead.py  what do the protections cost when nothing fails?
+checkpoint.py  what does the KV log cost when nothing fails, next to pausing for checkpoints?
+restore.py   a lost stream goes on: how fast from the log, next to computing it again?
 
 baseline.py  transformers, measured in a process of its own
 shapes.py    model directories with random weights, of any shape
+variants.py  variants of one server, side by side
 load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time
 incident.py  one killed worker, told from the typed events

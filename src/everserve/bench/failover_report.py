@@ -20,7 +20,10 @@ _FIGURES = (
     "whole_s",
     "stolen",
 )
-_TOLD = ("suspected_s", "detected_s", "rows_replayed", "requests_resumed", "ready_s")
+_TOLD = (
+    *("suspected_s", "detected_s", "rows_replayed", "requests_resumed", "tokens_restored", "tokens_recomputed"),
+    "ready_s",
+)
 
 _LEGEND = (
     "gap: the largest of any stream that spans the kill or begins within 1 s; at once: within 0.1 s; no kill: the same "
@@ -88,7 +91,10 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
     )
     report.print_table(
         "What the server did: median (worst)",
-        ["SIGKILL to", "peers noticed ms", "noticed ms", "rows replayed", "requests moved", "successor s", "whole s"],
+        [
+            *("SIGKILL to", "peers noticed ms", "noticed ms", "rows replayed", "requests moved"),
+            *("tokens from the log", "recomputed per request", "successor s", "whole s"),
+        ],
         [_done(fault, found) for fault, found in faults.items()],
     )
     print(_LEGEND)
@@ -125,6 +131,8 @@ def _done(fault: str, found: dict[str, Any]) -> list[str]:
         _both(told.get("detected_s"), 1, 1e3),
         _both(told.get("rows_replayed"), 0),
         _both(told.get("requests_resumed"), 0),
+        _both(told.get("tokens_restored"), 0),
+        _both(told.get("tokens_recomputed"), 1),
         _both(told.get("ready_s"), 2),
         _both(found["whole_s"], 2),
     ]

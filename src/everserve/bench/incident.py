@@ -31,6 +31,8 @@ class Incident:
     detected_s: float  # the orchestrator declared it gone
     rows_replayed: int
     requests_resumed: int
+    tokens_restored: int  # whose KV came from the victim's log
+    tokens_recomputed: float  # per request that was restored
     ready_s: float  # its successor has its weights
     others_lost: int  # workers that were declared gone although nobody had killed them
 
@@ -52,6 +54,7 @@ def tell(events: list[dict[str, Any]], victim: Victim) -> Incident:
     ]
     if not detected or not ready:
         raise EverserveError(f"no death or no successor in the events of rank {victim.rank} after the kill")
+    restored = [e for e in later if e["event"] == "stream_restored" and e["from_rank"] == victim.rank]
     until_s = min(ready)  # what happens under the successor is not about this death
     return Incident(
         suspected_s=min(suspected) - victim.killed_s if suspected else None,
@@ -65,6 +68,8 @@ def tell(events: list[dict[str, Any]], victim: Victim) -> Incident:
             event["event"] == "request_resumed" and event["from_rank"] == victim.rank and event["at_s"] <= until_s
             for event in later
         ),
+        tokens_restored=sum(event["num_restored"] for event in restored),
+        tokens_recomputed=sum(event["num_recomputed"] for event in restored) / max(len(restored), 1),
         ready_s=min(ready) - victim.killed_s,
         others_lost=len(_times(later, "fault_detected")) - len(detected),
     )

@@ -1,45 +1,31 @@
 """What the overhead benchmark found: medians, and ratios to 2+2 round by round, as a dictionary and as a table."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from everserve.bench import report
 from everserve.bench.analysis import median_interval, ratios
+from everserve.bench.variants import Samples, Slice
 
 REFERENCE = "2+2"
 ALL_OFF = "2+2, all three off"
 _FIGURES = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "cpu_ms_per_token")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Slice:
-    """One variant under load for a moment, in the stretch in which all streams decode."""
-
-    tokens_per_s: float
-    itl_p50_ms: float
-    itl_p99_ms: float
-    cpu_ms_per_token: float  # of all the server's processes, prompts included
-    stolen: float
-
-
-Samples = dict[tuple[str, int], list[Slice]]  # by variant and number of streams, a slice per round
-
-
-def summarize(samples: Samples) -> dict[str, Any]:
-    """A row per variant and number of streams; every figure with its ratio to 2+2 in the same rounds."""
+def summarize(samples: Samples, reference: str = REFERENCE) -> dict[str, Any]:
+    """A row per variant and number of streams; every figure with its ratio to the reference in the same rounds."""
     rows = []
     for (name, num_streams), slices in samples.items():
         row: dict[str, Any] = {"variant": name, "streams": num_streams}
         for figure in _FIGURES:
             values = _values(slices, figure)
             row[figure] = report.spread(values)
-            row[f"{figure}_to_2+2"] = _ratio(values, _values(samples[REFERENCE, num_streams], figure))
+            row[f"{figure}_to_{reference}"] = _ratio(values, _values(samples[reference, num_streams], figure))
         row["stolen"] = report.spread(_values(slices, "stolen"))
         row["rounds"] = {figure: [round(value, 4) for value in _values(slices, figure)] for figure in _FIGURES}
         rows.append(row)
-    return {"variants": rows, "protections": _protections(samples)}
+    return {"variants": rows, "protections": _protections(samples) if reference == REFERENCE else []}
 
 
 def _protections(samples: Samples) -> list[dict[str, Any]]:
@@ -68,12 +54,13 @@ def _values(slices: list[Slice], figure: str) -> list[float]:
     return [getattr(one, figure) for one in slices]
 
 
-def show(result: dict[str, Any], path: Path) -> None:
+def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None:
     """A table per number of streams, then what the protections cost."""
     settings = result["settings"]
-    columns = ["variant", "tokens/s", "to 2+2", "p50 ms", "to 2+2", "p99 ms", "core ms/token", "to 2+2"]
+    to = f"to {reference}"
+    columns = ["variant", "tokens/s", to, "p50 ms", to, "p99 ms", "core ms/token", to]
     for num_streams in settings["streams"]:
-        rows = [_row(row) for row in result["variants"] if row["streams"] == num_streams]
+        rows = [_row(row, reference) for row in result["variants"] if row["streams"] == num_streams]
         title = f"{num_streams} streams" if num_streams > 1 else "1 stream"
         report.print_table(
             f"{title}, prompt {settings['prompt']}, output {settings['max_tokens']}, {settings['rounds']} rounds: "
@@ -98,9 +85,9 @@ def show(result: dict[str, Any], path: Path) -> None:
     print(f"written to {path}")
 
 
-def _row(row: dict[str, Any]) -> list[str]:
+def _row(row: dict[str, Any], reference: str) -> list[str]:
     ratio = {
-        figure: "1" if row["variant"] == REFERENCE else _interval(row[f"{figure}_to_2+2"])
+        figure: "1" if row["variant"] == reference else _interval(row[f"{figure}_to_{reference}"])
         for figure in ("tokens_per_s", "itl_p50_ms", "cpu_ms_per_token")
     }
     return [

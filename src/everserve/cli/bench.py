@@ -86,3 +86,41 @@ def overhead(
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
+
+
+@bench_app.command()
+def checkpoint(
+    streams: Annotated[list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8.", min=1)] = None,
+    prompt: Annotated[int, typer.Option(help="Length of each prompt.", min=1, max=3500)] = 32,
+    tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 384,
+    rounds: Annotated[int, typer.Option(help="Slices of each variant, interleaved.", min=1)] = 12,
+    out: Out = None,
+) -> None:
+    """What the KV log costs when nothing fails: off, mirror, anchor, and pausing every 8 steps for a checkpoint.
+
+    Exit status 1 if variants answered different tokens.
+    """
+    from everserve.bench import checkpoint as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(streams=tuple(streams or (8,)), max_tokens=tokens, rounds=rounds, prompt=prompt)
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def restore(
+    point: Annotated[
+        list[int] | None, typer.Option(help="Tokens of the stream at its loss; repeatable.", min=33, max=8000)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Repetitions, interleaved.", min=1)] = 5,
+    out: Out = None,
+) -> None:
+    """A lost stream goes on: from the log, by one prefill, or token by token, at several lengths.
+
+    Exit status 1 if the three did not give the same next token.
+    """
+    from everserve.bench import restore as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(points=tuple(point or benchmark.POINTS), rounds=rounds)
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
