@@ -20,6 +20,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from everserve.gateway.protocol import INT64_MAX, MAX_CHOICES
+
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 CHECKS = [
     status_code_conformance,
@@ -96,9 +98,13 @@ def keep_it_short(body: Any) -> None:
     """A valid request may ask for hours of work; what it asks for stays valid or invalid, but becomes little."""
     if not isinstance(body, dict):
         return
-    for field, limit in (("max_tokens", 3), ("max_completion_tokens", 3), ("min_tokens", 3), ("n", 2), ("best_of", 2)):
-        if isinstance(body.get(field), int) and body[field] > limit:
-            body[field] = limit
+    tokens, choices = range(4, INT64_MAX + 1), range(3, MAX_CHOICES + 1)  # too much for us, and yet what is allowed
+    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        if isinstance(body.get(field), int) and body[field] in tokens:
+            body[field] = 3
+    for field in ("n", "best_of"):
+        if isinstance(body.get(field), int) and body[field] in choices:
+            body[field] = 2
     if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = 3
 

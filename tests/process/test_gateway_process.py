@@ -195,6 +195,7 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.process.pid}]
     send_tokens(second, id, {2: 12})
     second.close()
+    gateway.until("/metrics", lambda answer: metric(answer, "everserve_failovers_total") == 2)
     third = gateway.attach(3)
     submit = expect(third, Submit)
     assert isinstance(submit, Submit) and (submit.spec.known, submit.source) == ([10, 11, 12], (0, 2))
