@@ -10,4 +10,5 @@ journal.py     what of each stream is in this engine's KV log, and the records t
 saved.py       one stream's KV in some log, for whoever continues the stream
 restoring.py   bringing it back, block by block, when the stream is admitted
 integrity.py   what must hold between steps; runs whenever the engine is idle
+sizing.py      how large the KV pool and its log are; also for whoever allocates the log, hence without torch
 """
