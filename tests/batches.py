@@ -12,6 +12,7 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 
 
@@ -30,7 +31,8 @@ class PagedSequences:
     ) -> None:
         config = ModelConfig.from_directory(str(directory))
         checkpoint = Checkpoint.open(str(directory))
-        self.decoder = Decoder(config, checkpoint, ops, max_model_len=config.max_position_embeddings, dtype=dtype)
+        weights = Weights(config, checkpoint, dtype, ops.device)
+        self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)
         experts = ExpertHalf(config, checkpoint, ops, num_slots=config.num_experts, dtype=dtype)
         experts.load_all()
         self.expert_io = LocalExperts(experts)

@@ -14,6 +14,7 @@ import torch
 
 from everserve.anchor.memory import create_memory
 from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.kvlog.chains import key_of
@@ -104,7 +105,9 @@ def make_config(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
 
 def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
-    return Engine(make_config(num_blocks, block_size, **overrides), ReferenceOps(), model), model
+    return Engine(
+        make_config(num_blocks, block_size, **overrides), ReferenceOps(), EagerForward(model, torch.device("cpu"))
+    ), model
 
 
 class LoggedToy:
@@ -129,7 +132,9 @@ class LoggedToy:
         meanwhile = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(function)
         self.model.meanwhile = lambda layer: meanwhile(argument, layer)
         self.journal = Journal(writer)
-        self.engine = Engine(config, ReferenceOps(), self.model, journal=self.journal)
+        self.engine = Engine(
+            config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
+        )
 
     def find(self, log: Log, id: str) -> Saved | None:
         record = log.find(key_of(id))

@@ -198,7 +198,7 @@ def test_how_long_a_stream_waited():
 
 def test_a_broken_model_fails_its_streams_and_nobody_hangs():
     engine, _ = make_engine()
-    engine._forward = lambda batch: torch.full((len(batch.logits_rows_L), 97), torch.nan)
+    engine._forward = lambda rows, _: torch.full((len(rows.logits_rows_L), 97), torch.nan)
     engine.add(spec("a", [1, 2, 3]))
     result = engine.step()
     assert [id for id, _ in result.failed] == ["a"] and result.outputs == []

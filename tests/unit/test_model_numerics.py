@@ -19,6 +19,7 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.ops.native import NativeOps, unavailable
 from everserve.model.ops.reference import ReferenceOps
@@ -183,13 +184,14 @@ def test_progress_and_bad_dtypes() -> None:
     config, checkpoint = ModelConfig.from_directory(directory), Checkpoint.open(directory)
     calls: list[tuple[int, int]] = []
     ops = ReferenceOps()
-    Decoder(config, checkpoint, ops, max_model_len=16, progress=lambda *call: calls.append(call))
+    weights = Weights(config, checkpoint, "auto", ops.device)
+    Decoder(config, weights, ops, max_model_len=16, progress=lambda *call: calls.append(call))
     assert calls == [(1, 2), (2, 2)]
     experts = ExpertHalf(config, checkpoint, ops, num_slots=4)
     experts.load_all(lambda *call: calls.append(call))
     assert calls[2:] == [(done, 8) for done in range(1, 9)]
     with pytest.raises(ConfigError, match="float8"):
-        Decoder(config, checkpoint, ops, max_model_len=16, dtype="float8")
+        Weights(config, checkpoint, "float8", ops.device)
 
 
 def _one_sequence(sequences: PagedSequences, rows: list[int]) -> StepBatch:

@@ -190,7 +190,7 @@ class Library:
             self.brief = ctypes.PyDLL(path)
         except OSError as e:
             raise BuildError(f"cannot load the lanes library: {e}") from e
-        pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+        pointer, int64, uint32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32
         signatures: list[tuple[Any, list[Any], Any]] = [
             (self.brief.es_region_reserve, [int64], int64),
             (self.brief.es_region_map, [int64, int64, int64], int64),
@@ -205,6 +205,11 @@ class Library:
             (self.blocking.es_lane_poll, [pointer], int64),
             (self.brief.es_lane_gather, [pointer, int64, int64], int64),
             (self.brief.es_lane_answer, [pointer, int64], None),
+            (
+                self.blocking.es_device_wait,
+                [pointer, int64, pointer, uint32, pointer, uint32, int64, int64],
+                int64,
+            ),
         ]
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result

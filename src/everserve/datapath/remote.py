@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from everserve.datapath.lane import MAX_RANKS, STATUSES, Layout, Memory, Outcome, load
-from everserve.datapath.peers import ExpertPeers, Suspicion
+from everserve.datapath.peers import ExpertPeers
+from everserve.datapath.trust import Suspicion
 from everserve.errors import StepAbandoned
 from everserve.model.ops import Ops
 from everserve.tables.ids import Incarnation, Rank
@@ -149,6 +150,9 @@ class RemoteExperts:
         """Tell them not to wait for us."""
         self._peers.cell.position = -1
         self._peers.sweep()
+
+    def rest(self) -> None:
+        """Between steps nobody waits for us anyway."""
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor

@@ -3,15 +3,18 @@
 The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from time import monotonic
+from typing import NamedTuple
 
 import torch
 
 from everserve.engine import integrity
-from everserve.engine.batching import lay_out, to_batch, wanted_rows
+from everserve.engine.batching import lay_out, wanted_rows
 from everserve.engine.blocks import BlockPool
+from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
@@ -20,15 +23,12 @@ from everserve.engine.sequence import Chunk, Sequence
 from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
 from everserve.kvlog.log import Log
-from everserve.model.batch import StepBatch
 from everserve.model.ops import Ops
-from everserve.model.sampling import Choice, SamplingRow, sample, token_logprobs
+from everserve.model.sampling import GREEDY, Choice, SamplingRow, sample, token_logprobs
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
 _MAX_LOGITS_BYTES = 128 << 20  # of one step
-
-Forward = Callable[[StepBatch], torch.Tensor]  # rows in, logits_LV of batch.logits_rows_L out; writes KV
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +50,46 @@ class EngineConfig:
         return max(1, _MAX_LOGITS_BYTES // (4 * self.vocab_size))
 
 
+class _Advanced(NamedTuple):
+    """A stream that has one more token, or has ended without one."""
+
+    sequence: Sequence
+    index: int  # type: ignore[assignment]  # a tuple has a method of that name
+    token: int | None
+    finish_reason: str | None
+    stop_id: int | None
+    logprobs: TokenLogprobs | None
+
+    def output(self) -> Output:
+        sequence, is_first = self.sequence, self.index == 0
+        wants_scores = is_first and sequence.params.prompt_logprobs is not None
+        return Output(
+            id=sequence.id,
+            index=self.index,
+            token=self.token,
+            finish_reason=self.finish_reason,
+            stop_id=self.stop_id,
+            logprobs=self.logprobs if self.token is not None else None,
+            prompt_logprobs=sequence.prompt_logprobs if wants_scores else None,
+            num_cached=sequence.num_cached if is_first else 0,
+            queued_s=sequence.queued_s if is_first else 0.0,
+        )
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What one step produced: outputs, streams that broke (id, reason), streams that were preempted, and streams whose
-    KV was brought back."""
+    """What one step produced: streams that advanced, streams that broke (id, reason), streams that were preempted, and
+    streams whose KV was brought back."""
 
-    outputs: list[Output]
+    advanced: list[_Advanced]
     failed: list[tuple[str, str]]
     preempted: list[Sequence]
     restored: list[Restored]
+
+    @cached_property
+    def outputs(self) -> list[Output]:
+        """For the streams' clients. Made when they are asked for: the next step need not wait for it."""
+        return [advanced.output() for advanced in self.advanced]
 
 
 class Engine:
@@ -144,16 +175,20 @@ class Engine:
         for id in list(self._sequences):
             self.cancel(id)
 
-    def step(self) -> StepResult:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Advance. If the forward pass is abandoned (it raises), all streams are as they were before the call (one
-        whose blocks were taken in it waits to be computed again)."""
+        whose blocks were taken in it waits to be computed again).
+
+        `meanwhile` is called in every step, while a device computes if there is one.
+        """
         began_s = self._clock()
         chunks = self.scheduler.schedule()
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
         if not chunks:
+            meanwhile()
             return StepResult([], [], [], [])
         try:
-            results = self._run(chunks)
+            results = self._run(chunks, meanwhile)
         except BaseException:
             self._abandon()
             raise
@@ -165,11 +200,11 @@ class Engine:
             self._journal.clear(self.scheduler.preempted)
         for chunk in chunks:
             chunk.sequence.note_start(began_s)
-        outputs: list[Output] = []
+        advanced: list[_Advanced] = []
         failed: list[tuple[str, str]] = []
         for result in results:
-            self._postprocess(result, outputs, failed)
-        return StepResult(outputs, failed, self.scheduler.preempted, self.scheduler.restored)
+            self._postprocess(result, advanced, failed)
+        return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
 
     def log_step(self) -> None:
         """Say in the log how far streams have come. After each step, as soon as its outputs are on their way."""
@@ -204,12 +239,12 @@ class Engine:
             log_lag_tokens=journal.lag(scheduler.running) if journal is not None else 0,
         )
 
-    def _run(self, chunks: list[Chunk]) -> list["_Result"]:
+    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list["_Result"]:
         """Compute the chunks, logging what is computed."""
         rows = lay_out(chunks, self.config.block_size)
         if self._journal is not None:
             self._journal.begin(chunks, rows)
-        results = self._read_logits(chunks, self._forward(to_batch(rows, self._ops.device)))
+        results = self._read_logits(chunks, self._forward(rows, meanwhile))
         if self._journal is not None:
             self._journal.finish()
         return results
@@ -231,35 +266,42 @@ class Engine:
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
-            num_rows = len(wanted_rows(chunk, 0))
-            scores = self._score_prompt(chunk, logits_LV[row : row + num_rows])
-            row += num_rows
-            if chunk.completes:
+            scores: list[TokenLogprobs] = []
+            completes = chunk.completes
+            if chunk.sequence.wants_prompt_logprobs:
+                num_rows = len(wanted_rows(chunk, 0))
+                scores = self._score_prompt(chunk, logits_LV[row : row + num_rows])
+                row += num_rows
+            elif completes:
+                row += 1
+            if completes:
                 last_rows.append(row - 1)
-            if chunk.completes or scores:
+            if completes or scores:
                 results.append(_Result(chunk, chunk.sequence.num_computed + 1, scores))
         completing = [result for result in results if result.chunk.completes]
         if completing:
             picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
             sequences = [result.chunk.sequence for result in completing]
-            rows = [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences]
-            for result, choice in zip(completing, sample(self._ops, picked_LV, rows), strict=True):
+            for result, choice in zip(completing, self._sample(picked_LV, sequences), strict=True):
                 result.choice = choice
         return results
+
+    def _sample(self, logits_LV: torch.Tensor, sequences: list[Sequence]) -> Iterable[Choice | None]:
+        if all(sequence.is_plain for sequence in sequences):
+            tokens = self._ops.choose(logits_LV, [GREEDY] * len(sequences))
+            return (Choice(token, None) if token >= 0 else None for token in tokens)
+        return sample(self._ops, logits_LV, [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences])
 
     def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> list[TokenLogprobs]:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
         sequence = chunk.sequence
-        if not sequence.wants_prompt_logprobs:
-            return []
         first = sequence.num_computed + 1
         targets = sequence.tokens[first : min(first + chunk.num_tokens, sequence.num_prompt)]
         return token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
 
-    def _postprocess(self, result: "_Result", outputs: list[Output], failed: list[tuple[str, str]]) -> None:
+    def _postprocess(self, result: "_Result", advanced: list[_Advanced], failed: list[tuple[str, str]]) -> None:
         """Extend one stream by what the step found; end it if this was its last token."""
-        chunk, choice = result.chunk, result.choice
-        sequence, params = chunk.sequence, chunk.sequence.params
+        sequence, choice = result.chunk.sequence, result.choice
         if result.scores:
             end = result.first_scored + len(result.scores)
             sequence.prompt_logprobs[result.first_scored : end] = result.scores
@@ -270,21 +312,8 @@ class Engine:
             self.cancel(sequence.id)
             return
         index = sequence.num_output
-        is_first = index == 0
         token, finish, stop_id = self._advance(sequence, choice.token)
-        outputs.append(
-            Output(
-                id=sequence.id,
-                index=index,
-                token=token,
-                finish_reason=finish,
-                stop_id=stop_id,
-                logprobs=choice.logprobs if token is not None else None,
-                prompt_logprobs=sequence.prompt_logprobs if is_first and params.prompt_logprobs is not None else None,
-                num_cached=sequence.num_cached if is_first else 0,
-                queued_s=sequence.queued_s if is_first else 0.0,
-            )
-        )
+        advanced.append(_Advanced(sequence, index, token, finish, stop_id, choice.logprobs))
         if finish is not None:
             self._end(sequence, is_delivered=False)
 

@@ -127,8 +127,8 @@ class Scheduler:
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""
         num_tokens = min(self._chunk_limit(sequence), budget)
-        scheduled = {chunk.sequence.id for chunk in chunks}
         while (room := self._grow(sequence, num_tokens)) == 0:
+            scheduled = {chunk.sequence.id for chunk in chunks}
             victim = next((s for s in reversed(self.running) if s.id not in scheduled), None)
             assert victim is not None, "this sequence itself is not scheduled yet"
             if victim is sequence and chunks:

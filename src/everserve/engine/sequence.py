@@ -18,11 +18,11 @@ what is `saved` of its KV in a log is brought back when it is admitted (restorin
 
 import hashlib
 import struct
-from dataclasses import dataclass
 from enum import Enum, auto
+from typing import NamedTuple
 
 from everserve.engine.saved import Saved
-from everserve.model.sampling import Penalties
+from everserve.model.sampling import Penalties, is_plain
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
 
@@ -39,6 +39,9 @@ class Sequence:
 
     def __init__(self, spec: RequestSpec, block_size: int, added_s: float, saved: Saved | None = None) -> None:
         self.spec = spec
+        self.id = spec.id
+        self.params: SamplingParams = spec.params
+        self.is_plain = is_plain(spec.params)
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
         self.tokens = spec.prompt + spec.known
@@ -60,14 +63,6 @@ class Sequence:
                 self.penalties.count(token)
         self._block_size = block_size
         self._hashes: list[bytes] = []
-
-    @property
-    def id(self) -> str:
-        return self.spec.id
-
-    @property
-    def params(self) -> SamplingParams:
-        return self.spec.params
 
     @property
     def num_output(self) -> int:
@@ -111,8 +106,7 @@ class Sequence:
             self.penalties.count(token)
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The next `num_tokens` pending tokens of a sequence."""
 
     sequence: Sequence

@@ -68,5 +68,6 @@ class AttentionHalf:
 def _dense_slots(layer: int, weights: Weights, ops: Ops) -> ExpertSlots:
     sources = weights.layout.dense(layer)
     slots = ops.expert_slots(1)
-    slots.fill(0, weights.load(sources.gate), weights.load(sources.up), weights.load(sources.down))
+    gate_FD, up_FD = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
+    slots.fill(0, gate_FD, up_FD, weights.load_temporary(sources.down))
     return slots

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from everserve.model.attention_half import AttentionHalf
 from everserve.model.batch import StepBatch
-from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
@@ -23,25 +22,23 @@ ExpertCall = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 class Decoder:
     """Embedding, layers, final norm, logits.
 
-    `dtype` ("auto" or one of config.DTYPES) is that of the KV pool and the widest that weights are kept in;
-    activations are what the ops compute with. Sequences may be `max_model_len` tokens long.
+    Activations are what the ops compute with; the KV pool is as wide as the weights may be. Sequences may be
+    `max_model_len` tokens long.
     `progress(done, total)` counts layers as they are loaded.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        checkpoint: Checkpoint,
+        weights: Weights,
         ops: Ops,
         max_model_len: int,
-        dtype: str = "auto",
         *,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self.config = config
         self.ops = ops
         self.max_model_len = max_model_len
-        weights = Weights(config, checkpoint, dtype, ops.device)
         self.kv_dtype = weights.dtype
         rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device)
 
@@ -63,6 +60,10 @@ class Decoder:
 
     def forward(self, batch: StepBatch, kv_pool: Tensor, expert_io: ExpertCall) -> Tensor:
         """Compute all rows, write their KV into the pool, return logits_LV (float32) of the rows asked for."""
+        return self.logits(self.run(batch, kv_pool, expert_io), batch.logits_rows_L)
+
+    def run(self, batch: StepBatch, kv_pool: Tensor, expert_io: ExpertCall) -> Tensor:
+        """All layers: hidden_TD."""
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
@@ -71,8 +72,10 @@ class Decoder:
                 hidden_TD = expert_io(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:
                 hidden_TD = half.feed_forward(normed_TD, residual_TD)
-        return self._logits(hidden_TD.index_select(0, batch.logits_rows_L))
+        return hidden_TD
 
-    def _logits(self, hidden_LD: Tensor) -> Tensor:
+    def logits(self, hidden_TD: Tensor, rows_L: Tensor) -> Tensor:
+        """logits_LV of these rows."""
+        hidden_LD = hidden_TD.index_select(0, rows_L)
         normed_LD = self.ops.rms_norm(hidden_LD, self._final_norm_D, self.config.rms_norm_eps)
-        return self.ops.linear(normed_LD, self._lm_head_VD).float()
+        return self.ops.head(normed_LD, self._lm_head_VD)

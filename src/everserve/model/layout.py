@@ -208,6 +208,10 @@ class Weights:
         self._device = device
 
     def load(self, source: Source) -> Tensor:
+        return self.load_temporary(source)
+
+    def load_temporary(self, source: Source) -> Tensor:
+        """For whoever copies it somewhere else."""
         tensor = self._checkpoint.read(source.name, rows=source.rows, plane=source.plane)
         narrower = self.dtype.itemsize < tensor.dtype.itemsize
         return tensor.to(self._device, self.dtype if narrower else tensor.dtype)

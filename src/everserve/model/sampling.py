@@ -8,6 +8,7 @@ is `Ops.choose`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from everserve.model.ops.choose import Draw, order_keys
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
 
+GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
 _MASK64 = (1 << 64) - 1
 
 
@@ -60,12 +62,18 @@ class SamplingRow:
     penalties: Penalties | None
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The token chosen for one row."""
 
     token: int
     logprobs: TokenLogprobs | None
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the most likely token is all that is ever wanted: logits need not be looked at in any other way."""
+    is_adjusted = bool(params.logit_bias) or (params.min_tokens > 0 and bool(params.stop_ids))
+    has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    return params.temperature == 0 and params.logprobs is None and not is_adjusted and not has_penalties
 
 
 def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:

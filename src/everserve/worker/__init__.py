@@ -3,10 +3,12 @@
 __main__.py   the zygote, which forks workers
 boot.py       a worker from its first instruction to its loop
 build.py      from a StartWorker message to an engine, or to expert slots
+loading.py    how far it is with its weights
 attention.py  the loop of a worker that owns requests: receive -> handle -> step -> send
 expert.py     the loop of a worker that owns experts: poll -> attend -> choose -> compute -> answer
 batching.py   which requests an expert worker computes together, and when
 control.py    the channel to the orchestrator, which may be replaced
+weights_state.py  what a seat's weights memory holds, for the next incarnation
 logs.py       other workers' logs, from which their streams are continued here
 leaving.py    SIGTERM: leave in order
 pausing.py    a checkpoint as others do it, to be measured against

@@ -53,7 +53,7 @@ def serve(control: Channel, supervisor_pid: int) -> int:
     while True:
         message = control.receive()
         if isinstance(message, ForkWorker):
-            num_fds = 3 + (Role.ATTENTION in message.start.roles) + message.start.has_log
+            num_fds = 3 + (Role.ATTENTION in message.start.roles) + len(message.start.memory)
             fds = [control.take_fd() for _ in range(num_fds)]
             pid = fork_orphan(message, fds, control, supervisor_pid)
             for fd in fds:

@@ -14,24 +14,23 @@ import logging
 import os
 import selectors
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
-from everserve.datapath.peers import ExpertPeers
-from everserve.datapath.remote import RemoteExperts
-from everserve.engine.engine import Engine, StepResult
+from everserve.datapath.trust import Peers
+from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
     BadBytes,
-    EventLog,
     RequestPreempted,
     StreamRestored,
     StreamsContinued,
     StreamsPaused,
 )
-from everserve.runtime.liveness import Cell, Warden
+from everserve.runtime.liveness import Cell
 from everserve.runtime.messages import (
     AnyMessage,
     Cancel,
@@ -47,7 +46,6 @@ from everserve.runtime.messages import (
     Report,
     RoutesChanged,
     Shutdown,
-    StartWorker,
     StepOutput,
     Submit,
 )
@@ -55,9 +53,7 @@ from everserve.tables.ids import Epoch, Rank
 from everserve.tables.outputs import EngineStats
 from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
-from everserve.worker.leaving import LeaveRequest
-from everserve.worker.logs import KeptLogs
-from everserve.worker.pausing import PausingCheckpoint
+from everserve.worker.parts import AttentionParts, Surroundings
 
 log = logging.getLogger(__name__)
 
@@ -70,41 +66,23 @@ class _WasFenced(Exception):
     """The orchestrator has given our seat to somebody else."""
 
 
-@dataclass
-class Seam:
-    """How this worker reaches its experts when they are in other processes."""
-
-    peers: ExpertPeers
-    experts: RemoteExperts
-
-
 class AttentionLoop:
     """One engine between a gateway and an orchestrator."""
 
-    def __init__(
-        self,
-        start: StartWorker,
-        engine: Engine,
-        seam: Seam | None,
-        logs: KeptLogs,
-        gateway: Channel,
-        control: ControlEnd,
-        leave: LeaveRequest,
-        warden: Warden,
-        events: EventLog,
-        pausing: PausingCheckpoint | None = None,
-    ) -> None:
-        self._rank: Rank = start.rank
-        self._pausing = pausing
-        self._engine = engine
-        self._seam = seam
-        self._logs = logs
+    def __init__(self, around: Surroundings, parts: AttentionParts, gateway: Channel) -> None:
+        self._rank: Rank = around.start.rank
+        self._engine = parts.engine
+        self._seam = parts.seam
+        self._logs = parts.logs
+        self._pausing = parts.pausing
+        self._sends_late = parts.sends_late
+        self._late: Callable[[], None] | None = None  # what is still to be done about the last step
         self._sources: dict[str, Rank] = {}  # whose log a stream waits to be restored from
         self._gateway = gateway
-        self._control = control
-        self._leave_request = leave
-        self._warden = warden
-        self._events = events
+        self._control = control = around.control
+        self._leave_request = leave = around.leave
+        self._warden = around.warden
+        self._events = around.events
         self._stop_at: float | None = None
         self._paused_since: float | None = None
         self._was_busy = False
@@ -128,6 +106,7 @@ class AttentionLoop:
                     self._step()
                 else:
                     self._idle()
+            self._do_late()
         except _WasFenced as fenced:
             log.warning("declared gone (%s); exiting", fenced)
 
@@ -139,6 +118,7 @@ class AttentionLoop:
     def _leave(self) -> None:
         """Between two steps: whatever was computed is in the log. What the gateway sends us from now on is lost with
         our end of the channel, which is how it learns that."""
+        self._do_late()
         ids = self._engine.stream_ids()
         log.info("leaving: %d streams go on elsewhere", len(ids))
         self._gateway.send(GivenBack(ids=ids))
@@ -216,12 +196,13 @@ class AttentionLoop:
         if saved is not None and source is not None:
             self._sources[spec.id] = source[0]
 
-    def _change_peers(self, peers: ExpertPeers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
+    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
         if isinstance(message, PeerJoined):
             cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
+            bell_fd = self._control.take_fd() if message.has_bell else None
             cell = Cell(cell_fd)
             os.close(cell_fd)
-            peers.join(message.rank, message.incarnation, cell, lane_fd)
+            peers.join(message.rank, message.incarnation, cell, lane_fd, bell_fd)
         elif isinstance(message, PeerLeft):
             peers.leave(message.rank, message.incarnation)
         else:
@@ -232,11 +213,23 @@ class AttentionLoop:
     def _step(self) -> None:
         self._was_busy = True
         try:
-            result = self._run_engine()
+            result = self._engine.step(meanwhile=self._do_late)
         except StepAbandoned as abandoned:
+            self._do_late()
             self._pause(abandoned)
             return
         self._continue()
+        self._late = partial(self._tell, result)
+        if not self._sends_late or not self._engine.has_work:
+            self._do_late()
+
+    def _do_late(self) -> None:
+        late, self._late = self._late, None
+        if late is not None:
+            late()
+
+    def _tell(self, result: StepResult) -> None:
+        """What became of a step: first to those who wait for it, then to the log."""
         for id, reason in result.failed:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
@@ -268,15 +261,6 @@ class AttentionLoop:
                 )
             )
 
-    def _run_engine(self) -> StepResult:
-        if self._seam is None:
-            return self._engine.step()
-        self._seam.experts.begin_step()
-        try:
-            return self._engine.step()
-        finally:
-            self._seam.experts.end_step()
-
     def _pause(self, abandoned: StepAbandoned) -> None:
         if self._paused_since is None:
             self._paused_since = time.monotonic()
@@ -300,7 +284,10 @@ class AttentionLoop:
     def _idle(self) -> None:
         """Nothing to do: prove that nothing was left behind, and say how things stand."""
         self._paused_since = None
+        self._do_late()
         if self._was_busy:
+            if self._seam is not None:
+                self._seam.experts.rest()
             self._engine.check()
             self._logs.sweep(self._engine)
             self._was_busy = False

@@ -1,8 +1,6 @@
 """From a StartWorker message to what computes: an engine with its weights, or expert slots with theirs."""
 
-import logging
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from everserve.datapath import ExpertIO
 from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.forward import EagerForward, Stepping
 from everserve.engine.journal import Journal
 from everserve.engine.sizing import KvSizes
 from everserve.kvlog.log import Log
@@ -19,17 +18,14 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
-from everserve.model.layout import check_checkpoint
+from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
 from everserve.runtime.messages import StartWorker
 from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.worker.loading import Loading
 from everserve.worker.pausing import PausingCheckpoint
-
-log = logging.getLogger(__name__)
-
-_SAY_PROGRESS_EVERY_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -40,9 +36,10 @@ class Opened:
     checkpoint: Checkpoint
     ops: Ops
     sizes: KvSizes
+    loading: Loading
 
 
-def open_model(start: StartWorker) -> Opened:
+def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
     model = ModelConfig.from_directory(Path(settings.model))
@@ -52,7 +49,7 @@ def open_model(start: StartWorker) -> Opened:
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
     ops = select_ops(model, settings.num_threads or fair_num_threads(start.num_workers), settings.batch_invariant)
-    return Opened(model, checkpoint, ops, sizes)
+    return Opened(model, checkpoint, ops, sizes, loading or Loading(start))
 
 
 def fair_num_threads(num_workers: int) -> int:
@@ -70,7 +67,7 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
     """The expert slots of one seat; None: every expert in the slot of its own number."""
     num_slots = slots.num_slots if slots is not None else opened.model.num_experts
     half = ExpertHalf(opened.model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=dtype)
-    progress = _Progress("experts")
+    progress = opened.loading.part("experts")
     if slots is None:
         half.load_all(progress=progress)
         return half
@@ -103,19 +100,19 @@ class EngineBuilder:
             self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
-    def build(self, expert_io: ExpertIO) -> Engine:
+    def build(self, expert_io: ExpertIO, stepping: Stepping | None = None) -> Engine:
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
-            self._opened.checkpoint,
+            Weights(self._opened.model, self._opened.checkpoint, settings.dtype, ops.device),
             ops,
             sizes.max_model_len,
-            settings.dtype,
-            progress=_Progress("layers"),
+            progress=self._opened.loading.part("layers"),
         )
         kv_pool = self._make_pool(decoder)
         if self.log is not None and not settings.pause_checkpoint_every:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
+        forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
         engine = Engine(
             EngineConfig(
                 max_model_len=sizes.max_model_len,
@@ -128,13 +125,13 @@ class EngineBuilder:
                 enable_prefix_caching=settings.enable_prefix_caching,
             ),
             ops,
-            forward=lambda batch: decoder.forward(batch, kv_pool, self._expert_io),
+            forward,
             journal=Journal(self.writer) if self.writer is not None else None,
         )
         if self.log is not None and settings.pause_checkpoint_every:
             self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
-        _warm_up(engine)  # alone: the experts may not be there yet
-        self._expert_io = expert_io
+        warm_up(engine)  # alone: the experts may not be there yet
+        self._expert_io, forward.stepping = expert_io, stepping
         return engine
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
@@ -150,22 +147,9 @@ def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tenso
     return residual_TD
 
 
-def _warm_up(engine: Engine) -> None:
+def warm_up(engine: Engine) -> None:
     """Two tokens for nobody, so that the first client does not pay for first touches. Too short to enter the cache."""
     engine.add(RequestSpec(id="warm-up", prompt=[0], params=SamplingParams(max_tokens=2, temperature=0.0)))
     while engine.has_work:
         engine.step()
     engine.check()
-
-
-class _Progress:
-    """Says how far loading is, once every few seconds: nothing at all for models that load at once."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said_s = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._said_s > _SAY_PROGRESS_EVERY_S:
-            self._said_s = time.monotonic()
-            log.info("loaded %d of %d %s", done, total, self._what)

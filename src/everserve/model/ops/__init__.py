@@ -68,6 +68,9 @@ class Ops(Protocol):
     ) -> Tensor:
         """x @ weight.T (+ bias) (+ residual)."""
 
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits: `linear` with a float32 result."""
+
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm of each row, float32 inside."""
 

@@ -212,6 +212,9 @@ class NativeOps:
         )  # fmt: skip
         return out_TO
 
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        return self.linear(x_LD, weight_VD)
+
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         num_rows, size = x_TD.shape
         weight_size, dtype = _vector(weight_D)

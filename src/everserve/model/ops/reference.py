@@ -57,6 +57,9 @@ class ReferenceOps:
         y_TO = self._by_rows(lambda x: linear(x, weight, bias), x_TD)
         return y_TO if residual_TO is None else y_TO + residual_TO
 
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        return self.linear(x_LD, weight_VD)
+
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         return self._by_rows(lambda x: _rms_norm(x, weight_D, eps), x_TD)
 

@@ -1,0 +1,16 @@
+"""Lanes in the memory of a GPU: the same exchange as in csrc/, by kernels instead of C, so that whole steps can be
+queued on the device without the host looking at any layer.
+
+    lane.py     how a lane is laid out
+    words.py    its words, as kernels see them
+    send.py     the attention worker's kernels: plan, scatter, post, arrive
+    serve.py    the expert worker's kernels: choose, gather, answer
+
+    attention worker's stream                              expert worker's stream
+    plan -> scatter -> post ──────── request ────────────> choose -> gather -> gate_up -> down -> answer
+    (wait until flag >= 0)  <──────── flag ──────────────────────────────────────────────────────────┘
+    arrive -> combine
+
+Nobody waits inside a kernel except `choose`, and that not for long: the attention worker's stream waits by itself
+(cuStreamWaitValue32), which costs nothing and which anybody can end by writing to the flag.
+"""

@@ -1,0 +1,176 @@
+"""CudaExperts: the experts are in other processes, which may die, hang or come back at any moment; rows go there and
+back without the host.
+
+Recorded, for each layer:   plan -> scatter -> post | wait for all flags -> arrive -> combine
+
+The host waits for the end of the whole step. If somebody is suspected meanwhile, it writes that lane's flag, so that
+the device need not wait; `arrive` then sees that the answer is not there, and the step stops. Then:
+
+    the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
+    an expert has no candidate                                        StepAbandoned, and the step is repeated later
+
+A flag that was written for nothing does no harm: the step stops, and goes on waiting from there.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from everserve.datapath.cuda import send
+from everserve.datapath.cuda.lane import FLAG_AT
+from everserve.datapath.cuda.peers import CudaPeers
+from everserve.datapath.lane import STATUSES, Outcome, load
+from everserve.datapath.trust import Suspicion
+from everserve.errors import StepAbandoned
+from everserve.model.ops.cuda.experts import combine
+from everserve.model.ops.cuda.ops import CudaOps
+from everserve.runtime.cuda.driver import Driver
+from everserve.tables.ids import Incarnation, Rank
+
+_NAP_NS = 20_000
+_RETRY_NS = 200_000  # how often flags are written while a step does not end
+LARGE_STEP = 256  # rows; a cell's position is 1 instead of 0 in larger ones
+Cut = Callable[[Callable[[], None]], None]
+
+
+class CudaExperts:
+    """`CapturedExperts` over lanes.
+
+    cut(aside)   where the recording may be taken up again; `aside` is recorded for that case
+    The others as in RemoteExperts.
+    """
+
+    def __init__(
+        self,
+        peers: CudaPeers,
+        ops: CudaOps,
+        driver: Driver,
+        cut: Cut,
+        *,
+        detect_ms: float,
+        lease_s: float,
+        on_control: Callable[[], None],
+        on_suspect: Callable[[Rank, Incarnation, str], None],
+        on_replay: Callable[[Rank, int, int], None],
+    ) -> None:
+        self.num_replayed_rows = 0
+        self._peers = peers
+        self._state = peers.state
+        self._ops = ops
+        self._driver = driver
+        self._cut = cut
+        self._timeout_ns = round(detect_ms * 1e6)
+        self._lease_s = lease_s
+        self._on_control = on_control
+        self._on_suspect = on_suspect
+        self._on_replay = on_replay
+        self._index = {layer: i for i, layer in enumerate(peers.moe_layers)}
+        self._flags = [
+            self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
+        ]
+        self._must_release = False
+        self._alarm_seen = self._control_seen = 0
+        self._num_rows = 0
+
+    # -- recorded --------------------------------------------------------------------------------
+
+    def __call__(
+        self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
+    ) -> Tensor:
+        index, state, stop = self._index[layer], self._state, self._ops.words.stop
+        y_row_TK = self._send(index, ids_TK, hidden_TD, is_replay=False)
+
+        def send_again() -> None:
+            y_row_TK.copy_(self._send(index, ids_TK, hidden_TD, is_replay=True))  # rows lie elsewhere now
+
+        self._cut(send_again)
+        stream = torch.cuda.current_stream().cuda_stream
+        for flag in self._flags:
+            self._driver.wait_value32_geq(stream, flag, 0)
+        send.arrive(state, index)
+        return combine(state.region, y_row_TK, weights_TK, residual_TD, stop)
+
+    def _send(self, index: int, ids_TK: Tensor, hidden_TD: Tensor, is_replay: bool) -> Tensor:
+        peers, state = self._peers, self._state
+        y_row_TK = send.plan(state, ids_TK, peers.place_of_LN[index], peers.expert_at_LP[index], index)
+        send.scatter(state, hidden_TD, y_row_TK)
+        # After the last layer comes the first one of the next step.
+        send.post(state, index, (index + 1) % len(self._index), replay=is_replay)
+        return y_row_TK
+
+    # -- step by step ----------------------------------------------------------------------------
+
+    def begin_step(self, num_rows: int) -> None:
+        peers = self._peers
+        peers.upload()
+        peers.is_in_step = True
+        peers.cell.position = int(num_rows > LARGE_STEP)
+        self._num_rows = num_rows * self._state.shape.top_k
+        self._wake_the_idle()
+
+    def end_step(self) -> None:
+        self._peers.is_in_step = False
+        self._must_release = False
+        self._peers.sweep()
+
+    def rest(self) -> None:
+        """There is nothing to compute for a while: nobody should wait for us."""
+        self._peers.cell.position = -1
+        send.announce(self._state, -1)
+
+    def wait(self, address: int, want: int) -> int:
+        peers = self._peers
+        outcome: int = load().blocking.es_device_wait(
+            address, want, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
+            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS,
+        )  # fmt: skip
+        return outcome
+
+    def attend(self, outcome: int) -> None:
+        peers, suspicions = self._peers, []
+        if outcome == Outcome.ATTEND:
+            # The words are read first: what comes later rings again.
+            self._alarm_seen, self._control_seen = peers.warden.alarm, peers.cell.control
+            suspicions = peers.look()
+        peers.warden.renew(self._lease_s)
+        self._on_control()
+        self._wake_the_idle()
+        given_up = peers.given_up
+        self._must_release = bool(given_up)
+        for rank in given_up:
+            peers.release(rank)  # again and again: it may have been before the device began to wait
+        self._tell(suspicions)
+
+    def heal(self, moe_layer: int, missing: int, absent: int) -> bool:
+        peers = self._peers
+        layer = peers.moe_layers[moe_layer]
+        self._state.homeless.zero_()
+        if missing:
+            peers.reconsider()
+            peers.cell.position = -1
+            raise StepAbandoned(layer, (missing - 1,))
+        late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
+        suspicions: list[Suspicion] = []
+        for rank in late:
+            peer = peers.trusted(rank)
+            status = peers.has_refused(rank) if peer is not None else 0
+            if peer is not None and status:
+                suspicions.append(peers.suspect(peer, f"refused: {STATUSES.get(status, status)}"))
+        self._tell(suspicions)
+        lost = [rank for rank in late if peers.trusted(rank) is None]
+        peers.upload()
+        for rank in lost:
+            self.num_replayed_rows += self._num_rows  # all of them: who has answered already is asked again
+            self._on_replay(rank, layer, self._num_rows)
+        return bool(lost)
+
+    def _wake_the_idle(self) -> None:
+        for rank, _ in self._peers.incarnations:
+            peer = self._peers.trusted(rank)
+            if peer is not None and peer.cell.idle:
+                peer.cell.ring()
+
+    def _tell(self, suspicions: list[Suspicion]) -> None:
+        for suspicion in suspicions:
+            self._on_suspect(*suspicion)

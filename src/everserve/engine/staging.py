@@ -1,0 +1,110 @@
+"""Staging: a step's rows on their way to the device, in one copy.
+
+One buffer in pinned host memory, one of the same layout on the device; numpy views of the first are filled, tensor
+views of the second are what graphs read.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from everserve.engine.batching import Rows
+from everserve.model.device_batch import NUM_COUNTS, SEGMENT, DeviceBatch, Items, cut
+
+_COUNTS = ("num_small", "num_large", "num_rows", "num_logits")
+assert len(_COUNTS) <= NUM_COUNTS
+
+
+class Staging:
+    """The rows of one bucket: `num_rows` at most, of at most `num_seqs` sequences.
+
+    `is_mixed`: prompts may be among them; else every sequence has exactly one row. `group`: query heads per KV head.
+    """
+
+    def __init__(
+        self, num_rows: int, num_seqs: int, max_blocks: int, block_size: int, group: int, is_mixed: bool,
+        device: torch.device,
+    ) -> None:  # fmt: skip
+        self.num_rows = num_rows
+        self.num_seqs = min(num_rows, num_seqs)
+        self.is_mixed = is_mixed
+        self._group = group
+        max_segments = -(-max_blocks * block_size // SEGMENT)
+        max_large = num_rows if is_mixed else 0
+        sizes = {
+            "counts": NUM_COUNTS,
+            "tokens": num_rows,
+            "positions": num_rows,
+            "kv_slots": num_rows,
+            "row_seqs": num_rows,
+            "logits_rows": self.num_seqs,
+            "small": 4 * self.num_seqs * max_segments,
+            "large": 4 * max_large,
+            "tables": self.num_seqs * max_blocks,
+        }
+        total = sum(_up(size) for size in sizes.values())
+        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(total, dtype=torch.int32, device=device)
+        self._spans: dict[str, slice] = {}
+        at = 0
+        for name, size in sizes.items():
+            self._spans[name] = slice(at, at + size)
+            at += _up(size)
+        self._views = {name: self._host.numpy()[span] for name, span in self._spans.items()}
+        self._tables = self._views["tables"].reshape(self.num_seqs, max_blocks)
+        self.batch = self._make_batch(max_blocks)
+
+    def fill(self, rows: Rows) -> None:
+        """Bring these rows to the device, in the order of its current stream."""
+        views, num_rows, num_seqs = self._views, len(rows.tokens_T), len(rows.block_tables_SB)
+        small, large = cut(rows.positions_T, rows.query_starts_S, self._group, self.num_seqs)
+        assert num_rows <= self.num_rows and num_seqs <= self.num_seqs and (self.is_mixed or not len(large))
+        views["counts"][: len(_COUNTS)] = (len(small), len(large), num_rows, len(rows.logits_rows_L))
+        _put(views["tokens"], rows.tokens_T, 0)
+        _put(views["positions"], rows.positions_T, -1)
+        _put(views["kv_slots"], rows.kv_slots_T, -1)
+        lengths = np.diff(rows.query_starts_S)
+        _put(views["row_seqs"], np.repeat(np.arange(num_seqs, dtype=np.int32), lengths), 0)
+        _put(views["logits_rows"], np.array(rows.logits_rows_L, np.int32), 0)
+        views["small"][: small.size] = small.reshape(-1)
+        views["large"][: large.size] = large.reshape(-1)
+        self._tables[:num_seqs, : rows.block_tables_SB.shape[1]] = rows.block_tables_SB
+        end = self._spans["tables"].start + num_seqs * self._tables.shape[1]
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+
+    def _make_batch(self, max_blocks: int) -> DeviceBatch:
+        of = self._tensor
+        counts = of("counts")
+        large = Items(items_W4=of("large").view(-1, 4), num_items=counts[1:2]) if self.is_mixed else None
+        self.clear()
+        return DeviceBatch(
+            tokens_T=of("tokens"),
+            positions_T=of("positions"),
+            kv_slots_T=of("kv_slots"),
+            query_starts_S=of("tokens")[:0],
+            block_tables_SB=of("tables").view(self.num_seqs, max_blocks),
+            logits_rows_L=of("logits_rows"),
+            row_seqs_T=of("row_seqs"),
+            small=Items(items_W4=of("small").view(-1, 4), num_items=counts[0:1]),
+            large=large,
+        )
+
+    def clear(self) -> None:
+        """Nothing but padding."""
+        self._host.zero_()
+        for name in ("positions", "kv_slots"):
+            self._views[name][:] = -1
+        self._device.copy_(self._host)
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        return self._device[self._spans[name]]
+
+
+def _put(view: NDArray[np.int32], values: NDArray[np.int32], padding: int) -> None:
+    view[: len(values)] = values
+    view[len(values) :] = padding
+
+
+def _up(size: int, unit: int = 32) -> int:
+    """128 bytes: every view may be read in wide pieces."""
+    return -(-size // unit) * unit

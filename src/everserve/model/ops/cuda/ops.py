@@ -1,0 +1,154 @@
+"""CudaOps: the `Ops` of an NVIDIA device, over the kernels of this package.
+
+Weights and KV are bfloat16, sums float32, the residual stream float32. Rows come in a `DeviceBatch`, with padding.
+All of it is batch-invariant.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everserve.model.batch import StepBatch
+from everserve.model.device_batch import SEGMENT, DeviceBatch
+from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops.choose import Draw, choose
+from everserve.model.ops.cuda import attention, choosing, gating, rows
+from everserve.model.ops.cuda.dense import Linear
+from everserve.model.ops.cuda.experts import ExpertArena, cut_for, down, gate_up, plan_local
+from everserve.model.ops.cuda.words import Words
+
+
+class ArenaSlots:
+    """The slots of one layer, in memory of their own: the dense FFN of a layer without experts."""
+
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        self.arena: ExpertArena | None = None
+
+    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        if self.arena is None:
+            size, hidden = gate_FD.shape
+            gate_up = torch.empty(self.num_slots * 2 * size, hidden, dtype=torch.bfloat16, device=self._device)
+            down = torch.empty(self.num_slots * hidden, size, dtype=torch.bfloat16, device=self._device)
+            self.arena = ExpertArena(gate_up, down, num_layers=1, num_slots=self.num_slots)
+        self.arena.fill(0, slot, gate_FD, up_FD, down_DF)
+
+    def clear(self, slot: int) -> None:
+        """Whoever asks for it afterwards is wrong, and would be told so by the tables."""
+
+
+class CudaOps:
+    """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one."""
+
+    name = "cuda"
+    activation_dtype = torch.float32
+    batch_invariant = True
+
+    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int) -> None:
+        self.device = device
+        self.words = Words.on(device)
+        self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._linears: dict[int, Linear] = {}
+        self._allowed: dict[int, Tensor] = {}
+        self._workspace: attention.Workspace | None = None
+        self._positions_T = torch.empty(0)  # of the batch at hand
+        self._greedy: tuple[int, list[int]] | None = None
+
+    def linear(
+        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+    ) -> Tensor:
+        return self._linear(weight_OD, bias_O)(x_TD, self.words.stop, residual_TO=residual_TO)
+
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+        return rows.rms_norm(x_TD, weight_D, eps, self.words.stop)
+
+    def rotate_and_store(
+        self,
+        qkv_TX: Tensor,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        cos_PE: Tensor,
+        sin_PE: Tensor,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        num_kv_heads, head_size = kv_pool.shape[3], kv_pool.shape[5]
+        num_heads = qkv_TX.shape[1] // head_size - 2 * num_kv_heads
+        return rows.rotate_and_store(
+            qkv_TX, batch.positions_T, batch.kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps,
+            num_heads, self.words.stop,
+        )  # fmt: skip
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+        assert isinstance(batch, DeviceBatch)
+        self._positions_T = batch.positions_T
+        if self._workspace is None:
+            _, num_heads, head_size = q_THE.shape
+            self._workspace = attention.Workspace(
+                self._max_split, self._max_segments, num_heads, head_size, self.device
+            )
+        return attention.attend(q_THE, batch, kv_pool, layer, scale, self._workspace, self.words.stop)
+
+    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        num_experts = router_ND.shape[0]
+        if num_experts not in self._allowed:
+            self._allowed[num_experts] = torch.ones(num_experts, dtype=torch.int32, device=self.device)
+        logits_TN = self._linear(router_ND, None)(x_TD, self.words.stop, out_dtype=torch.float32)
+        return gating.route(
+            logits_TN, self._positions_T, self._allowed[num_experts], top_k, renormalise, self.words.stop
+        )
+
+    def expert_slots(self, num_slots: int) -> ExpertSlots:
+        return ArenaSlots(num_slots, self.device)
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        assert isinstance(slots, ArenaSlots) and slots.arena is not None
+        arena, stop, num_rows = slots.arena, self.words.stop, len(token_R)
+        slot_of_S = torch.arange(slots.num_slots, dtype=torch.int32, device=self.device)
+        plan = plan_local(slot_R.view(-1, 1), slot_of_S, slots.num_slots, cut_for(num_rows), stop)
+        h_RF = x_TD.new_empty(num_rows, arena.expert_size)
+        x_RD = x_TD.index_select(0, token_R)
+        gate_up(x_RD.data_ptr(), plan.src_R, arena, self._zero, plan.tiles, h_RF, stop)
+        y_RD = torch.empty_like(x_RD)
+        down(h_RF, arena, self._zero, plan.tiles, y_RD.data_ptr(), plan.src_R, stop)
+        return y_RD
+
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        raise AssertionError("on a device rows are moved and computed by kernels (datapath/cuda)")
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        raise AssertionError("on a device rows are combined where they lie (datapath/cuda)")
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        raise AssertionError("on a device rows are combined where they lie (datapath/cuda)")
+
+    def greedy(self, logits_LV: Tensor) -> Tensor:
+        """The most likely token of each row, int32, on the device."""
+        return choosing.greedy(logits_LV, self.words.stop)
+
+    def note_greedy(self, logits_LV: Tensor, tokens: list[int]) -> None:
+        """What `greedy` said of these very logits: `choose` need not ask the device again."""
+        self._greedy = (logits_LV.data_ptr(), tokens)
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        noted, self._greedy = self._greedy, None
+        if any(draw.temperature > 0 for draw in draws):
+            return choose(logits_LV, draws)
+        if noted is not None and noted[0] == logits_LV.data_ptr() and len(noted[1]) == len(draws):
+            return noted[1]
+        tokens: list[int] = self.greedy(logits_LV).tolist()
+        return tokens
+
+    def _linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
+        key = weight_OD.data_ptr()
+        if key not in self._linears:
+            self._linears[key] = Linear(weight_OD, bias_O)
+        return self._linears[key]

@@ -1,0 +1,139 @@
+"""What is done to each row by itself: embedding, norm, rotary positions and the store of keys and values.
+
+A program has one row (or some heads of one), and is the same whatever else is in the batch. Arithmetic is float32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def embed(tokens_T: Tensor, table_VD: Tensor, stop: Tensor) -> Tensor:
+    """Rows of the table, as float32: the residual stream begins here."""
+    num_rows, size = len(tokens_T), table_VD.shape[1]
+    out_TD = torch.empty(num_rows, size, dtype=torch.float32, device=table_VD.device)
+    if num_rows:
+        _embed[(num_rows, triton.cdiv(size, 1024))](tokens_T, table_VD, out_TD, stop, D=size, BLOCK=1024, num_warps=4)
+    return out_TD
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor) -> Tensor:
+    """Root-mean-square norm of each row, float32 inside, bfloat16 outside."""
+    num_rows, size = x_TD.shape
+    out_TD = torch.empty(num_rows, size, dtype=torch.bfloat16, device=x_TD.device)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        _rms_norm[(num_rows,)](
+            x_TD, weight_D, out_TD, stop, eps, D=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+        )
+    return out_TD
+
+
+def rotate_and_store(
+    qkv_TX: Tensor,
+    positions_T: Tensor,
+    kv_slots_T: Tensor,
+    kv_pool: Tensor,
+    layer: int,
+    cos_PE: Tensor,
+    sin_PE: Tensor,
+    q_norm_E: Tensor | None,
+    k_norm_E: Tensor | None,
+    eps: float,
+    num_heads: int,
+    stop: Tensor,
+) -> Tensor:
+    """Norm q and k per head if weights are given, rotate them, write k and v into the pool, return q_THE in bfloat16.
+
+    Rows with slot -1 (padding) store nothing, and their q is 0.
+    """
+    num_layers, _, num_kv_heads, block_size, head_size = kv_pool.shape[1:]
+    assert qkv_TX.shape[1] == (num_heads + 2 * num_kv_heads) * head_size and qkv_TX.is_contiguous()
+    assert kv_pool.dtype is torch.bfloat16 and kv_pool.is_contiguous()
+    assert cos_PE.dtype is sin_PE.dtype is torch.float32
+    num_rows = len(qkv_TX)
+    q_THE = torch.empty(num_rows, num_heads, head_size, dtype=torch.bfloat16, device=qkv_TX.device)
+    if num_rows:
+        heads_at_once = min(_power_of_2_in(num_heads), _power_of_2_in(num_kv_heads), 8)
+        grid = (num_rows, (num_heads + 2 * num_kv_heads) // heads_at_once)
+        _rotate_and_store[grid](
+            qkv_TX, positions_T, kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps, q_THE, stop,
+            L=num_layers, H=num_heads, G=num_kv_heads, BLOCK_SIZE=block_size, E=head_size,
+            HEADS=heads_at_once, num_warps=2,
+        )  # fmt: skip
+    return q_THE
+
+
+def _power_of_2_in(number: int) -> int:
+    """The largest power of two that divides it."""
+    return number & -number
+
+
+@triton.jit
+def _embed(tokens, table, out, stop, D: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(stop) != 0:
+        return
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(table + token * D + columns, mask=columns < D, other=0.0)
+    tl.store(out + row.to(tl.int64) * D + columns, x.to(tl.float32), mask=columns < D)
+
+
+@triton.jit
+def _rms_norm(x, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(stop) != 0:
+        return
+    at = tl.program_id(0).to(tl.int64) * D
+    columns = tl.arange(0, BLOCK)
+    mask = columns < D
+    row = tl.load(x + at + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
+    normed = row * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + at + columns, normed.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _rotate_and_store(
+    qkv, positions, kv_slots, kv_pool, layer, cos, sin, q_norm, k_norm, eps, q_out, stop,
+    L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """HEADS heads of one row, all of q, of k or of v. The halves of a head are kept apart: rotation mixes them."""
+    if tl.load(stop) != 0:
+        return
+    HALF: tl.constexpr = E // 2
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS
+    position, slot = tl.load(positions + row), tl.load(kv_slots + row).to(tl.int64)
+    heads, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    at = (row * (H + 2 * G) + head + heads) * E + columns
+    first, second = tl.load(qkv + at).to(tl.float32), tl.load(qkv + at + HALF).to(tl.float32)
+    stored = (heads >= 0) & (columns >= 0) & (slot >= 0)
+    if head < H:
+        q_first, q_second = _rotated(first, second, position, cos, sin, q_norm, eps, E)
+        q_at = q_out + (row * H + head + heads) * E + columns
+        tl.store(q_at, tl.where(stored, q_first, 0.0).to(tl.bfloat16))
+        tl.store(q_at + HALF, tl.where(stored, q_second, 0.0).to(tl.bfloat16))
+    else:
+        if head < H + G:
+            first, second = _rotated(first, second, position, cos, sin, k_norm, eps, E)
+        # In the pool the values of all heads follow the keys of all heads, as they do in a row of qkv.
+        kv_at = kv_pool + (slot // BLOCK_SIZE * L + layer) * (2 * G * BLOCK_SIZE * E) + slot % BLOCK_SIZE * E
+        kv_at += (head - H + heads) * (BLOCK_SIZE * E) + columns
+        tl.store(kv_at, first.to(tl.bfloat16), mask=stored)
+        tl.store(kv_at + HALF, second.to(tl.bfloat16), mask=stored)
+
+
+@triton.jit
+def _rotated(first, second, position, cos, sin, norm, eps, E: tl.constexpr):
+    HALF: tl.constexpr = E // 2
+    columns = tl.arange(0, HALF)[None, :]
+    if norm is not None:
+        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / E + eps)[:, None]
+        first = first * scale * tl.load(norm + columns).to(tl.float32)
+        second = second * scale * tl.load(norm + HALF + columns).to(tl.float32)
+    at = tl.maximum(position, 0) * E + columns
+    cos_first, cos_second = tl.load(cos + at), tl.load(cos + at + HALF)
+    sin_first, sin_second = tl.load(sin + at), tl.load(sin + at + HALF)
+    return first * cos_first - second * sin_first, second * cos_second + first * sin_second

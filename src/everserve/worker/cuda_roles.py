@@ -1,0 +1,107 @@
+"""The two roles of a worker that computes on a GPU."""
+
+from everserve.datapath.captured import CapturedExperts
+from everserve.datapath.cuda.local import LocalCudaExperts
+from everserve.datapath.cuda.peers import CudaPeers
+from everserve.datapath.cuda.remote import CudaExperts
+from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.recorder import Recorder
+from everserve.runtime.memories import BELL
+from everserve.tables.ids import Role
+from everserve.worker.build import warm_up
+from everserve.worker.cuda_build import (
+    Device,
+    SeatWeights,
+    build_decoder,
+    build_forward,
+    build_server,
+    lane_shape,
+    make_pool,
+    make_recorder,
+    open_device,
+)
+from everserve.worker.cuda_expert import CudaExpertLoop
+from everserve.worker.expert_service import ExpertService
+from everserve.worker.lease import LEASE_S
+from everserve.worker.logs import KeptLogs
+from everserve.worker.parts import AttentionParts, Seam, Surroundings
+
+
+def build_attention(around: Surroundings) -> AttentionParts:
+    """Own requests and their KV."""
+    start = around.start
+    device = open_device(start, around.loading)
+    weights = SeatWeights(device, around.memory)
+    decoder = build_decoder(device, weights)
+    recorder = make_recorder(device)
+    seam: Seam | None = None
+    experts: CapturedExperts
+    if Role.EXPERT in start.roles:
+        model = device.model
+        experts = LocalCudaExperts(device.ops, weights.arena(), model.moe_layers, model.num_experts)
+    else:
+        peers, experts = _reach_experts(around, device, recorder)
+        seam = Seam(peers, experts)
+    weights.complete()
+    forward = build_forward(device, decoder, make_pool(device, decoder), experts, recorder)
+    engine = Engine(_engine_config(device), device.ops, forward)
+    if seam is None:
+        warm_up(engine)
+    return AttentionParts(
+        engine, seam, KeptLogs(None, None), device.ops.name, weights.num_slots, sends_late=True
+    )  # fmt: skip
+
+
+def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
+    """Own expert slots. Returns the name of the ops too."""
+    start = around.start
+    device = open_device(start, around.loading)
+    weights = SeatWeights(device, around.memory)
+    server = build_server(device, weights, around.memory[BELL])
+    weights.complete()
+    loop = CudaExpertLoop(
+        start, server, around.cell, around.warden, around.control, around.leave, around.events
+    )  # fmt: skip
+    return loop, device.ops.name
+
+
+def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> tuple[CudaPeers, CudaExperts]:
+    start, model = around.start, device.model
+    peers = CudaPeers(
+        start.rank,
+        start.incarnation,
+        around.cell,
+        around.warden,
+        lane_shape(device, start.lane_slots),
+        model.moe_layers,
+        model.num_experts,
+        device.driver,
+        range(start.num_attention, start.num_workers),
+        device.ops.words,
+    )
+    experts = CudaExperts(
+        peers,
+        device.ops,
+        device.driver,
+        recorder.cut,
+        detect_ms=around.detect_ms,
+        lease_s=LEASE_S,
+        on_control=around.on_control,
+        on_suspect=around.on_suspect,
+        on_replay=around.on_replay,
+    )
+    return peers, experts
+
+
+def _engine_config(device: Device) -> EngineConfig:
+    settings, sizes = device.start.settings, device.sizes
+    return EngineConfig(
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_while_decoding=settings.max_prefill_while_decoding,
+        block_size=settings.block_size,
+        num_blocks=sizes.num_blocks,
+        vocab_size=device.model.vocab_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+    )

@@ -1,0 +1,228 @@
+"""An expert worker, apart from computing: whom it serves, what the orchestrator says, when it ends.
+
+    wait for requests -> leave, if asked to -> attend to everything else -> work
+
+It keeps nothing between requests, so there is nothing to lose with it. It serves whoever has a lane to it; who that is,
+the orchestrator says. Without an orchestrator it goes on serving those it knows.
+"""
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from everserve.runtime.events import EventLog, StaleDropped
+from everserve.runtime.liveness import Cell, PeerState, Warden, life_word
+from everserve.runtime.messages import (
+    AnyMessage,
+    ExpertReport,
+    Fenced,
+    Leave,
+    Leaving,
+    PeerJoined,
+    PeerLeft,
+    Report,
+    RoutesChanged,
+    Shutdown,
+    StartWorker,
+)
+from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.outputs import ExpertStats
+from everserve.worker.control import ControlEnd
+from everserve.worker.lease import LEASE_S
+from everserve.worker.leaving import LeaveRequest
+
+log = logging.getLogger(__name__)
+
+ATTEND_EVERY_S = 0.25
+_REPORT_EVERY_S = 1.0
+_QUIET_S = 0.2  # a worker that leaves does so when it was not asked for anything for this long ...
+_LEAVE_S = 5.0  # ... or in any case after this long
+
+
+class _WasFenced(Exception):
+    """The orchestrator has given our seat to somebody else."""
+
+
+@dataclass
+class Customer:
+    """One incarnation of an attention worker. A healthy one may be waited for."""
+
+    incarnation: Incarnation
+    cell: Cell
+    is_healthy: bool = True
+
+
+class ExpertService(ABC):
+    """Expert slots between attention workers and an orchestrator. How rows are computed is for others to say."""
+
+    def __init__(
+        self,
+        start: StartWorker,
+        cell: Cell,
+        warden: Warden,
+        control: ControlEnd,
+        leave: LeaveRequest,
+        events: EventLog,
+    ) -> None:
+        self._start = start
+        self._cell = cell
+        self._warden = warden
+        self._control = control
+        self._leave_request = leave
+        self._events = events
+        self._customers: dict[Rank, Customer] = {}
+        self._reported = ExpertStats()
+        self._report_at = time.monotonic() + _REPORT_EVERY_S
+        self._attend_at = 0.0
+        self._stop_at: float | None = None
+        self._leave_at: float | None = None  # set while leaving
+        self._asked_s = 0.0  # when somebody last asked for something; kept up while leaving
+        control.make_report = self._make_report
+
+    # -- for those who compute -------------------------------------------------------------------
+
+    @abstractmethod
+    def stats(self) -> ExpertStats:
+        """Counters since the start."""
+
+    @abstractmethod
+    def _wait(self) -> None:
+        """Until there is work, or something else that wants attention, or for a moment."""
+
+    @abstractmethod
+    def _work(self) -> None:
+        """Compute what there is to compute."""
+
+    @property
+    @abstractmethod
+    def _has_news(self) -> bool:
+        """Whether the alarm rang or the control word changed; `_note_news` takes note."""
+
+    @abstractmethod
+    def _note_news(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def _num_pending(self) -> int:
+        """Requests that are not computed yet."""
+
+    @abstractmethod
+    def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
+        """Serve this lane from now on. Takes over the descriptor."""
+
+    @abstractmethod
+    def _close(self, rank: Rank) -> None:
+        """Not any more."""
+
+    @abstractmethod
+    def _note_health(self, rank: Rank, state: PeerState) -> None:
+        """A customer has died, fallen silent, or is back."""
+
+    # -- the loop --------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until fenced, or told to stop or to leave and nobody needs us any more."""
+        try:
+            while not self._is_over():
+                self._warden.renew(LEASE_S)
+                self._wait()
+                if self._leave_request.was_asked and self._leave_at is None:
+                    self._begin_to_leave()
+                if self._has_news or time.monotonic() >= self._attend_at:
+                    self._attend()
+                self._work()
+        except _WasFenced as fenced:
+            self._mourn(str(fenced))
+
+    def _is_over(self) -> bool:
+        if self._control.is_cut:
+            return True
+        if self._leave_at is not None:
+            now = time.monotonic()
+            return now >= self._leave_at or (not self._num_pending and now - self._asked_s >= _QUIET_S)
+        if self._stop_at is None:
+            return False
+        # Attention workers may finish what runs, and need us for it.
+        has_customers = any(customer.is_healthy for customer in self._customers.values())
+        return not has_customers or time.monotonic() >= self._stop_at
+
+    def _begin_to_leave(self) -> None:
+        """New routes lead to others. Who still asks has not heard of them, and is served."""
+        log.info("leaving")
+        self._asked_s = time.monotonic()
+        self._leave_at = self._asked_s + _LEAVE_S
+        self._control.send(Leaving())
+
+    def _make_report(self) -> Report:
+        return Report(
+            is_ready=True,
+            is_leaving=self._leave_at is not None,
+            epoch=Epoch(0),
+            peers=[(rank, customer.incarnation) for rank, customer in self._customers.items()],
+            logs=[],
+        )
+
+    # -- everything that is not a request --------------------------------------------------------
+
+    def _attend(self) -> None:
+        """The alarm rang or the control word changed; every now and then in any case."""
+        self._attend_at = time.monotonic() + ATTEND_EVERY_S
+        self._note_news()
+        for rank in {Rank(key) for key, _ in self._warden.changes()} & self._customers.keys():
+            state = self._warden.state(rank)
+            self._customers[rank].is_healthy = state is PeerState.ALIVE
+            self._note_health(rank, state)
+        self._control.read(self._handle)
+        self._control.flush()
+        self._report()
+
+    def _handle(self, message: AnyMessage) -> None:
+        if isinstance(message, PeerJoined):
+            self._join(message)
+        elif isinstance(message, PeerLeft):
+            self._leave(message.rank, message.incarnation)
+        elif isinstance(message, Fenced):
+            raise _WasFenced(message.reason)
+        elif isinstance(message, Leave):
+            self._leave_request.ask()
+        elif isinstance(message, Shutdown):
+            self._stop_at = time.monotonic() + message.grace_s
+        elif not isinstance(message, RoutesChanged):  # routes are for those who send
+            log.warning("dropped a %s: not for an expert worker", type(message).__name__)
+
+    def _join(self, message: PeerJoined) -> None:
+        cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
+        cell = Cell(cell_fd)
+        os.close(cell_fd)
+        if message.rank in self._customers:
+            self._leave(message.rank, self._customers[message.rank].incarnation)
+        self._open(message.rank, cell, lane_fd)
+        self._customers[message.rank] = Customer(message.incarnation, cell)
+        self._warden.watch(message.rank, cell, life_word(self._start.rank, self._start.incarnation))
+
+    def _leave(self, rank: Rank, incarnation: Incarnation) -> None:
+        customer = self._customers.get(rank)
+        if customer is None or customer.incarnation != incarnation:
+            return
+        del self._customers[rank]
+        self._close(rank)
+        self._warden.unwatch(rank)
+        customer.cell.close()
+
+    def _report(self) -> None:
+        now, stats = time.monotonic(), self.stats()
+        if now >= self._report_at and stats != self._reported:
+            self._control.send(ExpertReport(stats=stats))
+            self._reported = stats
+            self._report_at = now + _REPORT_EVERY_S
+
+    def _mourn(self, reason: str) -> None:
+        """We were declared gone while we could not hear it. Our lanes are not read any more; leave them alone."""
+        count, what = self._num_pending, "requests to an expert worker that was declared gone"
+        log.warning("declared gone (%s): exiting with %d requests not computed", reason, count)
+        rank, incarnation = self._start.rank, self._start.incarnation
+        self._events.append(
+            StaleDropped(process=self._events.process, rank=rank, incarnation=incarnation, count=count, what=what)
+        )

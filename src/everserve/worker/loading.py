@@ -1,0 +1,53 @@
+"""How far a worker is with its weights: typed events now and then, for whoever shows bars; log lines elsewhere."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+
+from everserve.runtime.events import EventLog, WorkerLoading
+from everserve.runtime.messages import StartWorker
+
+log = logging.getLogger(__name__)
+
+START_BARS = "EVERSERVE_START_BARS"  # in the environment of processes whose start somebody shows as bars
+_TELL_AFTER_S, _TELL_EVERY_S = 0.25, 0.5  # nothing at all of what loads at once
+_TELL_SHARE = 0.02  # nor more events than somebody would see
+_LOG_EVERY_S = 3.0
+
+Progress = Callable[[int, int], None]
+
+
+class Loading:
+    """Tells of one worker. Without events (benchmarks, tests) nobody is told."""
+
+    def __init__(self, start: StartWorker, events: EventLog | None = None) -> None:
+        self._start = start
+        self._events = events
+
+    def part(self, what: str) -> Progress:
+        """For `progress(done, total)` of one part: "layers", "experts"."""
+        began_s = time.monotonic()
+        told_s, logged_s, told_share = began_s + _TELL_AFTER_S - _TELL_EVERY_S, began_s, 0.0
+        has_bar = self._start.incarnation == 1 and START_BARS in os.environ
+
+        def progress(done: int, total: int) -> None:
+            nonlocal told_s, logged_s, told_share
+            now_s, share = time.monotonic(), done / max(total, 1)
+            if now_s - told_s > _TELL_EVERY_S and share >= told_share + _TELL_SHARE:
+                told_s, told_share = now_s, share
+                self._tell(what, done, total)
+            if now_s - logged_s > _LOG_EVERY_S and not has_bar:
+                logged_s = now_s
+                log.info("loaded %d of %d %s", done, total, what)
+
+        return progress
+
+    def _tell(self, what: str, done: int, total: int) -> None:
+        if self._events is not None:
+            rank, incarnation = self._start.rank, self._start.incarnation
+            self._events.append(
+                WorkerLoading(
+                    process=self._events.process, rank=rank, incarnation=incarnation, what=what, done=done, total=total
+                )
+            )

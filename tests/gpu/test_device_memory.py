@@ -1,0 +1,383 @@
+"""Device memory as descriptors: who maps it, whom it outlives, what is behind an empty place; waiting for a word.
+
+The process that runs the tests never uses CUDA itself, so it can start others that do; each test's actors are processes
+of their own, and all of them are gone at its end.
+"""
+
+import ctypes
+import mmap
+import multiprocessing as mp
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import pytest
+
+from everserve.anchor.memory import NoMemoryError, OwnedMemory
+from everserve.runtime.cuda.driver import CudaError, Driver, Mapping, Region, is_available
+from everserve.runtime.cuda.mps import Mps
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
+    pytest.mark.timeout(120),
+]
+MIB = 1 << 20
+SIZE = 64 * MIB
+_spawn = mp.get_context("spawn")
+
+
+class Actor:
+    """A process that runs one function, which talks to the test through a pipe."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object) -> None:
+        self.pipe, theirs = _spawn.Pipe()
+        self.process = _spawn.Process(target=_act, args=(function, theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def hear(self, timeout_s: float = 60.0) -> Any:
+        """What it says next; its failure is the test's."""
+        assert self.pipe.poll(timeout_s), "it says nothing"
+        kind, value = self.pipe.recv()
+        assert kind == "said", value
+        return value
+
+    def tell(self, value: object) -> None:
+        self.pipe.send(value)
+
+    def give(self, fd: int) -> None:
+        send_handle(self.pipe, fd, self.process.pid)
+
+    def take(self) -> int:
+        assert self.hear() == "descriptor"
+        return recv_handle(self.pipe)
+
+    def kill(self) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(30)
+        assert self.process.exitcode == -signal.SIGKILL
+
+    def end(self) -> None:
+        self.pipe.close()
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def _act(function: Callable[..., object], pipe: Connection, *arguments: object) -> None:
+    try:
+        function(pipe, *arguments)
+        pipe.send(("said", "done"))
+        pipe.poll(60)  # until the test is over
+    except (EOFError, BrokenPipeError):
+        pass
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+
+
+@contextmanager
+def actors(*functions: Callable[..., object]) -> Iterator[list[Actor]]:
+    cast = [Actor(function) for function in functions]
+    try:
+        yield cast
+    finally:
+        for actor in cast:
+            actor.end()
+
+
+def run_alone(function: Callable[..., object]) -> None:
+    with actors(function) as (actor,):
+        assert actor.hear() == "done"
+
+
+# one process
+
+
+def check_create(pipe: Connection) -> None:
+    driver = Driver()
+    before = driver.mem_info()
+    assert 0 < before.free <= before.total
+    fd = driver.create(SIZE + 1)
+    assert driver.whole(SIZE + 1) == SIZE + driver.granularity
+    assert os.fstat(fd).st_size == 0, "sizes must be known from elsewhere"
+    mapping = Mapping(driver, fd, SIZE + 1)
+    assert mapping.num_bytes == SIZE + driver.granularity
+    assert driver.read(mapping.address + SIZE, 4096) == bytes(4096), "zeroed"
+    driver.write(mapping.address + 100, b"here")
+    assert driver.read(mapping.address + 98, 8) == b"\0\0here\0\0"
+    mapping.close()
+    again = Mapping(driver, fd, SIZE + 1)
+    assert driver.read(again.address + 100, 4) == b"here", "the memory is the descriptor's, not the mapping's"
+    again.close()
+    os.close(fd)
+    assert driver.mem_info().free >= before.free - 8 * MIB, "gone with its last holder"
+
+
+def check_out_of_memory(pipe: Connection) -> None:
+    driver = Driver()
+    total = driver.mem_info().total
+    with pytest.raises(
+        CudaError, match=r"cuMemCreate: .*out of memory.*MiB asked for, .*MiB free on device 0"
+    ) as raised:
+        driver.create(2 * total)
+    assert raised.value.is_out_of_memory
+    os.close(driver.create(SIZE))
+    owned = OwnedMemory()
+    with pytest.raises(NoMemoryError, match="asked for"):
+        owned.allocate("weights-0", 2 * total, device=0)
+    with pytest.raises(NoMemoryError, match="device 99 cannot be used: cuDeviceGet"):
+        owned.allocate("weights-0", SIZE, device=99)
+    assert owned.allocate("weights-0", SIZE, device=0) == owned.allocate("weights-0", SIZE, device=0)
+    fd = os.dup(owned.allocate("weights-0", SIZE, device=0))
+    owned.adopt("weights-0", fd)
+    os.close(fd)
+    assert Mapping(driver, owned.allocate("weights-0", SIZE, device=0), SIZE).num_bytes == SIZE
+    owned.release_all()
+
+
+def check_region(pipe: Connection) -> None:
+    driver = Driver()
+    place_bytes = 70 * MIB  # a head, two whole pieces, and a part of one
+    region = Region(driver, 4, place_bytes)
+    assert [region.address(place) - region.base for place in range(4)] == [i * place_bytes for i in range(4)]
+    everywhere = [offset for place in range(4) for offset in (place * place_bytes, (place + 1) * place_bytes - 4)]
+    assert all(driver.read(region.base + offset, 4) == bytes(4) for offset in everywhere), "dummies are mapped"
+    for offset in everywhere:
+        driver.write(region.base + offset, b"junk")
+    fd = driver.create(place_bytes)
+    assert region.map(fd, 2) == region.address(2) and region.is_mapped(2)
+    assert driver.read(region.address(2), 4) == bytes(4) == driver.read(region.address(3) - 4, 4), "not the dummy"
+    driver.write(region.address(2) + 40 * MIB, b"real")
+    assert driver.read(region.address(1), 4) == b"junk", "the neighbours are as they were"
+    region.unmap(2)
+    assert not region.is_mapped(2) and driver.read(region.address(2), 4) == b"junk"
+    driver.write(region.address(2) + 40 * MIB, b"void")
+    region.map(fd, 0)
+    assert driver.read(region.address(0) + 40 * MIB, 4) == b"real", "what went to the dummy harmed nobody"
+    small = driver.create(driver.granularity)
+    with pytest.raises(CudaError):
+        region.map(small, 1)
+    assert driver.read(region.address(1), 4) == b"junk", "the dummy is there again"
+    with pytest.raises(CudaError):
+        region.map(os.memfd_create("of the host"), 1)
+    assert driver.read(region.address(1), 4) == b"junk"
+    free = driver.mem_info().free
+    region.close()
+    region.close()
+    os.close(fd)
+    os.close(small)
+    assert driver.mem_info().free >= free + place_bytes
+    least = Region(driver, 2, driver.granularity)  # places without a rest
+    driver.write(least.address(1), b"x")
+    least.close()
+
+
+def check_wait_and_write(pipe: Connection) -> None:
+    driver = Driver()
+    fd = driver.create(MIB)
+    word = Mapping(driver, fd, MIB).address
+    least, most = driver.priorities
+    assert most <= 0 <= least
+    urgent, other = driver.create_stream(most), driver.create_stream()
+    for release in (lambda: driver.write(word, bytes(4)), lambda: driver.write_value32(other, word, 0)):
+        driver.write(word, b"\xff" * 4)
+        driver.wait_value32_geq(urgent, word, 0)
+        driver.write_value32(urgent, word + 128, 7)
+        time.sleep(0.1)
+        assert not driver.is_idle(urgent), "-1 is less than 0"
+        release()
+        driver.synchronize(urgent)
+        assert driver.is_idle(urgent) and driver.read(word + 128, 4) == (7).to_bytes(4, "little")
+        driver.write(word + 128, bytes(4))
+    for stream in (urgent, other):
+        driver.destroy_stream(stream)
+
+
+def check_host_registration(pipe: Connection) -> None:
+    driver = Driver()
+    memory = _host_memory(4 * MIB)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert driver.register_host(address, len(memory)) == address
+    fd = driver.create(4 * MIB)
+    on_device, stream = Mapping(driver, fd, 4 * MIB), driver.create_stream()
+    memory[:5] = b"hello"
+    driver.write_async(stream, on_device.address + MIB, address, 5)
+    driver.read_async(stream, on_device.address + MIB, address + 2 * MIB, 5)
+    driver.synchronize(stream)
+    assert memory[2 * MIB : 2 * MIB + 5] == b"hello"
+    driver.wait_value32_geq(stream, address + 3 * MIB, 1)  # words of the host can be waited for, too
+    time.sleep(0.05)
+    assert not driver.is_idle(stream)
+    memory[3 * MIB] = 1
+    driver.synchronize(stream)
+    driver.unregister_host(address)
+    with pytest.raises(CudaError, match="cuMemHostUnregister"):
+        driver.unregister_host(address)
+
+
+def _host_memory(num_bytes: int) -> mmap.mmap:
+    fd = os.memfd_create("host")
+    os.ftruncate(fd, num_bytes)
+    return mmap.mmap(fd, num_bytes)
+
+
+def check_other_threads(pipe: Connection) -> None:
+    driver = Driver()
+    errors: list[BaseException] = []
+
+    def create() -> None:
+        try:
+            driver.make_current()
+            os.close(driver.create(MIB))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    thread.join()
+    assert not errors
+    driver.close()
+    driver.close()
+
+
+ALONE = [check_create, check_out_of_memory, check_region, check_wait_and_write, check_host_registration]
+
+
+@pytest.mark.parametrize("check", [*ALONE, check_other_threads], ids=lambda check: check.__name__)
+def test_in_one_process(check):
+    run_alone(check)
+
+
+# several processes
+
+
+def create(pipe: Connection) -> None:
+    """Creates memory, hands it over, and writes what it is told to."""
+    driver = Driver()
+    fd = driver.create(SIZE)
+    mapping = Mapping(driver, fd, SIZE)
+    driver.write(mapping.address, b"from the creator")
+    pipe.send(("said", "descriptor"))
+    send_handle(pipe, fd, os.getppid())
+    os.close(fd)
+    while True:
+        driver.write(mapping.address + 32, pipe.recv())
+        pipe.send(("said", "written"))
+
+
+def read(pipe: Connection) -> None:
+    """Maps memory, and says what is in it as often as it is asked."""
+    driver = Driver()
+    fd = recv_handle(pipe)
+    mapping = Mapping(driver, fd, SIZE)
+    os.close(fd)
+    while True:
+        pipe.send(("said", (driver.read(mapping.address, 16), driver.read(mapping.address + 32, 4))))
+        pipe.recv()
+
+
+def say_free(pipe: Connection) -> None:
+    pipe.send(("said", Driver().mem_info().free))
+
+
+def free_bytes() -> int:
+    with actors(say_free) as (actor,):
+        return int(actor.hear())
+
+
+@pytest.fixture(params=["alone", "mps"])
+def sharing(request, monkeypatch):
+    """Processes of their own, and processes that share the device."""
+    if request.param == "alone":
+        yield
+        return
+    mps = Mps.start()
+    try:
+        for name, value in mps.environment.items():
+            monkeypatch.setenv(name, value)
+        yield
+    finally:
+        mps.stop()
+    deadline = time.monotonic() + 10
+    while mps_processes() and time.monotonic() < deadline:  # its parent may be slow to mourn it
+        time.sleep(0.01)
+    assert not mps_processes(), "the daemon is still there"
+
+
+def mps_processes() -> list[str]:
+    names = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208
+        try:
+            with open(f"/proc/{pid}/comm") as file:  # noqa: PTH123
+                names.append(file.read().strip())
+        except OSError:
+            continue
+    return [name for name in names if name.startswith("nvidia-cuda-mps") or name == "es-mps"]
+
+
+def test_memory_outlives_its_creator(sharing):
+    with actors(create, read) as (creator, reader):
+        fd = creator.take()
+        reader.give(fd)
+        assert reader.hear() == (b"from the creator", bytes(4))
+        creator.tell(b"more")
+        assert creator.hear() == "written"
+        reader.tell("again")
+        assert reader.hear() == (b"from the creator", b"more"), "one memory, two mappings"
+        creator.kill()
+        reader.tell("again")
+        assert reader.hear() == (b"from the creator", b"more"), "a mapping stays good"
+    with actors(read) as (successor,):  # nobody but us, who know nothing of CUDA, holds it now
+        successor.give(fd)
+        assert successor.hear() == (b"from the creator", b"more")
+    held = free_bytes()
+    os.close(fd)
+    assert free_bytes() >= held + SIZE // 2, "gone with its last holder"
+
+
+def wait_for_word(pipe: Connection) -> None:
+    """A stream that waits for a word of others."""
+    driver = Driver()
+    fd = recv_handle(pipe)
+    mapping = Mapping(driver, fd, SIZE)
+    stream = driver.create_stream()
+    driver.wait_value32_geq(stream, mapping.address + 32, 1)
+    pipe.send(("said", "waits"))
+    driver.synchronize(stream)
+
+
+def test_a_word_releases_a_stream_of_another_process(sharing):
+    with actors(create, wait_for_word) as (creator, waiter):
+        fd = creator.take()
+        waiter.give(fd)
+        os.close(fd)
+        assert waiter.hear() == "waits"
+        assert not waiter.pipe.poll(0.2)
+        creator.tell((1).to_bytes(4, "little"))
+        assert creator.hear() == "written"
+        assert waiter.hear() == "done"
+
+
+def test_one_that_dies_while_it_waits_harms_nobody(sharing):
+    with actors(create, wait_for_word, read) as (creator, waiter, reader):
+        fd = creator.take()
+        waiter.give(fd)
+        reader.give(fd)
+        os.close(fd)
+        assert waiter.hear() == "waits"
+        assert reader.hear()[1] == bytes(4)
+        waiter.kill()
+        creator.tell(b"well")
+        assert creator.hear() == "written"
+        reader.tell("again")
+        assert reader.hear()[1] == b"well"

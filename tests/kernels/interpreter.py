@@ -1,0 +1,69 @@
+"""Triton's interpreter, made fit for our kernels: they then run on the CPU, one program after the other, in NumPy.
+
+Triton decides when a kernel is defined whether it is interpreted: call `use_interpreter` before any module with kernels
+is imported.
+"""
+
+import os
+from typing import Any
+
+import numpy as np
+
+
+def use_interpreter() -> None:
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton.runtime import interpreter  # noqa: PLC0415 (after the variable)
+
+    if getattr(interpreter.InterpreterBuilder.create_dot, "__module__", None) == __name__:
+        return  # done before
+    interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.cast_impl = _with_rounding(interpreter.InterpreterBuilder.cast_impl)
+    interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+
+
+def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    """Triton 3.6 multiplies bfloat16 as the integers it keeps them in. And NumPy picks the order of additions by shape.
+
+    As tensor cores: 16 products are added without rounding, then to the sum so far. So, as there, no tile shape
+    changes a bit.
+    """
+    from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
+
+    a64, b64, total = _float64(a), _float64(b), d.data
+    for k in range(0, a64.shape[-1], 16):
+        total = (total + a64[..., k : k + 16] @ b64[..., k : k + 16, :]).astype(d.data.dtype)
+    return TensorHandle(total, d.dtype.scalar)
+
+
+def _float64(handle: Any) -> np.ndarray:
+    import triton.language as tl  # noqa: PLC0415
+
+    if handle.dtype.scalar == tl.bfloat16:
+        return (handle.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return handle.data.astype(np.float64)
+
+
+def _with_rounding(cast: Any) -> Any:
+    """Triton 3.6 cuts a float32 off where a bfloat16 ends. To the nearest, even if between two, as devices do."""
+    import triton.language as tl  # noqa: PLC0415
+    from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
+
+    def cast_impl(self: Any, source: Any, target: Any) -> Any:
+        if (source.dtype.scalar, target.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, target)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        rounded = np.where(np.isnan(source.data), 0x7FC0, rounded).astype(np.uint16)
+        return TensorHandle(rounded.reshape(source.data.shape), tl.bfloat16)
+
+    return cast_impl
+
+
+def _with_index(patch: Any) -> Any:
+    """Triton 3.6 says int(array of one element), so that no loop may end at a loaded number: NumPy 2.4 refuses."""
+
+    def patch_also_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    return patch_also_index

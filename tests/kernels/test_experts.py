@@ -1,0 +1,139 @@
+"""The experts' kernels against the reference; their plans against sorting in Python."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from everserve.model.ops.cuda.experts import (
+    FEW_ROWS,
+    MANY_ROWS,
+    SOME_ROWS,
+    Cut,
+    ExpertArena,
+    combine,
+    cut_for,
+    down,
+    gate_up,
+    plan_local,
+)
+from everserve.model.ops.reference import ReferenceOps
+from tests.kernels.toy_experts import assert_close, make_arena, random_routes, reference_slots
+
+CUTS = [FEW_ROWS, SOME_ROWS, MANY_ROWS]
+
+
+def compute(
+    x_TD: Tensor, ids_TK: Tensor, arena: ExpertArena, layer: int, cut: Cut, stop: Tensor, num_slices: int = 1
+) -> tuple[Tensor, Tensor]:
+    """pos_TK, and y of the sorted rows."""
+    slot_of_N = torch.arange(arena.num_slots, dtype=torch.int32, device=x_TD.device)
+    layer_at = torch.tensor([layer], dtype=torch.int32, device=x_TD.device)
+    plan = plan_local(ids_TK, slot_of_N, arena.num_slots, cut, stop)
+    h_RF = x_TD.new_full((ids_TK.numel(), arena.expert_size), float("nan"))
+    y_RD = x_TD.new_full((ids_TK.numel(), arena.hidden_size), float("nan"))
+    for i in range(num_slices):
+        gate_up(x_TD.data_ptr(), plan.src_R, arena, layer_at, plan.tiles, h_RF, stop, i, num_slices)
+    for i in range(num_slices):
+        down(h_RF, arena, layer_at, plan.tiles, y_RD.data_ptr(), None, stop, i, num_slices)
+    return plan.pos_TK, y_RD
+
+
+@pytest.mark.parametrize("num_tokens, num_real, top_k, num_slots", [(1, 1, 2, 8), (24, 17, 4, 5), (700, 690, 4, 37)])
+@pytest.mark.parametrize("cut", [FEW_ROWS, MANY_ROWS], ids=lambda cut: str(cut.rows))
+def test_plan_is_a_stable_sort_by_slot(device, stop, num_tokens, num_real, top_k, num_slots, cut) -> None:
+    ids_TK, _ = random_routes(num_tokens, num_real, top_k, num_slots, device)
+    slot_of_N = torch.randperm(num_slots).to(torch.int32).to(device)
+    pos_TK, src_R, tiles = plan_local(ids_TK, slot_of_N, num_slots, cut, stop)
+
+    slot_R = torch.where(ids_TK >= 0, slot_of_N[ids_TK.long()], num_slots).flatten().cpu()
+    order = slot_R.argsort(stable=True)[: num_real * top_k]
+    assert src_R[: len(order)].tolist() == (order // top_k).tolist()
+    expected_pos = torch.full((ids_TK.numel(),), -1)
+    expected_pos[order] = torch.arange(len(order))
+    assert pos_TK.flatten().tolist() == expected_pos.tolist()
+
+    expected, row = [], 0
+    for slot, count in enumerate(slot_R.bincount(minlength=num_slots)[:num_slots].tolist()):
+        expected += [(slot, row + i, min(cut.rows, count - i)) for i in range(0, count, cut.rows)]
+        row += count
+    num_tiles = int(tiles.num_tiles[0])
+    table = torch.stack([tiles.slot_M, tiles.row_M, tiles.size_M], dim=1)[:num_tiles]
+    assert [tuple(tile) for tile in table.tolist()] == expected
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut.rows))
+@pytest.mark.parametrize("hidden_size, expert_size", [(128, 64), (72, 104)])
+def test_local_experts_agree_with_the_reference(device, stop, cut, hidden_size, expert_size) -> None:
+    arena, weights = make_arena(2, 4, hidden_size, expert_size, device)
+    x_TD = torch.randn(50, hidden_size, device=device).bfloat16()
+    residual_TD = torch.randn(50, hidden_size, device=device)
+    ids_TK, weights_TK = random_routes(50, 45, 2, 4, device)
+    pos_TK, y_RD = compute(x_TD, ids_TK, arena, 1, cut, stop)
+    out_TD = combine(y_RD.data_ptr(), pos_TK, weights_TK, residual_TD, stop)
+
+    ops = ReferenceOps(device)
+    token_R = torch.arange(45, dtype=torch.int32, device=device).repeat_interleave(2)
+    y = ops.expert_rows(x_TD.float(), token_R, ids_TK[:45].flatten(), reference_slots(weights[1], device))
+    expected_TD = ops.combine(y.view(45, 2, -1), weights_TK[:45], residual_TD[:45])
+    assert_close(out_TD[:45], expected_TD)
+    assert torch.equal(out_TD[45:], residual_TD[45:]), "padding"
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: str(cut.rows))
+def test_bits_depend_on_the_row_alone(device, stop, cut) -> None:
+    arena, _ = make_arena(1, 3, 128, 96, device)
+    x_TD = torch.randn(40, 128, device=device).bfloat16()
+    ids_TK, _ = random_routes(40, 40, 2, 3, device)
+    pos_TK, y_RD = compute(x_TD, ids_TK, arena, 0, SOME_ROWS, stop)
+    for tokens in ([7], [3, 7, 39], [*range(1, 40)]):
+        some_pos, some_y = compute(x_TD[tokens], ids_TK[tokens], arena, 0, cut, stop)
+        assert torch.equal(some_y[some_pos.long()], y_RD[pos_TK[tokens].long()])
+
+
+@pytest.mark.parametrize("num_slices", [2, 7])
+def test_slices_add_up(device, stop, num_slices) -> None:
+    arena, _ = make_arena(1, 3, 136, 200, device)
+    x_TD = torch.randn(40, 136, device=device).bfloat16()
+    ids_TK, _ = random_routes(40, 40, 2, 3, device)
+    _, whole = compute(x_TD, ids_TK, arena, 0, FEW_ROWS, stop)
+    _, in_slices = compute(x_TD, ids_TK, arena, 0, FEW_ROWS, stop, num_slices)
+    assert not whole.isnan().any()
+    assert torch.equal(whole, in_slices)
+
+
+def test_a_slice_is_a_share(device, stop) -> None:
+    arena, _ = make_arena(1, 2, 64, 512, device)
+    x_TD = torch.randn(8, 64, device=device).bfloat16()
+    ids_TK, _ = random_routes(8, 8, 2, 2, device)
+    plan = plan_local(ids_TK, torch.arange(2, dtype=torch.int32, device=device), 2, FEW_ROWS, stop)
+    h_RF = x_TD.new_full((16, 512), float("nan"))
+    layer_at = torch.zeros(1, dtype=torch.int32, device=device)
+    gate_up(x_TD.data_ptr(), plan.src_R, arena, layer_at, plan.tiles, h_RF, stop, 1, 4)
+    assert h_RF.isnan().float().mean() == 0.75
+
+
+def test_nobody_moves_when_stopped(device, stop) -> None:
+    arena, _ = make_arena(1, 3, 64, 64, device)
+    x_TD = torch.randn(4, 64, device=device).bfloat16()
+    ids_TK, weights_TK = random_routes(4, 4, 2, 3, device)
+    slot_of_N = torch.arange(3, dtype=torch.int32, device=device)
+    plan = plan_local(ids_TK, slot_of_N, 3, FEW_ROWS, stop)
+    h_RF, y_RD = x_TD.new_zeros(8, 64), x_TD.new_zeros(8, 64)
+    stop.fill_(5)
+    gate_up(x_TD.data_ptr(), plan.src_R, arena, stop.new_zeros(1), plan.tiles, h_RF, stop)
+    down(h_RF + 1, arena, stop.new_zeros(1), plan.tiles, y_RD.data_ptr(), None, stop)
+    combine(y_RD.data_ptr(), plan.pos_TK, weights_TK, x_TD.float(), stop)
+    assert not h_RF.any() and not y_RD.any()
+
+
+def test_no_rows_at_all(device, stop) -> None:
+    arena, _ = make_arena(1, 3, 64, 64, device)
+    x_TD, residual_TD = torch.randn(4, 64, device=device).bfloat16(), torch.randn(4, 64, device=device)
+    ids_TK, weights_TK = random_routes(4, 0, 2, 3, device)
+    pos_TK, y_RD = compute(x_TD, ids_TK, arena, 0, FEW_ROWS, stop)
+    assert y_RD.isnan().all()
+    assert torch.equal(combine(y_RD.data_ptr(), pos_TK, weights_TK, residual_TD, stop), residual_TD)
+
+
+def test_the_cut_grows_with_the_batch() -> None:
+    assert [cut_for(rows).rows for rows in (1, 16, 17, 128, 129, 10_000)] == [16, 16, 64, 64, 128, 128]

@@ -1,0 +1,81 @@
+"""route against the reference's softmax and sort; ties, padding, experts that are not allowed, and NaN."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from everserve.model.ops.cuda.gating import route
+from everserve.model.ops.reference import ReferenceOps
+
+reference = ReferenceOps()
+
+
+def run(stop, logits_TN: Tensor, top_k: int, renormalise: bool = True, allowed=None, positions=None):
+    num_rows, num_experts = logits_TN.shape
+    device = stop.device
+    allowed = torch.ones(num_experts) if allowed is None else torch.tensor(allowed)
+    positions = torch.zeros(num_rows) if positions is None else torch.tensor(positions)
+    arguments = logits_TN.to(device), positions.int().to(device), allowed.int().to(device)
+    return [result.cpu() for result in route(*arguments, top_k, renormalise, stop)]
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 2), (8, 2), (60, 4), (128, 8), (256, 8), (9, 3)])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_route(stop, num_experts, top_k, renormalise):
+    logits = torch.randn(13, num_experts) * 3
+    ids, weights = run(stop, logits, top_k, renormalise)
+    expected_ids, expected = reference.route(logits, torch.eye(num_experts), top_k, renormalise)
+    assert ids.dtype is torch.int32 and torch.equal(ids, expected_ids)
+    assert (weights - expected).abs().max() < 1e-6
+    for row in (0, 7, 12):
+        alone = run(stop, logits[row : row + 1], top_k, renormalise)
+        assert torch.equal(alone[0][0], ids[row]) and torch.equal(alone[1][0], weights[row])
+
+
+def test_ties_go_to_the_lower_expert(stop):
+    logits = torch.zeros(1, 12)
+    logits[0, [5, 9]] = 1.0
+    assert run(stop, logits, 5)[0][0].tolist() == [5, 9, 0, 1, 2]
+
+
+def test_what_is_not_allowed_is_as_if_it_were_not_there(stop):
+    logits, allowed = torch.randn(5, 6), [1, 0, 1, 1, 0, 1]
+    ids, weights = run(stop, logits, 3, allowed=allowed)
+    kept = torch.tensor([0, 2, 3, 5])
+    some_ids, some_weights = reference.route(logits[:, kept], torch.eye(4), 3, True)
+    assert torch.equal(ids.long(), kept[some_ids.long()])
+    assert (weights - some_weights).abs().max() < 1e-6
+
+
+def test_fewer_experts_than_wanted(stop):
+    ids, weights = run(stop, torch.randn(2, 5), 3, allowed=[0, 0, 0, 1, 0])
+    assert ids.tolist() == [[3, -1, -1]] * 2 and weights.tolist() == [[1.0, 0.0, 0.0]] * 2
+
+
+def test_an_expert_too_unlikely_to_count_is_chosen_before_nobody(stop):
+    ids, weights = run(stop, torch.tensor([[0.0, -500.0, -400.0]]), 2, allowed=[1, 1, 0])
+    assert ids.tolist() == [[0, 1]] and weights.tolist() == [[1.0, 0.0]]
+
+
+def test_padding_is_routed_nowhere(stop):
+    logits = torch.randn(3, 8)
+    ids, weights = run(stop, logits, 2, positions=[4, -1, 0])
+    assert ids[1].tolist() == [-1, -1] and weights[1].tolist() == [0, 0]
+    assert torch.equal(ids[[0, 2]], run(stop, logits[[0, 2]], 2)[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_names_real_experts(stop, bad):
+    logits = torch.randn(1, 6)
+    logits[0, 4] = bad
+    ids, weights = run(stop, logits, 3, allowed=[0, 1, 1, 1, 1, 1])
+    assert ids.tolist() == [[1, 2, 3]] and weights.isnan().all()
+
+
+def test_nothing_is_written_once_stopped(stop, monkeypatch):
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    stop.fill_(1)
+    ids, weights = run(stop, torch.randn(3, 8), 2)
+    assert not ids.any() and not weights.any()

@@ -1,0 +1,121 @@
+"""The whole model on a GPU's kernels against transformers, however a sequence is cut into steps."""
+
+from itertools import accumulate, pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from everserve.datapath.cuda.local import LocalCudaExperts
+from everserve.engine.batching import Rows
+from everserve.engine.staging import Staging
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.model.layout import Source, Weights
+from everserve.model.ops.cuda.experts import ExpertArena
+from everserve.model.ops.cuda.ops import CudaOps
+from tests.models import MOE_KINDS, model_directory, random_tokens, transformers_model
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 12, 20
+TOKENS = random_tokens(18, seed=1)
+WHOLE, CHUNKED, DECODED = [18], [7, 11], [17, 1]
+KINDS = MOE_KINDS if torch.cuda.is_available() else ["qwen3-moe"]  # the interpreter takes its time
+
+
+class Copied(Weights):
+    """In memory of their own: in a file they may begin anywhere."""
+
+    def load_temporary(self, source: Source) -> Tensor:
+        return super().load_temporary(source).clone()
+
+
+class Model:
+    """One model, both halves here, with a pool of KV blocks that are handed out one after the other."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        directory = model_directory(kind, "bfloat16")
+        config = ModelConfig.from_directory(str(directory))
+        weights = Copied(config, Checkpoint.open(str(directory)), "bfloat16", device)
+        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=BLOCK_SIZE * NUM_BLOCKS)
+        self.decoder = Decoder(config, weights, self.ops, BLOCK_SIZE * NUM_BLOCKS)
+        self.experts = LocalCudaExperts(
+            self.ops, _arena(config, weights, device), config.moe_layers, config.num_experts
+        )
+        shape = self.decoder.kv_shape(NUM_BLOCKS, BLOCK_SIZE)
+        self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
+        group = config.num_heads // config.num_kv_heads
+        self.staging = Staging(MAX_ROWS, 3, NUM_BLOCKS, BLOCK_SIZE, group, is_mixed=True, device=device)
+        self.lengths: dict[int, int] = {}
+        self.blocks: dict[int, list[int]] = {}
+        self.num_taken = 0
+
+    def step(self, chunks: dict[int, list[int]]) -> dict[int, Tensor]:
+        """Append these tokens to these sequences; logits of all new rows, by sequence."""
+        positions = [self.lengths.get(seq, 0) + i for seq, tokens in chunks.items() for i in range(len(tokens))]
+        sizes = [len(tokens) for tokens in chunks.values()]
+        for seq, tokens in chunks.items():
+            self._grow(seq, len(tokens))
+        tables = np.zeros((len(chunks), NUM_BLOCKS), np.int32)
+        for line, seq in zip(tables, chunks, strict=True):
+            line[: len(self.blocks[seq])] = self.blocks[seq]
+        rows_of = np.repeat(np.arange(len(chunks)), sizes)
+        position_T = np.array(positions, np.int32)
+        slots = tables[rows_of, position_T // BLOCK_SIZE] * BLOCK_SIZE + position_T % BLOCK_SIZE
+        starts = np.array([0, *accumulate(sizes)], np.int32)
+        tokens_T = np.array([token for tokens in chunks.values() for token in tokens], np.int32)
+        self.staging.fill(Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, []))
+        hidden_TD = self.decoder.run(self.staging.batch, self.pool, self.experts)
+        logits_TV = self.decoder.logits(hidden_TD, torch.arange(len(positions), device=hidden_TD.device))
+        return dict(zip(chunks, logits_TV.cpu().split(sizes), strict=True))
+
+    def alone(self, seq: int, sizes: list[int], tokens: list[int] = TOKENS) -> Tensor:
+        bounds = pairwise(accumulate(sizes, initial=0))
+        return torch.cat([self.step({seq: tokens[start:end]})[seq] for start, end in bounds])
+
+    def _grow(self, seq: int, num_tokens: int) -> None:
+        self.lengths[seq] = self.lengths.get(seq, 0) + num_tokens
+        blocks = self.blocks.setdefault(seq, [])
+        while len(blocks) * BLOCK_SIZE < self.lengths[seq]:
+            blocks.append(NUM_BLOCKS - 1 - self.num_taken)
+            self.num_taken += 1
+
+
+def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena:
+    layers, experts = len(config.moe_layers), config.num_experts
+    hidden, size = config.hidden_size, config.expert_intermediate_size
+    gate_up = torch.empty(layers * experts * 2 * size, hidden, dtype=torch.bfloat16, device=device)
+    down = torch.empty(layers * experts * hidden, size, dtype=torch.bfloat16, device=device)
+    arena = ExpertArena(gate_up, down, layers, experts)
+    for index, layer in enumerate(config.moe_layers):
+        for expert in range(experts):
+            sources = weights.layout.expert(layer, expert)
+            arena.fill(index, expert, weights.load(sources.gate), weights.load(sources.up), weights.load(sources.down))
+    return arena
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_is_at_least_as_exact_as_transformers(kind: str, device: torch.device) -> None:
+    """Against the same weights in float32: at most twice the error that transformers makes in bfloat16. However a
+    sequence is cut, its rows have the same bits."""
+    directory = model_directory(kind, "bfloat16")
+    with torch.no_grad():
+        exact, theirs = (
+            transformers_model(directory, dtype)(torch.tensor([TOKENS])).logits[0].float()
+            for dtype in ("float32", "bfloat16")
+        )
+    model = Model(kind, device)
+    whole, chunked, decoded = (model.alone(seq, sizes) for seq, sizes in enumerate((WHOLE, CHUNKED, DECODED)))
+    assert (whole - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+    assert (whole - exact).abs().max() <= 2 * (theirs - exact).abs().max()
+    assert torch.equal(whole, chunked) and torch.equal(whole, decoded)
+
+
+def test_a_sequence_does_not_notice_its_neighbours(device: torch.device) -> None:
+    others = {1: random_tokens(9, seed=2), 2: random_tokens(1, seed=3)}
+    alone = Model("mixtral", device).alone(0, [10, 1], TOKENS[:11])
+    model = Model("mixtral", device)
+    first = model.step({1: others[1][:8], 0: TOKENS[:10], 2: others[2]})[0]
+    second = model.step({0: TOKENS[10:11], 1: others[1][8:]})[0]
+    assert torch.equal(torch.cat([first, second]), alone)
