@@ -1,7 +1,8 @@
 """`python -m everserve.anchor`: started by the supervisor, never by hand.
 
-Allocate -> memory -> Allocated + its descriptor, until the supervisor is gone. Orchestrators come and go: a new one
-says first what exists (Adopt), so whatever the one before had asked for and never handed out is let go.
+Allocate -> memory -> Allocated + its descriptor, or AllocationFailed; until the supervisor is gone. Orchestrators come
+and go: a new one says first what exists (Adopt), so whatever the one before had asked for and never handed out is let
+go.
 """
 
 import argparse
@@ -10,13 +11,14 @@ import selectors
 import socket
 import sys
 
-from everserve.anchor.memory import OwnedMemory
+from everserve.anchor.memory import NoMemoryError, OwnedMemory
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.messages import (
     Adopt,
     Allocate,
     Allocated,
+    AllocationFailed,
     AnyMessage,
     OrchestratorAttached,
     Ready,
@@ -76,7 +78,11 @@ class Anchor:
 
     def _handle(self, message: AnyMessage, orchestrator: Channel) -> None:
         if isinstance(message, Allocate):
-            fd = self._memory.allocate(message.name, message.num_bytes)
+            try:
+                fd = self._memory.allocate(message.name, message.num_bytes, message.device)
+            except NoMemoryError as error:
+                orchestrator.send(AllocationFailed(name=message.name, reason=str(error)))
+                return
             orchestrator.send(Allocated(name=message.name), fds=[fd])
         elif isinstance(message, Adopt):
             fd = orchestrator.take_fd()

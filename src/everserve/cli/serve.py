@@ -7,15 +7,19 @@ from typing import Annotated
 
 import typer
 import yaml
+from msgspec import structs
 
 from everserve.cli import app
+from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
+from everserve.cli.starting import FollowingBars
 from everserve.datapath import lane
 from everserve.errors import ConfigError
+from everserve.gateway import tracing
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
 from everserve.plan.placement import place_experts
-from everserve.runtime.listening import listen_on
+from everserve.runtime.listening import listen_on, url_of
 from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
 from everserve.runtime.supervisor import Supervisor
 from everserve.tables.ids import Rank
@@ -23,6 +27,7 @@ from everserve.tables.ids import Rank
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_LOGS = ("mirror", "anchor", "off")
+_BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens; a GPU reads larger pieces, and has more of them to count
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
@@ -90,10 +95,28 @@ def serve(
     max_queue: Annotated[
         int, typer.Option(help="Most streams in flight, waiting ones included; beyond: 503.", min=1)
     ] = 1024,
-    block_size: Annotated[int, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128.")] = 16,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per KV block: 16, 32, 64 or 128 (default: 16 on a CPU, 64 on a GPU).")
+    ] = None,
+    load_format: Annotated[
+        str, typer.Option(help="auto: the model's files; dummy: random weights, from its config.json alone (GPU only).")
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(help="What workers compute on: cpu, cuda, or auto: cuda if there is a GPU.")
+    ] = "auto",
+    share_device: Annotated[
+        bool | None,
+        typer.Option(
+            "--share-device/--no-share-device",
+            help="Several workers on one GPU, through NVIDIA's MPS. Default: if there are more workers than GPUs.",
+        ),
+    ] = None,
     gpu_memory_utilization: Annotated[
         float | None,
-        typer.Option(help="Share of the device's free memory for the KV cache (on a CPU: of RAM; default 0.25)."),
+        typer.Option(
+            help="Share of a GPU's memory to use; the KV cache gets what weights and buffers leave (default 0.9)."
+            " On a CPU: share of the free RAM for the KV cache (default 0.25)."
+        ),
     ] = None,
     kv_cache_memory_bytes: Annotated[
         int | None, typer.Option(help="Size of the KV cache; overrides --gpu-memory-utilization.", min=1)
@@ -134,6 +157,10 @@ def serve(
         int, typer.Option(hidden=True, min=0, help="To measure it: stop every N steps and copy all KV.")
     ] = 0,
     event_log: Annotated[Path | None, typer.Option(help="Directory for typed events, a file per process.")] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(help="Send a trace of each request there, as OTLP over HTTP: http://localhost:4318/v1/traces."),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
     if detect_ms and not _MIN_DETECT_MS <= detect_ms <= _MAX_DETECT_MS:
@@ -142,10 +169,13 @@ def serve(
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
     if kv_log not in _KV_LOGS:
         raise ConfigError(f"--kv-log {kv_log}: choose one of {', '.join(_KV_LOGS)}")
-    if block_size not in (16, 32, 64, 128):
+    if block_size not in (None, 16, 32, 64, 128):
         raise ConfigError(f"--block-size {block_size}: choose 16, 32, 64 or 128")
+    if load_format not in ("auto", "dummy"):
+        raise ConfigError(f"--load-format {load_format}: choose auto or dummy")
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
+    tracing.ask_for(otlp_traces_endpoint)
     directory = resolve_model(model)
     model_config = ModelConfig.from_directory(directory)  # what cannot be served is refused before anything starts
     if expert_workers:
@@ -156,10 +186,45 @@ def serve(
         lane.load()
     except BuildError as error:
         raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
-    if kv_cache_memory_bytes is None:
+    chosen = choose(device, share_device, attention_workers + expert_workers)
+    if load_format == "dummy" and chosen.device == "cpu":
+        raise ConfigError("--load-format dummy: only on a GPU")
+    if kv_cache_memory_bytes is None and chosen.device == "cpu":
         share = gpu_memory_utilization or _CPU_MEMORY_SHARE
         kv_cache_memory_bytes = _kv_cache_bytes(share, attention_workers, has_mirror=kv_log == "mirror")
+    start = StartOrchestrator(
+        model=str(directory),
+        num_attention=attention_workers,
+        num_expert=expert_workers,
+        shadow_experts=shadow_experts,
+        detect_ms=detect_ms,
+        worker=WorkerSettings(
+            model=str(directory),
+            dtype=dtype_on(chosen.device, dtype),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_prefill_while_decoding=max_prefill_while_decoding,
+            block_size=block_size or _BLOCK_SIZES[chosen.device],
+            kv_cache_bytes=kv_cache_memory_bytes or 0,
+            kv_log=kv_log,
+            enable_prefix_caching=enable_prefix_caching,
+            batch_invariant=batch_invariant,
+            num_threads=threads,
+            fixed_routes=_fixed_routes(model_config, attention_workers, expert_workers) if fixed_routes else (0, 0),
+            event_log=_text(event_log),
+            pause_checkpoint_every=pause_checkpoint_every,
+            device=chosen.device,
+            load_format=load_format,
+        ),
+        event_log=_text(event_log),
+        num_devices=len(chosen.devices),
+    )
+    if kv_cache_memory_bytes is None:
+        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization)
+        start = structs.replace(start, worker=structs.replace(start.worker, kv_cache_bytes=kv_bytes))
     listen = listen_on(host, port)
+    bars = FollowingBars(url_of(listen), api_key or [], f"everserve: {model}")
     supervisor = Supervisor(
         listen,
         StartGateway(
@@ -175,36 +240,14 @@ def serve(
             event_log=_text(event_log),
             resume_window_s=resume_window,
         ),
-        StartOrchestrator(
-            model=str(directory),
-            num_attention=attention_workers,
-            num_expert=expert_workers,
-            shadow_experts=shadow_experts,
-            detect_ms=detect_ms,
-            worker=WorkerSettings(
-                model=str(directory),
-                dtype=dtype,
-                max_model_len=max_model_len,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_prefill_while_decoding=max_prefill_while_decoding,
-                block_size=block_size,
-                kv_cache_bytes=kv_cache_memory_bytes,
-                kv_log=kv_log,
-                enable_prefix_caching=enable_prefix_caching,
-                batch_invariant=batch_invariant,
-                num_threads=threads,
-                fixed_routes=_fixed_routes(model_config, attention_workers, expert_workers) if fixed_routes else (0, 0),
-                event_log=_text(event_log),
-                pause_checkpoint_every=pause_checkpoint_every,
-            ),
-            event_log=_text(event_log),
-        ),
+        start,
         grace_s=shutdown_timeout,
         event_log=_text(event_log),
-        on_ready=lambda url: _say_ready(model, url),
+        on_ready=lambda url: _say_ready(model, url, bars),
+        share_device=chosen.share,
     )
-    sys.exit(supervisor.run())
+    with bars:
+        sys.exit(supervisor.run())
 
 
 def _check_experts(model: ModelConfig, num_attention: int, num_expert: int, shadow_experts: int | None) -> None:
@@ -239,7 +282,8 @@ def resolve_model(model: str) -> Path:
     return directory.resolve()
 
 
-def _say_ready(model: str, url: str) -> None:
+def _say_ready(model: str, url: str, bars: FollowingBars) -> None:
+    bars.stop()
     print(f"everserve: {model} ready at {url}", file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,5 @@
-"""What an instance begins with, and keeps for good: its seats, where experts live, what all workers have in common."""
+"""What an instance begins with, and keeps for good: its seats, where experts live, what all workers have in common, and
+which memory a worker must have before it can be started."""
 
 import logging
 from dataclasses import dataclass
@@ -9,12 +10,36 @@ from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
 from everserve.orchestrator.seats import SeatSpec
 from everserve.plan.placement import place_experts, survivable_deaths
+from everserve.plan.weights import WeightsPlan
 from everserve.runtime.events import PlacementMade
+from everserve.runtime.liveness import CELL_BYTES
+from everserve.runtime.memories import (
+    BELL_BYTES,
+    LANE,
+    LOG,
+    ON_HOST,
+    WEIGHTS,
+    WEIGHTS_STATE_BYTES,
+    bell_name,
+    cell_name,
+    log_name,
+    weights_name,
+    weights_state_name,
+)
 from everserve.runtime.messages import StartOrchestrator, WorkerSettings
-from everserve.tables.ids import Rank, Role
+from everserve.tables.ids import LogId, Rank, Role
 from everserve.tables.placement import Placement, SeatSlots
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class NeededMemory:
+    """A piece of memory that a worker is born with."""
+
+    name: str
+    num_bytes: int
+    device: int = ON_HOST
 
 
 @dataclass(frozen=True)
@@ -26,6 +51,8 @@ class Design:
     settings: WorkerSettings
     lane_bytes: int
     log_bytes: int  # 0: no logs
+    model: ModelConfig
+    num_devices: int  # 0: workers compute on CPUs
 
     @classmethod
     def of(cls, start: StartOrchestrator) -> "Design":
@@ -39,9 +66,20 @@ class Design:
             roles, slots = (Role.ATTENTION,), 0
         attention = [SeatSpec(rank=Rank(i), roles=roles, slots=slots) for i in range(start.num_attention)]
         experts = [SeatSpec(rank=rank, roles=(Role.EXPERT,)) for rank in expert_ranks]
-        shape = LaneShape.of(model, start.worker.max_num_batched_tokens)
+        num_slots = max((seat.num_slots for seat in placement.seats), default=0) if placement is not None else 0
+        lane_bytes = lane_bytes_of(model, start.worker, num_slots)
         log_bytes = KvSizes.of(model, start.worker).log.num_bytes if start.worker.kv_log != "off" else 0
-        return cls((*attention, *experts), placement, start.worker, shape.lane_bytes(), log_bytes)
+        seats = (*attention, *experts)
+        return cls(seats, placement, start.worker, lane_bytes, log_bytes, model, start.num_devices)
+
+    @property
+    def num_attention(self) -> int:
+        return sum(Role.ATTENTION in seat.roles for seat in self.seats)
+
+    @property
+    def lane_slots(self) -> int:
+        """Expert slots per layer of the seat that has the most: lanes have room for that many."""
+        return max((seat.num_slots for seat in self.placement.seats), default=0) if self.placement is not None else 0
 
     def roles_of(self, rank: Rank) -> tuple[Role, ...]:
         return next(seat.roles for seat in self.seats if seat.rank == rank)
@@ -50,6 +88,52 @@ class Design:
         """The expert slots of this seat; None where the placement does not name it."""
         seats = self.placement.seats if self.placement is not None else ()
         return next((seat for seat in seats if seat.rank == rank), None)
+
+    def device_of(self, rank: Rank) -> int:
+        """The device that this worker computes on; ON_HOST without one."""
+        return rank % self.num_devices if self.num_devices else ON_HOST
+
+    def weights_of(self, rank: Rank) -> WeightsPlan:
+        """What lies where in the memory for this seat's weights."""
+        seat, slots = next(seat for seat in self.seats if seat.rank == rank), self.slots_of(rank)
+        return WeightsPlan.of(self.model, seat.roles, slots.num_slots if slots is not None else seat.slots)
+
+    def memory_of(self, seat: LogId) -> tuple[NeededMemory, ...]:
+        """What this incarnation is born with: its cell first, what belongs to the seat last."""
+        rank, device = seat[0], self.device_of(seat[0])
+        needed = [NeededMemory(cell_name(seat), CELL_BYTES)]
+        if Role.ATTENTION in self.roles_of(rank) and self.log_bytes:
+            needed.append(NeededMemory(log_name(seat), self.log_bytes))
+        if device != ON_HOST and self.roles_of(rank) == (Role.EXPERT,):
+            needed.append(NeededMemory(bell_name(rank), BELL_BYTES, device))
+        if device != ON_HOST:
+            needed.append(NeededMemory(weights_name(rank), self.weights_of(rank).num_bytes, device))
+            needed.append(NeededMemory(weights_state_name(rank), WEIGHTS_STATE_BYTES))
+        return tuple(needed)
+
+
+def lane_bytes_of(model: ModelConfig, settings: WorkerSettings, num_slots: int) -> int:
+    """How much memory the lanes of these workers need, in the memory of the device that they compute on."""
+    if settings.device == "cuda":
+        from everserve.datapath.cuda.lane import CudaLaneShape  # noqa: PLC0415 (nobody else needs it)
+
+        top_k = max(model.experts_per_token, 1)
+        shape = CudaLaneShape(settings.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
+        return shape.lane_bytes()
+    return LaneShape.of(model, settings.max_num_batched_tokens).lane_bytes()
+
+
+_ADVICE = {
+    LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
+    LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
+    WEIGHTS: "use fewer --shadow-experts, a smaller model or more devices, or end what else uses the device",
+}
+
+
+def lack(rank: Rank, kind: str, reason: str) -> str:
+    """What to tell the user when a worker cannot have memory that it needs."""
+    what = "a lane" if kind == LANE else f"the {kind}"
+    return f"no memory for {what} of worker {rank}: {reason}; {_ADVICE.get(kind, 'free some memory')}"
 
 
 def describe(placement: Placement) -> PlacementMade:

@@ -18,14 +18,14 @@ from collections import deque
 from collections.abc import Callable
 
 from everserve.orchestrator import effects, events
-from everserve.orchestrator.design import Design, describe
+from everserve.orchestrator.design import Design, NeededMemory, describe, lack
 from everserve.orchestrator.detector import Detector
 from everserve.orchestrator.gateway_end import GatewayEnd
-from everserve.orchestrator.logs import Logs, log_name
+from everserve.orchestrator.logs import Logs
 from everserve.orchestrator.machine import Machine, Policy
 from everserve.orchestrator.memory import Memory
 from everserve.orchestrator.recovery import Recovery
-from everserve.orchestrator.workers import Seat, WorkerEnd, WorkerEnds, cell_name
+from everserve.orchestrator.workers import Seat, WorkerEnd, WorkerEnds
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.events import (
     EpochPublished,
@@ -39,7 +39,8 @@ from everserve.runtime.events import (
     WorkerLeft,
     WorkerProvisioned,
 )
-from everserve.runtime.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell
+from everserve.runtime.liveness import ORCHESTRATOR_WORD, Cell
+from everserve.runtime.memories import LANE, cell_name, kind_of, log_name, log_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
@@ -55,8 +56,8 @@ from everserve.runtime.messages import (
     InjectFault,
     Leave,
     Leaving,
-    LogKept,
     LogSettled,
+    MemoryKept,
     Provision,
     Ready,
     Report,
@@ -97,7 +98,13 @@ class Host:
         self._logs_needed: list[LogId] | None = None  # by the gateway, when it met us
 
         self._design = Design.of(start)
-        self._ends = WorkerEnds(self._memory, self._design.lane_bytes, on_lanes=self._maybe_ready)
+        self._ends = WorkerEnds(
+            self._memory,
+            self._design.lane_bytes,
+            self._design.device_of,
+            on_lanes=self._maybe_ready,
+            on_no_lane=lambda end, reason: self._lack_memory(end.seat, LANE, reason),
+        )
         self._logs = Logs(self._memory, self._ends, supervisor)
         self._detector = Detector(start.detect_ms)
         policy = Policy(detect_s=(start.detect_ms or _NO_DETECTION_MS) / 1e3)
@@ -158,10 +165,8 @@ class Host:
                 self._memory.attach(anchor)
             elif isinstance(message, WorkerStarted):
                 self._on_started(message)
-            elif isinstance(message, LogKept):
-                seat = (message.rank, message.incarnation)
-                self._logs.add(seat, self._supervisor.take_fd())
-                self._logs.lose(seat)
+            elif isinstance(message, MemoryKept):
+                self._on_kept(message.name, self._supervisor.take_fd())
             elif isinstance(message, WorkerExited):
                 self._on_exited(message)
             elif isinstance(message, Signalled):
@@ -297,21 +302,32 @@ class Host:
     def _on_started(self, message: WorkerStarted) -> None:
         """A new process; or, while we recover, one that we are introduced to."""
         start, channel = message.start, Channel.of_fd(self._supervisor.take_fd())
-        cell_fd, *log_fd = take_memory(self._supervisor, start)
+        cell_fd, *memory = take_memory(self._supervisor, start)
         seat = (start.rank, start.incarnation)
         cell_fd = self._memory.hold(cell_name(seat), cell_fd)
         end = WorkerEnd(start.rank, start.incarnation, start.roles, message.pid, cell_fd, Cell(cell_fd), channel)
         end.is_lost = self._is_lost(seat)
         self._ends.add(end)
-        for fd in log_fd:
-            self._logs.add(seat, fd)
-            if end.is_lost:
-                self._logs.lose(seat)
+        for name, fd in zip(start.memory, memory, strict=True):
+            if (log_id := log_of(name)) is not None:
+                self._logs.add(log_id, fd)
+            else:
+                self._memory.hold(name, fd)
+        if end.is_lost:
+            self._logs.lose(seat)
         self._register(channel, lambda: self._read_worker(end))
         if self._recovery is not None:
             end.cell.ring_control()  # it may be in the middle of something: look at your lifeline
             self._detector.watch(end)
         self._decide(events.Started(start.rank, start.incarnation, message.pid))
+
+    def _on_kept(self, name: str, fd: int) -> None:
+        """Memory of a worker that had exited before we came."""
+        if (log_id := log_of(name)) is None:
+            self._memory.hold(name, fd)
+        else:
+            self._logs.add(log_id, fd)
+            self._logs.lose(log_id)
 
     def _is_lost(self, seat: Seat) -> bool:
         """Whether it was given up before it came to be. While we recover nobody is."""
@@ -357,8 +373,7 @@ class Host:
 
     def _run(self, effect: effects.AnyEffect, reason: str) -> None:
         if isinstance(effect, effects.Provision):
-            seat = (effect.rank, effect.incarnation)
-            self._memory.allocate(cell_name(seat), CELL_BYTES, lambda fd: self._find_log(seat, fd))
+            self._provision((effect.rank, effect.incarnation))
         elif isinstance(effect, effects.AskToLeave):
             end = self._ends.get(effect.rank, effect.incarnation)
             if end is not None:
@@ -440,19 +455,35 @@ class Host:
 
     # -- starting workers ------------------------------------------------------------------------
 
-    def _find_log(self, seat: Seat, cell_fd: int) -> None:
-        """The new worker's cell is there. An attention worker has a log too: new memory, or its predecessor's."""
-        self._memory.hold(cell_name(seat), os.dup(cell_fd))
-        if Role.ATTENTION not in self._design.roles_of(seat[0]) or not self._design.log_bytes:
-            self._provision(seat)
-        elif (inherited := self._inherited_log(seat[0])) is not None:
-            self._hold_log(seat, inherited)
-        else:
-            self._memory.allocate(log_name(seat), self._design.log_bytes, lambda fd: self._hold_log(seat, fd))
+    def _provision(self, seat: Seat) -> None:
+        """One piece of memory after the other is asked for; when the last one is there, the worker is started."""
+        if self._is_lost(seat):
+            return  # it was given up while its memory was being allocated
+        for needed in self._design.memory_of(seat):
+            if self._memory.held(needed.name) is None:
+                self._ask_for(seat, needed)
+                return
+        self._start_worker(seat)
 
-    def _hold_log(self, seat: Seat, fd: int) -> None:
-        self._memory.hold(log_name(seat), os.dup(fd))
-        self._provision(seat)
+    def _ask_for(self, seat: Seat, needed: NeededMemory) -> None:
+        def go_on(fd: int) -> None:
+            self._memory.hold(needed.name, os.dup(fd))
+            self._provision(seat)
+
+        if needed.name == log_name(seat) and (inherited := self._inherited_log(seat[0])) is not None:
+            go_on(inherited)
+            return
+        self._memory.allocate(
+            needed.name,
+            needed.num_bytes,
+            then=go_on,
+            otherwise=lambda reason: self._lack_memory(seat, kind_of(needed.name), reason),
+            device=needed.device,
+        )
+
+    def _lack_memory(self, seat: Seat, kind: str, reason: str) -> None:
+        """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
+        self._decide(events.SaidFailed(*seat, lack(seat[0], kind, reason), user_error=True))
 
     def _inherited_log(self, rank: Rank) -> int | None:
         """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if nobody can write to it any more."""
@@ -464,11 +495,12 @@ class Host:
         fd = self._logs.descriptor(log_id)
         return fd if is_dead else None
 
-    def _provision(self, seat: Seat) -> None:
-        """The new worker's memory is there: have it started."""
+    def _start_worker(self, seat: Seat) -> None:
+        """The new worker's memory is there."""
         start, (rank, incarnation) = self._start, seat
         roles = self._design.roles_of(rank)
-        memory = [fd for name in (cell_name(seat), log_name(seat)) if (fd := self._memory.held(name)) is not None]
+        names = [needed.name for needed in self._design.memory_of(seat)]
+        memory = [fd for name in names if (fd := self._memory.held(name)) is not None]
         worker = StartWorker(
             rank=rank,
             incarnation=incarnation,
@@ -477,7 +509,10 @@ class Host:
             num_workers=start.num_attention + start.num_expert,
             slots=self._design.slots_of(rank),
             detect_ms=start.detect_ms,
-            has_log=len(memory) > 1,
+            memory=tuple(names[1:]),
+            device_index=max(self._design.device_of(rank), 0),
+            num_attention=self._design.num_attention,
+            lane_slots=self._design.lane_slots,
         )
         self._supervisor.send(Provision(start=worker), fds=memory)
         self._log.append(WorkerProvisioned(process="orchestrator", rank=rank, incarnation=incarnation, roles=roles))

@@ -12,12 +12,9 @@ from collections.abc import Iterable
 from everserve.orchestrator.memory import Memory
 from everserve.orchestrator.workers import WorkerEnd, WorkerEnds
 from everserve.runtime.channel import Channel
-from everserve.runtime.messages import DropLog, LogJoined, LogLeft
+from everserve.runtime.memories import log_name
+from everserve.runtime.messages import DropMemory, LogJoined, LogLeft
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
-
-
-def log_name(log: LogId) -> str:
-    return f"log-{log[0]}.{log[1]}"
 
 
 class Logs:
@@ -80,7 +77,7 @@ class Logs:
         for logs in (self._known, self._lost, self._settled):
             logs.discard(log)
         self._memory.release(log_name(log))
-        self._supervisor.send(DropLog(rank=rank, incarnation=incarnation))
+        self._supervisor.send(DropMemory(name=log_name(log)))
         for end in self._ends:
             if _keeps(end, log):
                 end.send(LogLeft(rank=rank, incarnation=incarnation))

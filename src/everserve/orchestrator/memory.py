@@ -1,6 +1,6 @@
 """Asking the anchor for memory. The anchor may die in between: its successor is asked again, and is given what exists.
 
-What must outlive the anchor (cells and logs; lanes are mapped by both ends and need nobody) is *held* here too.
+What must outlive the anchor (cells, logs, weights; lanes are mapped by both ends and need nobody) is *held* here too.
 """
 
 import os
@@ -8,15 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from everserve.runtime.channel import Channel
-from everserve.runtime.messages import Adopt, Allocate, Allocated, Release
+from everserve.runtime.memories import ON_HOST
+from everserve.runtime.messages import Adopt, Allocate, Allocated, AllocationFailed, Release
 
 Then = Callable[[int], None]  # gets the descriptor, which is closed afterwards
+Otherwise = Callable[[str], None]  # gets the reason why there is no such memory
 
 
 @dataclass(frozen=True)
 class _Wish:
-    num_bytes: int
+    allocate: Allocate
     then: Then
+    otherwise: Otherwise
 
 
 class Memory:
@@ -32,8 +35,8 @@ class Memory:
         self.anchor = anchor
         for name, fd in self._held.items():
             anchor.send(Adopt(name=name), fds=[fd])
-        for name, wish in self._wishes.items():
-            anchor.send(Allocate(name=name, num_bytes=wish.num_bytes))
+        for wish in self._wishes.values():
+            anchor.send(wish.allocate)
 
     def detach(self) -> None:
         """The anchor is gone; the supervisor starts another."""
@@ -41,11 +44,12 @@ class Memory:
             self.anchor.close()
             self.anchor = None
 
-    def allocate(self, name: str, num_bytes: int, then: Then) -> None:
-        """`then` is called with the memory's descriptor, unless it is released before."""
-        self._wishes[name] = _Wish(num_bytes, then)
+    def allocate(self, name: str, num_bytes: int, then: Then, otherwise: Otherwise, device: int = ON_HOST) -> None:
+        """`then` is called with the memory's descriptor, or `otherwise` if it cannot be had; neither of them if it is
+        released before."""
+        self._wishes[name] = _Wish(Allocate(name=name, num_bytes=num_bytes, device=device), then, otherwise)
         if self.anchor is not None:
-            self.anchor.send(Allocate(name=name, num_bytes=num_bytes))
+            self.anchor.send(self._wishes[name].allocate)
 
     def hold(self, name: str, fd: int) -> int:
         """Memory that exists, under this name until it is released. The descriptor is ours from now on; returns the one
@@ -74,9 +78,17 @@ class Memory:
         """Handle what the anchor has sent; ChannelClosed if it is gone."""
         assert self.anchor is not None
         for message in self.anchor.receive_all():
-            assert isinstance(message, Allocated), f"the anchor does not send {type(message).__name__}"
-            fd = self.anchor.take_fd()
-            wish = self._wishes.pop(message.name, None)
-            if wish is not None:  # else: whom it was for is gone
-                wish.then(fd)
-            os.close(fd)
+            if isinstance(message, Allocated):
+                self._on_allocated(message.name, self.anchor.take_fd())
+            elif isinstance(message, AllocationFailed):
+                wish = self._wishes.pop(message.name, None)
+                if wish is not None:
+                    wish.otherwise(message.reason)
+            else:
+                raise AssertionError(f"the anchor does not send {type(message).__name__}")
+
+    def _on_allocated(self, name: str, fd: int) -> None:
+        wish = self._wishes.pop(name, None)
+        if wish is not None:  # else: whom it was for is gone
+            wish.then(fd)
+        os.close(fd)

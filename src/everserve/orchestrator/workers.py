@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel
 from everserve.runtime.liveness import Cell
+from everserve.runtime.memories import bell_name, cell_name, lane_name
 from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft, Report
 from everserve.tables.ids import Incarnation, Rank, Role
 
@@ -66,21 +67,22 @@ class WorkerEnd:
             self.control = None
 
 
-def cell_name(seat: Seat) -> str:
-    return f"cell-{seat[0]}.{seat[1]}"
-
-
-def lane_name(attention: Seat, expert: Seat) -> str:
-    return f"lane-{attention[0]}.{attention[1]}-{expert[0]}.{expert[1]}"
-
-
 class WorkerEnds:
     """All incarnations that may still have a process."""
 
-    def __init__(self, memory: Memory, lane_bytes: int, on_lanes: Callable[[WorkerEnd], None]) -> None:
+    def __init__(
+        self,
+        memory: Memory,
+        lane_bytes: int,
+        device_of: Callable[[Rank], int],
+        on_lanes: Callable[[WorkerEnd], None],
+        on_no_lane: Callable[[WorkerEnd, str], None],
+    ) -> None:
         self._memory = memory
         self._lane_bytes = lane_bytes
+        self._device_of = device_of  # whose memory lanes of this attention worker are
         self._on_lanes = on_lanes  # called when an end has one lane more, or one to wait for less
+        self._on_no_lane = on_no_lane  # called when an end cannot have one that it needs, with the reason
         self._ends: dict[Seat, WorkerEnd] = {}
         self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
 
@@ -103,7 +105,13 @@ class WorkerEnds:
                 self._lanes[name] = pair
                 if not _have_a_lane(end, other):
                     end.waits_for.add(name)
-                    self._memory.allocate(name, self._lane_bytes, functools.partial(self._hand_out, name, end))
+                    self._memory.allocate(
+                        name,
+                        self._lane_bytes,
+                        then=functools.partial(self._hand_out, name, end),
+                        otherwise=functools.partial(self._on_no_lane, end),
+                        device=self._device_of(pair[0].rank),
+                    )
 
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
         """It may know workers that ended while nobody told it."""
@@ -128,8 +136,12 @@ class WorkerEnds:
         """A lane is there: both ends get it."""
         pair = self._lanes[name]
         for end, peer in (pair, pair[::-1]):
-            joined = PeerJoined(rank=peer.rank, incarnation=peer.incarnation, roles=peer.roles)
-            end.send(joined, fds=(peer.cell_fd, lane_fd))
+            bell_fd = self._memory.held(bell_name(peer.rank))
+            fds = (peer.cell_fd, lane_fd) if bell_fd is None else (peer.cell_fd, lane_fd, bell_fd)
+            joined = PeerJoined(
+                rank=peer.rank, incarnation=peer.incarnation, roles=peer.roles, has_bell=bell_fd is not None
+            )
+            end.send(joined, fds=fds)
         newer.waits_for.discard(name)
         self._on_lanes(newer)
 

@@ -81,6 +81,17 @@ class WorkerStartedEvent(Event, frozen=True, tag="worker_started"):
     worker_pid: int
 
 
+class WorkerLoading(Event, frozen=True):
+    """A worker is not ready yet: so many of its layers or experts have their weights. Only of loads that take a while,
+    and not often."""
+
+    rank: int
+    incarnation: int
+    what: str
+    done: int
+    total: int
+
+
 class WorkerBecameReady(Event, frozen=True):
     """A worker has its weights and says that it can serve."""
 
@@ -217,6 +228,14 @@ class StreamDiverged(Event, frozen=True):
     delivered: int
 
 
+class StreamBroke(Event, frozen=True):
+    """A stream ended with an error that is ours: what must not happen. Its client was told."""
+
+    request_id: str
+    rank: int
+    reason: str
+
+
 class ClientResumed(Event, frozen=True):
     """A client came back for the rest of its stream."""
 
@@ -279,6 +298,7 @@ AnyEvent = (
     | BadBytes
     | WorkerProvisioned
     | WorkerStartedEvent
+    | WorkerLoading
     | WorkerBecameReady
     | WorkerBackedOff
     | WorkerLeaving
@@ -294,6 +314,7 @@ AnyEvent = (
     | StreamMoved
     | StreamRestored
     | StreamDiverged
+    | StreamBroke
     | ClientResumed
     | StaleDropped
     | OrchestratorRecovered

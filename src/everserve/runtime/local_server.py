@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,11 +22,19 @@ from everserve.errors import EverserveError
 class LocalServer:
     """Starts on entering, is up once entered, and is gone, with its children, on leaving."""
 
-    def __init__(self, model: str, *flags: str, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        start_timeout_s: float = 120.0,
+        on_wait: Callable[[list[dict[str, Any]]], None] = lambda events: None,
+    ) -> None:
+        """`on_wait`: called again and again while it starts, with all events so far."""
         self.model = model
         self.url = ""
         self._flags = flags
         self._start_timeout_s = start_timeout_s
+        self._on_wait = on_wait
         self._stack = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -78,7 +87,9 @@ class LocalServer:
         assert self.process is not None
         deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:
-            found = [event for event in self.events() if event["event"] == name]
+            events = self.events()
+            self._on_wait(events)
+            found = [event for event in events if event["event"] == name]
             if found:
                 return found[0]
             if self.process.poll() is not None:

@@ -11,14 +11,14 @@
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
 
     orchestrator -> anchor         Allocate, Adopt, Release
-    anchor -> orchestrator         Allocated
+    anchor -> orchestrator         Allocated, AllocationFailed
 
     supervisor -> zygote           ForkWorker
     zygote -> supervisor           Ready, WorkerForked
 
-    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, LogKept, WorkerExited,
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, MemoryKept, WorkerExited,
                                    Signalled, Shutdown
-    orchestrator -> supervisor     Provision, DropLog, SignalWorker, Ready, Failed
+    orchestrator -> supervisor     Provision, DropMemory, SignalWorker, Ready, Failed
 
     supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
                                    ProcessSignalled, EventHappened, Shutdown
@@ -107,11 +107,13 @@ class Hello(Message, frozen=True):
 
 
 class PeerJoined(Message, frozen=True):
-    """Orchestrator to worker: a worker of the other role is there. + fds: its cell, and the lane between the two."""
+    """Orchestrator to worker: a worker of the other role is there. + fds: its cell, the lane between the two, and its
+    bell if it has one."""
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
+    has_bell: bool = False
 
 
 class PeerLeft(Message, frozen=True):
@@ -258,12 +260,20 @@ class Allocate(Message, frozen=True):
 
     name: str
     num_bytes: int
+    device: int = -1  # whose memory; -1: the host's
 
 
 class Allocated(Message, frozen=True):
     """Anchor to orchestrator: here it is. + fds: the memory."""
 
     name: str
+
+
+class AllocationFailed(Message, frozen=True):
+    """Anchor to orchestrator: there is no such memory; one line that says why."""
+
+    name: str
+    reason: str
 
 
 class Adopt(Message, frozen=True):
@@ -284,7 +294,7 @@ class Release(Message, frozen=True):
 
 class ForkWorker(Message, frozen=True):
     """Supervisor to zygote: become this. + fds: its cell, its control channel, its lifeline (to the supervisor); its
-    gateway channel if it has the attention role; its log if it has one."""
+    gateway channel if it has the attention role; its memory, in the order of the names in `start`."""
 
     start: "StartWorker"
 
@@ -311,6 +321,7 @@ class StartOrchestrator(Message, frozen=True):
     detect_ms: float
     worker: "WorkerSettings"
     event_log: str | None
+    num_devices: int = 0  # that the workers share; 0: they compute on CPUs
     found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
     is_serving: bool = False  # all seats were ready once
 
@@ -328,29 +339,27 @@ class AnchorAttached(Message, frozen=True):
     """Supervisor to orchestrator: a (new) anchor. + fds: the channel to it."""
 
 
-class LogKept(Message, frozen=True):
-    """Supervisor to a new orchestrator: the log of a worker that has exited. + fds: its memory."""
+class MemoryKept(Message, frozen=True):
+    """Supervisor to a new orchestrator: memory of a worker that has exited. + fds: the memory."""
 
-    rank: Rank
-    incarnation: Incarnation
+    name: str
 
 
-class DropLog(Message, frozen=True):
-    """Orchestrator to supervisor: nobody needs this log any more."""
+class DropMemory(Message, frozen=True):
+    """Orchestrator to supervisor: nobody needs this memory of a worker any more, or will when that worker has ended."""
 
-    rank: Rank
-    incarnation: Incarnation
+    name: str
 
 
 class Provision(Message, frozen=True):
-    """Orchestrator to supervisor: start this worker. + fds: its cell, and its log if it has one."""
+    """Orchestrator to supervisor: start this worker. + fds: its cell, and its memory."""
 
     start: "StartWorker"
 
 
 class WorkerStarted(Message, frozen=True):
     """Supervisor to orchestrator: the process exists; to a new orchestrator: it has existed for a while. + fds: the
-    channel to it, its cell, and its log if it has one."""
+    channel to it, its cell, and its memory."""
 
     start: "StartWorker"
     pid: int
@@ -425,6 +434,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
     event_log: str | None
     pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
+    device: str = "cpu"  # or "cuda"
+    load_format: str = "auto"  # or "dummy": random weights
 
 
 class StartWorker(Message, frozen=True):
@@ -437,7 +448,10 @@ class StartWorker(Message, frozen=True):
     num_workers: int  # in all, to share the cores fairly
     slots: SeatSlots | None  # of an expert worker
     detect_ms: float
-    has_log: bool = False  # its log's memory comes along
+    memory: tuple[str, ...] = ()  # names of what comes along besides its cell (runtime/memories.py)
+    device_index: int = 0  # which device is its own, or shared by it
+    num_attention: int = 1  # of these workers; the others' ranks come after theirs
+    lane_slots: int = 0  # expert slots per layer that lanes have room for
 
 
 class StartGateway(Message, frozen=True):
@@ -524,14 +538,15 @@ AnyMessage = (
     | FaultInjected
     | Allocate
     | Allocated
+    | AllocationFailed
     | Adopt
     | Release
     | ForkWorker
     | WorkerForked
     | StartOrchestrator
     | AnchorAttached
-    | LogKept
-    | DropLog
+    | MemoryKept
+    | DropMemory
     | Provision
     | WorkerStarted
     | WorkerExited

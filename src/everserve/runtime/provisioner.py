@@ -7,9 +7,10 @@
 The zygote has torch imported and nothing else to do, so a new worker exists after milliseconds. If the zygote dies, a
 new one gets the forks that it still owed.
 
-Orchestrators come and go too. What the next one needs is kept here: each worker's cell and log, and a *lifeline* to it,
-through which it gets its channel to the new orchestrator. A log is kept when its worker has exited, until the
-orchestrator says that no stream needs it.
+Orchestrators come and go too. What the next one needs is kept here: each worker's cell and memory, and a *lifeline* to
+it, through which it gets its channel to the new orchestrator. Memory (a log, a seat's weights) is kept by its name when
+its worker has exited, until the orchestrator says that nobody needs it. A seat's weights have the same name in every
+incarnation, and are kept once.
 """
 
 import os
@@ -24,7 +25,7 @@ from everserve.runtime.messages import (
     Attach,
     ForkWorker,
     FoundProcess,
-    LogKept,
+    MemoryKept,
     OrchestratorAttached,
     Provision,
     Signalled,
@@ -34,7 +35,7 @@ from everserve.runtime.messages import (
     WorkerForked,
     WorkerStarted,
 )
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role
 
 Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver is gone
 Seat = tuple[Rank, Incarnation]
@@ -45,16 +46,16 @@ class _Birth:
     """A worker that the zygote was asked for: what it shall be, its memory, and both ends of its channels."""
 
     start: StartWorker
-    memory: list[int]  # its cell, and its log if it has one
+    memory: list[int]  # its cell, and what `start` names
     control: tuple[socket.socket, socket.socket]  # orchestrator's end, worker's end
     lifeline: tuple[socket.socket, socket.socket]  # our end, worker's end
     tokens: tuple[socket.socket, socket.socket] | None  # gateway's end, worker's end
 
     @property
     def worker_fds(self) -> list[int]:
-        cell_fd, *log_fd = self.memory
+        cell_fd, *memory = self.memory
         tokens = [self.tokens[1].fileno()] if self.tokens is not None else []
-        return [cell_fd, self.control[1].fileno(), self.lifeline[1].fileno(), *tokens, *log_fd]
+        return [cell_fd, self.control[1].fileno(), self.lifeline[1].fileno(), *tokens, *memory]
 
     def close(self) -> None:
         for fd in self.memory:
@@ -82,8 +83,8 @@ class Workers:
     to_gateway: Send
     _processes: dict[Seat, _Process] = field(default_factory=dict)
     _births: dict[Seat, _Birth] = field(default_factory=dict)
-    _logs: dict[LogId, int] = field(default_factory=dict)  # of those that have exited
-    _dropped: set[LogId] = field(default_factory=set)  # of those that have not, and whose log nobody will need
+    _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited
+    _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
 
@@ -139,8 +140,8 @@ class Workers:
             theirs.close()
             self._introduce(worker, ours)
             ours.close()
-        for (rank, incarnation), fd in self._logs.items():
-            self.to_orchestrator(LogKept(rank=rank, incarnation=incarnation), fds=[fd])
+        for name, fd in self._kept.items():
+            self.to_orchestrator(MemoryKept(name=name), fds=[fd])
 
     def _introduce(self, worker: _Process, control: socket.socket) -> None:
         self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
@@ -160,24 +161,29 @@ class Workers:
         for seat, worker in self._processes.items():
             if worker.pid == pid:
                 del self._processes[seat]
-                cell_fd, *log_fd = worker.memory
+                cell_fd, *memory = worker.memory
                 os.close(cell_fd)
                 worker.lifeline.close()
-                for fd in log_fd:
-                    self._logs[seat] = fd
-                if seat in self._dropped:
-                    self._dropped.remove(seat)
-                    self.drop_log(seat)
+                for name, fd in zip(worker.start.memory, memory, strict=True):
+                    self._keep(name, fd)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
         self._early_exits[pid] = status
         return None
 
-    def drop_log(self, log: LogId) -> None:
-        """No stream needs it any more. Its worker was declared gone, but its process may not have ended yet."""
-        if log in self._processes:
-            self._dropped.add(log)
-        elif (fd := self._logs.pop(log, None)) is not None:
+    def _keep(self, name: str, fd: int) -> None:
+        if name in self._dropped:
+            self._dropped.remove(name)
+            os.close(fd)
+            return
+        _close([self._kept[name]] if name in self._kept else [])
+        self._kept[name] = fd
+
+    def drop(self, name: str) -> None:
+        """Nobody needs it any more. Its worker was declared gone, but its process may not have ended yet."""
+        if any(name in worker.start.memory for worker in self._processes.values()):
+            self._dropped.add(name)
+        elif (fd := self._kept.pop(name, None)) is not None:
             os.close(fd)
 
     def signal(self, message: SignalWorker) -> None:
@@ -203,8 +209,8 @@ class Workers:
         for birth in self._births.values():
             birth.close()
         self._births.clear()
-        _close(self._logs.values())
-        self._logs.clear()
+        _close(self._kept.values())
+        self._kept.clear()
 
     def _ask(self, start: StartWorker, memory: list[int]) -> None:
         tokens = Channel.pair() if Role.ATTENTION in start.roles else None
@@ -214,8 +220,8 @@ class Workers:
 
 
 def take_memory(channel: Channel, start: StartWorker) -> list[int]:
-    """The descriptors that come with a worker: its cell, and its log if it has one."""
-    return [channel.take_fd() for _ in range(1 + start.has_log)]
+    """The descriptors that come with a worker: its cell, and its memory."""
+    return [channel.take_fd() for _ in range(1 + len(start.memory))]
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -29,6 +29,7 @@ import msgspec
 
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.cuda.mps import Mps
 from everserve.runtime.events import (
     EventLog,
     ProcessEnded,
@@ -42,7 +43,7 @@ from everserve.runtime.listening import url_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
-    DropLog,
+    DropMemory,
     EventHappened,
     Failed,
     OrchestratorAttached,
@@ -102,6 +103,7 @@ class Supervisor:
         grace_s: float,
         event_log: str | None,
         on_ready: Callable[[str], None],
+        share_device: bool = False,
     ) -> None:
         self._listen = listen
         self._url = url_of(listen)
@@ -109,6 +111,8 @@ class Supervisor:
         self._start_orchestrator = start_orchestrator
         self._grace_s = grace_s
         self._on_ready = on_ready
+        self._share_device = share_device
+        self._environment = os.environ | _ENVIRONMENT
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
         self._kill_at: float | None = None  # set while stopping
@@ -127,6 +131,18 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
+        mps = Mps.start() if self._share_device else None
+        try:
+            self._environment |= mps.environment if mps is not None else {}
+            self._serve()
+        finally:
+            if mps is not None:
+                mps.stop()  # last: a process that uses the device does not survive it
+        if self._failure is not None:
+            print(f"everserve: {self._failure}", file=sys.stderr)
+        return self._exit_status
+
+    def _serve(self) -> None:
         process.adopt_orphans()
         signals = SignalPipe(self._selector)
         try:
@@ -136,9 +152,6 @@ class Supervisor:
         finally:
             signals.close()
             self._kill_everything()
-        if self._failure is not None:
-            print(f"everserve: {self._failure}", file=sys.stderr)
-        return self._exit_status
 
     # -- starting --------------------------------------------------------------------------------
 
@@ -173,7 +186,7 @@ class Supervisor:
             [sys.executable, "-m", module, "--supervisor-pid", str(os.getpid()), *arguments],
             pass_fds=[sock.fileno() for sock in sockets.values()],
             stdin=subprocess.DEVNULL,
-            env=os.environ | _ENVIRONMENT,
+            env=self._environment,
             process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
         )
         theirs.close()
@@ -221,8 +234,8 @@ class Supervisor:
                 )
             )
             self._workers.forked(message)
-        elif isinstance(message, DropLog):
-            self._workers.drop_log((message.rank, message.incarnation))
+        elif isinstance(message, DropMemory):
+            self._workers.drop(message.name)
         elif isinstance(message, SignalWorker):
             self._workers.signal(message)
         elif isinstance(message, SignalProcess):

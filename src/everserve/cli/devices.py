@@ -1,0 +1,97 @@
+"""What `everserve serve` computes on: which devices, whether workers share them, how much KV fits beside the rest."""
+
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import msgspec
+
+from everserve.errors import ConfigError
+from everserve.orchestrator.design import Design
+from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
+from everserve.runtime.cuda.devices import Device, look
+from everserve.runtime.cuda.driver import is_available
+from everserve.runtime.messages import StartOrchestrator
+from everserve.tables.ids import Rank, Role
+
+DEVICES = ("auto", "cpu", "cuda")
+_GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything
+_PINNED_SHARE = 0.5  # of the host's free memory, for mirrors of KV that devices write to: such pages cannot be swapped
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the workers compute on."""
+
+    device: str  # "cpu" or "cuda"
+    devices: tuple[Device, ...] = ()
+    share: bool = False  # through MPS
+
+
+def choose(device: str, share: bool | None, num_workers: int) -> Chosen:
+    """Raises ConfigError if it is not possible. Does not initialise the driver in this process."""
+    if device not in DEVICES:
+        raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
+    missing = _missing_for_cuda()
+    if device == "cpu" or (device == "auto" and missing):
+        if share:
+            raise ConfigError(f"--share-device is for GPUs: {missing or '--device cpu leaves nothing to share'}")
+        return Chosen("cpu")
+    if missing:
+        raise ConfigError(f"--device cuda: {missing}")
+    found = tuple(look())
+    if not found:
+        raise ConfigError("no NVIDIA device can be used: the driver shows none; use --device cpu")
+    is_crowded = num_workers > len(found)
+    if is_crowded and share is False:
+        raise ConfigError(
+            f"--no-share-device: {num_workers} workers need {num_workers} devices, and there are {len(found)};"
+            " start fewer workers, or let them share"
+        )
+    return Chosen("cuda", found, is_crowded if share is None else share)
+
+
+def _missing_for_cuda() -> str:
+    """Why workers cannot compute on a GPU here; empty if they can. Imports nothing of what it looks for."""
+    if not is_available():
+        return "there is no NVIDIA device, or no driver for it (does `nvidia-smi` show one?)"
+    if importlib.metadata.version("torch").endswith("+cpu"):
+        return "the installed torch is built for CPUs only; install its CUDA build"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; it comes with the CUDA build of torch"
+    return ""
+
+
+def dtype_on(device: str, dtype: str) -> str:
+    """On a GPU weights and KV are bfloat16, whatever the checkpoint has."""
+    if device == "cpu" or dtype == "bfloat16":
+        return dtype
+    if dtype != "auto":
+        raise ConfigError(f"--dtype {dtype}: on a GPU weights and KV cache are bfloat16; leave the flag out")
+    return "bfloat16"
+
+
+def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float | None) -> int:
+    """For each attention worker: what is left of the devices. With a mirror, no more than the host can pin."""
+    assert chosen.device == "cuda", chosen
+    without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
+    design = Design.of(msgspec.structs.replace(start, worker=without_kv))
+    # One lane more than there are peers: those of a worker that died go when everybody has let go of them.
+    lanes_bytes = (start.num_expert + 1) * design.lane_bytes if start.num_expert else 0
+    workers = [
+        WorkerNeeds(
+            rank=seat.rank,
+            device=design.device_of(Rank(seat.rank)),
+            roles=seat.roles,
+            weights_bytes=design.weights_of(seat.rank).num_bytes,
+            lanes_bytes=lanes_bytes if Role.ATTENTION in seat.roles else 0,
+        )
+        for seat in design.seats
+    ]
+    memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
+    num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE)
+    if start.worker.kv_log == "mirror":
+        host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))
+    return num_bytes

@@ -1,0 +1,151 @@
+"""Where each weight of a seat lies in the device memory that outlives its workers.
+
+    embedding, final norm, head | layer 0: norms, projections, router or FFN | layer 1 ... | experts of all layers
+
+The orchestrator allocates by this, and every incarnation of the seat reads and writes by this: same numbers in, same
+places out. Everything is bfloat16. The experts are two large matrices, slots of one layer side by side and layers on
+top of each other, because kernels address them as one.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from everserve.tables.ids import Role
+
+ALIGNMENT = 256  # bytes at which every tensor begins: more than any kernel asks for
+PAGE_BYTES = 2 << 20  # in which device memory is handed out
+ITEM_BYTES = 2
+
+
+class ModelSizes(Protocol):
+    """What a plan must know of a model; `ModelConfig` is one."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_size(self) -> int: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def expert_intermediate_size(self) -> int: ...
+    @property
+    def moe_layers(self) -> tuple[int, ...]: ...
+    @property
+    def qk_norm(self) -> bool: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One weight and its place, in bytes from the beginning of the memory."""
+
+    name: str
+    layer: int | None  # None: of no single layer
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES
+
+
+@dataclass(frozen=True)
+class WeightsPlan:
+    """All weights of one seat, in the order in which they lie."""
+
+    tensors: tuple[PlannedTensor, ...]
+    num_bytes: int  # of the memory: whole pages, at least one
+
+    @classmethod
+    def of(cls, model: ModelSizes, roles: Sequence[Role], num_slots: int) -> "WeightsPlan":
+        """`num_slots`: expert slots per layer; 0 for a seat without the expert role."""
+        weights: list[tuple[str, int | None, tuple[int, ...]]] = []
+        if Role.ATTENTION in roles:
+            weights += _around_layers(model)
+            for layer in range(model.num_layers):
+                weights += _attention_half(model, layer)
+        if Role.EXPERT in roles and num_slots:
+            weights += _experts(model, num_slots)
+        tensors: list[PlannedTensor] = []
+        end = 0
+        for weight in weights:
+            tensor = PlannedTensor(*weight, offset=_up(end, ALIGNMENT))
+            tensors.append(tensor)
+            end = tensor.offset + tensor.num_bytes
+        return cls(tuple(tensors), _up(max(end, 1), PAGE_BYTES))
+
+    def tensor(self, name: str, layer: int | None = None) -> PlannedTensor:
+        """KeyError if this seat has no such weight."""
+        return self._by_name[name, layer]
+
+    def offset(self, name: str, layer: int | None = None) -> int:
+        return self.tensor(name, layer).offset
+
+    def has(self, name: str, layer: int | None = None) -> bool:
+        return (name, layer) in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[tuple[str, int | None], PlannedTensor]:
+        return {(tensor.name, tensor.layer): tensor for tensor in self.tensors}
+
+
+def _around_layers(model: ModelSizes) -> Iterator[tuple[str, None, tuple[int, ...]]]:
+    yield "embedding", None, (model.vocab_size, model.hidden_size)
+    yield "final_norm", None, (model.hidden_size,)
+    if not model.tie_word_embeddings:
+        yield "lm_head", None, (model.vocab_size, model.hidden_size)
+
+
+def _attention_half(model: ModelSizes, layer: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    for name, shape in _one_layer(model, is_moe=layer in model.moe_layers):
+        yield name, layer, shape
+
+
+def _one_layer(model: ModelSizes, is_moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """In the words of model/attention_half.py. `gate_up`, `down`: the FFN of a layer without experts."""
+    hidden, head = model.hidden_size, model.head_size
+    q_size, qkv_size = model.num_heads * head, (model.num_heads + 2 * model.num_kv_heads) * head
+    yield "input_norm", (hidden,)
+    yield "qkv", (qkv_size, hidden)
+    if model.attention_bias:
+        yield "qkv_bias", (qkv_size,)
+    if model.qk_norm:
+        yield "q_norm", (head,)
+        yield "k_norm", (head,)
+    yield "output", (hidden, q_size)
+    if model.attention_bias:
+        yield "output_bias", (hidden,)
+    yield "post_norm", (hidden,)
+    if is_moe:
+        yield "router", (model.num_experts, hidden)
+    else:
+        yield "gate_up", (2 * model.intermediate_size, hidden)
+        yield "down", (hidden, model.intermediate_size)
+
+
+def _experts(model: ModelSizes, num_slots: int) -> Iterator[tuple[str, None, tuple[int, ...]]]:
+    num_places = len(model.moe_layers) * num_slots
+    if num_places:
+        hidden, size = model.hidden_size, model.expert_intermediate_size
+        yield "expert_gate_up", None, (num_places * 2 * size, hidden)
+        yield "expert_down", None, (num_places * hidden, size)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,72 @@
+"""What pieces of shared memory are called: KIND-OWNER. The name is for people, and for whoever keeps memory for others
+without knowing what is in it.
+
+    cell-2.3            of an incarnation
+    log-2.3             likewise
+    lane-0.1-2.3        between two incarnations
+    bell-2              of an expert worker's seat on a device; rung by those who have sent something
+    weights-2           of a seat: it outlives every incarnation that sits there
+    weights-state-2     likewise: what is in those weights
+"""
+
+from collections.abc import Sequence
+
+from everserve.tables.ids import Incarnation, LogId, Rank
+
+ON_HOST = -1  # instead of a device's number
+CELL, LOG, LANE, BELL = "cell", "log", "lane", "bell"
+BELL_BYTES = 2 << 20  # as little as there is on a device
+_BELL_STRIDE = 128
+WEIGHTS, WEIGHTS_STATE = "weights", "weights-state"
+WEIGHTS_STATE_BYTES = 4096
+
+
+def cell_name(seat: LogId) -> str:
+    return f"{CELL}-{_seat(seat)}"
+
+
+def log_name(log: LogId) -> str:
+    return f"{LOG}-{_seat(log)}"
+
+
+def lane_name(attention: LogId, expert: LogId) -> str:
+    return f"{LANE}-{_seat(attention)}-{_seat(expert)}"
+
+
+def bell_name(rank: Rank) -> str:
+    return f"{BELL}-{rank}"
+
+
+def bell_at(address: int, incarnation: Incarnation) -> int:
+    """Where the word of this incarnation is: one that was given up, but still runs, must not take rings of the next."""
+    return address + incarnation * _BELL_STRIDE % BELL_BYTES
+
+
+def weights_name(rank: Rank) -> str:
+    return f"{WEIGHTS}-{rank}"
+
+
+def weights_state_name(rank: Rank) -> str:
+    return f"{WEIGHTS_STATE}-{rank}"
+
+
+def kind_of(name: str) -> str:
+    """Of memory with one owner."""
+    return name.rsplit("-", 1)[0]
+
+
+def log_of(name: str) -> LogId | None:
+    """Whose log this is; None if it is no log."""
+    if kind_of(name) != LOG:
+        return None
+    rank, incarnation = name.rsplit("-", 1)[1].split(".")
+    return Rank(int(rank)), Incarnation(int(incarnation))
+
+
+def by_kind(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
+    """The descriptors of a worker's memory, for the worker itself."""
+    return {kind_of(name): fd for name, fd in zip(names, fds, strict=True)}
+
+
+def _seat(seat: LogId) -> str:
+    return f"{seat[0]}.{seat[1]}"

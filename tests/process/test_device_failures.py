@@ -1,0 +1,44 @@
+"""Workers that need device memory where there is none: the instance ends with one clear line, and leaves nobody."""
+
+import json
+import os
+import subprocess
+import sys
+
+from everserve.model.bundled import DEMO_MODEL
+from tests.process.cluster import is_alive
+
+SERVE = f"""
+import sys
+from everserve.runtime.listening import listen_on
+from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
+from everserve.runtime.supervisor import Supervisor
+model, events = {str(DEMO_MODEL)!r}, sys.argv[1]
+settings = WorkerSettings(model=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
+    max_prefill_while_decoding=64, block_size=16, kv_cache_bytes=1 << 24, kv_log="mirror", enable_prefix_caching=True,
+    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=events, device="cuda")
+start = StartOrchestrator(model=model, num_attention=2, num_expert=2, shadow_experts=None, detect_ms=50.0,
+    worker=settings, event_log=events, num_devices=1)
+gateway = StartGateway(model=model, served_model_names=["demo"], api_keys=[], max_queue=8, shutdown_timeout_s=1.0,
+    enable_chaos=False, seed=None, max_logprobs=5, chat_template=None, event_log=events)
+sys.exit(Supervisor(listen_on("127.0.0.1", 0), gateway, start, 1.0, events, print).run())
+"""
+
+
+def test_no_device_memory_ends_the_start_with_one_line(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, str(tmp_path)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},  # where there is a GPU, it is hidden
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("everserve: no memory for the weights of worker "), last
+    assert "device 0 cannot be used" in last and "--shadow-experts" in last and "Traceback" not in done.stderr
+    lines = [line for path in tmp_path.glob("*.jsonl") for line in path.read_text().splitlines()]
+    events = [json.loads(line) for line in lines]
+    started = [event["child_pid"] for event in events if event["event"] == "process_started"]
+    assert len(started) == 4 and not any(is_alive(pid) for pid in started)

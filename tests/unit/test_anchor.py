@@ -1,0 +1,149 @@
+"""The anchor's answers, and what the orchestrator makes of them: memory, or a line that says what to do."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from everserve.anchor import memory as anchor_memory
+from everserve.anchor.__main__ import Anchor
+from everserve.anchor.memory import NoMemoryError, OwnedMemory
+from everserve.orchestrator.design import lack
+from everserve.orchestrator.memory import Memory
+from everserve.runtime.channel import Channel
+from everserve.runtime.cuda import driver
+from everserve.runtime.cuda.driver import CudaError
+from everserve.runtime.messages import Allocate, AllocationFailed
+from everserve.tables.ids import Rank
+
+
+class Pair:
+    """An anchor and an orchestrator's Memory, without processes."""
+
+    def __init__(self) -> None:
+        self.anchor = Anchor(Channel(Channel.pair()[0]))
+        ours, theirs = Channel.pair()
+        self.end = Channel(theirs)
+        self.memory = Memory()
+        self.memory.attach(Channel(ours))
+        self.got: list[int] = []
+        self.failed: list[str] = []
+
+    def ask(self, name: str, num_bytes: int, device: int) -> None:
+        then = lambda fd: self.got.append(os.fstat(fd).st_size)  # noqa: E731
+        self.memory.allocate(name, num_bytes, then=then, otherwise=self.failed.append, device=device)
+
+    def run(self) -> None:
+        for message in self.end.receive_all():
+            self.anchor._handle(message, self.end)
+        self.memory.read()
+
+
+@pytest.fixture
+def no_driver(monkeypatch):
+    """A machine without NVIDIA's library, whatever this one has."""
+
+    def missing() -> None:
+        raise CudaError("libcuda.so.1", 0, "the NVIDIA driver's library cannot be loaded: no such file")
+
+    monkeypatch.setattr(driver, "load", missing)
+
+
+class ToyDriver:
+    """Has so many bytes, and no device."""
+
+    free = 1000
+    error = CudaError("cuMemCreate", 2, "out of memory", "5000 asked for, 1000 free")
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def make_current(self) -> None: ...
+
+    def create(self, num_bytes: int) -> int:
+        if num_bytes > self.free:
+            raise self.error
+        return os.memfd_create("toy")
+
+
+def test_host_memory(no_driver):
+    pair = Pair()
+    pair.ask("cell-0.1", 5000, device=-1)
+    pair.run()
+    assert pair.got == [8192] and not pair.failed
+
+
+def test_a_device_without_a_driver_is_an_answer(no_driver):
+    pair = Pair()
+    pair.ask("weights-0", 5000, device=0)
+    pair.ask("cell-0.1", 5000, device=-1)
+    pair.run()
+    assert pair.got == [8192], "others are served"
+    assert len(pair.failed) == 1 and "device 0 cannot be used: libcuda.so.1" in pair.failed[0]
+    pair.memory.attach(Channel(Channel.pair()[0]))  # nothing is owed any more
+
+
+def test_too_little_device_memory_is_an_answer_and_the_next_wish_is_granted(monkeypatch):
+    monkeypatch.setattr(anchor_memory, "Driver", ToyDriver)
+    pair = Pair()
+    pair.ask("weights-0", 5000, device=0)
+    pair.ask("lane-0.1-1.1", 500, device=0)
+    pair.run()
+    assert pair.failed == ["cuMemCreate: out of memory (5000 asked for, 1000 free)"] and pair.got == [0]
+
+
+def test_a_broken_context_ends_the_anchor(monkeypatch):
+    """Only a new process has a new one; the supervisor starts it, and it is asked again."""
+    monkeypatch.setattr(anchor_memory, "Driver", ToyDriver)
+    monkeypatch.setattr(ToyDriver, "error", CudaError("cuMemCreate", 700, "an illegal memory access was encountered"))
+    with pytest.raises(CudaError, match="illegal memory access"):
+        OwnedMemory().allocate("weights-0", 5000, device=0)
+
+
+def test_an_allocation_that_nobody_waits_for_may_fail():
+    memory = Memory()
+    ours, theirs = Channel.pair()
+    memory.attach(Channel(ours))
+    called = SimpleNamespace(then=[], otherwise=[])
+    memory.allocate("lane-0.1-1.1", 10, then=called.then.append, otherwise=called.otherwise.append, device=3)
+    memory.release("lane-0.1-1.1")
+    anchor = Channel(theirs)
+    (asked, _) = anchor.receive_all()
+    assert asked == Allocate(name="lane-0.1-1.1", num_bytes=10, device=3)
+    anchor.send(AllocationFailed(name="lane-0.1-1.1", reason="none"))
+    memory.read()
+    assert not called.then and not called.otherwise
+
+
+def test_a_new_anchor_is_asked_again_for_the_same():
+    memory = Memory()
+    memory.allocate("weights-1", 10, then=lambda fd: None, otherwise=print, device=1)
+    ours, theirs = Channel.pair()
+    memory.attach(Channel(ours))
+    assert Channel(theirs).receive_all() == [Allocate(name="weights-1", num_bytes=10, device=1)]
+
+
+def test_host_memory_that_cannot_be_had(monkeypatch):
+    def full(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", full)
+    with pytest.raises(NoMemoryError, match="Too many open files"):
+        OwnedMemory().allocate("cell-0.1", 10)
+
+
+def test_asking_twice_gives_the_same_memory():
+    owned = OwnedMemory()
+    assert owned.allocate("cell-0.1", 10) == owned.allocate("cell-0.1", 10)
+    with pytest.raises(AssertionError, match="another size"):
+        owned.allocate("cell-0.1", 20)
+    owned.release_all()
+    assert len(owned) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "flag"), [("weights", "--shadow-experts"), ("lane", "--max-num-batched-tokens"), ("log", "--kv-log off")]
+)
+def test_the_line_says_what_to_do(kind, flag):
+    line = lack(Rank(3), kind, "out of memory")
+    assert "worker 3" in line and "out of memory" in line and flag in line and "\n" not in line

@@ -1,0 +1,99 @@
+"""What `everserve serve` computes on."""
+
+import pytest
+from msgspec import structs
+
+from everserve.cli import devices
+from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
+from everserve.errors import ConfigError
+from everserve.model.bundled import DEMO_MODEL
+from everserve.orchestrator.design import Design
+from everserve.runtime.cuda.devices import Device
+from everserve.runtime.cuda.driver import is_available
+from everserve.runtime.messages import StartOrchestrator, WorkerSettings
+from everserve.tables.ids import Incarnation, Rank
+
+GIB = 1 << 30
+GPU = Device(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(devices, "_missing_for_cuda", lambda: "")
+    monkeypatch.setattr(devices, "look", lambda: [GPU, GPU])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "is_available", lambda: False)
+
+
+def test_hidden_devices_are_none(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert not is_available()
+
+
+def test_without_a_gpu(no_gpu):
+    assert choose("auto", None, 4) == choose("cpu", None, 4) == choose("auto", False, 4) == devices.Chosen("cpu")
+    with pytest.raises(ConfigError, match="--device cuda: there is no NVIDIA device"):
+        choose("cuda", None, 1)
+    with pytest.raises(ConfigError, match="--share-device is for GPUs"):
+        choose("auto", True, 4)
+    with pytest.raises(ConfigError, match="--device tpu: choose one of auto, cpu, cuda"):
+        choose("tpu", None, 1)
+
+
+def test_with_gpus(two_gpus):
+    assert choose("auto", None, 2) == devices.Chosen("cuda", (GPU, GPU), share=False)
+    assert choose("cuda", None, 3).share and choose("cuda", True, 1).share
+    assert choose("cpu", None, 3) == devices.Chosen("cpu")
+    with pytest.raises(ConfigError, match="3 workers need 3 devices, and there are 2"):
+        choose("cuda", False, 3)
+
+
+def test_dtype():
+    assert [dtype_on("cpu", dtype) for dtype in ("auto", "float16")] == ["auto", "float16"]
+    assert [dtype_on("cuda", dtype) for dtype in ("auto", "bfloat16")] == ["bfloat16", "bfloat16"]
+    with pytest.raises(ConfigError, match="--dtype float32: on a GPU"):
+        dtype_on("cuda", "float32")
+
+
+def start(num_attention=2, num_expert=3, num_devices=2, **settings) -> StartOrchestrator:
+    values = {
+        **{"model": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8},
+        **{"max_num_batched_tokens": 64, "max_prefill_while_decoding": 64, "block_size": 16, "kv_cache_bytes": 0},
+        **{"kv_log": "off", "enable_prefix_caching": True, "batch_invariant": False, "num_threads": None},
+        **{"fixed_routes": (0, 0), "event_log": None, "device": "cuda"},
+    }
+    return StartOrchestrator(
+        model=str(DEMO_MODEL),
+        num_attention=num_attention,
+        num_expert=num_expert,
+        shadow_experts=None,
+        detect_ms=50.0,
+        worker=WorkerSettings(**values | settings),
+        event_log=None,
+        num_devices=num_devices,
+    )
+
+
+def test_kv_is_what_is_left(two_gpus):
+    chosen = choose("cuda", None, 5)
+    full = kv_cache_bytes(chosen, start(), None)
+    assert 0 < kv_cache_bytes(chosen, start(), 0.5) < full < 36 * GIB
+    assert kv_cache_bytes(chosen, start(max_num_batched_tokens=32768), None) < full, "lanes"
+    mirrored = kv_cache_bytes(chosen, start(kv_log="mirror"), None)
+    assert mirrored <= full, "a mirror is pinned memory of the host"
+
+
+def test_what_a_worker_is_born_with():
+    seat = (Rank(3), Incarnation(4))
+    on_gpus = Design.of(start())
+    assert [needed.name for needed in on_gpus.memory_of(seat)] == ["cell-3.4", "bell-3", "weights-3", "weights-state-3"]
+    assert [needed.device for needed in on_gpus.memory_of(seat)] == [-1, 1, 1, -1]
+    assert [on_gpus.device_of(Rank(rank)) for rank in range(5)] == [0, 1, 0, 1, 0]
+    settings = structs.replace(start().worker, device="cpu", kv_log="mirror", kv_cache_bytes=1 << 24)
+    on_cpus = Design.of(structs.replace(start(num_devices=0), worker=settings))
+    assert [needed.name for needed in on_cpus.memory_of((Rank(0), Incarnation(4)))] == ["cell-0.4", "log-0.4"]
+    assert [needed.name for needed in on_cpus.memory_of(seat)] == ["cell-3.4"]
+    assert {needed.device for needed in on_cpus.memory_of(seat)} == {-1} == {on_cpus.device_of(Rank(3))}

@@ -1,0 +1,123 @@
+"""What the supervisor keeps for the next orchestrator: memory of workers that have exited, by name."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everserve.runtime.memories import (
+    by_kind,
+    cell_name,
+    kind_of,
+    lane_name,
+    log_name,
+    log_of,
+    weights_name,
+    weights_state_name,
+)
+from everserve.runtime.messages import MemoryKept, Provision, StartWorker, WorkerForked, WorkerSettings, WorkerStarted
+from everserve.runtime.provisioner import Workers
+from everserve.tables.ids import Incarnation, Rank, Role
+
+SETTINGS = WorkerSettings(
+    model="m", dtype="auto", max_model_len=None, max_num_seqs=1, max_num_batched_tokens=1,
+    max_prefill_while_decoding=1, block_size=16, kv_cache_bytes=1, kv_log="mirror", enable_prefix_caching=False,
+    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=None,
+)  # fmt: skip
+
+
+def start(incarnation: int) -> StartWorker:
+    seat = (Rank(2), Incarnation(incarnation))
+    return StartWorker(
+        rank=seat[0],
+        incarnation=seat[1],
+        roles=(Role.ATTENTION,),
+        settings=SETTINGS,
+        num_workers=1,
+        slots=None,
+        detect_ms=0.0,
+        memory=(log_name(seat), weights_name(seat[0])),
+    )
+
+
+class Told:
+    """Messages, with the sizes of the memory that came along."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+        self.kept: dict[str, int] = {}
+
+    def __call__(self, message, fds=()) -> None:
+        self.messages.append(message)
+        if isinstance(message, MemoryKept):
+            (self.kept[message.name],) = (os.fstat(fd).st_size for fd in fds)
+
+
+@pytest.fixture
+def told():
+    return Told()
+
+
+@pytest.fixture
+def workers(told):
+    before = num_fds()
+    workers = Workers(to_zygote=Told(), to_orchestrator=told, to_gateway=Told())
+    yield workers
+    workers.kill_all()
+    assert num_fds() == before, "every descriptor was closed"
+
+
+def num_fds() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def live(workers: Workers, incarnation: int, pid: int, sizes=(1, 10, 100)) -> None:
+    memory = [os.memfd_create("m") for _ in sizes]
+    for fd, size in zip(memory, sizes, strict=True):
+        os.ftruncate(fd, size)
+    workers.provision(Provision(start=start(incarnation)), memory)
+    workers.forked(WorkerForked(rank=Rank(2), incarnation=Incarnation(incarnation), pid=pid))
+
+
+def kept(workers: Workers, told: Told) -> dict[str, int]:
+    """What a new orchestrator would be given."""
+    told.kept.clear()
+    workers.hand_over()
+    return dict(told.kept)
+
+
+def test_memory_of_an_exited_worker_is_kept_until_it_is_dropped(workers, told):
+    live(workers, 1, pid=1001)
+    assert kept(workers, told) == {}, "its worker lives, and is introduced with it"
+    assert isinstance(told.messages[-1], WorkerStarted)
+    workers.exited(1001, -9)
+    assert kept(workers, told) == {"log-2.1": 10, "weights-2": 100}
+    workers.drop("log-2.1")
+    assert kept(workers, told) == {"weights-2": 100}
+
+
+def test_a_seats_memory_is_kept_once(workers, told):
+    live(workers, 1, pid=1001)
+    workers.exited(1001, -9)
+    live(workers, 2, pid=1002)
+    workers.exited(1002, -9)
+    assert kept(workers, told) == {"log-2.1": 10, "log-2.2": 10, "weights-2": 100}
+
+
+def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
+    live(workers, 1, pid=1001)
+    workers.drop("log-2.1")
+    workers.drop("log-9.9")
+    workers.exited(1001, -9)
+    assert kept(workers, told) == {"weights-2": 100}
+
+
+def test_names():
+    one, other = (Rank(0), Incarnation(1)), (Rank(12), Incarnation(345))
+    assert log_of(log_name(other)) == other
+    for name in (cell_name(other), weights_name(Rank(12)), weights_state_name(Rank(12))):
+        assert log_of(name) is None
+    assert lane_name(one, other) == "lane-0.1-12.345"
+    names = [log_name(other), weights_name(Rank(12)), weights_state_name(Rank(12))]
+    assert by_kind(names, [7, 8, 9]) == {"log": 7, "weights": 8, "weights-state": 9}
+    assert kind_of(cell_name(one)) == "cell"
