@@ -114,7 +114,7 @@ def test_prompts_that_are_too_long(http: httpx.Client) -> None:
 
 
 def test_paths_and_methods(http: httpx.Client) -> None:
-    for path in ("/", "/nowhere", "/v1", "/v1/completions/", "/v1//models", "/%ff%00", "/../etc/passwd"):
+    for path in ("/dashboard", "/nowhere", "/v1", "/v1/completions/", "/v1//models", "/%ff%00", "/../etc/passwd"):
         check_error(http.get(path), 404)
     for method in ("GET", "PUT", "DELETE", "PATCH", "OPTIONS"):
         response = http.request(method, "/v1/chat/completions")

@@ -18,6 +18,7 @@ from everserve.gateway.gateway import Gateway
 from everserve.gateway.sampling import GenerationDefaults
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.tracing import Tracing
 from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
 from everserve.runtime.messages import (
     AnyMessage,
@@ -399,11 +400,12 @@ class ToyServer:
                 response.body += message["body"]
                 response.is_complete = not message.get("more_body")
 
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "method": method,
             "path": path,
-            "query_string": b"",
+            "query_string": query.encode(),
             "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
         }
         return asyncio.ensure_future(self._app(scope, receive, send)), response, gone
@@ -441,13 +443,15 @@ async def toy_server(
     defaults: GenerationDefaults | None = None,
     is_ready: bool = True,
     is_paced: bool = False,
+    tracing: Tracing | None = None,
     **changes: Any,
 ) -> AsyncIterator[ToyServer]:
     """A gateway with an orchestrator that finds all well, and one worker attached."""
     start = settings(**changes)
     feed = EventFeed()
     fleet = Fleet(start.max_queue, tell=feed.publish)
-    gateway = Gateway(start, model_tokenizer(chat_template), defaults or GenerationDefaults(eos_ids=(0,)), fleet, feed)
+    defaults = defaults or GenerationDefaults(eos_ids=(0,))
+    gateway = Gateway(start, model_tokenizer(chat_template), defaults, fleet, feed, tracing)
     gateway.cluster.processes = (Process(name="gateway", pid=7),)
     server = ToyServer(gateway, script, is_paced)
     try:

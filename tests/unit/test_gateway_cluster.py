@@ -46,6 +46,8 @@ def test_cluster() -> None:
                 "epoch": 2,
                 "violations": ["v"],
                 "degraded": ["d"],
+                "experts_without_place": 0,
+                "recent": [],
                 "processes": [{"name": "gateway", "pid": 7}],
                 "workers": [
                     {

@@ -19,11 +19,16 @@
     chat.py         /v1/chat/completions
     models.py       /v1/models
     tokenize.py     /tokenize, /detokenize, /tokenizer_info
-    health.py       /health, /ping, /version, /load, /metrics, /cluster, /events
+    health.py       /health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events
+    pages.py        / and the files of the dashboard (dashboard/)
     faults.py       /cluster/fault
     drains.py       /cluster/drain
     cluster.py      who is here now
-    feed.py         what happened, and what happens
+    feed.py         what happened, and what happens: typed events
+    story.py        ... in plain words: one entry per fault and its consequences
+    incidents.py    one such entry: facts in, words out
+    pulse.py        tokens and the times between them, in ticks
+    live.py         /cluster/live: all of that as one stream, for the dashboard
 
     answers.py      the response to a request that generates: a stream, or the whole at the end
     keeping.py      streams whose clients may lose their connections and come back
@@ -40,7 +45,10 @@
     stops.py        stop strings, across token boundaries
     logprobs.py     log probabilities in the shapes clients expect
     sse.py          server-sent events
+    spares.py       how many expert workers may still die
     metrics.py      what is counted and measured
+    tracing.py      a trace per request: what is asked for, and what happens where nobody asks
+    spans.py        ... and where somebody does: OpenTelemetry
     exposition.py   /metrics: Prometheus, under vLLM's names
 
 A token's way: links.py reads a StepOutput -> streams.py finds its stream and checks its index -> choices.py makes

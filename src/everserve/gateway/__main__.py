@@ -31,6 +31,7 @@ from everserve.gateway.gateway import Gateway
 from everserve.gateway.sampling import read_defaults
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import load_tokenizer
+from everserve.gateway.tracing import make_tracing
 from everserve.runtime import process
 from everserve.runtime.channel import AsyncChannel, ChannelClosed
 from everserve.runtime.events import EventLog
@@ -105,6 +106,7 @@ class GatewayProcess:
             await asyncio.sleep(0.02)
         gateway.fleet.close(WorkerDied("The server was shut down before this request had finished."))
         gateway.feed.close()
+        gateway.live.close()
         self._server.should_exit = True
 
 
@@ -164,9 +166,11 @@ async def serve(control_fd: int, listen_fd: int) -> int:
     _freeze_garbage()
     control.send(Ready())
     handling = asyncio.create_task(GatewayProcess(control, gateway, server).run())
-    done, _ = await asyncio.wait((serving, handling), return_when=asyncio.FIRST_COMPLETED)
+    ticking = asyncio.create_task(gateway.live.run())
+    done, _ = await asyncio.wait((serving, handling, ticking), return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()  # raises what went wrong
+    await gateway.tracing.close()
     return 0
 
 
@@ -176,7 +180,7 @@ def _build(start: StartGateway) -> Gateway:
     feed = EventFeed()
     events = EventLog("gateway", start.event_log, tell=feed.publish)
     fleet = Fleet(start.max_queue, tell=events.append)
-    return Gateway(start, tokenizer, defaults, fleet, feed)
+    return Gateway(start, tokenizer, defaults, fleet, feed, make_tracing())
 
 
 def _freeze_garbage() -> None:

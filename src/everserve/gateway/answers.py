@@ -61,11 +61,12 @@ def respond(
 ) -> Response:
     """The answer to a new request."""
     gateway = gateway_of(http_request)
+    trace = gateway.tracing.request(http_request)
     if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
         outbox = KeptOutbox()
-        generation = Generation(gateway, request, renderer, id, prompts, outbox)
+        generation = Generation(gateway, request, renderer, id, prompts, outbox, trace)
         return AnswerResponse(gateway, Kept(gateway.keeper, name_of(http_request), generation, outbox))
-    generation = Generation(gateway, request, renderer, id, prompts, Outbox())
+    generation = Generation(gateway, request, renderer, id, prompts, Outbox(), trace)
     return AnswerResponse(gateway, generation, None if request.stream else generation.whole)
 
 

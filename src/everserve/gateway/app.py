@@ -12,12 +12,12 @@ from starlette.responses import Response
 
 from everserve import __version__
 from everserve.errors import EverserveError
-from everserve.gateway import chat, completions, drains, faults, health, models, openapi, tokenize
+from everserve.gateway import chat, completions, drains, faults, health, models, openapi, pages, tokenize
 from everserve.gateway.errors import HttpError, from_exception
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import RequestIds
 
-_MODULES = (completions, chat, models, tokenize, health, faults, drains)
+_MODULES = (completions, chat, models, tokenize, health, faults, drains, pages)
 
 
 def create_app(gateway: Gateway) -> FastAPI:
@@ -42,7 +42,7 @@ def create_app(gateway: Gateway) -> FastAPI:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")  # as HTTP has it; the server leaves the body out
     app.state.gateway = gateway
-    app.add_middleware(RequestIds)
+    app.add_middleware(RequestIds, responses=gateway.responses)
     has_api_keys = bool(gateway.settings.api_keys)
     app.openapi = functools.cache(lambda: openapi.document(app, has_api_keys))  # type: ignore[method-assign]
     return app

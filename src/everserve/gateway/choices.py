@@ -77,7 +77,7 @@ class Choice:
         self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._arrived_s = arrived_s
-        self._first_s = self._last_s = arrived_s
+        self._first_s = self.last_s = arrived_s  # of the first token, and of the last so far
         self.has_ended = False
 
     @property
@@ -103,7 +103,7 @@ class Choice:
         """The client is back. Its stream gets a new name: its last worker may not have heard yet that it was suspended,
         and what it still says must not be taken for what the next one says."""
         self.stream.spec = msgspec.structs.replace(self.spec, id=id)
-        self._last_s = self._fleet.clock()
+        self.last_s = self._fleet.clock()
         return self.stream
 
     def on_output(self, output: Output, now_s: float) -> None:
@@ -147,8 +147,8 @@ class Choice:
             metrics.queue_s.observe(self.stream.waited_s + output.queued_s)
             metrics.num_prompt_tokens += len(self.spec.prompt)
         else:
-            metrics.inter_token_latency_s.observe(now_s - self._last_s)
-        self._last_s = now_s
+            metrics.inter_token_latency_s.observe(now_s - self.last_s)
+        self.last_s = now_s
         if output.token is not None:
             self.num_tokens += 1
             metrics.num_generation_tokens += 1
@@ -160,9 +160,9 @@ class Choice:
         metrics = self.stream.metrics
         metrics.num_finished[reason] += 1
         if reason in ("stop", "length"):
-            metrics.latency_s.observe(self._last_s - self._arrived_s)
-            metrics.decode_s.observe(self._last_s - self._first_s)
+            metrics.latency_s.observe(self.last_s - self._arrived_s)
+            metrics.decode_s.observe(self.last_s - self._first_s)
             metrics.prompt_tokens.observe(len(self.spec.prompt))
             metrics.generation_tokens.observe(self.num_tokens)
             if self.num_tokens > 1:
-                metrics.mean_token_s.observe((self._last_s - self._first_s) / (self.num_tokens - 1))
+                metrics.mean_token_s.observe((self.last_s - self._first_s) / (self.num_tokens - 1))

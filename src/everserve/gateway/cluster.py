@@ -5,19 +5,23 @@ from collections import Counter, defaultdict
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.metrics import RestartingCounter
 from everserve.gateway.responses import ClusterView, ProcessView, WorkerView
+from everserve.gateway.story import Story
 from everserve.runtime.messages import ClusterChanged
 from everserve.tables.ids import Rank
 from everserve.tables.members import Members, Process, Worker
+
+_NUM_RECENT = 5
 
 
 class Cluster:
     """What `/cluster` shows. Nothing here decides anything."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, story: Story) -> None:
         self.members: Members | None = None
         self.processes: tuple[Process, ...] = ()
         self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
+        self._story = story
         self._violations: tuple[str, ...] = ()
         self._degraded: tuple[str, ...] = ()
         self.num_experts_without_place = 0
@@ -39,6 +43,7 @@ class Cluster:
             return
         self.orchestrator_is_gone = False
         self.members = change.members
+        self._story.learn(change.members.workers)
         self._violations = change.violations
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
@@ -69,8 +74,10 @@ class Cluster:
             epoch=self.epoch,
             violations=list(self.violations()),
             degraded=list(self._degraded),
+            experts_without_place=self.num_experts_without_place,
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             workers=[self._view_worker(worker) for worker in workers],
+            recent=self._story.sentences(_NUM_RECENT),
         )
 
     def _view_worker(self, worker: Worker) -> WorkerView:

@@ -9,6 +9,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from everserve.gateway.metrics import Histogram
+from everserve.tables.members import WorkerState
 
 if TYPE_CHECKING:
     from everserve.gateway.gateway import Gateway
@@ -102,6 +103,11 @@ class Metrics(Collector):
             value=len(cluster.violations()),
         )
         yield GaugeMetricFamily(
+            "everserve_degraded",
+            "What is missing although the instance is valid: workers being replaced, experts with too few places.",
+            value=len(cluster.view().degraded),
+        )
+        yield GaugeMetricFamily(
             "everserve_degraded_experts",
             "Experts, over all layers, that nobody can compute now; streams that need them wait.",
             value=cluster.num_experts_without_place,
@@ -110,11 +116,40 @@ class Metrics(Collector):
         for (role, state), count in cluster.count_workers().items():
             workers.add_metric([role, state], count)
         yield workers
+        yield from self._seats()
+
+    def _seats(self) -> Iterator[Metric]:
+        """Worker by worker, and what may still happen to them."""
+        members = self._gateway.cluster.members
+        seats = members.workers if members is not None else ()
+        restarts = CounterMetricFamily(
+            "everserve_worker_restarts", "Processes that a seat had before the present one.", labels=["rank", "role"]
+        )
+        slots = GaugeMetricFamily(
+            "everserve_expert_slots",
+            "Places for experts, per layer, in workers that are ready.",
+            labels=["rank", "kind"],
+        )
+        for worker in seats:
+            restarts.add_metric([str(worker.rank), "+".join(worker.roles)], max(0, worker.incarnation - 1))
+            if worker.slots:
+                is_ready = worker.state is WorkerState.READY
+                num_active = worker.slots - worker.shadow_slots
+                slots.add_metric([str(worker.rank), "active"], num_active if is_ready else 0)
+                slots.add_metric([str(worker.rank), "shadow"], worker.shadow_slots if is_ready else 0)
+        survivable = GaugeMetricFamily(
+            "everserve_survivable_expert_deaths",
+            "Expert workers that may still die at once without leaving an expert without a place; at least so many.",
+        )
+        if (num_left := self._gateway.spares.num_left(members)) is not None:
+            survivable.add_metric([], num_left)
+        yield from (restarts, slots, survivable)
 
     def _survival(self) -> Iterator[Metric]:
         yield from self._losses()
         yield from self._logs()
         yield from self._clients()
+        yield from self._http()
 
     def _losses(self) -> Iterator[Metric]:
         """What losing workers has cost."""
@@ -180,6 +215,13 @@ class Metrics(Collector):
         yield GaugeMetricFamily(
             "everserve_suspended_streams", "Streams whose client may come back.", value=keeper.num_suspended
         )
+
+    def _http(self) -> Iterator[Metric]:
+        """As vLLM's servers have it."""
+        responses = CounterMetricFamily("http_requests", "HTTP responses.", labels=["handler", "method", "status"])
+        for labels, count in self._gateway.responses.items():
+            responses.add_metric(list(labels), count)
+        yield responses
 
     def _engine_total(self, field: str) -> int:
         fleet = self._gateway.fleet

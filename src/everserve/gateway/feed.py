@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +21,7 @@ class EventFeed:
     def __init__(self) -> None:
         self._recent: deque[bytes] = deque(maxlen=_NUM_RECENT)
         self._readers: set[_Reader] = set()
+        self.listeners: list[Callable[[AnyEvent], None]] = []  # in this process
 
     @property
     def num_readers(self) -> int:
@@ -31,6 +33,8 @@ class EventFeed:
         self._recent.append(data)
         for reader in list(self._readers):
             reader.put(data)
+        for listen in self.listeners:
+            listen(event)
 
     def open_reader(self) -> "_Reader":
         """A reader that begins with the recent events."""

@@ -22,7 +22,15 @@ from everserve.gateway.settling import LostLogs
 from everserve.gateway.streams import Stream, count_blocks
 from everserve.gateway.waiting import WaitingLine
 from everserve.plan import spread
-from everserve.runtime.events import AnyEvent, BadBytes, RequestResumed, StaleDropped, StreamDiverged, StreamMoved
+from everserve.runtime.events import (
+    AnyEvent,
+    BadBytes,
+    RequestResumed,
+    StaleDropped,
+    StreamBroke,
+    StreamDiverged,
+    StreamMoved,
+)
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
 from everserve.tables.outputs import EngineStats, Output
 
@@ -128,6 +136,11 @@ class Fleet:
             )
         )
 
+    def on_broken(self, link: WorkerLink, stream: Stream, error: EverserveError) -> None:
+        """A stream cannot go on, by our fault."""
+        event = StreamBroke(process=_PROCESS, request_id=stream.spec.id, rank=link.rank, reason=str(error))
+        self.tell(event)
+
     def on_bad_bytes(self, num_dropped: int) -> None:
         self.tell(BadBytes(process=_PROCESS, num_dropped=num_dropped))
 
@@ -157,6 +170,11 @@ class Fleet:
     def num_waiting(self) -> int:
         """Streams that wait here for a worker."""
         return len(self._waiting)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """How long the client that waits longest for its next token has waited. First tokens are another matter."""
+        streams = itertools.chain(self._waiting, *(link.streams for link in self._links.values()))
+        return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
     def check_room(self, num_streams: int) -> None:
         """Raise unless so many more streams are welcome now. Nothing is kept."""
@@ -197,10 +215,12 @@ class Fleet:
 
     def resume(self, streams: list[Stream]) -> None:
         """Their client is back. There is always room for them: they were let in before."""
+        now_s = self.clock()
         for stream in streams:
             stream.is_first = True
+            stream.last_s = now_s if stream.tokens else None  # nobody waited before
             self._waiting.add(stream)
-        self._bind_waiting(self.clock())
+        self._bind_waiting(now_s)
 
     def close(self, error: EverserveError) -> None:
         """The gateway ends: so does every stream."""

@@ -3,6 +3,7 @@
 import hmac
 import itertools
 import time
+from collections import Counter
 
 from everserve.errors import OverloadedError
 from everserve.gateway.cluster import Cluster
@@ -11,10 +12,14 @@ from everserve.gateway.exposition import Metrics
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.keeping import Keeper
+from everserve.gateway.live import Live
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.spares import Spares
+from everserve.gateway.story import Story
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.tracing import Tracing
 from everserve.runtime.messages import StartGateway
 from everserve.tables.ids import Rank
 
@@ -29,13 +34,19 @@ class Gateway:
         defaults: GenerationDefaults,
         fleet: Fleet,
         feed: EventFeed,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings = settings
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.fleet = fleet
         self.feed = feed
-        self.cluster = Cluster(fleet)
+        self.tracing = tracing or Tracing()
+        self.story = Story()
+        self.spares = Spares()
+        feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
+        self.cluster = Cluster(fleet, self.story)
+        self.live = Live(settings, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell)
@@ -43,6 +54,7 @@ class Gateway:
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
         self.num_requests = 0  # clients' requests that are being generated
+        self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
         self.is_draining = False
         self._api_keys = [key.encode() for key in settings.api_keys]
         self._numbers = itertools.count(1)

@@ -20,6 +20,7 @@ from everserve.gateway.prompts import Prompt
 from everserve.gateway.protocol import ChatRequest, CompletionRequest
 from everserve.gateway.responses import PromptTokensDetails, Usage
 from everserve.gateway.sampling import choice_seed, sampling_params
+from everserve.gateway.tracing import NOT_TRACED, RequestTrace
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 
@@ -49,6 +50,7 @@ class Generation:
         id: str,
         prompts: list[Prompt],
         outbox: Outbox,
+        trace: RequestTrace = NOT_TRACED,
     ) -> None:
         options = request.stream_options
         self.outbox = outbox
@@ -57,6 +59,7 @@ class Generation:
         self._renderer = renderer
         self._id = id
         self._prompts = prompts
+        self._trace = trace
         self._is_stream = bool(request.stream)
         self._wants_usage = options is not None and options.include_usage
         self._wants_usage_always = options is not None and options.continuous_usage_stats and self._wants_usage
@@ -101,6 +104,7 @@ class Generation:
                     )
                 )
         self._choices, self.num_open = choices, len(choices)
+        self._trace.begin(request, gateway.check_model(request.model), self._id, choices, arrived_s)
         for start in range(0, len(choices), num_choices):
             gateway.fleet.submit([choice.stream for choice in choices[start : start + num_choices]])
 
@@ -108,19 +112,24 @@ class Generation:
         """Nobody waits for the rest, if there is one."""
         for choice in self._choices:
             choice.cancel()
+        self._trace.end()
 
     def suspend(self) -> None:
         """Nobody waits for the rest now."""
         for choice in self._choices:
             choice.suspend()
+        self._trace.disconnected()
 
     def resume(self) -> None:
         """Somebody does again."""
         choices = [choice for choice in self._choices if not choice.has_ended]
-        self._gateway.fleet.resume([choice.resume(self._stream_id(choice.index)) for choice in choices])
+        streams = [choice.resume(self._stream_id(choice.index)) for choice in choices]
+        self._trace.resumed()
+        self._gateway.fleet.resume(streams)
 
     def on_text(self, choice: Choice, text: str, output: Output) -> None:
         """A choice has one more token."""
+        self._trace.token(choice, output)
         if choice.finish_reason is not None:
             self.num_open -= 1
         if self._is_stream:
@@ -140,6 +149,7 @@ class Generation:
 
     def on_failure(self, error: EverserveError) -> None:
         """One choice broke, so the answer cannot be completed."""
+        self._trace.failed(error)
         self.outbox.fail(from_exception(error))
 
     def whole(self) -> msgspec.Struct:

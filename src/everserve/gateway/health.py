@@ -1,4 +1,4 @@
-"""/health, /ping, /version, /load, /metrics, /cluster, /events: for those who watch the server."""
+"""/health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events: for those who watch the server."""
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -8,6 +8,7 @@ from everserve import __version__
 from everserve.gateway.depends import NEEDS_HEALTH, NEEDS_KEY, gateway_of
 from everserve.gateway.feed import EventsResponse
 from everserve.gateway.http import JsonResponse
+from everserve.gateway.live import LiveResponse
 from everserve.gateway.openapi import describe
 from everserve.gateway.responses import ClusterView, ServerLoad, Version
 
@@ -42,6 +43,14 @@ async def metrics(request: Request) -> Response:
 async def cluster(request: Request) -> Response:
     """Who is here now."""
     return JsonResponse(gateway_of(request).cluster.view())
+
+
+@router.get("/cluster/live", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))
+async def live(request: Request) -> Response:
+    """The cluster, its tokens per second and what happens to it, as the dashboard shows it. `since`: the last tick that
+    the client has."""
+    since = request.query_params.get("since", "")
+    return LiveResponse(gateway_of(request).live, int(since) if since.isdecimal() and len(since) < 16 else None)
 
 
 @router.get("/events", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))

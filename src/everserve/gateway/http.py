@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -30,10 +31,13 @@ class RequestIds:
     Leaves in `request.state`: `request_id`, and whether it is the client's own; `arrived_s`; and `send_body`, which
     skips the layers of middleware between here and the route. They care only about how a response starts, and a
     stream's body is sent token by token.
+
+    And counts responses by route, method and kind of status, as vLLM's servers do: paths that nobody serves are one.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, responses: "Counter[tuple[str, str, str]]") -> None:
         self._app = app
+        self._responses = responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,8 +47,13 @@ class RequestIds:
         is_valid = given is None or _REQUEST_ID.fullmatch(given) is not None
         request_id = given.decode("ascii") if given is not None and is_valid else uuid.uuid4().hex
 
+        has_started = False
+
         async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
+                self._count(scope, message["status"])
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
@@ -52,7 +61,16 @@ class RequestIds:
             request_id=request_id, has_own_id=given is not None, arrived_s=time.monotonic(), send_body=send
         )
         app: ASGIApp = self._app if is_valid else _bad_request_id()
-        await app(scope, receive, send_with_id)
+        try:
+            await app(scope, receive, send_with_id)
+        except Exception:  # our own bug, answered further out (app.py)
+            if not has_started:
+                self._count(scope, 500)
+            raise
+
+    def _count(self, scope: Scope, status: int) -> None:
+        handler = getattr(scope.get("route"), "path", "none")
+        self._responses[handler, scope["method"], f"{status // 100}xx"] += 1
 
 
 class JsonResponse(Response):

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from everserve.errors import ProtocolError
+from everserve.errors import EverserveError, ProtocolError
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.settling import LostLogs
 from everserve.gateway.streams import Stream, StreamTable, count_blocks
@@ -41,6 +41,10 @@ class LinkOwner(Protocol):
 
     def on_divergence(self, link: "WorkerLink", stream: Stream, output: Output) -> None: ...
 
+    def on_broken(self, link: "WorkerLink", stream: Stream, error: EverserveError) -> None:
+        """It cannot go on, by our fault."""
+        ...
+
     def on_step(self) -> None:
         """Streams may have ended."""
         ...
@@ -65,7 +69,10 @@ class WorkerLink:
         self.incarnation = incarnation
         self.metrics = metrics
         self.streams = StreamTable(
-            owner.totals, owner.logs, lambda stream, output: owner.on_divergence(self, stream, output)
+            owner.totals,
+            owner.logs,
+            lambda stream, output: owner.on_divergence(self, stream, output),
+            lambda stream, error: owner.on_broken(self, stream, error),
         )
         self.ready: WorkerReady | None = None
         self.stats: EngineStats | None = None

@@ -175,8 +175,10 @@ class ClusterView(msgspec.Struct, kw_only=True):
     epoch: int
     violations: list[str]
     degraded: list[str]
+    experts_without_place: int  # over all layers
     processes: list[ProcessView]
     workers: list[WorkerView]
+    recent: list[str]  # what happened lately, in words, newest first
 
 
 class FaultView(msgspec.Struct, kw_only=True):

@@ -13,7 +13,7 @@ lost: the stream fails, because what follows would be a lie. Outputs for streams
 
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from everserve.errors import EverserveError, RequestError
@@ -43,8 +43,8 @@ class Stream:
     """One token stream, from its client's request to its end."""
 
     __slots__ = (
-        *("group", "is_first", "link", "listener", "lost_s", "metrics", "moved_s", "num_unanswered", "parted_rank"),
-        *("source", "spec", "submitted_s", "tokens", "waited_s"),
+        *("group", "is_first", "last_s", "link", "listener", "lost_s", "metrics", "moved_s", "num_unanswered"),
+        *("parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
     def __init__(self, spec: RequestSpec, listener: Listener) -> None:
@@ -57,6 +57,7 @@ class Stream:
         self.num_unanswered = 0  # tokens that its worker must compute before the next output
         self.submitted_s = 0.0
         self.waited_s = 0.0  # before it was given to its first worker
+        self.last_s: float | None = None  # when its last token came
         # These five are about a stream that had a worker, until it goes on: until the next output.
         self.is_first = False  # its client is in the middle of an answer: it is bound before streams that are new
         self.lost_s: float | None = None  # when it lost its worker
@@ -96,15 +97,25 @@ def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:
 class StreamTable:
     """The streams that run at one worker, and how much work they are."""
 
-    def __init__(self, totals: FleetMetrics, logs: LostLogs, on_divergence: Callable[[Stream, Output], None]) -> None:
+    def __init__(
+        self,
+        totals: FleetMetrics,
+        logs: LostLogs,
+        on_divergence: Callable[[Stream, Output], None],
+        on_broken: Callable[[Stream, EverserveError], None] = lambda stream, error: None,
+    ) -> None:
         self.num_owed = 0  # tokens still to compute, over all streams
         self._streams: dict[str, Stream] = {}
         self._totals = totals
         self._logs = logs
         self._on_divergence = on_divergence
+        self._on_broken = on_broken
 
     def __len__(self) -> int:
         return len(self._streams)
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._streams.values())
 
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._streams
@@ -131,6 +142,7 @@ class StreamTable:
     def deliver(self, outputs: list[Output], now_s: float) -> list[str]:
         """Hand each output to its listener, or drop it. Returns the streams that broke; the worker may forget them."""
         broken: list[str] = []
+        num_tokens, gaps = 0, []
         for output in outputs:
             stream = self._streams.get(output.id)
             if stream is None:
@@ -150,6 +162,10 @@ class StreamTable:
             if token is not None:
                 tokens.append(token)
                 self.num_owed -= 1
+                num_tokens += 1
+                if stream.last_s is not None:
+                    gaps.append(now_s - stream.last_s)
+                stream.last_s = now_s
             if output.finish_reason is not None:
                 self.remove(stream)
             try:
@@ -159,7 +175,8 @@ class StreamTable:
                 broken.append(output.id)
                 if stream.link is not None:
                     self.remove(stream)
-                stream.listener.on_failure(StreamBroken("Internal server error."))
+                self._break(stream, StreamBroken("Internal server error."))
+        self._totals.pulse.note(now_s, num_tokens, gaps)
         return broken
 
     def fail(self, stream_id: str, error: EverserveError) -> None:
@@ -168,7 +185,7 @@ class StreamTable:
         if stream is not None:
             self.remove(stream)
             self._logs.release(stream)
-            stream.listener.on_failure(error)
+            self._break(stream, error)
 
     def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
         """The worker will not run it. Once a client has tokens, its request cannot be what is wrong."""
@@ -176,6 +193,11 @@ class StreamTable:
         if stream is not None:
             error = StreamBroken if is_server_fault or stream.tokens else RequestError
             self.fail(stream_id, error(reason))
+
+    def _break(self, stream: Stream, error: EverserveError) -> None:
+        if isinstance(error, StreamBroken):
+            self._on_broken(stream, error)
+        stream.listener.on_failure(error)
 
     def _note_answer(self, stream: Stream, now_s: float) -> None:
         """The first output from this worker: everything that was given is computed, and a stall is over."""

@@ -5,6 +5,7 @@ Siblings (the choices of one prompt) stand together, because on one worker they 
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 
 from everserve.gateway.streams import Stream
 
@@ -19,6 +20,11 @@ class WaitingLine:
 
     def __len__(self) -> int:
         return self._num_streams
+
+    def __iter__(self) -> Iterator[Stream]:
+        for line in (self._first, self._new):
+            for siblings in line.values():
+                yield from siblings
 
     def add(self, stream: Stream) -> None:
         """At the end of its line, or beside its siblings if they wait there."""

@@ -1,0 +1,65 @@
+// The one connection of this page: everything that changes, four times a second.
+//
+// A hidden tab has none. When it is seen again it asks for what it missed, which the server keeps for five minutes.
+
+import { ask, dataOf } from "./api.js";
+
+const SILENCE_MS = 5000; // news come every 250 ms
+const RETRY_MS = [250, 500, 1000, 2000, 4000];
+
+export class Live {
+  constructor(store, { onState, onKeyWanted }) {
+    this.store = store;
+    this.onState = onState;
+    this.onKeyWanted = onKeyWanted;
+    this.abort = null;
+    this.failures = 0;
+    this.retry = 0;
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
+    window.addEventListener("pagehide", () => this.stop());
+    window.addEventListener("pageshow", () => document.hidden || this.start());
+  }
+
+  start() {
+    if (!this.abort) this.run();
+  }
+
+  stop() {
+    clearTimeout(this.retry);
+    this.abort?.abort();
+    this.abort = null;
+  }
+
+  async run() {
+    const abort = (this.abort = new AbortController());
+    let watchdog = 0;
+    const alive = () => {
+      clearTimeout(watchdog);
+      watchdog = setTimeout(() => abort.abort(), SILENCE_MS);
+    };
+    try {
+      alive();
+      const since = this.store.lastTick;
+      const response = await ask(`cluster/live${since >= 0 ? `?since=${since}` : ""}`, { signal: abort.signal });
+      for await (const data of dataOf(response)) {
+        alive();
+        this.failures = 0;
+        this.onState("connected");
+        this.store.apply(JSON.parse(data));
+      }
+    } catch (error) {
+      if (error.status === 401) {
+        clearTimeout(watchdog);
+        this.abort = null;
+        this.onKeyWanted(error.message);
+        return;
+      }
+      if (error.name !== "AbortError" && error.name !== "TypeError" && !error.status) throw error;
+    } finally {
+      clearTimeout(watchdog);
+    }
+    if (this.abort !== abort) return; // stopped on purpose
+    this.onState("lost");
+    this.retry = setTimeout(() => this.run(), RETRY_MS[Math.min(this.failures++, RETRY_MS.length - 1)]);
+  }
+}

@@ -1,0 +1,75 @@
+"""How the streams do right now: tokens, and the times between them, in ticks of a quarter of a second.
+
+    streams.py, at each step --note--> Pulse --close, at each tick--> Tick --> live.py
+
+A *gap* is the time between two tokens of one stream as the gateway sees them. It counts in the tick in which it ends,
+so a stall is a spike when it is over; while it lasts, `waiting_ms` shows how long it has lasted.
+"""
+
+import msgspec
+
+TICK_S = 0.25
+_MAX_GAPS = 1 << 16  # in one tick; beyond, only the largest counts
+_MAX_STEPS = 1 << 12
+
+Step = tuple[float, float]  # when a step's outputs came, and the largest gap that ended with them
+
+
+class Tick(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A quarter of a second. Times between tokens are None if no stream had two."""
+
+    n: int  # counts ticks since the gateway began
+    unix_s: float  # its end
+    tokens_per_s: float = 0.0
+    p50_ms: float | None = None
+    p99_ms: float | None = None
+    max_ms: float | None = None
+    waiting_ms: float = 0.0  # since the last token of the stream that waits longest now
+    num_streams: int = 0
+
+
+class Pulse:
+    """What this tick has seen so far, and the steps of the tick before it: news of a fault may come after its end."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._gaps: list[float] = []
+        self._steps: list[Step] = []
+        self._steps_before: list[Step] = []
+
+    def note(self, now_s: float, num_tokens: int, gaps: list[float]) -> None:
+        """One step's tokens, and the gaps that ended with them (a stream's first token ends none)."""
+        self._num_tokens += num_tokens
+        if gaps:
+            largest = max(gaps)
+            if len(self._gaps) < _MAX_GAPS:
+                self._gaps += gaps
+            if len(self._steps) < _MAX_STEPS:
+                self._steps.append((now_s, largest))
+
+    def close(self, n: int, elapsed_s: float, unix_s: float, waiting_s: float, num_streams: int) -> Tick:
+        """The tick is over; the next one begins."""
+        gaps = sorted(self._gaps)
+        tick = Tick(
+            n=n,
+            unix_s=round(unix_s, 3),
+            tokens_per_s=round(self._num_tokens / elapsed_s, 1),
+            p50_ms=_ms(gaps[(len(gaps) - 1) // 2]) if gaps else None,
+            p99_ms=_ms(gaps[-1 - len(gaps) // 100]) if gaps else None,
+            max_ms=_ms(max(largest for _, largest in self._steps)) if gaps else None,
+            waiting_ms=_ms(waiting_s),
+            num_streams=num_streams,
+        )
+        self._num_tokens, self._gaps = 0, []
+        self._steps, self._steps_before = [], self._steps
+        return tick
+
+    def pause_across(self, from_s: float, to_s: float) -> float | None:
+        """The longest wait of a client between two tokens that fell into this time, or began before its end and ended
+        after; None if there is none that ended in this tick or the one before."""
+        steps = (*self._steps_before, *self._steps)
+        return max((gap for ended_s, gap in steps if ended_s > from_s and ended_s - gap <= to_s), default=None)
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 2)

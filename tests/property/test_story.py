@@ -1,0 +1,37 @@
+"""Whatever events come, in whatever order: the story can be told, and stays short."""
+
+import typing
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.gateway.story import Story
+from everserve.runtime.events import AnyEvent
+from everserve.tables.ids import Role
+from tests.unit.gateway_toy import member
+
+_FIELDS: dict[type, st.SearchStrategy[object]] = {
+    int: st.integers(-11, 3),
+    float: st.floats(0.0, 10.0),
+    str: st.sampled_from(["KILL", "CONT", "crash", "hang", "orchestrator", "silent"]),
+    tuple[str, ...]: st.sampled_from([("attention",), ("expert",), ("attention", "expert")]),
+    tuple[int, ...]: st.sampled_from([(), (1, 2)]),
+}
+
+
+def _events(kind: type) -> st.SearchStrategy[object]:
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: _FIELDS[hint] for name, hint in hints.items() if hint in _FIELDS})
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.one_of(*(_events(kind) for kind in typing.get_args(AnyEvent))), max_size=40))
+def test_any_events(events: list[AnyEvent]) -> None:
+    story = Story()
+    story.learn([member(0), member(1), member(2, roles=(Role.EXPERT,), slots=4, shadow_slots=2)])
+    for number, event in enumerate(events):
+        story.add(event)
+        story.measure(float(number), lambda from_s, to_s: 0.01, 0.0)
+        entries = story.entries()
+        assert len(entries) <= 100 and all(entry.title and "None" not in entry.sentence for entry in entries)
+    assert [entry.id for entry in story.entries()] == sorted(entry.id for entry in story.entries())

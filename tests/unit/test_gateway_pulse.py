@@ -1,0 +1,126 @@
+"""Ticks: tokens, the times between them, and what clients wait right now."""
+
+import time
+
+from everserve.gateway.pulse import Pulse
+from everserve.gateway.streams import StreamTable
+from tests.unit.fleet_toy import ToyFleet, with_fleet
+from tests.unit.test_gateway_streams import Table, token
+
+
+def close(pulse: Pulse, waiting_s: float = 0.0, num_streams: int = 0):
+    return pulse.close(n=1, elapsed_s=0.25, unix_s=10.0, waiting_s=waiting_s, num_streams=num_streams)
+
+
+def test_a_tick_without_tokens() -> None:
+    tick = close(Pulse())
+    assert (tick.tokens_per_s, tick.p50_ms, tick.p99_ms, tick.max_ms) == (0.0, None, None, None)
+
+
+def test_gaps_count_where_they_end() -> None:
+    pulse = Pulse()
+    pulse.note(1.0, 2, [])  # first tokens end no gap
+    assert close(pulse).tokens_per_s == 8.0
+    pulse.note(1.1, 199, [0.004] * 195 + [0.01] * 3 + [0.5])
+    tick = close(pulse)
+    assert (tick.tokens_per_s, tick.p50_ms, tick.p99_ms, tick.max_ms) == (796.0, 4.0, 10.0, 500.0)
+    assert close(pulse).max_ms is None, "the next tick begins afresh"
+
+
+def test_one_gap_is_all_of_them() -> None:
+    pulse = Pulse()
+    pulse.note(1.0, 1, [0.02])
+    tick = close(pulse)
+    assert (tick.p50_ms, tick.p99_ms, tick.max_ms) == (20.0, 20.0, 20.0)
+
+
+def test_the_pause_that_a_fault_has_cost() -> None:
+    """Streams had tokens at 1.00 and 1.01; the worker died at 1.015; they went on at 1.05. At 1.30 somebody else waits
+    longer, for another reason."""
+    pulse = Pulse()
+    pulse.note(1.01, 4, [0.01] * 4)
+    pulse.note(1.05, 4, [0.01, 0.04])
+    close(pulse)  # news of the fault come a tick later
+    pulse.note(1.3, 1, [0.2])
+    assert pulse.pause_across(1.015, 1.015) == 0.04
+    assert pulse.pause_across(1.005, 1.015) == 0.04, "it was asked for before it happened"
+    assert pulse.pause_across(2.0, 2.0) is None
+    close(pulse)
+    close(pulse)
+    assert pulse.pause_across(1.015, 1.015) is None, "only what is recent is remembered"
+
+
+def test_nothing_grows_if_nobody_ticks() -> None:
+    pulse = Pulse()
+    for _ in range(10_000):
+        pulse.note(1.0, 16, [0.01] * 16)
+    assert len(pulse._gaps) < 70_000 and len(pulse._steps) < 5_000
+    assert close(pulse).tokens_per_s == 640_000
+
+
+def test_streams_tell_their_gaps() -> None:
+    toy = Table("a", "b")
+    toy.table.deliver([token("a", 0), token("b", 0)], 1.0)
+    toy.table.deliver([token("a", 1)], 1.1)
+    toy.table.deliver([token("a", 1), token("b", 1)], 1.3)  # the first of these is a duplicate
+    tick = close(toy.totals.pulse)
+    assert tick.tokens_per_s == 16.0 and (tick.p50_ms, tick.max_ms) == (100.0, 300.0)
+
+
+def test_who_waits_longest_now() -> None:
+    async def test(toy: ToyFleet) -> None:
+        first, second = await toy.join(0), await toy.join(1)
+        toy.submit(max_tokens=9)
+        toy.submit(max_tokens=9)
+        await toy.settle()
+        assert toy.fleet.longest_wait_s(toy.now_s + 5) == 0.0, "a first token is another matter"
+        for worker in (first, second):
+            worker.step()
+        await toy.settle()
+        toy.now_s += 2.0
+        second.step()
+        await toy.settle()
+        toy.now_s += 1.0
+        assert toy.fleet.longest_wait_s(toy.now_s) == 3.0
+        first.die()
+        second.die()
+        await toy.settle()
+        assert toy.fleet.num_waiting == 2
+        assert toy.fleet.longest_wait_s(toy.now_s) == 3.0, "without a worker it waits all the same"
+        for index in range(2):
+            toy.cancel(index)
+        assert toy.fleet.longest_wait_s(toy.now_s) == 0.0
+
+    with_fleet(test)
+
+
+def test_a_token_costs_less_than_a_microsecond() -> None:
+    """What this adds to a token's way through `StreamTable.deliver`, sorting included; the best of many rounds, because
+    the machine may be busy."""
+    num_streams, num_steps = 64, 40
+    pulse = Pulse()
+    last = dict.fromkeys(range(num_streams), 0.0)
+
+    def one_tick() -> float:
+        began_s = time.perf_counter()
+        for step in range(num_steps):
+            now_s, num_tokens, gaps = 1.0 + step, 0, []
+            for i in range(num_streams):
+                num_tokens += 1
+                gaps.append(now_s - last[i])
+                last[i] = now_s
+            pulse.note(now_s, num_tokens, gaps)
+        close(pulse)
+        return time.perf_counter() - began_s
+
+    best_s = min(one_tick() for _ in range(30))
+    assert best_s / (num_steps * num_streams) < 1e-6
+
+
+def test_a_broken_stream_is_told() -> None:
+    toy = Table("a")
+    told = []
+    table = StreamTable(toy.totals, toy.logs, lambda *_: None, lambda stream, error: told.append((stream, str(error))))
+    table.add(toy.streams[0])
+    table.deliver([token("a", 5)], 0.0)
+    assert told == [(toy.streams[0], "Token 0 of this stream was lost.")]
