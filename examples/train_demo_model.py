@@ -13,7 +13,7 @@ writes readable English in the manner of four public-domain books. In order, thi
     python examples/train_demo_model.py --out DIR                # minutes on a data-centre GPU
     python examples/train_demo_model.py --out DIR --only-card    # measure an existing directory again
 
-It needs torch, tokenizers and transformers 5 (tried: 5.17, 5.22), and uses a GPU if there is one. Seeds are
+It needs what Everserve needs (transformers tried: 5.17, 5.22), and uses a GPU if there is one. Seeds are
 fixed, but GPU arithmetic is not bit-reproducible: another run gives another model of the same quality.
 
 Suffixes of tensor names give their shape: B sequence, L position, T token (B * L), H hidden, E expert,
@@ -46,6 +46,8 @@ from transformers import Qwen3MoeConfig
 from transformers import Qwen3MoeForCausalLM as Model
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from everserve.progress import Progress
 
 HERE = Path(__file__).resolve().parent
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -354,20 +356,22 @@ def train_model(
     updates: dict[int, Callable[[Tensor], Tensor]] = {}  # by window length
     best_loss, best_weights = math.inf, average.state_dict()
     started = time.monotonic()
-    for step in range(num_steps):
-        for group in optimizer.param_groups:
-            group["lr"].fill_(recipe.learning_rate * learning_rate_factor(step, num_steps))
-        length = window_length(step, num_steps)
-        window_BL = sample_windows(stream, recipe.tokens_per_step, length)
-        if length not in updates:
-            updates[length] = record(update, window_BL)
-        loss = updates[length](window_BL)
-        if (step + 1) % max(1, num_steps // 12) == 0 or step + 1 == num_steps:
-            held_out_loss = mean_loss(*held_out_losses(average, held_out, MAX_CONTEXT))
-            if held_out_loss < best_loss:
-                best_loss, best_weights = held_out_loss, copy.deepcopy(average.state_dict())
-            progress = f"{name}: step {step + 1}/{num_steps}  loss {loss.item():.3f}"
-            print(f"{progress}  held-out {held_out_loss:.4f}  {time.monotonic() - started:.0f} s", flush=True)
+    with Progress().begin(name, num_steps, " steps") as progress:
+        for step in range(num_steps):
+            for group in optimizer.param_groups:
+                group["lr"].fill_(recipe.learning_rate * learning_rate_factor(step, num_steps))
+            length = window_length(step, num_steps)
+            window_BL = sample_windows(stream, recipe.tokens_per_step, length)
+            if length not in updates:
+                updates[length] = record(update, window_BL)
+            loss = updates[length](window_BL)
+            if (step + 1) % max(1, num_steps // 12) == 0 or step + 1 == num_steps:
+                held_out_loss = mean_loss(*held_out_losses(average, held_out, MAX_CONTEXT))
+                if held_out_loss < best_loss:
+                    best_loss, best_weights = held_out_loss, copy.deepcopy(average.state_dict())
+                found = f"{name}: step {step + 1}/{num_steps}  loss {loss.item():.3f}  held-out {held_out_loss:.4f}"
+                progress.say(f"{found}  {time.monotonic() - started:.0f} s")
+            progress.update(step + 1, f"held-out {best_loss:.4f}" if best_loss < math.inf else "")
     average.load_state_dict(best_weights)
     return average
 

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from everserve.chaos import run
-from everserve.chaos.progress import Progress
 from everserve.chaos.target import Target
 from everserve.chaos.verdict import Verdict
 from everserve.client import Event
+from everserve.progress import Progress
 from tests.chaos.proxy import Events, Proxy, encode, passed_on
 from tests.unit.chaos_toy import DONE, Asked, event, serving
 

@@ -16,7 +16,6 @@ from everserve.chaos import leaks
 from everserve.chaos.faults import Record
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Holding, Snapshot
-from everserve.chaos.progress import Progress
 from everserve.chaos.tally import Tally
 from everserve.chaos.target import View
 from everserve.chaos.verdict import Verdict
@@ -173,13 +172,3 @@ def test_too_many_findings_end_a_run():
     while not findings.too_many.is_set():
         findings.add("error", "somewhere", "something")
     assert len(findings.all) == 20
-
-
-def test_progress_elsewhere_than_on_a_terminal():
-    out = io.StringIO()
-    progress = Progress(out)
-    progress.say("begin")
-    for i in range(100):
-        progress.update(f"{i} of 100")
-    progress.end_line()
-    assert out.getvalue() == "begin\n"

@@ -25,6 +25,7 @@ from everserve.bench.baseline import KINDS, Baseline
 from everserve.bench.shapes import SMALL_MOE, bytes_per_step, write_random_model
 from everserve.client import Stream, complete_all, percentile
 from everserve.model.bundled import DEMO_MODEL
+from everserve.progress import Progress
 from everserve.runtime.local_server import LocalServer
 
 PROMPT, OUTPUT = 32, 128
@@ -76,18 +77,18 @@ def _compare(
 ) -> list[dict[str, Any]]:
     """Everserve and each baseline, interleaved, for 1 and 16 streams."""
     samples: dict[tuple[str, int], list[dict[str, float]]] = {}
-    progress = report.Progress(case.name, total=(rounds + 1) * 4 + 4 * (len(kinds) - 1))
-    for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
-        for num_streams in (1, 16):
-            prompts = random_prompts(case.config["vocab_size"], num_streams, PROMPT, seed=round_)
-            measured = {"everserve": _ours(server, prompts, OUTPUT)}
-            progress.advance()
-            for kind in kinds[: 2 if round_ < 2 else 1]:  # continuous batching takes minutes: one round will do
-                measured[f"transformers {kind}"] = _theirs(baseline, kind, prompts)
+    with Progress().begin(case.name, total=(rounds + 1) * 4 + 4 * (len(kinds) - 1)) as progress:
+        for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
+            for num_streams in (1, 16):
+                prompts = random_prompts(case.config["vocab_size"], num_streams, PROMPT, seed=round_)
+                measured = {"everserve": _ours(server, prompts, OUTPUT)}
                 progress.advance()
-            if round_ > 0:
-                for name, sample in measured.items():
-                    samples.setdefault((name, num_streams), []).append(sample)
+                for kind in kinds[: 2 if round_ < 2 else 1]:  # continuous batching takes minutes: one round will do
+                    measured[f"transformers {kind}"] = _theirs(baseline, kind, prompts)
+                    progress.advance()
+                if round_ > 0:
+                    for name, sample in measured.items():
+                        samples.setdefault((name, num_streams), []).append(sample)
     return [
         {"system": name, "streams": num_streams, **_summary(found)} for (name, num_streams), found in samples.items()
     ]
@@ -131,13 +132,13 @@ def _growth(case: Case, server: LocalServer, rounds: int) -> list[dict[str, Any]
     """Inter-token time over streams at a short context, and over contexts at one stream; medians of a few rounds."""
     points = [(n, PROMPT) for n in (1, 2, 4, 8, 16, 32, 64)] + [(1, c) for c in (128, 512, 1024, 2048, 4000)]
     samples: dict[tuple[int, int], list[dict[str, float]]] = {point: [] for point in points}
-    progress = report.Progress(f"{case.name}, growing", total=rounds * len(points))
-    for round_ in range(rounds):
-        # In another order each time: a virtual machine loses its cores every few seconds, always at the same points.
-        for num_streams, context in random.Random(round_).sample(points, len(points)):
-            prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
-            samples[num_streams, context].append(_ours(server, prompts, 64))
-            progress.advance()
+    with Progress().begin(f"{case.name}, growing", total=rounds * len(points)) as progress:
+        for round_ in range(rounds):
+            # In another order each time: a virtual machine loses its cores every few seconds, at the same points.
+            for num_streams, context in random.Random(round_).sample(points, len(points)):
+                prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
+                samples[num_streams, context].append(_ours(server, prompts, 64))
+                progress.advance()
     return [{"streams": n, "context": context, **_summary(found)} for (n, context), found in samples.items()]
 
 

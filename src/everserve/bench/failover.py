@@ -26,6 +26,7 @@ from everserve.bench.incident import Round, Victim
 from everserve.bench.load import Ask, Load, make_asks, send_all
 from everserve.errors import ConfigError, EverserveError
 from everserve.model.bundled import DEMO_MODEL
+from everserve.progress import Progress
 from everserve.runtime.local_server import LocalServer
 
 NUM_PROMPT = 32
@@ -60,9 +61,10 @@ def run(settings: Settings, out: Path | None) -> bool:
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
     rounds: list[Round] = []
-    progress = report.Progress("failover", total=1 + 2 * settings.rounds + settings.baseline_rounds)
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(contextlib.closing(Instance(settings.flags)))
+        progress = stack.enter_context(Progress())
+        progress.begin("failover", total=1 + 2 * settings.rounds + settings.baseline_rounds)
         expected = _undisturbed(instance.server, asks)
         progress.advance()
         for measure in _schedule(settings, instance, asks, expected):

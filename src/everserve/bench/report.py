@@ -70,19 +70,6 @@ class Steal:
         return stolen / total if total else 0.0
 
 
-class Progress:
-    """One line that counts measurements, on a terminal; without a thread, which would disturb what is measured."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self._what, self._total, self._done = what, total, 0
-
-    def advance(self) -> None:
-        self._done += 1
-        if sys.stderr.isatty():
-            end = "\n" if self._done == self._total else ""
-            print(f"\r{self._what}: {self._done} of {self._total}", end=end, file=sys.stderr, flush=True)
-
-
 def spread(values: list[float]) -> dict[str, float]:
     """Median and range of repeated measurements."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}

@@ -34,6 +34,7 @@ from everserve.engine.saved import Saved
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from everserve.model.bundled import DEMO_MODEL
+from everserve.progress import Progress
 from everserve.runtime.messages import StartWorker, WorkerSettings
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.requests import RequestSpec, SamplingParams
@@ -84,15 +85,16 @@ def run(settings: Settings, out: Path | None) -> bool:
 
 def _measure(stage: "Stage", settings: Settings) -> list[Sample]:
     samples: list[Sample] = []
-    progress = report.Progress("restore", total=(settings.rounds + 1) * len(settings.points) * len(WAYS))
-    for round_ in range(settings.rounds + 1):  # round 0 warms everything up and is thrown away
-        for point in settings.points:
-            lost = stage.lose(point, seed=round_)
-            for way in random.Random(f"{round_}/{point}").sample(WAYS, len(WAYS)):
-                sample = stage.restore(lost, way)
-                samples += [sample] if round_ else []
-                progress.advance()
-            lost.close()
+    total = (settings.rounds + 1) * len(settings.points) * len(WAYS)
+    with Progress().begin("restore", total) as progress:
+        for round_ in range(settings.rounds + 1):  # round 0 warms everything up and is thrown away
+            for point in settings.points:
+                lost = stage.lose(point, seed=round_)
+                for way in random.Random(f"{round_}/{point}").sample(WAYS, len(WAYS)):
+                    sample = stage.restore(lost, way)
+                    samples += [sample] if round_ else []
+                    progress.advance()
+                lost.close()
     return samples
 
 
@@ -202,7 +204,7 @@ def _start(model: Path, max_batched: int = 512) -> StartWorker:
         num_workers=1,
         slots=None,
         detect_ms=0.0,
-        has_log=True,
+        memory=("log-0.1",),
     )
 
 

@@ -20,6 +20,7 @@ from everserve.bench.engine import random_prompts
 from everserve.client import complete_all, percentile
 from everserve.errors import ConfigError, EverserveError
 from everserve.model.bundled import DEMO_MODEL
+from everserve.progress import Progress
 from everserve.runtime.local_server import LocalServer
 
 NUM_PROMPT = 32
@@ -144,17 +145,17 @@ def _measure(
     vocab_size = report.read_json(DEMO_MODEL / "config.json")["vocab_size"]
     samples: Samples = {(name, num): [] for num in streams for name in servers}
     num_different = 0
-    progress = report.Progress(what, total=(rounds + 1) * len(samples))
-    for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
-        for num_streams in streams:
-            prompts = random_prompts(vocab_size, num_streams, num_prompt, seed=round_)
-            answers: dict[str, list[list[int]]] = {}
-            for name in random.Random(f"{round_}/{num_streams}").sample(list(servers), len(servers)):
-                found, answers[name] = servers[name].measure(prompts, max_tokens)
-                if round_ > 0:
-                    samples[name, num_streams].append(found)
-                progress.advance()
-            num_different += sum(_num_different(answer, answers[reference]) for answer in answers.values())
+    with Progress().begin(what, total=(rounds + 1) * len(samples)) as progress:
+        for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
+            for num_streams in streams:
+                prompts = random_prompts(vocab_size, num_streams, num_prompt, seed=round_)
+                answers: dict[str, list[list[int]]] = {}
+                for name in random.Random(f"{round_}/{num_streams}").sample(list(servers), len(servers)):
+                    found, answers[name] = servers[name].measure(prompts, max_tokens)
+                    if round_ > 0:
+                        samples[name, num_streams].append(found)
+                    progress.advance()
+                num_different += sum(_num_different(answer, answers[reference]) for answer in answers.values())
     return samples, num_different
 
 

@@ -15,5 +15,4 @@ leaks.py     what processes hold: descriptors, mappings, memory
 findings.py  what is wrong, and what had happened just before
 tally.py     what is counted while it runs
 verdict.py   all of it as a table and as JSON
-progress.py  how far it is
 """

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -49,6 +49,7 @@ class Clients:
         self._stall_limit_s = stall_limit_s
         self._findings = findings
         self.tally = Tally()  # of the storm
+        self.on_answer: Callable[[], None] = lambda: None  # of `learn` and `repeat`
 
     async def learn(self, requests: Sequence[Request], num_clients: int) -> Known:
         """The right answers: every request once, nobody disturbed."""
@@ -58,6 +59,7 @@ class Clients:
         async def ask(talk: Talk) -> None:
             async with places:
                 await talk.stream()
+                self.on_answer()
 
         await asyncio.gather(*(ask(talk) for talk in talks))
         has_ids = not any(talk.num_without_id > 1 for talk in talks)  # the event with the usage may have none
@@ -70,6 +72,7 @@ class Clients:
         async def ask(number: int) -> None:
             async with places:
                 await self._ask(known, number, manner, random.Random(number), Tally())
+                self.on_answer()
 
         await asyncio.gather(*(ask(number) for number in numbers))
 

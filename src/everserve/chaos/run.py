@@ -22,13 +22,13 @@ from everserve.chaos.clients import Clients, Known, Manner
 from everserve.chaos.faults import Injector
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Snapshot
-from everserve.chaos.progress import Progress
 from everserve.chaos.requests import NUM_REQUESTS, TEXT, make_catalogue
 from everserve.chaos.schedule import Fault, make_schedule
 from everserve.chaos.talk import Trouble
 from everserve.chaos.target import NoAnswer, Target, supervisor_here
 from everserve.chaos.verdict import Verdict
 from everserve.errors import ConfigError, EverserveError
+from everserve.progress import Progress
 from everserve.runtime.local_server import LocalServer
 
 WHOLE_WITHIN_S = 60.0
@@ -100,6 +100,7 @@ class Run:
         self._schedule = schedule
         self._findings = Findings()
         self._clients = Clients(target, settings.stall_limit_s, self._findings)
+        self._clients.on_answer = progress.advance
         self._until = asyncio.Event()  # the storm ends
         self._num_undisturbed = 0
         self._notes: list[str] = []
@@ -157,12 +158,14 @@ class Run:
         settings = self._settings
         requests = make_catalogue(settings.seed, model, vocabulary, max_model_len, settings.num_requests)
         self._progress.say(f"seed {settings.seed}: {len(requests)} requests, undisturbed, for the right answers")
+        some, others = list(range(0, len(requests), 2)), list(range(1, len(requests), 2))[::4]
+        self._progress.begin("learn", len(requests) + len(some) + len(others))
         known = await self._clients.learn(requests, settings.num_clients)
         if not known.can_resume:
             self._findings.add("server", "events", "they have no ids, so a stream that breaks could not be resumed")
-        some, others = list(range(0, len(requests), 2)), list(range(1, len(requests), 2))
         await self._repeat(known, some, Manner.WHOLE)
-        await self._repeat(known, others[::4], Manner.STREAM)
+        await self._repeat(known, others, Manner.STREAM)
+        self._progress.end()
         return known
 
     async def _repeat(self, known: Known, numbers: Sequence[int], manner: Manner) -> None:
@@ -182,6 +185,7 @@ class Run:
         if schedule is None:
             schedule = make_schedule(settings.seed, settings.seconds, (await self._target.view()).seats)
         self._progress.say(f"{len(schedule)} faults in {settings.seconds:g} s, {settings.num_clients} clients")
+        self._progress.begin("storm", settings.seconds, " s")
         self._findings.began_s = began_s = time.perf_counter()
         with self._ends_on_interrupt():
             async with asyncio.TaskGroup() as tasks:
@@ -207,8 +211,9 @@ class Run:
                 return
             num_hit, tally = sum(record.is_injected for record in injector.records), self._clients.tally
             self._progress.update(
-                f"{now_s:.0f} of {self._settings.seconds:g} s: {num_hit} faults, {tally.num_streams} requests, "
-                f"{tally.num_tokens} tokens, {tally.num_resumes} resumes, {len(self._findings.all)} findings"
+                now_s,
+                f"{num_hit} faults, {tally.num_streams} requests, {tally.num_tokens} tokens, "
+                f"{tally.num_resumes} resumes, {len(self._findings.all)} findings",
             )
             await asyncio.sleep(min(_LOOK_EVERY_S, self._settings.seconds - now_s))
 
@@ -232,6 +237,7 @@ class Run:
     # -- after -----------------------------------------------------------------------------------
 
     async def _heal(self) -> float | None:
+        self._progress.end()
         self._progress.say("the storm is over: waiting for full strength")
         whole_s = await self._wait_until_whole()
         if whole_s is None:
@@ -243,7 +249,9 @@ class Run:
 
     async def _recheck(self, known: Known) -> None:
         self._progress.say("every request once more, undisturbed")
+        self._progress.begin("recheck", len(known.requests))
         await self._repeat(known, range(len(known.requests)), Manner.STREAM)
+        self._progress.end()
 
     async def _look_idle(self) -> None:
         """Nothing runs any more, so nothing may be kept for anybody."""

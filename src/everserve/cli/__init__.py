@@ -1,8 +1,11 @@
 """The command line, one file per command.
 
 serve.py    serve a model
+starting.py bars while it starts
+devices.py  what it is served on
 demo.py     the story in one terminal
 status.py   who is here, and is the instance valid
+watch.py    ... as it changes (`status --watch`)
 kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced
 chaos.py    the stream checker (the checker itself is in everserve.chaos)

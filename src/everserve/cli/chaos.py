@@ -46,8 +46,8 @@ def chaos(
     leaks.
     """
     from everserve.chaos import run  # noqa: PLC0415 (only those who use it pay for it)
-    from everserve.chaos.progress import Progress  # noqa: PLC0415
     from everserve.chaos.target import Target  # noqa: PLC0415
+    from everserve.progress import Progress  # noqa: PLC0415
 
     settings = run.Settings(
         seconds=seconds,
@@ -55,17 +55,17 @@ def chaos(
         num_clients=clients,
         stall_limit_s=stall_limit,
     )
-    progress = Progress()
     if url is not None:
         if attention_workers is not None or expert_workers is not None or kv_log is not None or serve:
             raise ConfigError("--url: the server runs already; flags for a server make no sense")
-        verdict = run.check_running(Target(url, api_key), settings, progress)
+        with Progress() as progress:
+            verdict = run.check_running(Target(url, api_key), settings, progress)
     else:
         workers = ["--attention-workers", str(attention_workers or 2)]
         workers += ["--expert-workers", str(2 if expert_workers is None else expert_workers)]
         log = ["--kv-log", kv_log] if kv_log is not None else []
-        verdict = run.check_own(model, [*workers, *log, *shlex.split(serve)], settings, progress, api_key)
-    progress.end_line()
+        with Progress() as progress:
+            verdict = run.check_own(model, [*workers, *log, *shlex.split(serve)], settings, progress, api_key)
     console = Console()
     verdict.show(console if console.is_terminal else Console(width=_WIDTH))
     if json_file is not None:

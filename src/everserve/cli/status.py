@@ -22,8 +22,14 @@ def status(
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what /cluster says.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it as it changes, until Ctrl-C.")] = False,
 ) -> None:
     """Show workers, roles, epoch, placement, validity and requests. Exit status 1 if the instance is not valid."""
+    if watch:
+        from everserve.cli import watch as live  # noqa: PLC0415 (`status` is for scripts too, and should be quick)
+
+        live.watch(url.rstrip("/"), api_key)
+        return
     cluster = fetch_cluster(url, api_key)
     if as_json:
         typer.echo(json.dumps(cluster, indent=2))
@@ -76,6 +82,8 @@ def _print(cluster: dict[str, Any]) -> None:
     for worker in cluster["workers"]:
         table.add_row(*_cells(worker))
     console.print(table)
+    for sentence in cluster.get("recent", []):
+        console.print(f"- {sentence}", highlight=False, markup=False)
 
 
 def _cells(worker: dict[str, Any]) -> list[str | Text]:

@@ -1,0 +1,134 @@
+"""How the demo looks: panels that fill with text, a line of tokens per second, and marks where somebody died."""
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from everserve.cli.demo_story import PROMPTS, Kill, Outcome, Story
+from everserve.client import Stream, percentile
+
+_BIN_S = 0.05
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_NUM_LINES_BESIDE = 8  # what is not a panel
+_MIN_PANEL, _MAX_PANEL = 5, 12
+
+
+def screen(story: Story, now_s: float, console: Console) -> RenderableType:
+    """The whole of it, for any terminal from 80 x 24 on."""
+    width, height = console.size
+    panel_height = min(_MAX_PANEL, max(_MIN_PANEL, (height - _NUM_LINES_BESIDE) // 2))
+    grid = Table.grid(expand=True)
+    grid.add_column(ratio=1)
+    grid.add_column(ratio=1)
+    panels = [_panel(story, i, width // 2, panel_height, console) for i in range(len(PROMPTS))]
+    for left, right in zip(panels[::2], panels[1::2], strict=True):
+        grid.add_row(left, right)
+    return Group(grid, *_timeline(story, now_s, width), *[_line(kill, story) for kill in story.kills])
+
+
+def _panel(story: Story, index: int, width: int, height: int, console: Console) -> Panel:
+    """The end of one text, with a mark where somebody died while it was written."""
+    stream = story.streams[index]
+    text = Text(PROMPTS[index], "bold")
+    begin = 0
+    for number, kill in enumerate(story.kills, 1):
+        if kill.has_happened:
+            end = kill.num_chars[index]
+            text.append(stream.text[begin:end]).append(f" ✗{number} ", "bold white on red")
+            begin = end
+    text.append(stream.text[begin:])
+    lines = text.wrap(console, width - 4)[-(height - 2) :]
+    tail = Text("\n").join(lines)
+    largest = f" · largest gap {1e3 * max(stream.gaps_s):.0f} ms" if len(stream.arrivals_s) > 1 else ""
+    return Panel(tail, height=height, title=f"{len(stream.token_ids)} tokens{largest}", title_align="left")
+
+
+def _timeline(story: Story, now_s: float, width: int) -> tuple[Text, Text]:
+    """Tokens of all texts, a twentieth of a second a column, and below it who died when."""
+    num_bins = max(1, int((now_s - story.began_s) / _BIN_S))
+    counts = [0] * (num_bins + 1)
+    for stream in story.streams:
+        for arrival_s in stream.arrivals_s:
+            counts[min(num_bins, max(0, int((arrival_s - story.began_s) / _BIN_S)))] += 1
+    label = f"{sum(counts[-21:-1]) / min(20, num_bins) / _BIN_S:4.0f} tokens/s "
+    room = width - len(label)
+    first = max(0, num_bins - room)
+    top = max(counts[:-1] or [0]) or 1
+    bars = "".join(_BLOCKS[min(8, -(-8 * count // top))] for count in counts[first:num_bins])
+    marks = [" "] * room
+    for number, kill in enumerate(story.kills, 1):
+        if kill.at_s is not None and 0 <= (column := int((kill.at_s - story.began_s) / _BIN_S) - first) < room - 1:
+            marks[column : column + 2] = ["✗", str(number)]
+    return Text.assemble((label, "dim"), (bars, "green")), Text(" " * len(label) + "".join(marks), "bold red")
+
+
+def _line(kill: Kill, story: Story) -> Text:
+    number = story.kills.index(kill) + 1
+    if not kill.has_happened:
+        return Text(f"✗{number} {kill.who}: still lives", "dim")
+    text = Text.assemble((f"✗{number} SIGKILL to {kill.who}", "bold red"), f" (pid {kill.pid})")
+    gap_s = kill.gap_s(story.streams)
+    return text.append(" ..." if gap_s is None else f": all went on, largest gap {1e3 * gap_s:.0f} ms")
+
+
+class PlainLines:
+    """The same without a terminal: a line when somebody dies, and one when all texts have gone on."""
+
+    def __init__(self, story: Story, console: Console) -> None:
+        self._story = story
+        self._console = console
+        self._told: set[tuple[int, bool]] = set()
+
+    def look(self) -> None:
+        for kill in self._story.kills:
+            if kill.at_s is not None and kill.pid:
+                text = f"SIGKILL to {kill.who} (pid {kill.pid}) after {min(kill.num_tokens)} tokens of each text"
+                self._tell(kill, False, text, kill.at_s)
+                gap_s = kill.gap_s(self._story.streams)
+                if gap_s is not None and kill.is_settled(self._story.streams):
+                    self._tell(kill, True, f"  all texts went on; largest gap {1e3 * gap_s:.0f} ms", kill.at_s + 1.0)
+
+    def _tell(self, kill: Kill, is_over: bool, text: str, at_s: float) -> None:
+        if (id(kill), is_over) not in self._told:
+            self._told.add((id(kill), is_over))
+            self._console.print(f"{at_s - self._story.began_s:5.1f} s  {text}")
+
+
+# -- at the end ----------------------------------------------------------------------------------
+
+
+def summary(outcomes: list[Outcome], again: Story) -> Table:
+    """What died, and what clients saw of it."""
+    names = ("died", "noticed", "largest gap", "lost", "different", "replaced")
+    table = Table(*names, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.justify = "left" if column.header == "died" else "right"
+        column.no_wrap = True
+    for number, outcome in enumerate(outcomes, 1):
+        table.add_row(
+            f"✗{number} {outcome.kill.who}",
+            f"{outcome.noticed_ms:.0f} ms" if outcome.noticed_ms >= 10 else f"{outcome.noticed_ms:.1f} ms",
+            f"{outcome.gap_ms:.0f} ms",
+            str(outcome.num_lost),
+            str(outcome.num_different),
+            f"{outcome.replaced_s:.2f} s",
+        )
+    gaps_s = [gap for stream in again.streams for gap in stream.gaps_s]
+    table.add_row("nobody, afterwards", "", f"{1e3 * max(gaps_s):.0f} ms", style="dim")
+    return table
+
+
+def prices(outcomes: list[Outcome], again: Story) -> list[str]:
+    """What each death cost, and what is usual, a line each."""
+    lines = [f"✗{number} {outcome.cost}" for number, outcome in enumerate(outcomes, 1)]
+    gaps_s = [gap for stream in again.streams for gap in stream.gaps_s]
+    return [*lines, f"Usually there are {1e3 * percentile(gaps_s, 0.5):.0f} ms between two tokens of a text."]
+
+
+def beginnings(streams: list[Stream], console: Console) -> None:
+    """A taste of the texts, where nobody saw them grow."""
+    for prompt, stream in zip(PROMPTS, streams, strict=True):
+        text = " ".join(f"{prompt}{stream.text}".split())
+        console.print(f"  {text[: (console.width - 6)]} ...", markup=False)

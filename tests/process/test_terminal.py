@@ -1,0 +1,116 @@
+"""What people see: `demo`, `status --watch` and `serve`, on a terminal of 80 x 24 and without one."""
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+
+import pytest
+
+EVERSERVE = (sys.executable, "-m", "everserve.cli")
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.raw = ""
+        self._ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.process = subprocess.Popen(
+            [*EVERSERVE, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm-256color"},
+        )
+        os.close(theirs)
+
+    @property
+    def text(self) -> str:
+        """Without colours and the movements of the cursor."""
+        return _ESCAPES.sub("", self.raw)
+
+    def read_until(self, condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline and self._read(), self.text[-3000:]
+
+    def _read(self) -> bool:
+        """What has come meanwhile; False at the end."""
+        if not select.select([self._ours], [], [], 0.1)[0]:
+            return True
+        try:
+            data = os.read(self._ours, 1 << 16)
+        except OSError:  # as Linux says that the last one has gone
+            return False
+        self.raw += data.decode(errors="replace")
+        return bool(data)
+
+    def finish(self) -> int:
+        """Its exit status, when it has ended by itself and nobody holds the terminal."""
+        deadline = time.monotonic() + 60
+        while self._read():
+            assert time.monotonic() < deadline, self.text[-3000:]
+        status = self.process.wait(timeout=30)
+        os.close(self._ours)
+        assert self.raw.count("\x1b[?25l") <= self.raw.count("\x1b[?25h"), "the cursor is shown again"
+        return status
+
+
+def test_the_demo_without_a_terminal():
+    done = subprocess.run([*EVERSERVE, "demo"], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for victim in ("expert worker 2", "attention worker 0", "the orchestrator"):
+        assert re.search(rf"SIGKILL to {victim} \(pid \d+\)", done.stdout), done.stdout
+    assert done.stdout.count("all texts went on; largest gap") == 3
+    assert "Tokens lost: 0. Tokens that differ from the undisturbed texts: 0." in done.stdout
+    assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_demo_on_a_terminal():
+    terminal = Terminal("demo")
+    terminal.read_until(lambda: "Serve it yourself" in terminal.text, timeout_s=240)
+    assert terminal.finish() == 0
+    for text in (
+        "workers are ready",
+        "worker 0 attention",
+        "✗3 SIGKILL to the orchestrator",
+        "tokens/s",
+        "Tokens lost: 0.",
+    ):
+        assert text in terminal.text
+
+
+def test_a_watcher_sees_a_kill_and_leaves_on_ctrl_c(start_server):
+    with start_server("--attention-workers", "1", "--expert-workers", "2", "--enable-chaos") as server:
+        terminal = Terminal("status", "--watch", "--url", server.url)
+        terminal.read_until(lambda: "whole since" in terminal.text)
+        subprocess.run([*EVERSERVE, "kill", "1", "--url", server.url], check=True, capture_output=True)
+        terminal.read_until(lambda: "expert worker 1 died (SIGKILL)" in terminal.text)
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.finish() == 0
+        assert terminal.raw.rindex("\x1b[?1049l") > terminal.raw.rindex("\x1b[?1049h"), "it leaves its screen"
+
+
+@pytest.mark.parametrize("keys", [[], ["--api-key", "secret"]])
+def test_serve_shows_its_workers_until_they_are_ready(keys):
+    terminal = Terminal("serve", "demo", "--port", "0", "--attention-workers", "2", *keys)
+    try:
+        terminal.read_until(lambda: "demo ready at http://" in terminal.text, timeout_s=120)
+        assert "worker 1 attention+expert" in terminal.text and "everserve: demo" in terminal.text
+        said = re.findall(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*", terminal.raw)
+        assert not said, "what processes say begins where a bar was erased, or on a line of its own"
+    finally:
+        terminal.process.send_signal(signal.SIGINT)
+    assert terminal.finish() == 0

@@ -1,0 +1,110 @@
+"""What the demo makes of what clients saw."""
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from everserve.cli import demo_screen
+from everserve.cli.demo_story import MAX_TOKENS, PROMPTS, Kill, Story, judge
+from everserve.client import Stream
+from everserve.runtime.local_server import LocalServer
+
+BEGAN_S = 100.0
+
+
+def stream(tokens: list[int], hole_s: float = 0.0, hole_at: int = 0) -> Stream:
+    """A token every 10 ms, but for one hole."""
+    arrivals = [BEGAN_S + 0.01 * i + (hole_s if i >= hole_at else 0.0) for i in range(len(tokens))]
+    text = "".join(f" {token}" for token in tokens)
+    return Stream(BEGAN_S, arrivals, tokens, text, finish_reason="length")
+
+
+def story(streams: list[Stream], kills: list[Kill]) -> Story:
+    told = Story(LocalServer("demo"), kills)
+    told.streams, told.began_s = streams, BEGAN_S
+    return told
+
+
+def kill(number: int, target: dict[str, Any], num_tokens: int, pid: int) -> Kill:
+    at_s = BEGAN_S + 0.01 * num_tokens + 0.001
+    counts = [num_tokens] * len(PROMPTS)
+    return Kill(
+        num_tokens, f"attention worker {number}", target, at_s, at_s + 0.001, pid, counts, [3 * n for n in counts]
+    )
+
+
+TOKENS = [list(range(i, i + MAX_TOKENS)) for i in range(len(PROMPTS))]
+KILLS = [kill(1, {"rank": 2}, 200, 11), kill(2, {"rank": 0}, 500, 12), kill(3, {"process": "orchestrator"}, 800, 13)]
+
+
+def told(kills: list[Kill]) -> list[dict[str, Any]]:
+    """As a server would."""
+    first, second, third = (one.at_s or 0.0 for one in kills)
+    return [
+        {"event": "fault_injected", "at_s": first + 0.001, "victim_pid": 11, "rank": 2},
+        {"event": "fault_detected", "at_s": first + 0.003, "rank": 2},
+        {"event": "rows_replayed", "at_s": first + 0.003, "rank": 0, "suspect": 2, "num_rows": 9},
+        {"event": "worker_became_ready", "at_s": first + 0.301, "rank": 2},
+        {"event": "fault_injected", "at_s": second, "victim_pid": 12, "rank": 0},
+        {"event": "fault_detected", "at_s": second + 0.004, "rank": 0},
+        {"event": "stream_restored", "at_s": second, "from_rank": 0, "num_restored": 505, "num_recomputed": 1},
+        {"event": "worker_became_ready", "at_s": second + 0.25, "rank": 0},
+        {"event": "process_ended", "at_s": third + 0.01, "child": "orchestrator"},
+        {"event": "orchestrator_recovered", "at_s": third + 0.5},
+    ]
+
+
+def test_all_is_well() -> None:
+    disturbed = story([stream(tokens, 0.02, hole_at=501) for tokens in TOKENS], KILLS)
+    again = story([stream(tokens) for tokens in TOKENS], [])
+    outcomes = judge(disturbed, again, told(KILLS))
+    assert [(one.num_lost, one.num_different) for one in outcomes] == [(0, 0)] * 3
+    assert [round(one.gap_ms) for one in outcomes] == [10, 30, 10]
+    assert [round(one.noticed_ms) for one in outcomes] == [2, 4, 10]
+    assert [round(one.replaced_s, 2) for one in outcomes] == [0.3, 0.25, 0.5]
+    out = io.StringIO()
+    Console(file=out, width=80).print(demo_screen.summary(outcomes, again))
+    assert "…" not in out.getvalue() and "largest gap" in out.getvalue(), "it fits"
+    assert outcomes[0].cost == "9 rows sent again, to shadows"
+    assert outcomes[1].cost == "1 texts moved: 505 tokens' KV from its log, 1 computed again"
+
+
+def test_what_is_lost_or_wrong_belongs_to_the_death_before() -> None:
+    wrong = [list(tokens) for tokens in TOKENS]
+    wrong[1][600] = -1
+    wrong[2] = wrong[2][:-3]
+    outcomes = judge(story([stream(one) for one in wrong], KILLS), story(list(map(stream, TOKENS)), []), told(KILLS))
+    assert [(one.num_lost, one.num_different) for one in outcomes] == [(0, 0), (0, 1), (3, 0)]
+
+
+def test_a_gap_is_known_when_all_have_gone_on() -> None:
+    one = Kill(1, "x", {"rank": 0}, at_s=BEGAN_S + 0.105, sent_s=BEGAN_S + 0.106)
+    waiting = Stream(BEGAN_S, [BEGAN_S, BEGAN_S + 0.1])
+    going = Stream(BEGAN_S, [BEGAN_S + 0.01 * i for i in range(60)])
+    assert one.gap_s([waiting, going]) is None
+    waiting.arrivals_s.append(BEGAN_S + 0.25)
+    gap_s = one.gap_s([waiting, going])
+    assert gap_s is not None and round(gap_s, 3) == 0.15 and not one.is_settled([waiting, going])
+    assert Kill(1, "x", {}).gap_s([waiting]) is None
+
+
+def test_the_screen_fits_and_marks_the_place() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    going = story([stream(tokens[:550]) for tokens in TOKENS], [KILLS[0], KILLS[1], Kill(900, "somebody", {})])
+    console.print(demo_screen.screen(going, BEGAN_S + 5.5, console))
+    lines = out.getvalue().rstrip("\n").splitlines()
+    assert len(lines) <= 23 and all(len(line) <= 80 for line in lines)
+    text = out.getvalue()
+    assert "550 tokens" in text and " ✗2 " in text and "somebody: still lives" in text and "400 tokens/s" in text
+
+
+def test_plain_lines_come_once() -> None:
+    out = io.StringIO()
+    lines = demo_screen.PlainLines(story(list(map(stream, TOKENS)), KILLS), Console(file=out, width=110))
+    lines.look()
+    lines.look()
+    said = out.getvalue().splitlines()
+    assert len(said) == 6 and said[0].startswith("  2.0 s  SIGKILL to attention worker 1 (pid 11) after 200 tokens")
+    assert "largest gap 10 ms" in said[1]
