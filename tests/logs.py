@@ -60,10 +60,16 @@ class Owner:
 
     def __init__(self, log: Log, in_log: bool) -> None:
         self.log, self.shape = log, log.shape
-        self.pool = as_pool(log.blocks if in_log else bytearray(len(log.blocks)), log.shape)
-        self.writer = LogWriter(log, self.pool.ctypes.data)
+        self.pool = self.make_pool(in_log)
+        self.writer = self.make_writer()
         self.free = list(range(log.shape.num_blocks))
         self.streams: dict[str, Stream] = {}
+
+    def make_pool(self, in_log: bool) -> np.ndarray:
+        return as_pool(self.log.blocks if in_log else bytearray(len(self.log.blocks)), self.shape)
+
+    def make_writer(self) -> LogWriter:
+        return LogWriter(self.log, self.pool.ctypes.data)
 
     def begin(self, new_tokens: Mapping[str, list[int]]) -> tuple[np.ndarray, np.ndarray]:
         """The rows of a step. Returns their slots and their KV."""
@@ -130,11 +136,11 @@ class Heir(Owner):
         for i, source_block in enumerate(record.blocks):
             wanted_B = chains_T[i * size : min((i + 1) * size, num_tokens)]
             target = (source_block + 1) % self.shape.num_blocks
-            num_right = self.writer.copy_in(source, source_block, len(wanted_B), wanted_B, target)
+            num_right = self.writer.copy_in(source, [source_block], len(wanted_B), wanted_B, [target])
             right = kv_of(wanted_B[:num_right], self.shape).transpose(1, 2, 0, 3)
             assert np.array_equal(self.pool[target, :, :, :num_right], right), "restored, and wrong"
             assert np.array_equal(as_pool(self.log.blocks, self.shape)[target, :, :, :num_right], right), "or not kept"
-            assert self.log.count_intact(target, len(wanted_B), wanted_B) >= num_right
+            assert self.log.count_intact([target], len(wanted_B), wanted_B) >= num_right
             if num_right < len(wanted_B):
                 return i * size + num_right
         return num_tokens

@@ -124,17 +124,27 @@ class LoggedToy:
             max_blocks=-(-config.max_model_len // config.block_size),
         )
         self.memory = memory if memory is not None else create_memory("log", self.shape.num_bytes)
-        self.log = Log(self.memory, self.shape)
-        self.model = ToyModel(config.num_blocks, config.block_size, self.log.blocks if is_in_place else None)
-        writer = LogWriter(self.log, self.model.pool.ctypes.data)
+        self.log = self.open_log()
+        self.model = ToyModel(config.num_blocks, config.block_size, self.pool_memory() if is_in_place else None)
+        writer = self.make_writer()
         assert writer.pool_is_in_log == is_in_place
-        function, argument = writer.meanwhile
-        meanwhile = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(function)
-        self.model.meanwhile = lambda layer: meanwhile(argument, layer)
         self.journal = Journal(writer)
         self.engine = Engine(
             config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
         )
+
+    def open_log(self) -> Log:
+        return Log(self.memory, self.shape)
+
+    def pool_memory(self) -> memoryview:
+        return self.log.blocks
+
+    def make_writer(self) -> LogWriter:
+        writer = LogWriter(self.log, self.model.pool.ctypes.data)
+        function, argument = writer.meanwhile
+        meanwhile = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(function)
+        self.model.meanwhile = lambda layer: meanwhile(argument, layer)
+        return writer
 
     def find(self, log: Log, id: str) -> Saved | None:
         record = log.find(key_of(id))

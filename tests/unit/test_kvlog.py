@@ -118,7 +118,7 @@ def test_a_step_is_in_the_log(in_log, gaps, piece_bytes):
         chains_T = chains(stream.tokens)
         for i, block in enumerate(stream.blocks):
             wanted_B = chains_T[4 * i : 4 * i + 4]
-            assert owner.log.count_intact(block, len(wanted_B), wanted_B) == len(wanted_B)
+            assert owner.log.count_intact([block], len(wanted_B), wanted_B) == len(wanted_B)
             logged = as_pool(owner.log.blocks, shape)[block, :, :, : len(wanted_B)]
             assert np.array_equal(logged, kv_of(wanted_B, shape).transpose(1, 2, 0, 3))
     used = [block for stream in owner.streams.values() for block in stream.blocks]
@@ -195,7 +195,7 @@ def test_meanwhile_outside_of_a_step_does_nothing():
     owner.streams["a"].blocks.clear()
     owner.step({"a": [1, 2]}, gaps=[2])
     call_meanwhile(owner.writer, 2)
-    assert owner.log.count_intact(owner.streams["a"].blocks[0], 2, chains([1, 2])) == 2
+    assert owner.log.count_intact([owner.streams["a"].blocks[0]], 2, chains([1, 2])) == 2
 
 
 @in_both_places
@@ -209,11 +209,11 @@ def test_an_abandoned_step(in_log):
     owner.free = [second, first, 7]
     owner.compute(range(2), *owner.begin({"b": [9]}), gaps=[0, 1])
     owner.writer.abandon()
-    assert owner.log.count_intact(second, 1, chains([1, 2, 3, 4, 5])[4:]) == 0
-    assert owner.log.count_intact(second, 1, chains([9])) == 0
+    assert owner.log.count_intact([second], 1, chains([1, 2, 3, 4, 5])[4:]) == 0
+    assert owner.log.count_intact([second], 1, chains([9])) == 0
     assert Heir(new_log(), False).restore(owner.log, "a", [1, 2, 3, 4, 5]) == 4
     owner.step({"b": [9]})
-    assert owner.log.count_intact(second, 1, chains([9])) == 1
+    assert owner.log.count_intact([second], 1, chains([9])) == 1
 
 
 # what the words notice
@@ -226,14 +226,14 @@ def test_every_bit_counts():
     for layer, plane, slot, byte in np.ndindex(SHAPE.num_layers, SHAPE.num_planes, 3, SHAPE.piece_bytes):
         for bit in range(8):
             blocks[0, layer, plane, slot, byte] ^= 1 << bit
-            assert owner.log.count_intact(0, 3, chains_T) == slot
+            assert owner.log.count_intact([0], 3, chains_T) == slot
             blocks[0, layer, plane, slot, byte] ^= 1 << bit
     for slot, bit in itertools.product(range(3), range(64)):
         word = ctypes.c_uint64.from_address(owner.log.layout.base + owner.log.layout.words_at + 8 * slot)
         word.value ^= 1 << bit
-        assert owner.log.count_intact(0, 3, chains_T) == slot
+        assert owner.log.count_intact([0], 3, chains_T) == slot
         word.value ^= 1 << bit
-    assert owner.log.count_intact(0, 3, chains_T) == 3
+    assert owner.log.count_intact([0], 3, chains_T) == 3
 
 
 @pytest.mark.parametrize("piece_bytes", [8, 36, 64])
@@ -248,10 +248,10 @@ def test_any_two_bits_count(piece_bytes):
             for bit, other_bit in [(7, 7), (0, 7), (7, 0), (0, 0)]:
                 bits[byte] ^= 1 << bit
                 bits[other] ^= 1 << other_bit
-                assert owner.log.count_intact(0, 1, chains_T) == 0
+                assert owner.log.count_intact([0], 1, chains_T) == 0
                 bits[byte] ^= 1 << bit
                 bits[other] ^= 1 << other_bit
-    assert owner.log.count_intact(0, 1, chains_T) == 1
+    assert owner.log.count_intact([0], 1, chains_T) == 1
 
 
 def test_order_counts():
@@ -267,29 +267,29 @@ def test_order_counts():
     ]
     for one, other in views:
         for _ in range(2):
-            assert owner.log.count_intact(0, 3, chains_T) in (0, 3)
+            assert owner.log.count_intact([0], 3, chains_T) in (0, 3)
             saved = one.copy()
             one[...], other[...] = other.copy(), saved
-        assert owner.log.count_intact(0, 3, chains_T) == 3
+        assert owner.log.count_intact([0], 3, chains_T) == 3
     one, other = views[2]
     one[...] = other
-    assert owner.log.count_intact(0, 3, chains_T) == 0
+    assert owner.log.count_intact([0], 3, chains_T) == 0
 
 
 @pytest.mark.parametrize("value", [0x00, 0x80, 0xFF])
 def test_memory_that_was_never_written(value):
     log = new_log()
     log.blocks[:] = bytes([value]) * len(log.blocks)
-    assert log.count_intact(0, 4, chains([1, 2, 3, 4])) == 0
-    assert log.count_intact(0, 4, np.zeros(4, np.uint64)) == 0
+    assert log.count_intact([0], 4, chains([1, 2, 3, 4])) == 0
+    assert log.count_intact([0], 4, np.zeros(4, np.uint64)) == 0
 
 
 def test_other_tokens_are_no_match():
     owner = owner_of("a")
     owner.step({"a": [1, 2, 3, 4, 5]})
     first, second = owner.streams["a"].blocks
-    assert owner.log.count_intact(first, 4, chains([1, 2, 0, 4])) == 2
-    assert owner.log.count_intact(second, 1, chains([5])) == 0, "the same token, elsewhere in a stream"
+    assert owner.log.count_intact([first], 4, chains([1, 2, 0, 4])) == 2
+    assert owner.log.count_intact([second], 1, chains([5])) == 0, "the same token, elsewhere in a stream"
 
 
 # records
@@ -486,11 +486,11 @@ def test_from_the_own_log_to_another_block_or_the_same(in_log):
     chains_T = chains([1, 2, 3, 4, 5])
     for source in (dead.log, successor.log):
         for block in (0, 6):
-            assert successor.writer.copy_in(source, 0, 4, chains_T[:4], block) == 4
+            assert successor.writer.copy_in(source, [0], 4, chains_T[:4], [block]) == 4
             assert np.array_equal(successor.pool[block], kv_of(chains_T[:4]).transpose(1, 2, 0, 3))
-            assert successor.log.count_intact(block, 4, chains_T) == 4
-    assert successor.writer.copy_in(successor.log, 1, 1, chains_T[4:], 1) == 1
-    assert successor.writer.copy_in(successor.log, 1, 0, chains_T[4:], 1) == 0
+            assert successor.log.count_intact([block], 4, chains_T) == 4
+    assert successor.writer.copy_in(successor.log, [1], 1, chains_T[4:], [1]) == 1
+    assert successor.writer.copy_in(successor.log, [1], 0, chains_T[4:], [1]) == 0
 
 
 def test_copy_in_takes_only_what_is_right():
@@ -498,8 +498,30 @@ def test_copy_in_takes_only_what_is_right():
     owner.step({"a": [1, 2, 3, 4]})
     heir.log.blocks[:] = bytes([7]) * len(heir.log.blocks)
     as_pool(owner.log.blocks)[0, 2, 1, 2, 19] ^= 1
-    assert heir.writer.copy_in(owner.log, 0, 4, chains([1, 2, 3, 4]), 5) == 2
+    assert heir.writer.copy_in(owner.log, [0], 4, chains([1, 2, 3, 4]), [5]) == 2
     assert (as_pool(heir.log.blocks)[5, :, :, 2:] == 7).all() and np.count_nonzero(words_of(heir.log)) == 2
+
+
+@in_both_places
+@pytest.mark.parametrize("num_tokens", [1, 4, 7, 8, 11])
+@pytest.mark.parametrize("broken", [None, 0, 3, 4, 6, 10])
+def test_many_blocks_at_once(in_log, num_tokens, broken):
+    """Up to the first token that is not right, wherever that is."""
+    owner, heir = owner_of("a"), Heir(new_log(), in_log)
+    owner.free = [7, 2, 9]
+    owner.step({"a": [*range(11)]})
+    chains_T, expected = chains(range(11)), num_tokens if broken is None else min(num_tokens, broken)
+    if broken is not None:
+        as_pool(owner.log.blocks)[[7, 2, 9][broken // 4], 1, 1, broken % 4, 3] ^= 4
+    blocks = [3, 11, 0][: -(-num_tokens // 4)]
+    sources = [7, 2, 9][: len(blocks)]
+    assert owner.log.count_intact(sources, num_tokens, chains_T) == expected
+    assert heir.writer.copy_in(owner.log, sources, num_tokens, chains_T, blocks) == expected
+    assert heir.writer.count_intact(blocks, num_tokens, chains_T) == expected
+    for i in range(expected):
+        assert np.array_equal(heir.pool[blocks[i // 4], :, :, i % 4], kv_of(chains_T)[i])
+    with pytest.raises(AssertionError, match="in 0 blocks"):
+        heir.writer.copy_in(owner.log, [], 1, chains_T, [1])
 
 
 def test_copy_in_between_logs_of_different_size():
@@ -507,10 +529,10 @@ def test_copy_in_between_logs_of_different_size():
     owner.step({"a": [1, 2, 3, 4]})
     log = new_log(replace(SHAPE, num_blocks=3, num_records=1, max_blocks=2))
     writer = LogWriter(log, log.blocks_address)
-    assert writer.copy_in(owner.log, 0, 4, chains([1, 2, 3, 4]), 2) == 4
+    assert writer.copy_in(owner.log, [0], 4, chains([1, 2, 3, 4]), [2]) == 4
     other = new_log(replace(SHAPE, piece_bytes=24))
     with pytest.raises(AssertionError, match="another kind"):
-        writer.copy_in(other, 0, 4, chains([1, 2, 3, 4]), 2)
+        writer.copy_in(other, [0], 4, chains([1, 2, 3, 4]), [2])
 
 
 def test_chains_of_any_stride():
@@ -518,11 +540,11 @@ def test_chains_of_any_stride():
     owner.step({"a": [1, 2, 3, 4]})
     wide = np.zeros(8, np.uint64)
     wide[::2] = chains([1, 2, 3, 4])
-    assert owner.log.count_intact(0, 4, wide[::2]) == 4
+    assert owner.log.count_intact([0], 4, wide[::2]) == 4
     with pytest.raises(AssertionError):
-        owner.log.count_intact(0, 5, chains([1, 2, 3, 4, 5]))
+        owner.log.count_intact([0], 5, chains([1, 2, 3, 4, 5]))
     with pytest.raises(AssertionError):
-        owner.log.count_intact(12, 1, chains([1]))
+        owner.log.count_intact([12], 1, chains([1]))
 
 
 # the memory
@@ -595,13 +617,13 @@ def test_closing():
     for use in (
         lambda: log.find(A),
         log.records,
-        lambda: log.count_intact(0, 1, chains([1])),
+        lambda: log.count_intact([0], 1, chains([1])),
         lambda: writer.begin(*ones),
         writer.finish,
         lambda: writer.commit(0, A, 0, [], 0),
         lambda: writer.clear(0),
-        lambda: writer.copy_in(other, 0, 1, chains([1]), 0),
-        lambda: other_writer.copy_in(log, 0, 1, chains([1]), 0),
+        lambda: writer.copy_in(other, [0], 1, chains([1]), [0]),
+        lambda: other_writer.copy_in(log, [0], 1, chains([1]), [0]),
         lambda: LogWriter(log, 0),
     ):
         with pytest.raises(AssertionError):
@@ -695,4 +717,4 @@ def test_a_layer_that_was_missed_is_taken_with_the_next(waiting):
         num_taken.append(sum(bool(logged[i].any()) for i in range(5)))
     assert num_taken == [0, 2, 2, 2, 5]
     owner.writer.finish()
-    assert owner.log.count_intact(0, 3, chains([1, 2, 3])) == 3
+    assert owner.log.count_intact([0], 3, chains([1, 2, 3])) == 3

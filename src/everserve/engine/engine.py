@@ -237,6 +237,7 @@ class Engine:
             num_restored_tokens=restorer.num_restored if restorer is not None else 0,
             num_broken_tokens=restorer.num_broken if restorer is not None else 0,
             log_lag_tokens=journal.lag(scheduler.running) if journal is not None else 0,
+            num_captures=self._forward.num_captures,
         )
 
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list["_Result"]:

@@ -13,6 +13,10 @@ from everserve.model.batch import StepBatch
 class Forward(Protocol):
     """logits_LV of `rows.logits_rows_L`. If it raises, the step never happened."""
 
+    @property
+    def num_captures(self) -> int:
+        """Graphs captured so far."""
+
     def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
         """`meanwhile` is called once, when the host has nothing else to do: at the latest before this returns."""
 
@@ -27,6 +31,8 @@ class Stepping(Protocol):
 
 class EagerForward:
     """Computed here and now, by the processor that would have to do everything else too."""
+
+    num_captures = 0
 
     def __init__(
         self, compute: Callable[[StepBatch], Tensor], device: torch.device, stepping: Stepping | None = None

@@ -27,7 +27,7 @@ from everserve.engine.batching import Rows
 from everserve.engine.sequence import Chunk, Sequence
 from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.log import Record
-from everserve.kvlog.writer import Commit, LogWriter
+from everserve.kvlog.writer import Commit, Writer
 
 
 @dataclass(slots=True)
@@ -45,7 +45,7 @@ class Entry:
 class Journal:
     """Writes one log, for the engine whose pool the writer knows."""
 
-    def __init__(self, writer: LogWriter) -> None:
+    def __init__(self, writer: Writer) -> None:
         self.log = log = writer.log
         self.writer = writer
         self.entries: dict[str, Entry] = {}
@@ -79,15 +79,15 @@ class Journal:
 
     def finish(self) -> None:
         """They were computed. (The engine does not count them as such yet.)"""
-        block_size, num_logged = self._block_size, self._num_logged
+        block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
         for (entry, chunk), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
             blocks, first = chunk.sequence.blocks, chunk.sequence.num_computed
             end = first + chunk.num_tokens
             entry.chain, entry.num_chained = chain, end
-            last = (end - 1) // block_size
-            for i in range(first // block_size, last):
-                num_logged[blocks[i]] = block_size
-            num_logged[blocks[last]] = end - last * block_size
+            for i in range(first // block_size, -(-end // block_size)):
+                block, start = blocks[i], i * block_size
+                if first <= start + num_logged[block]:  # what comes after a slot that is not logged does not count
+                    num_logged[block] = min(end - start, block_size) if block < reach else 0
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
         """The step never happened. Streams that wait, again or still, have no blocks."""
@@ -112,8 +112,8 @@ class Journal:
         entry.chain, entry.num_chained = chain, num_tokens
 
     def note_logged(self, block: int, num_slots: int) -> None:
-        """The log has the first slots of this block."""
-        self._num_logged[block] = num_slots
+        """The log has the first slots of this block, if it is in the writer's reach."""
+        self._num_logged[block] = num_slots if block < self.writer.reach else 0
 
     def num_committed(self, sequence: Sequence) -> int:
         entry = self.entries.get(sequence.id)
@@ -121,13 +121,8 @@ class Journal:
 
     def count_intact(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of its first tokens are in the log, as they should be."""
-        chains_T, num_intact = chains(sequence.tokens[:num_tokens]), 0
-        for i, start in enumerate(range(0, num_tokens, self._block_size)):
-            expected = chains_T[start : start + self._block_size]
-            num_intact += self.log.count_intact(sequence.blocks[i], len(expected), expected)
-            if num_intact < start + len(expected):
-                break
-        return num_intact
+        blocks = sequence.blocks[: sequence.num_blocks_for(num_tokens)]
+        return self.writer.count_intact(blocks, num_tokens, chains(sequence.tokens[:num_tokens]))
 
     def lag(self, running: Iterable[Sequence]) -> int:
         """How many tokens are computed and not committed."""

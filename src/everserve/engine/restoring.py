@@ -1,7 +1,7 @@
 """Bringing a stream's KV back from a log, when the stream is admitted.
 
-Block by block, behind what the prefix cache had of it, up to the first token that is not what its record promised; at
-least one token stays pending, because its logits are needed. What comes back is in our own log too.
+All blocks at once, behind what the prefix cache had of it, up to the first token that is not what its record promised;
+at least one token stays pending, because its logits are needed. What comes back is in our own log too.
 
 Where the log is the memory that our own pool lies in (our predecessor's pool), a block that nobody has taken since is
 used where it lies. Whether it still holds these tokens is not a question of who had it: its words tell.
@@ -65,34 +65,87 @@ class Restorer:
         return reached - first
 
     def _bring(self, sequence: Sequence, saved: Saved, end: int) -> int:
-        """The tokens up to `end`, block by block; returns up to which one all are right."""
+        """The tokens up to `end`, as many blocks at once as possible; returns up to which one all are right."""
         first, block_size = sequence.num_computed, self._pool.block_size
         chains = self._journal.chains(sequence, end)
         reached = first
-        for start in range(first, end, block_size):
-            num_wanted = min(block_size, end - start)
-            wanted = chains[start - first : start - first + num_wanted]
-            num_right = self._bring_block(sequence, saved, saved.blocks[start // block_size], wanted)
+        while reached < end:
+            sources = saved.blocks[reached // block_size : -(-end // block_size)]
+            in_place = self._run_in_place(saved, sources)
+            if in_place:
+                num_wanted = min(len(in_place) * block_size, end - reached)
+                num_right = self._use_in_place(sequence, in_place, chains[reached - first :][:num_wanted])
+            else:
+                blocks = self._allocate_for(saved, sources)
+                num_wanted = min(len(blocks) * block_size, end - reached)
+                wanted = chains[reached - first :][:num_wanted]
+                num_right = self._copy(sequence, saved, sources[: len(blocks)], wanted, blocks)
+            self._publish(sequence, reached, reached + num_right)
             reached += num_right
-            if num_right == block_size and self._enable_prefix_caching:
-                self._pool.publish(sequence.blocks[-1], sequence.block_hashes()[start // block_size])
             if num_right < num_wanted:
                 break
         if reached > first:
             self._journal.note_chain(sequence, reached, int(chains[reached - first - 1]))
         return reached
 
-    def _bring_block(self, sequence: Sequence, saved: Saved, source: int, chains: NDArray[np.uint64]) -> int:
-        """One more block for the sequence, with the tokens that have these chains; returns how many are right."""
-        if saved.is_own and self._journal.writer.pool_is_in_log and self._pool.is_forgotten(source):
-            block, num_right = source, saved.log.count_intact(source, len(chains), chains)
-            if num_right == 0:
-                return 0  # by now it is somebody else's, who may need it
+    def _run_in_place(self, saved: Saved, sources: tuple[int, ...]) -> list[int]:
+        """The leading ones of these blocks that can be used where they lie."""
+        run: dict[int, None] = {}
+        for source in sources:
+            if source in run or not self._is_in_place(saved, source):
+                break
+            run[source] = None
+        return list(run)
+
+    def _allocate_for(self, saved: Saved, sources: tuple[int, ...]) -> list[int]:
+        """New blocks for the leading ones of these that cannot."""
+        blocks: list[int] = []
+        for source in sources:
+            if blocks and self._is_in_place(saved, source):
+                break
+            blocks.append(self._pool.allocate())
+        return blocks
+
+    def _is_in_place(self, saved: Saved, source: int) -> bool:
+        return saved.is_own and self._journal.writer.pool_is_in_log and self._pool.is_forgotten(source)
+
+    def _use_in_place(self, sequence: Sequence, blocks: list[int], chains: NDArray[np.uint64]) -> int:
+        """These blocks for the sequence, as far as they hold the tokens that have these chains; returns how many are
+        right. What is not is somebody else's by now, who may need it."""
+        num_right = self._journal.writer.count_intact(blocks, len(chains), chains)
+        used = blocks[: -(-num_right // self._pool.block_size)]
+        for block in used:
             self._pool.share(block)
-        else:
-            block = self._pool.allocate()
-            num_right = self._journal.writer.copy_in(saved.log, source, len(chains), chains, block)
-        sequence.blocks.append(block)
-        self._undo.record(sequence.blocks.pop)
-        self._journal.note_logged(block, num_right)
+        self._append(sequence, used, num_right)
         return num_right
+
+    def _copy(
+        self,
+        sequence: Sequence,
+        saved: Saved,
+        sources: tuple[int, ...],
+        chains: NDArray[np.uint64],
+        blocks: list[int],
+    ) -> int:
+        """These blocks, taken from the pool, for the sequence, with the tokens that have these chains; returns how many
+        are right. Blocks behind the first that is not are given back."""
+        num_right = self._journal.writer.copy_in(saved.log, sources, len(chains), chains, blocks)
+        num_kept = -(-num_right // self._pool.block_size)
+        for block in reversed(blocks[num_kept:]):
+            self._pool.release(block)
+            self._journal.note_logged(block, 0)
+        self._append(sequence, blocks[:num_kept], num_right)
+        return num_right
+
+    def _append(self, sequence: Sequence, blocks: list[int], num_right: int) -> None:
+        for i, block in enumerate(blocks):
+            sequence.blocks.append(block)
+            self._undo.record(sequence.blocks.pop)
+            self._journal.note_logged(block, min(num_right - i * self._pool.block_size, self._pool.block_size))
+
+    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
+        """What is in full blocks may be found by others."""
+        if self._enable_prefix_caching:
+            block_size, hashes = self._pool.block_size, sequence.block_hashes()
+            for i in range(first // block_size, end // block_size):
+                self._pool.publish(sequence.blocks[i], hashes[i])

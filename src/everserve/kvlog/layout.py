@@ -10,7 +10,8 @@ A *plane* is the keys, or the values, of one head in one layer of a block; a *pi
 
     one token in one layer = num_planes pieces, block_size * piece_bytes apart
 
-Memory is only touched, and paid for, where it is used. This module needs neither numpy nor C.
+Where the pool itself is memory that outlives its worker, but on a device, the blocks are there, and the rest is a log
+without blocks. Memory is only touched, and paid for, where it is used. This module needs neither numpy nor C.
 """
 
 import ctypes
@@ -25,7 +26,7 @@ _MAX_INT32 = 2**31 - 1
 MAX_BLOCK_SIZE = 1024  # csrc/log.h
 
 MAGIC = 0x676F6C2D766B7365
-VERSION = 1
+VERSION = 2
 HEADER = Struct("Q8i")  # magic, version, the shape
 HEADER_AT_SHAPE = Struct("8i")  # the same without the magic
 SHAPE_AT = 8
@@ -75,6 +76,11 @@ class LogShape:
     def num_bytes(self) -> int:
         """How much memory a log needs: a whole number of pages."""
         return _up(self.layout().blocks_at + self.num_blocks * self.block_bytes, mmap.PAGESIZE)
+
+    @property
+    def head_bytes(self) -> int:
+        """How much of that is not blocks: all that a log needs whose blocks are elsewhere."""
+        return int(self.layout().blocks_at)
 
     def has_blocks_like(self, other: "LogShape") -> bool:
         """Whether a block of one is a block of the other."""

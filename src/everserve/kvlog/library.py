@@ -27,14 +27,15 @@ class Library:
             (self.brief.es_log_find, [pointer, packed, pointer], int64),
             (self.brief.es_log_read, [pointer, int64, pointer], int64),
             (self.brief.es_log_last_seq, [pointer], uint64),
-            (self.blocking.es_log_count_intact, [pointer, int64, int64, pointer], int64),
+            (self.blocking.es_log_count_intact, [pointer, packed, int64, pointer], int64),
             (self.brief.es_log_begin, [pointer, int64, int64], int64),
             (self.blocking.es_log_meanwhile, [pointer, int64], None),
             (self.blocking.es_log_finish, [pointer], int64),
             (self.brief.es_log_commit, [pointer, packed, int64, packed], int64),
             (self.brief.es_log_clear, [pointer, int64], int64),
-            (self.blocking.es_log_copy_in, [pointer, pointer, int64, int64, pointer, int64], int64),
+            (self.blocking.es_log_copy_in, [pointer, pointer, packed, int64, pointer, packed], int64),
             (self.brief.es_log_chains, [pointer, int64, uint64, pointer], uint64),
+            (self.brief.es_log_chains_of_rows, [pointer, pointer, int64, pointer, pointer], None),
         ]
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result

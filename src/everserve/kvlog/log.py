@@ -5,8 +5,10 @@ A descriptor of the memory is enough: whoever has one can read, also while its o
 
 import ctypes
 import os
+from array import array
+from collections.abc import Sequence
 from dataclasses import astuple
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,17 +45,30 @@ class _Found(ctypes.Structure):
     ]
 
 
+class BlocksElsewhere(Protocol):
+    """Memory of a device, mapped (runtime/cuda/driver.py: Mapping)."""
+
+    address: int
+
+    def close(self) -> None: ...
+
+
 class Log:
     """The descriptor stays the caller's, who may close it. Zeroed memory becomes an empty log.
 
     Mapped until `close`, and not just until the object is collected: C code and a pool may hold its addresses.
+
+    `elsewhere`: the blocks are there, and closed with the log; everything else is here. `blocks_address` is that one,
+    and `blocks` is empty.
     """
 
-    def __init__(self, fd: int, shape: LogShape) -> None:
+    def __init__(self, fd: int, shape: LogShape, elsewhere: BlocksElsewhere | None = None) -> None:
         memory = os.fstat(fd)
-        if memory.st_size < shape.num_bytes:  # reading beyond the end would be SIGBUS
-            raise ValueError(f"this log has {shape.num_bytes} bytes, this memory has {memory.st_size}")
-        base = load().brief.es_log_map(fd, shape.num_bytes)
+        self.elsewhere = elsewhere
+        self._num_bytes = shape.num_bytes if elsewhere is None else shape.head_bytes
+        if memory.st_size < self._num_bytes:  # reading beyond the end would be SIGBUS
+            raise ValueError(f"this log has {self._num_bytes} bytes, this memory has {memory.st_size}")
+        base = load().brief.es_log_map(fd, self._num_bytes)
         if base < 0:
             raise OSError(-base, os.strerror(-base))
         self.shape = shape
@@ -66,8 +81,9 @@ class Log:
             self._unmap()
             raise
         self.address = ctypes.addressof(self.layout)
-        self.blocks_address: int = base + self.layout.blocks_at
-        self.blocks = _bytes_at(self.blocks_address, shape.num_blocks * shape.block_bytes)
+        blocks_at, num_bytes = base + self.layout.blocks_at, shape.num_blocks * shape.block_bytes
+        self.blocks_address: int = blocks_at if elsewhere is None else elsewhere.address
+        self.blocks = _bytes_at(blocks_at, num_bytes if elsewhere is None else 0)
         self._block_buffer = (ctypes.c_int32 * shape.max_blocks)()
         self._found = _Found(blocks=ctypes.addressof(self._block_buffer))
         self._found_address = ctypes.addressof(self._found)
@@ -80,9 +96,11 @@ class Log:
         if self.layout.base:
             self.blocks.release()
             self._unmap()
+            if self.elsewhere is not None:
+                self.elsewhere.close()
 
     def _unmap(self) -> None:
-        error = load().brief.es_log_unmap(self.layout.base, self.shape.num_bytes)
+        error = load().brief.es_log_unmap(self.layout.base, self._num_bytes)
         assert error == 0, os.strerror(-error)
         self.layout.base = 0
 
@@ -107,20 +125,36 @@ class Log:
         key = ctypes.string_at(self._found_address + _Found.key.offset, KEY_BYTES)
         return Record(found.index, key, found.seq, found.num_tokens, tuple(self._block_buffer[: found.num_blocks]))
 
-    def count_intact(self, block: int, num_tokens: int, chains: NDArray[np.uint64]) -> int:
-        """How many of the first `num_tokens` slots of a block hold what belongs to these chains, intact.
+    def words(self, blocks: Sequence[int], num_tokens: int) -> NDArray[np.uint64]:
+        """What stands beside the first `num_tokens` tokens in these blocks, as it is now."""
+        assert self.layout.base and all(0 <= block < self.shape.num_blocks for block in blocks)
+        num_blocks, size = self.shape.num_blocks, self.shape.block_size
+        memory = _bytes_at(self.layout.base + self.layout.words_at, 8 * num_blocks * size)
+        words_NB = np.frombuffer(memory, np.uint64).reshape(num_blocks, size)
+        return words_NB[np.array(blocks, np.int64)].reshape(-1)[:num_tokens]
+
+    def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
+        """How many of the first `num_tokens` tokens of a stream with these chains lie in these blocks, intact.
 
         Verified where they lie: true for as long as nobody writes there. Who cannot be sure copies (`copy_in`).
         """
-        assert self.layout.base and 0 <= block < self.shape.num_blocks
-        chains = checked_chains(chains, num_tokens, self.shape)
-        return load().blocking.es_log_count_intact(self.address, block, num_tokens, chains.ctypes.data)  # type: ignore[no-any-return]
+        assert self.layout.base and self.elsewhere is None
+        chains = checked_chains(chains, num_tokens)
+        packed = packed_blocks(blocks, num_tokens, self.shape)
+        return load().blocking.es_log_count_intact(self.address, packed, num_tokens, chains.ctypes.data)  # type: ignore[no-any-return]
 
 
-def checked_chains(chains: NDArray[np.uint64], num_tokens: int, shape: LogShape) -> NDArray[np.uint64]:
-    """As C wants them: contiguous, one per slot."""
-    assert 0 <= num_tokens <= min(len(chains), shape.block_size) and chains.dtype == np.uint64
+def checked_chains(chains: NDArray[np.uint64], num_tokens: int) -> NDArray[np.uint64]:
+    """As C wants them: contiguous, one per token."""
+    assert 0 <= num_tokens <= len(chains) and chains.dtype == np.uint64
     return np.ascontiguousarray(chains)
+
+
+def packed_blocks(blocks: Sequence[int], num_tokens: int, shape: LogShape) -> bytes:
+    """As C wants them, if these are blocks of such a log, and enough for so many tokens."""
+    assert len(blocks) >= -(-num_tokens // shape.block_size), f"{num_tokens} tokens in {len(blocks)} blocks"
+    assert all(0 <= block < shape.num_blocks for block in blocks), "no blocks of this log"
+    return array("i", blocks).tobytes()
 
 
 def _sign(base: int, shape: LogShape) -> bool:

@@ -1,4 +1,4 @@
-"""LogWriter: the owner's side of a log.
+"""The owner's side of a log: what every writer does (Writer), and the one whose pool is in host memory (LogWriter).
 
 A step's KV goes into the log as it is computed, and streams are committed after it:
 
@@ -13,14 +13,14 @@ import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
 from struct import Struct
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from everserve.kvlog.chains import KEY_BYTES
 from everserve.kvlog.library import load
-from everserve.kvlog.log import Log, checked_chains
+from everserve.kvlog.log import Log, checked_chains, packed_blocks
 
 _FIRST_CAPACITY = 64  # rows, and sequences
 _commit = Struct("q16s3q")  # struct commit in csrc/writer.c
@@ -34,6 +34,56 @@ class Commit(NamedTuple):
     num_tokens: int
     blocks: Sequence[int]
     num_known_blocks: int
+
+
+class Writer(Protocol):
+    """Writes one log. There is one writer at a time: the process that owns the pool."""
+
+    log: Log
+    pool_is_in_log: bool  # then nothing is copied, only words are written
+    reach: int  # blocks with a lower number go into the log, others do not yet; it may grow with `begin` and `copy_in`
+
+    def begin(
+        self,
+        tokens_T: NDArray[np.int32],
+        kv_slots_T: NDArray[np.int32],
+        query_starts_S: NDArray[np.int32],
+        chains_S: NDArray[np.uint64],
+    ) -> None:
+        """The rows of a step, as in `StepBatch`. chains_S: the chain before each sequence's first row.
+
+        A step that was begun before and not finished is forgotten.
+        """
+
+    def finish(self) -> NDArray[np.uint64]:
+        """The step has been computed: take what is left and write the words (they are there at the latest when streams
+        are committed). Returns the chain after each sequence's last row."""
+
+    def abandon(self) -> None:
+        """The step never happened. Its slots may hold rubbish; words that stand beside it do not fit it."""
+
+    def commit_many(self, commits: Iterable[Commit]) -> None:
+        """Several streams, in one call."""
+
+    def clear(self, index: int) -> None:
+        """The stream has ended: its record does not count any more."""
+
+    def copy_in(
+        self,
+        source: Log,
+        source_blocks: Sequence[int],
+        num_tokens: int,
+        chains: NDArray[np.uint64],
+        blocks: Sequence[int],
+    ) -> int:
+        """Bring the first tokens of a stream out of blocks of another log into blocks of the pool and of our log.
+
+        Verified on arrival; returns how many leading tokens are right, and in our log with their words. What lies
+        behind these in the pool's blocks is rubbish.
+        """
+
+    def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
+        """`Log.count_intact` of our own log."""
 
 
 class _Writer(ctypes.Structure):
@@ -50,15 +100,13 @@ class _Writer(ctypes.Structure):
 
 
 class LogWriter:
-    """Writes one log. There is one writer at a time: the process that owns the pool.
-
-    pool_address == log.blocks_address: the pool is in the log. Then nothing is copied, only words are written.
-    """
+    """`Writer` in C. pool_address == log.blocks_address: the pool is in the log."""
 
     def __init__(self, log: Log, pool_address: int) -> None:
         assert not log.closed
         self.log = log
         self.pool_is_in_log = pool_address == log.blocks_address
+        self.reach = log.shape.num_blocks
         self._library = load()
         self._finish = self._library.blocking.es_log_finish
         self._writer = _Writer(log.address, pool_address, self._library.brief.es_log_last_seq(log.address))
@@ -87,10 +135,6 @@ class LogWriter:
         query_starts_S: NDArray[np.int32],
         chains_S: NDArray[np.uint64],
     ) -> None:
-        """The rows of a step, as in `StepBatch`. chains_S: the chain before each sequence's first row.
-
-        A step that was begun before and not finished is forgotten.
-        """
         num_rows, num_seqs = len(tokens_T), len(chains_S)
         assert len(kv_slots_T) == num_rows and len(query_starts_S) == num_seqs + 1
         if num_rows > len(self._tokens) or num_seqs > len(self._chains):
@@ -104,14 +148,11 @@ class LogWriter:
         assert not error, "the log is closed, or these are no rows of its pool"
 
     def finish(self) -> NDArray[np.uint64]:
-        """The step has been computed: take what is left and write the words. Returns the chain after each sequence's
-        last row."""
         error = self._finish(self._address)
         assert not error, "the log is closed"
         return self._chains[: self._num_seqs].copy()
 
     def abandon(self) -> None:
-        """The step never happened. Its slots may hold rubbish; words that stand beside it do not fit it."""
         self._writer.num_rows = self._num_seqs = 0
 
     def commit(self, index: int, key: bytes, num_tokens: int, blocks: Sequence[int], num_known_blocks: int) -> None:
@@ -122,7 +163,6 @@ class LogWriter:
         self.commit_many([Commit(index, key, num_tokens, blocks, num_known_blocks)])
 
     def commit_many(self, commits: Iterable[Commit]) -> None:
-        """Several streams, in one call."""
         shape = self.log.shape
         packed: list[bytes] = []
         new_blocks = array("i")
@@ -138,22 +178,30 @@ class LogWriter:
         assert not error, "the log is closed, or these are no blocks of it"
 
     def clear(self, index: int) -> None:
-        """The stream has ended: its record does not count any more."""
         assert 0 <= index < self.log.shape.num_records
         error = self._library.brief.es_log_clear(self._address, index)
         assert not error, "the log is closed"
 
-    def copy_in(self, source: Log, source_block: int, num_tokens: int, chains: NDArray[np.uint64], block: int) -> int:
-        """Bring the first tokens of another log's block into block `block` of the pool and of our log.
-
-        Verified on arrival; returns how many leading tokens are right, and in our log with their words. What lies
-        behind these in the pool's block is rubbish.
-        """
-        assert 0 <= source_block < source.shape.num_blocks and 0 <= block < self.log.shape.num_blocks
+    def copy_in(
+        self,
+        source: Log,
+        source_blocks: Sequence[int],
+        num_tokens: int,
+        chains: NDArray[np.uint64],
+        blocks: Sequence[int],
+    ) -> int:
         assert source.shape.has_blocks_like(self.log.shape), "blocks of another kind"
-        chains = checked_chains(chains, num_tokens, self.log.shape)
+        chains = checked_chains(chains, num_tokens)
         num_right: int = self._library.blocking.es_log_copy_in(
-            self._address, source.address, source_block, num_tokens, chains.ctypes.data, block
+            self._address,
+            source.address,
+            packed_blocks(source_blocks, num_tokens, source.shape),
+            num_tokens,
+            chains.ctypes.data,
+            packed_blocks(blocks, num_tokens, self.log.shape),
         )
         assert num_right >= 0, "a log is closed"
         return num_right
+
+    def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
+        return self.log.count_intact(blocks, num_tokens, chains)

@@ -1,8 +1,8 @@
 /* The hashes of the log: fast ones. They tell accidents, of which a 64-bit hash misses one in 2^64; they are no
    cryptography.
 
-       checksum   of one token's KV bytes: layers in ascending order, planes in ascending order. Folding in one layer
-                  after the other as they are computed, or all at once, gives the same.
+       checksum   of one token's KV bytes: a sum over its words, each mixed with its number. So layers may come in any
+                  order, and many threads of a device may add to it at once (kvlog/cuda does so)
        chain      of a stream's token ids
        word       of both: what stands beside a token's KV */
 
@@ -26,42 +26,39 @@ static inline uint64_t chain_after(uint64_t chain, int32_t token) {
     return scramble(chain ^ ((uint64_t)(uint32_t)token + 1) * HASH_ODD);
 }
 
-/* One word into one lane. The rotation brings down what is in the high bits, for the next multiplication. The word comes
-   in a second time, elsewhere: otherwise a flipped high bit, which a multiplication leaves alone, would be taken back by
-   one flipped bit of the next word. */
-static inline uint64_t hash_word(uint64_t lane, uint64_t word) {
-    return rotate((lane ^ word) * HASH_ODD, 32) ^ rotate(word, 41);
-}
-
 static inline uint64_t load_word(const char *from) {
     uint64_t word;
     memcpy(&word, from, sizeof word);
     return word;
 }
 
-#define NO_CHECKSUM UINT64_C(0x2545f4914f6cdd1d) /* before the first layer */
+#define NO_CHECKSUM UINT64_C(0) /* of no layers */
 
-/* Fold one token's pieces in one layer into its checksum. Four lanes, because multiplications take their time but
-   several can be under way. */
-static inline uint64_t add_layer(uint64_t checksum, const char *piece, int64_t num_planes, int64_t piece_bytes,
-                                 int64_t plane_bytes) {
-    uint64_t a = checksum, b = rotate(checksum, 16), c = rotate(checksum, 32), d = rotate(checksum, 48);
+/* A bijection, so that one changed word always changes the sum. The first fold brings down what is in the high bits, which
+   a multiplication leaves alone; the rotations come after the multiplication, because what is linear at the end would
+   let a flipped bit in one word be taken back by one in another. */
+static inline uint64_t mixed(uint64_t x) {
+    x = (x ^ x >> 32) * UINT64_C(0xbf58476d1ce4e5b9);
+    return x ^ rotate(x, 25) ^ rotate(x, 47);
+}
+
+/* Add one token's pieces in one layer to its checksum. Words are numbered through all layers and planes; where a piece
+   is no whole number of words, zeros are behind it. */
+static inline uint64_t add_layer(uint64_t checksum, const char *piece, int64_t layer, int64_t num_planes,
+                                 int64_t piece_bytes, int64_t plane_bytes) {
+    int64_t num_whole = piece_bytes / 8, num_words = (piece_bytes + 7) / 8;
+    uint64_t key = ((uint64_t)(layer * num_planes * num_words) + 1) * HASH_ODD;
     for (int64_t plane = 0; plane < num_planes; plane++, piece += plane_bytes) {
-        int64_t i = 0;
-        for (; i + 32 <= piece_bytes; i += 32) {
-            a = hash_word(a, load_word(piece + i));
-            b = hash_word(b, load_word(piece + i + 8));
-            c = hash_word(c, load_word(piece + i + 16));
-            d = hash_word(d, load_word(piece + i + 24));
-        }
-        for (; i + 8 <= piece_bytes; i += 8) a = hash_word(a, load_word(piece + i));
-        if (i < piece_bytes) {
+        for (int64_t i = 0; i < num_whole; i++)
+            checksum += mixed(load_word(piece + 8 * i) ^ (key + (uint64_t)i * HASH_ODD));
+        if (num_whole < num_words) {
             uint32_t half;
-            memcpy(&half, piece + i, sizeof half);
-            b = hash_word(b, half);
+            memcpy(&half, piece + 8 * num_whole, sizeof half);
+            checksum += mixed(half ^ (key + (uint64_t)num_whole * HASH_ODD));
         }
+        key += (uint64_t)num_words * HASH_ODD;
     }
-    return scramble(a + rotate(b, 13) + rotate(c, 29) + rotate(d, 47));
+    return checksum;
 }
 
 /* Never 0: that is a slot without anything. */

@@ -18,12 +18,12 @@ EXPORT int64_t es_log_unmap(char *base, int64_t num_bytes) { return munmap(base,
 
 /* The index is part of it, so that a record counts only where it was written. */
 uint64_t check_of(const struct found *found) {
-    uint64_t check = hash_word(NO_CHECKSUM, (uint64_t)found->index);
-    check = hash_word(check, found->seq);
-    check = hash_word(check, found->key[0]);
-    check = hash_word(check, found->key[1]);
-    check = hash_word(check, (uint64_t)found->num_tokens);
-    return scramble(hash_word(check, (uint64_t)found->num_blocks));
+    uint64_t check = scramble((uint64_t)found->index ^ HASH_ODD);
+    check = scramble(check ^ found->seq);
+    check = scramble(check ^ found->key[0]);
+    check = scramble(check ^ found->key[1]);
+    check = scramble(check ^ (uint64_t)found->num_tokens);
+    return scramble(check ^ (uint64_t)found->num_blocks);
 }
 
 static bool is_whole(const struct log *log, struct copy *copy, struct found *found) {
@@ -120,18 +120,35 @@ int64_t count_right(const struct log *log, char *blocks, int64_t block, int64_t 
     int64_t num_right = 0;
     for (int64_t i = 0; i < num_slots; i++) checksums[i] = NO_CHECKSUM;
     for (int64_t layer = 0; layer < log->num_layers; layer++)
-        sum_layer(log, checksums, pieces_at(log, blocks, block, layer, 0), num_slots);
+        sum_layer(log, checksums, pieces_at(log, blocks, block, layer, 0), layer, num_slots);
     while (num_right < num_slots && words[num_right] == word_of(checksums[num_right], chains[num_right])) num_right++;
     return num_right;
 }
 
-EXPORT int64_t es_log_count_intact(const struct log *log, int64_t block, int64_t num_slots, const uint64_t *chains) {
+/* How many leading tokens of a stream, with these chains, are intact in these blocks, where they lie. */
+EXPORT int64_t es_log_count_intact(const struct log *log, const int32_t *blocks, int64_t num_tokens,
+                                   const uint64_t *chains) {
     uint64_t words[MAX_BLOCK_SIZE];
-    read_words(log, block, num_slots, words);
-    return count_right(log, blocks_of(log), block, num_slots, words, chains);
+    int64_t num_right = 0;
+    for (int64_t start = 0; start < num_tokens && num_right == start; start += log->block_size, blocks++) {
+        int64_t num_slots = num_tokens - start < log->block_size ? num_tokens - start : log->block_size;
+        read_words(log, *blocks, num_slots, words);
+        num_right += count_right(log, blocks_of(log), *blocks, num_slots, words, chains + start);
+    }
+    return num_right;
 }
 
 EXPORT uint64_t es_log_chains(const int32_t *tokens, int64_t num_tokens, uint64_t before, uint64_t *chains) {
     for (int64_t i = 0; i < num_tokens; i++) chains[i] = before = chain_after(before, tokens[i]);
     return before;
+}
+
+/* Of the rows of a step, by sequence: `chains` has the chain before each sequence's first row, and gets the one after its
+   last; `by_row` gets all of them. */
+EXPORT void es_log_chains_of_rows(const int32_t *tokens, const int32_t *query_starts, int64_t num_seqs,
+                                  uint64_t *chains, uint64_t *by_row) {
+    for (int64_t s = 0; s < num_seqs; s++) {
+        int64_t first = query_starts[s], end = query_starts[s + 1];
+        chains[s] = es_log_chains(tokens + first, end - first, chains[s], by_row + first);
+    }
 }

@@ -76,9 +76,10 @@ static inline void copy_layer(const struct log *log, char *to, const char *from,
         memcpy(to + plane * plane_bytes(log), from + plane * plane_bytes(log), (size_t)(num_slots * log->piece_bytes));
 }
 
-static inline void sum_layer(const struct log *log, uint64_t *checksums, const char *pieces, int64_t num_slots) {
+static inline void sum_layer(const struct log *log, uint64_t *checksums, const char *pieces, int64_t layer,
+                             int64_t num_slots) {
     for (int64_t i = 0; i < num_slots; i++, pieces += log->piece_bytes)
-        checksums[i] = add_layer(checksums[i], pieces, log->num_planes, log->piece_bytes, plane_bytes(log));
+        checksums[i] = add_layer(checksums[i], pieces, layer, log->num_planes, log->piece_bytes, plane_bytes(log));
 }
 
 /* log.c */

@@ -59,7 +59,7 @@ static void take_layer(struct writer *w, int64_t layer) {
         const char *from = pieces_at(log, w->pool, block, layer, slot);
         num = run_from(w, r);
         if (!is_in_log(w)) copy_layer(log, pieces_at(log, blocks_of(log), block, layer, slot), from, num);
-        sum_layer(log, w->checksums + r, from, num);
+        sum_layer(log, w->checksums + r, from, layer, num);
     }
 }
 
@@ -141,10 +141,9 @@ static void copy_slots(const struct log *log, char *to, char *from, int64_t num_
 
 /* The first slots of a block of some log into a block of the pool and of our log; returns how many are right. What is
    checked is what has arrived: the source may change while it is read. */
-EXPORT int64_t es_log_copy_in(struct writer *w, const struct log *source, int64_t source_block, int64_t num_slots,
-                              const uint64_t *chains, int64_t block) {
+static int64_t copy_block(struct writer *w, const struct log *source, int64_t source_block, int64_t num_slots,
+                          const uint64_t *chains, int64_t block) {
     const struct log *log = w->log;
-    if (!log->base || !source->base) return -1;
     uint64_t words[MAX_BLOCK_SIZE];
     read_words(source, source_block, num_slots, words);
     char *arrived = pieces_at(log, w->pool, block, 0, 0);
@@ -155,5 +154,17 @@ EXPORT int64_t es_log_copy_in(struct writer *w, const struct log *source, int64_
     atomic_thread_fence(memory_order_release);
     for (int64_t i = 0; i < num_right; i++)
         atomic_store_explicit(word_at(log, block, i), words[i], memory_order_relaxed);
+    return num_right;
+}
+
+/* The leading tokens of a stream, block by block, up to the first one that is not right; returns how many are. */
+EXPORT int64_t es_log_copy_in(struct writer *w, const struct log *source, const int32_t *source_blocks,
+                              int64_t num_tokens, const uint64_t *chains, const int32_t *blocks) {
+    int64_t num_right = 0, size = w->log->block_size;
+    if (!w->log->base || !source->base) return -1;
+    for (int64_t start = 0; start < num_tokens && num_right == start; start += size) {
+        int64_t num_slots = num_tokens - start < size ? num_tokens - start : size;
+        num_right += copy_block(w, source, *source_blocks++, num_slots, chains + start, *blocks++);
+    }
     return num_right;
 }

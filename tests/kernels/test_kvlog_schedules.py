@@ -1,0 +1,142 @@
+"""The writer for pools on a device, on random schedules of steps, deaths and damage (tests/property/test_restore.py).
+
+The interpreter is too slow for that: NumPy stands in for the kernels (test_kvlog.py compares these with C). What is
+queued on the side is done as late as possible.
+"""
+
+import ctypes
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from everserve.engine.engine import EngineConfig
+from everserve.kvlog.cuda import kernels
+from everserve.kvlog.cuda import writer as cuda_writer
+from everserve.kvlog.cuda.writer import CudaLogWriter
+from everserve.kvlog.layout import LogShape
+from everserve.kvlog.log import Log
+from tests.kernels.test_kvlog import words_address
+from tests.kernels.test_kvlog_writer import Late
+from tests.property import test_restore
+from tests.toy import LoggedToy
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
+
+_ODD, _MIX, _SCRAMBLE = (np.uint64(x) for x in (0x9FB21C651E98DF25, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def array_at(address: int, size: int, dtype: type) -> np.ndarray:
+    return np.frombuffer((ctypes.c_char * (size * np.dtype(dtype).itemsize)).from_address(address), dtype)
+
+
+def blocks_at(address: int, num_blocks: int, shape: LogShape) -> np.ndarray:
+    """uint64 [blocks, pieces, slots, words]."""
+    num_words = num_blocks * shape.block_bytes // 8
+    return array_at(address, num_words, np.uint64).reshape(num_blocks, -1, shape.block_size, shape.piece_bytes // 8)
+
+
+def shift(x: np.ndarray, by: int) -> np.ndarray:
+    return x >> np.uint64(by)
+
+
+def scramble(x: np.ndarray) -> np.ndarray:
+    x = (x ^ shift(x, 30)) * _MIX
+    x = (x ^ shift(x, 27)) * _SCRAMBLE
+    return x ^ shift(x, 31)
+
+
+def words_for(kv_TQW: np.ndarray, chains_T: np.ndarray) -> np.ndarray:
+    numbers = np.arange(1, kv_TQW[0].size + 1, dtype=np.uint64).reshape(kv_TQW.shape[1:])
+    x = kv_TQW ^ numbers * _ODD
+    x = (x ^ shift(x, 32)) * _MIX
+    x ^= (x << np.uint64(25) | shift(x, 39)) ^ (x << np.uint64(47) | shift(x, 17))
+    words_T = scramble(x.sum((1, 2), dtype=np.uint64) ^ scramble(chains_T))
+    return np.where(words_T == 0, np.uint64(1), words_T)
+
+
+def log_rows(
+    shape: LogShape, pool: int, mirror: int, words: int, count: int, slots: int, chains: int, first: int, end: int
+) -> None:
+    num_rows = int(array_at(count, 1, np.int32)[0])
+    slots_T, chains_T = array_at(slots, num_rows, np.int32)[first:end], array_at(chains, num_rows, np.uint64)[first:end]
+    slots_T, chains_T = slots_T[slots_T >= 0], chains_T[slots_T >= 0]
+    if len(slots_T):
+        blocks_T, offsets_T = np.divmod(slots_T, shape.block_size)
+        kv_TQW = blocks_at(pool, shape.num_blocks, shape)[blocks_T, :, offsets_T]
+        if mirror:
+            blocks_at(mirror, shape.num_blocks, shape)[blocks_T, :, offsets_T] = kv_TQW
+        array_at(words, shape.num_blocks * shape.block_size, np.uint64)[slots_T] = words_for(kv_TQW, chains_T)
+
+
+def bring(
+    shape: LogShape, source: int, source_blocks: int, source_words: int, chains: int, num_tokens: int, pool: int,
+    mirror: int, words: int, blocks: int, reach: int, right: int,
+) -> None:  # fmt: skip
+    at_T, offsets_T = np.divmod(np.arange(num_tokens), shape.block_size)
+    num_blocks = at_T[-1] + 1
+    sources_T = array_at(source_blocks, num_blocks, np.int32)[at_T]
+    blocks_T = array_at(blocks, num_blocks, np.int32)[at_T]
+    kv_TQW = blocks_at(source, int(sources_T.max()) + 1, shape)[sources_T, :, offsets_T]
+    words_T = array_at(source_words, num_tokens, np.uint64)
+    right_T = words_T == words_for(kv_TQW, array_at(chains, num_tokens, np.uint64))
+    if words:
+        near_T = blocks_T < reach
+        blocks_at(pool, shape.num_blocks, shape)[blocks_T, :, offsets_T] = kv_TQW
+        if mirror:
+            blocks_at(mirror, shape.num_blocks, shape)[blocks_T[near_T], :, offsets_T[near_T]] = kv_TQW[near_T]
+        kept_T = right_T & near_T
+        own_words = array_at(words, shape.num_blocks * shape.block_size, np.uint64)
+        own_words[(blocks_T * shape.block_size + offsets_T)[kept_T]] = words_T[kept_T]
+    array_at(right, num_tokens, np.int32)[:] = right_T
+
+
+def check(shape: LogShape, pool: int, blocks: int, words: int, chains: int, num_tokens: int, right: int) -> None:
+    bring(shape, pool, blocks, words, chains, num_tokens, pool, 0, 0, blocks, 0, right)
+
+
+def on_a_device(log: Log) -> Log:
+    """Blocks in host memory, which we take for a device's."""
+    log.elsewhere = SimpleNamespace(address=log.blocks_address, close=lambda: None)
+    return log
+
+
+def make_writer(toy: LoggedToy) -> CudaLogWriter:
+    pool, mirror = toy.model.pool.ctypes.data, None
+    if pool == toy.log.blocks_address:
+        on_a_device(toy.log)
+    else:
+        mirror = SimpleNamespace(num_blocks=toy.shape.num_blocks)
+    return CudaLogWriter(toy.log, pool, words_address(toy.log), 64, Late(), mirror)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch) -> Callable[[bool], None]:
+    def stand_in(is_in_place: bool) -> None:
+        for function in (log_rows, bring, check):
+            monkeypatch.setattr(kernels, function.__name__, function)
+        monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", 12)
+        monkeypatch.setattr(cuda_writer, "_BOUNCE_BYTES", 600)
+        monkeypatch.setattr(cuda_writer, "_MIRRORED_AT_ONCE", 3)
+        monkeypatch.setattr(LoggedToy, "make_writer", make_writer)
+        if is_in_place:  # graves too
+            monkeypatch.setattr(test_restore, "Log", lambda fd, shape: on_a_device(Log(fd, shape)))
+
+    return stand_in
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["mirror", "anchor"])
+def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place):
+    stand_ins(is_in_place)
+    inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(test_restore.rounds, test_restore.configs, st.booleans())
+    def run(rounds: list, config: EngineConfig, two: bool) -> None:
+        inner(rounds, config, is_in_place, two)
+
+    run()

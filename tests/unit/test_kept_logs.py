@@ -1,0 +1,94 @@
+"""Who gets the descriptors of a log, and of its blocks where these are in memory of their own; and who lets go of them
+when."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from everserve.anchor.memory import create_memory
+from everserve.kvlog.chains import key_of
+from everserve.kvlog.log import Log
+from everserve.orchestrator.logs import Logs
+from everserve.orchestrator.memory import Memory
+from everserve.runtime.memories import kv_name, log_name, log_of
+from everserve.runtime.messages import DropMemory, LogJoined, LogLeft
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.worker.logs import KeptLogs
+from tests.logs import SHAPE, Owner, Stream
+from tests.toy import spec
+
+A: LogId = (Rank(0), Incarnation(1))
+B: LogId = (Rank(1), Incarnation(4))
+
+
+class End:
+    """A worker, or the supervisor: what it was sent, and what the descriptors were."""
+
+    def __init__(self, seat: LogId | None = None) -> None:
+        self.seat, self.roles, self.is_connected = seat, (Role.ATTENTION,), True
+        self.got: list = []
+
+    def send(self, message, fds=()) -> None:
+        self.got.append((message, [identity(fd) for fd in fds]) if fds else message)
+
+
+def identity(fd: int) -> int:
+    return os.fstat(fd).st_ino
+
+
+def is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("has_kv", [False, True])
+def test_descriptors_come_and_go_together(has_kv):
+    memory, supervisor, other = Memory(), End(), End(B)
+    logs = Logs(memory, [other, End(A)], supervisor)
+    fd, kv_fd = create_memory("log", 4096), create_memory("kv", 4096)
+    log_identity, kv = identity(fd), [identity(kv_fd)] if has_kv else []
+    if has_kv:
+        memory.hold(kv_name(A), kv_fd)
+    logs.add(A, fd)
+    joined = LogJoined(rank=A[0], incarnation=A[1], has_kv=has_kv), [log_identity, *kv]
+    assert other.got == [joined] and logs.descriptors(A) == ((kv_fd, fd) if has_kv else (fd,))
+    late = End((Rank(2), Incarnation(0)))
+    logs.introduce(late)
+    assert late.got == [joined]
+    logs.lose(A)
+    assert logs.has(A) and is_open(fd)
+    logs.settle(A)
+    assert not logs.has(A) and not is_open(fd) and is_open(kv_fd) != has_kv
+    assert supervisor.got == [DropMemory(name=log_name(A)), *([DropMemory(name=kv_name(A))] if has_kv else [])]
+    assert other.got[1:] == [LogLeft(rank=A[0], incarnation=A[1])]
+
+
+def test_blocks_are_no_log():
+    assert log_of(log_name(A)) == A and log_of(kv_name(A)) is None
+
+
+def test_a_worker_opens_both_when_it_needs_them():
+    fd, kv_fd = create_memory("log", SHAPE.num_bytes), create_memory("kv", 4096)
+    owner = Owner(Log(fd, SHAPE), in_log=False)
+    owner.streams["a"] = Stream(0)
+    owner.step({"a": [1, 2]})
+    owner.commit("a")
+    opened = []
+    kept = KeptLogs(lambda fd, kv_fd: opened.append((fd, kv_fd)) or Log(fd, SHAPE), own=None)
+    kept.join(A, fd, kv_fd)
+    again, kv_again = os.dup(fd), os.dup(kv_fd)
+    kept.join(A, again, kv_again)
+    assert not is_open(again) and not is_open(kv_again) and kept.ids == [A] and not opened
+    assert kept.find(spec("a", [1, 2]), B) is None
+    saved = kept.find(spec("a", [1, 2]), A)
+    assert saved is not None and saved.num_tokens == 2 and opened == [(fd, kv_fd)]
+    assert saved.log.find(key_of("a")) == owner.log.find(key_of("a"))
+    kept.leave(A, SimpleNamespace())
+    kept.sweep(SimpleNamespace(waits_for=lambda log: log is saved.log))
+    assert not saved.log.closed, "a stream waits with it in its hands"
+    kept.sweep(SimpleNamespace(waits_for=lambda log: False))
+    assert not is_open(fd) and not is_open(kv_fd) and saved.log.closed and kept.ids == []
