@@ -73,7 +73,7 @@ def test_who_dies_together_are_different_ones():
         (Seats(1, 0), {"kill one of each role", "kill two workers"}),
         (
             Seats(1, 1, processes=("anchor",)),
-            {kind for kind in KINDS if "orchestrator" in kind or "zygote" in kind},
+            {kind for kind in KINDS if "orchestrator" in kind or "zygote" in kind or "spare" in kind},
         ),
     ],
 )

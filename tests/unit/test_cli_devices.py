@@ -89,9 +89,14 @@ def test_kv_is_what_is_left(two_gpus):
 def test_what_a_worker_is_born_with():
     seat = (Rank(3), Incarnation(4))
     on_gpus = Design.of(start())
-    assert [needed.name for needed in on_gpus.memory_of(seat)] == ["cell-3.4", "bell-3", "weights-3", "weights-state-3"]
-    assert [needed.device for needed in on_gpus.memory_of(seat)] == [-1, 1, 1, -1]
+    assert [needed.name for needed in on_gpus.memory_of(seat)] == ["cell-3.4", "weights-3", "weights-state-3", "bell-3"]
+    assert [needed.device for needed in on_gpus.memory_of(seat)] == [-1, 1, -1, 1]
     assert [on_gpus.device_of(Rank(rank)) for rank in range(5)] == [0, 1, 0, 1, 0]
+    anchored = Design.of(start(kv_log="anchor", kv_cache_bytes=1 << 24))
+    names = ["cell-1.4", "kv-1.4", "log-1.4", "weights-1", "weights-state-1"]
+    assert [needed.name for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == names
+    assert [needed.device for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == [-1, 1, -1, 1, -1]
+    assert anchored.kv_bytes <= 1 << 24 and anchored.log_bytes < 1 << 20, "the log is without its blocks"
     settings = structs.replace(start().worker, device="cpu", kv_log="mirror", kv_cache_bytes=1 << 24)
     on_cpus = Design.of(structs.replace(start(num_devices=0), worker=settings))
     assert [needed.name for needed in on_cpus.memory_of((Rank(0), Incarnation(4)))] == ["cell-0.4", "log-0.4"]

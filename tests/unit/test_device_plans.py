@@ -90,6 +90,15 @@ def test_kv_gets_what_the_others_leave():
     assert kv_bytes_per_worker([device], workers, 0.9) == (90 * GIB - 36 * GIB - reserved) // 2
 
 
+def test_spares_cost_memory_too():
+    devices = [DeviceMemory(100 * GIB, 100 * GIB)] * 2
+    workers = [worker(0), worker(1, device=1)]
+    spare = CONTEXT_BYTES + ATTENTION_BUFFER_BYTES
+    assert kv_bytes_per_worker(devices, workers, 0.9, num_spares=2) == (
+        kv_bytes_per_worker(devices, workers, 0.9) - 2 * spare
+    )
+
+
 def test_the_fullest_device_decides_for_all():
     devices = [DeviceMemory(80 * GIB, 80 * GIB)] * 3
     workers = [worker(0), worker(1, device=1), worker(2, device=1), worker(3, EXPERT, device=2, weights=60 * GIB)]

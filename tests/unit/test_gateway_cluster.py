@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from everserve.runtime.events import FaultDetected
-from everserve.runtime.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected
+from everserve.runtime.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected, ProcessesChanged
 from everserve.tables.ids import Epoch, Incarnation, Role
-from everserve.tables.members import Members, WorkerState
+from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
@@ -49,6 +49,7 @@ def test_cluster() -> None:
                 "experts_without_place": 0,
                 "recent": [],
                 "processes": [{"name": "gateway", "pid": 7}],
+                "spares": {"ready": 0, "wanted": 0},
                 "workers": [
                     {
                         **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
@@ -68,6 +69,19 @@ def test_cluster() -> None:
             assert worker["requests"] == 0, "those are another incarnation's"
             gone.set()
             await task
+
+    run(test)
+
+
+def test_spares_are_processes_and_counted() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            changed = ProcessesChanged(processes=(Process(name="zygote", pid=8),), spares=(20, 21), num_spares_wanted=3)
+            server.gateway.cluster.on_processes(changed)
+            view = (await server.request("GET", "/cluster")).json
+            assert view["spares"] == {"ready": 2, "wanted": 3}
+            pids = {process["name"]: process["pid"] for process in view["processes"]}
+            assert pids == {"zygote": 8, "spare-0": 20, "spare-1": 21}
 
     run(test)
 

@@ -15,7 +15,15 @@ from everserve.runtime.memories import (
     weights_name,
     weights_state_name,
 )
-from everserve.runtime.messages import MemoryKept, Provision, StartWorker, WorkerForked, WorkerSettings, WorkerStarted
+from everserve.runtime.messages import (
+    MemoryKept,
+    Provision,
+    StartWorker,
+    WorkerExited,
+    WorkerForked,
+    WorkerSettings,
+    WorkerStarted,
+)
 from everserve.runtime.provisioner import Workers
 from everserve.tables.ids import Incarnation, Rank, Role
 
@@ -24,6 +32,9 @@ SETTINGS = WorkerSettings(
     max_prefill_while_decoding=1, block_size=16, kv_cache_bytes=1, kv_log="mirror", enable_prefix_caching=False,
     batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=None,
 )  # fmt: skip
+
+
+NOBODY = 1 << 30  # more than any process's number can be
 
 
 def start(incarnation: int) -> StartWorker:
@@ -110,6 +121,30 @@ def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
     workers.drop("log-9.9")
     workers.exited(1001, -9)
     assert kept(workers, told) == {"weights-2": 100}
+
+
+def test_a_worker_that_ends_before_we_are_told_of_it(workers, told):
+    workers.provision(Provision(start=start(1)), [os.memfd_create("m") for _ in range(3)])
+    assert workers.exited(1001, -9) is None
+    workers.forked(WorkerForked(rank=Rank(2), incarnation=Incarnation(1), pid=1001))
+    assert told.messages[-1] == WorkerExited(rank=Rank(2), incarnation=Incarnation(1), exit_status=-9)
+    assert workers.pids == []
+
+
+def test_the_end_of_a_spare_says_nothing_of_a_worker_that_gets_its_pid_later(workers, told):
+    assert workers.exited(NOBODY, -9) is None
+    live(workers, 1, pid=NOBODY)
+    assert workers.pids == [NOBODY] and isinstance(told.messages[-1], WorkerStarted)
+    workers.exited(NOBODY, -9)
+
+
+def test_one_worker_of_each_kind(workers):
+    assert workers.kinds() == ()
+    live(workers, 1, pid=NOBODY)
+    live(workers, 2, pid=NOBODY + 1)
+    assert workers.kinds() == (start(2),)
+    for pid in (NOBODY, NOBODY + 1):
+        workers.exited(pid, -9)
 
 
 def test_names():

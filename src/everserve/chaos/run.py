@@ -174,7 +174,11 @@ class Run:
 
     async def _look_before(self, supervisor: int | None) -> Snapshot | None:
         await self._look_idle()
+        await _within(WHOLE_WITHIN_S, self._has_all_spares)  # who comes later would look like a leak
         return leaks.take(await self._target.view(), supervisor) if supervisor is not None else None
+
+    async def _has_all_spares(self) -> bool:
+        return (await self._target.view()).has_all_spares
 
     # -- storm -----------------------------------------------------------------------------------
 

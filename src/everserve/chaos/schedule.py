@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-PROCESSES = ("orchestrator", "anchor", "zygote")
+SPARE = "spare-0"  # the one that will be needed next, if the server has spares
+PROCESSES = ("orchestrator", "anchor", "zygote", SPARE)
 BURST_S = 0.3
 
 # A process that is not a worker and has to be replaced again and again (10 times in 10 s) is a defect to the
@@ -29,7 +30,7 @@ _QUIET_EVERY = (7, 12)  # faults
 class Victim:
     """A seat by role and number, or a process that is not a worker, by name."""
 
-    name: str  # attention, expert, orchestrator, anchor, zygote
+    name: str  # attention, expert, or one of PROCESSES
     number: int = 0
 
     def __str__(self) -> str:
@@ -174,6 +175,17 @@ def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> tuple[Bl
     return tuple(Blow(after_s, victim, "KILL") for victim, after_s in blows)
 
 
+def _hit_worker_and_spare(what: str) -> Make:
+    """The spare is given the worker's seat, and gets this at about the same time."""
+
+    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+        after_s = dice.choice((0.0, 0.005, 0.03))
+        wake_after_s = round(dice.uniform(0.02, 3.0), 3) if what == "STOP" else None
+        return Blow(0.0, dice.choice(seats.workers), "KILL"), Blow(after_s, Victim(SPARE), what, wake_after_s)
+
+    return make
+
+
 def _any(seats: Seats) -> bool:
     return bool(seats.workers)
 
@@ -210,6 +222,10 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "kill the anchor and the orchestrator": (1, _has("anchor", "orchestrator"), _kill("anchor", "orchestrator")),
     "kill the zygote": (1, _has("zygote"), _kill("zygote")),
     "stop the zygote": (1, _has("zygote"), _stop_process("zygote")),
+    "kill a spare": (1, _has(SPARE), _kill(SPARE)),
+    "stop a spare": (1, _has(SPARE), _stop_process(SPARE)),
+    "kill a worker and a spare": (2, _has(SPARE), _hit_worker_and_spare("KILL")),
+    "kill a worker and stop a spare": (2, _has(SPARE), _hit_worker_and_spare("STOP")),
 }
 
 KINDS = tuple(_KINDS)

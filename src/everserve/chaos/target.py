@@ -61,6 +61,11 @@ class View:
         return bool(self.workers) and ready and not self.data["violations"] and not self.data["degraded"]
 
     @property
+    def has_all_spares(self) -> bool:
+        spares = self.data.get("spares", {"ready": 0, "wanted": 0})
+        return bool(spares["ready"] >= spares["wanted"])
+
+    @property
     def busy(self) -> list[str]:
         """Attention workers that still have something of a request."""
         return [

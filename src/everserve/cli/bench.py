@@ -31,6 +31,34 @@ def engine(
 
 
 @bench_app.command()
+def decode(
+    shape: Annotated[list[str] | None, typer.Option(help="mixtral, qwen3; repeatable. Default: both.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)] = None,
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 1, 16, 64, 128, 256.", min=1, max=256)
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    out: Out = None,
+) -> None:
+    """One process on a GPU, random weights: time of a step against what its memory allows, and against transformers."""
+    from everserve.bench import decode as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.device_shapes import SHAPES  # noqa: PLC0415
+
+    unknown = set(shape or ()) - set(SHAPES)
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: choose {' or '.join(SHAPES)}", param_hint="--shape")
+    defaults = benchmark.Settings()
+    settings = benchmark.Settings(
+        shapes=tuple((name, layers) for name in shape or SHAPES),
+        batches=tuple(streams or defaults.batches),
+        context=context,
+        has_baseline=baseline,
+    )
+    benchmark.run(settings, out)
+
+
+@bench_app.command()
 def failover(
     attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
     expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,

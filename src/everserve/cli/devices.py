@@ -72,8 +72,9 @@ def dtype_on(device: str, dtype: str) -> str:
     return "bfloat16"
 
 
-def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float | None) -> int:
-    """For each attention worker: what is left of the devices. With a mirror, no more than the host can pin."""
+def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float | None, num_spares: int = 0) -> int:
+    """For each attention worker: what is left of the devices, each of which has so many spares. With a mirror, no more
+    than the host can pin."""
     assert chosen.device == "cuda", chosen
     without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
     design = Design.of(msgspec.structs.replace(start, worker=without_kv))
@@ -90,7 +91,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
         for seat in design.seats
     ]
     memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
-    num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE)
+    num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
     if start.worker.kv_log == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))

@@ -28,6 +28,11 @@ _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make li
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _KV_LOGS = ("mirror", "anchor", "off")
 _BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens; a GPU reads larger pieces, and has more of them to count
+_NUM_SEQS = {"cpu": 128, "cuda": 256}
+_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
+_PREFILL_WHILE_DECODING = {"cpu": 64, "cuda": 512}
+_NUM_SPARES = {"cpu": 0, "cuda": 1}  # a fork takes milliseconds; to open a device and load kernels takes longer
+_KV_LOG = {"cpu": "mirror", "cuda": "anchor"}  # from a GPU a copy would have to go through the bus
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
@@ -77,6 +82,15 @@ def serve(
             help="Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0
         ),
     ] = None,
+    spares: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes per device that wait to become workers: replacements start sooner."
+            " Default: 0 on a CPU, 1 on a GPU.",
+            min=0,
+            max=8,
+        ),
+    ] = None,
     detect_ms: Annotated[
         float,
         typer.Option(
@@ -87,11 +101,19 @@ def serve(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt plus output, in tokens. Default: the model's own.", min=1)
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(help="Most streams in one step.", min=1)] = 128,
-    max_num_batched_tokens: Annotated[int, typer.Option(help="Most tokens in one step.", min=1)] = 512,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Most streams in one step (default: 128 on a CPU, 256 on a GPU).", min=1)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens in one step (default: 512 on a CPU, 2048 on a GPU).", min=1)
+    ] = None,
     max_prefill_while_decoding: Annotated[
-        int, typer.Option(help="Most prompt tokens in one step in which other streams decode.", min=1)
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Most prompt tokens in one step in which other streams decode (default: 64 on a CPU, 512 on a GPU).",
+            min=1,
+        ),
+    ] = None,
     max_queue: Annotated[
         int, typer.Option(help="Most streams in flight, waiting ones included; beyond: 503.", min=1)
     ] = 1024,
@@ -122,12 +144,12 @@ def serve(
         int | None, typer.Option(help="Size of the KV cache; overrides --gpu-memory-utilization.", min=1)
     ] = None,
     kv_log: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Where KV outlives its worker. mirror: a copy; anchor: the cache itself is memory that survives;"
-            " off: nowhere, streams of a dead worker are computed again."
+            " off: nowhere, streams of a dead worker are computed again. Default: mirror on a CPU, anchor on a GPU."
         ),
-    ] = "mirror",
+    ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prefixes.")] = True,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="A row's numbers never depend on the rest of the batch.")
@@ -167,7 +189,7 @@ def serve(
         raise ConfigError(f"--detect-ms {detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
-    if kv_log not in _KV_LOGS:
+    if kv_log not in (None, *_KV_LOGS):
         raise ConfigError(f"--kv-log {kv_log}: choose one of {', '.join(_KV_LOGS)}")
     if block_size not in (None, 16, 32, 64, 128):
         raise ConfigError(f"--block-size {block_size}: choose 16, 32, 64 or 128")
@@ -187,6 +209,8 @@ def serve(
     except BuildError as error:
         raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
     chosen = choose(device, share_device, attention_workers + expert_workers)
+    num_spares = _NUM_SPARES[chosen.device] if spares is None else spares
+    kv_log = kv_log or _KV_LOG[chosen.device]
     if load_format == "dummy" and chosen.device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
     if kv_cache_memory_bytes is None and chosen.device == "cpu":
@@ -202,9 +226,9 @@ def serve(
             model=str(directory),
             dtype=dtype_on(chosen.device, dtype),
             max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_prefill_while_decoding=max_prefill_while_decoding,
+            max_num_seqs=max_num_seqs or _NUM_SEQS[chosen.device],
+            max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[chosen.device],
+            max_prefill_while_decoding=max_prefill_while_decoding or _PREFILL_WHILE_DECODING[chosen.device],
             block_size=block_size or _BLOCK_SIZES[chosen.device],
             kv_cache_bytes=kv_cache_memory_bytes or 0,
             kv_log=kv_log,
@@ -221,7 +245,7 @@ def serve(
         num_devices=len(chosen.devices),
     )
     if kv_cache_memory_bytes is None:
-        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization)
+        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization, num_spares)
         start = structs.replace(start, worker=structs.replace(start.worker, kv_cache_bytes=kv_bytes))
     listen = listen_on(host, port)
     bars = FollowingBars(url_of(listen), api_key or [], f"everserve: {model}")
@@ -245,6 +269,7 @@ def serve(
         event_log=_text(event_log),
         on_ready=lambda url: _say_ready(model, url, bars),
         share_device=chosen.share,
+        num_spares=num_spares,
     )
     with bars:
         sys.exit(supervisor.run())

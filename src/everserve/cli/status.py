@@ -78,6 +78,9 @@ def _print(cluster: dict[str, Any]) -> None:
         console.print(f"  degraded: {what}", highlight=False, markup=False)
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
     console.print(f"processes: {processes}", highlight=False, markup=False)
+    spares = cluster.get("spares", {"wanted": 0})
+    if spares["wanted"]:
+        console.print(f"spares: {spares['ready']} of {spares['wanted']} ready", highlight=False, markup=False)
     table = Table("rank", "incarnation", "pid", "roles", "state", "slots", "requests", "KV cache", "note")
     for worker in cluster["workers"]:
         table.add_row(*_cells(worker))

@@ -79,7 +79,7 @@ class GatewayProcess:
         elif isinstance(message, OrchestratorAttached):
             self._gateway.orchestrator.attach(socket.socket(fileno=self._control.take_fd()))
         elif isinstance(message, ProcessesChanged):
-            self._gateway.cluster.processes = message.processes
+            self._gateway.cluster.on_processes(message)
         elif isinstance(message, EventHappened):
             self._gateway.feed.publish(message.event)
         elif isinstance(message, ProcessSignalled):

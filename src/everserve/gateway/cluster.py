@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.metrics import RestartingCounter
-from everserve.gateway.responses import ClusterView, ProcessView, WorkerView
+from everserve.gateway.responses import ClusterView, ProcessView, SparesView, WorkerView
 from everserve.gateway.story import Story
-from everserve.runtime.messages import ClusterChanged
+from everserve.runtime.messages import ClusterChanged, ProcessesChanged
 from everserve.tables.ids import Rank
 from everserve.tables.members import Members, Process, Worker
 
@@ -19,6 +19,7 @@ class Cluster:
     def __init__(self, fleet: Fleet, story: Story) -> None:
         self.members: Members | None = None
         self.processes: tuple[Process, ...] = ()
+        self.num_spares = self._num_spares_wanted = 0
         self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
         self._story = story
@@ -51,6 +52,11 @@ class Cluster:
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
 
+    def on_processes(self, change: ProcessesChanged) -> None:
+        spares = [Process(name=f"spare-{i}", pid=pid) for i, pid in enumerate(change.spares)]
+        self.processes = (*change.processes, *spares)
+        self.num_spares, self._num_spares_wanted = len(spares), change.num_spares_wanted
+
     def violations(self) -> tuple[str, ...]:
         """Unknown is not healthy: nor is a table that nobody keeps up to date."""
         if self.members is None:
@@ -76,6 +82,7 @@ class Cluster:
             degraded=list(self._degraded),
             experts_without_place=self.num_experts_without_place,
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
+            spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
             recent=self._story.sentences(_NUM_RECENT),
         )

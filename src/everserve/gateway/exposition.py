@@ -73,6 +73,14 @@ class Metrics(Collector):
             for rank in engines:
                 gauge.add_metric([self._model, rank], getattr(stats[rank], field, 0))
             yield gauge
+        captures = GaugeMetricFamily(
+            "everserve_graph_captures",
+            "Graphs that the rank's process has captured: none once it serves, whatever happens around it.",
+            labels=["rank"],
+        )
+        for rank in engines:
+            captures.add_metric([rank], getattr(stats[rank], "num_captures", 0))
+        yield captures
         for field, name, text in _ENGINE_COUNTERS:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
             for rank, engine in engines.items():
@@ -116,6 +124,9 @@ class Metrics(Collector):
         for (role, state), count in cluster.count_workers().items():
             workers.add_metric([role, state], count)
         yield workers
+        yield GaugeMetricFamily(
+            "everserve_spares", "Processes that are ready to become workers.", value=cluster.num_spares
+        )
         yield from self._seats()
 
     def _seats(self) -> Iterator[Metric]:

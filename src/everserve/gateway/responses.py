@@ -169,6 +169,13 @@ class ProcessView(msgspec.Struct, kw_only=True):
     pid: int
 
 
+class SparesView(msgspec.Struct, kw_only=True):
+    """Processes that wait to become workers."""
+
+    ready: int
+    wanted: int
+
+
 class ClusterView(msgspec.Struct, kw_only=True):
     """`/cluster`: who is here; no violations = valid."""
 
@@ -177,6 +184,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
     degraded: list[str]
     experts_without_place: int  # over all layers
     processes: list[ProcessView]
+    spares: SparesView
     workers: list[WorkerView]
     recent: list[str]  # what happened lately, in words, newest first
 

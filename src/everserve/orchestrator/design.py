@@ -15,6 +15,7 @@ from everserve.runtime.events import PlacementMade
 from everserve.runtime.liveness import CELL_BYTES
 from everserve.runtime.memories import (
     BELL_BYTES,
+    KV,
     LANE,
     LOG,
     ON_HOST,
@@ -22,6 +23,7 @@ from everserve.runtime.memories import (
     WEIGHTS_STATE_BYTES,
     bell_name,
     cell_name,
+    kv_name,
     log_name,
     weights_name,
     weights_state_name,
@@ -51,6 +53,7 @@ class Design:
     settings: WorkerSettings
     lane_bytes: int
     log_bytes: int  # 0: no logs
+    kv_bytes: int  # of KV caches that outlive their workers on a device, beside the log; 0: there are none
     model: ModelConfig
     num_devices: int  # 0: workers compute on CPUs
 
@@ -68,9 +71,9 @@ class Design:
         experts = [SeatSpec(rank=rank, roles=(Role.EXPERT,)) for rank in expert_ranks]
         num_slots = max((seat.num_slots for seat in placement.seats), default=0) if placement is not None else 0
         lane_bytes = lane_bytes_of(model, start.worker, num_slots)
-        log_bytes = KvSizes.of(model, start.worker).log.num_bytes if start.worker.kv_log != "off" else 0
+        log_bytes, kv_bytes = log_bytes_of(model, start.worker)
         seats = (*attention, *experts)
-        return cls(seats, placement, start.worker, lane_bytes, log_bytes, model, start.num_devices)
+        return cls(seats, placement, start.worker, lane_bytes, log_bytes, kv_bytes, model, start.num_devices)
 
     @property
     def num_attention(self) -> int:
@@ -102,13 +105,15 @@ class Design:
         """What this incarnation is born with: its cell first, what belongs to the seat last."""
         rank, device = seat[0], self.device_of(seat[0])
         needed = [NeededMemory(cell_name(seat), CELL_BYTES)]
+        if Role.ATTENTION in self.roles_of(rank) and self.kv_bytes:
+            needed.append(NeededMemory(kv_name(seat), self.kv_bytes, device))
         if Role.ATTENTION in self.roles_of(rank) and self.log_bytes:
-            needed.append(NeededMemory(log_name(seat), self.log_bytes))
-        if device != ON_HOST and self.roles_of(rank) == (Role.EXPERT,):
-            needed.append(NeededMemory(bell_name(rank), BELL_BYTES, device))
+            needed.append(NeededMemory(log_name(seat), self.log_bytes))  # after its blocks: whoever has it has all
         if device != ON_HOST:
             needed.append(NeededMemory(weights_name(rank), self.weights_of(rank).num_bytes, device))
             needed.append(NeededMemory(weights_state_name(rank), WEIGHTS_STATE_BYTES))
+        if device != ON_HOST and self.roles_of(rank) == (Role.EXPERT,):
+            needed.append(NeededMemory(bell_name(rank), BELL_BYTES, device))
         return tuple(needed)
 
 
@@ -123,8 +128,19 @@ def lane_bytes_of(model: ModelConfig, settings: WorkerSettings, num_slots: int) 
     return LaneShape.of(model, settings.max_num_batched_tokens).lane_bytes()
 
 
+def log_bytes_of(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
+    """How much memory each log needs: of the host, and of a device, for blocks that are the KV cache itself."""
+    if settings.kv_log == "off":
+        return 0, 0
+    shape = KvSizes.of(model, settings).log
+    if settings.device == "cuda" and settings.kv_log == "anchor":
+        return shape.head_bytes, shape.num_blocks * shape.block_bytes
+    return shape.num_bytes, 0
+
+
 _ADVICE = {
     LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
+    KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
     LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
     WEIGHTS: "use fewer --shadow-experts, a smaller model or more devices, or end what else uses the device",
 }

@@ -40,7 +40,7 @@ from everserve.runtime.events import (
     WorkerProvisioned,
 )
 from everserve.runtime.liveness import ORCHESTRATOR_WORD, Cell
-from everserve.runtime.memories import LANE, cell_name, kind_of, log_name, log_of
+from everserve.runtime.memories import LANE, cell_name, kind_of, kv_name, log_name, log_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
@@ -440,7 +440,7 @@ class Host:
         if self._logs.has(seat):
             self._logs.lose(seat)
         elif end is None:  # its memory is still being allocated, or its process is just being born
-            for name in (cell_name(seat), log_name(seat)):
+            for name in (cell_name(seat), kv_name(seat), log_name(seat)):
                 self._memory.release(name)
 
     def _give_up(self, effect: effects.GiveUp) -> None:
@@ -470,8 +470,11 @@ class Host:
             self._memory.hold(needed.name, os.dup(fd))
             self._provision(seat)
 
-        if needed.name == log_name(seat) and (inherited := self._inherited_log(seat[0])) is not None:
-            go_on(inherited)
+        of_log = [each.name for each in self._design.memory_of(seat) if each.name in (kv_name(seat), log_name(seat))]
+        if needed.name in of_log[:1] and (inherited := self._inherited_log(seat[0])):
+            for name, fd in zip(of_log, inherited, strict=True):  # all of it, or nothing
+                self._memory.hold(name, os.dup(fd))
+            self._provision(seat)
             return
         self._memory.allocate(
             needed.name,
@@ -485,15 +488,14 @@ class Host:
         """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
         self._decide(events.SaidFailed(*seat, lack(seat[0], kind, reason), user_error=True))
 
-    def _inherited_log(self, rank: Rank) -> int | None:
+    def _inherited_log(self, rank: Rank) -> tuple[int, ...]:
         """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if nobody can write to it any more."""
         log_id = self._logs.last_of(rank)
         if self._design.settings.kv_log != "anchor" or log_id is None:
-            return None
+            return ()
         end = self._ends.get(*log_id)
         is_dead = end is None or end.cell.is_dead(ORCHESTRATOR_WORD)
-        fd = self._logs.descriptor(log_id)
-        return fd if is_dead else None
+        return self._logs.descriptors(log_id) if is_dead else ()
 
     def _start_worker(self, seat: Seat) -> None:
         """The new worker's memory is there."""

@@ -5,6 +5,8 @@ beginning, so that restoring a stream needs nobody's help. It is let go when bot
 
     the incarnation is lost        (our decision)
     it is settled                  (the gateway says that no stream needs it)
+
+Where its blocks are in memory of their own, on a device, that is held before the log is added, and goes with it.
 """
 
 from collections.abc import Iterable
@@ -12,7 +14,7 @@ from collections.abc import Iterable
 from everserve.orchestrator.memory import Memory
 from everserve.orchestrator.workers import WorkerEnd, WorkerEnds
 from everserve.runtime.channel import Channel
-from everserve.runtime.memories import log_name
+from everserve.runtime.memories import kv_name, log_name
 from everserve.runtime.messages import DropMemory, LogJoined, LogLeft
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
 
@@ -48,8 +50,10 @@ class Logs:
     def has(self, log: LogId) -> bool:
         return log in self._known
 
-    def descriptor(self, log: LogId) -> int | None:
-        return self._memory.held(log_name(log))
+    def descriptors(self, log: LogId) -> tuple[int, ...]:
+        """Its memory, and before that the memory of its blocks if that is another."""
+        held = [self._memory.held(name) for name in (kv_name(log), log_name(log))]
+        return tuple(fd for fd in held if fd is not None)
 
     def last_of(self, rank: Rank) -> LogId | None:
         """The log of the latest incarnation in this seat that has one."""
@@ -76,17 +80,18 @@ class Logs:
         rank, incarnation = log
         for logs in (self._known, self._lost, self._settled):
             logs.discard(log)
-        self._memory.release(log_name(log))
-        self._supervisor.send(DropMemory(name=log_name(log)))
+        for name in (log_name(log), kv_name(log)):  # the log first: it is never there without its blocks
+            if self._memory.held(name) is not None:
+                self._memory.release(name)
+                self._supervisor.send(DropMemory(name=name))
         for end in self._ends:
             if _keeps(end, log):
                 end.send(LogLeft(rank=rank, incarnation=incarnation))
 
     def _give(self, end: WorkerEnd, log: LogId) -> None:
         rank, incarnation = log
-        fd = self._memory.held(log_name(log))
-        assert fd is not None
-        end.send(LogJoined(rank=rank, incarnation=Incarnation(incarnation)), fds=(fd,))
+        *kv, fd = self.descriptors(log)
+        end.send(LogJoined(rank=rank, incarnation=Incarnation(incarnation), has_kv=bool(kv)), fds=(fd, *kv))
 
 
 def _keeps(end: WorkerEnd, log: LogId) -> bool:

@@ -42,26 +42,33 @@ class DeviceMemory:
     free_bytes: int
 
 
-def kv_bytes_per_worker(devices: Sequence[DeviceMemory], workers: Sequence[WorkerNeeds], utilization: float) -> int:
-    """The same for all attention workers, so that streams fit everywhere: what the fullest device can give.
+def kv_bytes_per_worker(
+    devices: Sequence[DeviceMemory], workers: Sequence[WorkerNeeds], utilization: float, num_spares: int = 0
+) -> int:
+    """The same for all attention workers, so that streams fit everywhere: what the fullest device can give. Each has
+    so many spares besides the workers.
 
     Raises ConfigError if the workers do not fit, with what each part needs and what to change.
     """
     shares = [
-        _share(index, device, [worker for worker in workers if worker.device == index], utilization)
+        _share(index, device, [worker for worker in workers if worker.device == index], utilization, num_spares)
         for index, device in enumerate(devices)
     ]
     return min(share for share in shares if share is not None)
 
 
-def _share(index: int, device: DeviceMemory, workers: Sequence[WorkerNeeds], utilization: float) -> int | None:
+def _share(
+    index: int, device: DeviceMemory, workers: Sequence[WorkerNeeds], utilization: float, num_spares: int
+) -> int | None:
     """For each attention worker on this device; None if there is none."""
     usable = int(device.total_bytes * utilization)
     others = device.total_bytes - device.free_bytes
     parts = {
         "weights": sum(worker.weights_bytes for worker in workers),
         "lanes": sum(worker.lanes_bytes for worker in workers),
-        "contexts and buffers": CONTEXT_BYTES + sum(_reserve(worker) for worker in workers),
+        "contexts and buffers": CONTEXT_BYTES
+        + sum(_reserve(worker) for worker in workers)
+        + num_spares * (CONTEXT_BYTES + ATTENTION_BUFFER_BYTES),  # which it needs only while it rehearses
     }
     left = min(usable, device.free_bytes) - sum(parts.values())
     num_attention = sum(Role.ATTENTION in worker.roles for worker in workers)

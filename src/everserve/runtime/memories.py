@@ -3,6 +3,7 @@ without knowing what is in it.
 
     cell-2.3            of an incarnation
     log-2.3             likewise
+    kv-2.3              likewise, on a device: the blocks of that log, where the KV cache itself outlives its worker
     lane-0.1-2.3        between two incarnations
     bell-2              of an expert worker's seat on a device; rung by those who have sent something
     weights-2           of a seat: it outlives every incarnation that sits there
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from everserve.tables.ids import Incarnation, LogId, Rank
 
 ON_HOST = -1  # instead of a device's number
-CELL, LOG, LANE, BELL = "cell", "log", "lane", "bell"
+CELL, LOG, KV, LANE, BELL = "cell", "log", "kv", "lane", "bell"
 BELL_BYTES = 2 << 20  # as little as there is on a device
 _BELL_STRIDE = 128
 WEIGHTS, WEIGHTS_STATE = "weights", "weights-state"
@@ -27,6 +28,10 @@ def cell_name(seat: LogId) -> str:
 
 def log_name(log: LogId) -> str:
     return f"{LOG}-{_seat(log)}"
+
+
+def kv_name(log: LogId) -> str:
+    return f"{KV}-{_seat(log)}"
 
 
 def lane_name(attention: LogId, expert: LogId) -> str:

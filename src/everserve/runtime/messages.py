@@ -13,8 +13,10 @@
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
 
-    supervisor -> zygote           ForkWorker
-    zygote -> supervisor           Ready, WorkerForked
+    supervisor -> zygote           PrepareSpares (first), ForkWorker, Shutdown
+    zygote -> supervisor           Ready, WorkerForked, SparesChanged
+    zygote -> spare                ForkWorker
+    spare -> zygote                Ready
 
     supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, MemoryKept, WorkerExited,
                                    Signalled, Shutdown
@@ -131,10 +133,11 @@ class RoutesChanged(Message, frozen=True):
 
 class LogJoined(Message, frozen=True):
     """Orchestrator to attention worker: the log of another incarnation of an attention worker. Keep it: streams that
-    lose that worker may come to you. + fds: the log's memory."""
+    lose that worker may come to you. + fds: the log's memory, and that of its blocks if that is another."""
 
     rank: Rank
     incarnation: Incarnation
+    has_kv: bool = False  # its blocks are in memory of their own, on a device
 
 
 class LogLeft(Message, frozen=True):
@@ -293,8 +296,8 @@ class Release(Message, frozen=True):
 
 
 class ForkWorker(Message, frozen=True):
-    """Supervisor to zygote: become this. + fds: its cell, its control channel, its lifeline (to the supervisor); its
-    gateway channel if it has the attention role; its memory, in the order of the names in `start`."""
+    """Supervisor to zygote, zygote to spare: become this. + fds: its cell, its control channel, its lifeline (to the
+    supervisor); its gateway channel if it has the attention role; its memory, in the order of the names in `start`."""
 
     start: "StartWorker"
 
@@ -305,6 +308,21 @@ class WorkerForked(Message, frozen=True):
     rank: Rank
     incarnation: Incarnation
     pid: int
+
+
+class PrepareSpares(Message, frozen=True):
+    """Supervisor to zygote, first message: keep so many spares for each device. `like`: what they may have to become,
+    if workers exist already; the zygote learns the rest from what it is asked to fork."""
+
+    num_each: int
+    like: tuple["StartWorker", ...] = ()
+
+
+class SparesChanged(Message, frozen=True):
+    """Zygote to supervisor: the spares that are ready, and how many there should be."""
+
+    pids: tuple[int, ...]
+    num_wanted: int
 
 
 # -- supervisor <-> orchestrator -----------------------------------------------------------------
@@ -478,9 +496,12 @@ class Attach(Message, frozen=True):
 
 
 class ProcessesChanged(Message, frozen=True):
-    """Supervisor to gateway: the processes that are not workers."""
+    """Supervisor to gateway: the processes that are not workers; the spares that are ready, and how many there should
+    be."""
 
     processes: tuple[Process, ...]
+    spares: tuple[int, ...] = ()
+    num_spares_wanted: int = 0
 
 
 class Shutdown(Message, frozen=True):
@@ -543,6 +564,8 @@ AnyMessage = (
     | Release
     | ForkWorker
     | WorkerForked
+    | PrepareSpares
+    | SparesChanged
     | StartOrchestrator
     | AnchorAttached
     | MemoryKept

@@ -5,7 +5,8 @@
                                                         ... --> WorkerExited to the orchestrator
 
 The zygote has torch imported and nothing else to do, so a new worker exists after milliseconds. If the zygote dies, a
-new one gets the forks that it still owed.
+new one gets the forks that it still owed. It may have spares, which are our children too: those of a zygote that is
+gone have nothing to live for.
 
 Orchestrators come and go too. What the next one needs is kept here: each worker's cell and memory, and a *lifeline* to
 it, through which it gets its channel to the new orchestrator. Memory (a log, a seat's weights) is kept by its name when
@@ -121,6 +122,14 @@ class Workers:
         birth.close()
         if message.pid in self._early_exits:
             self.exited(message.pid, self._early_exits.pop(message.pid))
+        if not self._births:
+            self._early_exits.clear()
+
+    def kinds(self) -> tuple[StartWorker, ...]:
+        """One worker of each kind that there is on each device."""
+        starts = [worker.start for worker in self._processes.values()]
+        starts += [birth.start for birth in self._births.values()]
+        return tuple({(start.device_index, start.roles): start for start in starts}.values())
 
     # -- a new orchestrator ----------------------------------------------------------------------
 
@@ -168,7 +177,8 @@ class Workers:
                     self._keep(name, fd)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
-        self._early_exits[pid] = status
+        if self._births:  # it may be one of them; else it was a spare, whose pid may be another process's some day
+            self._early_exits[pid] = status
         return None
 
     def _keep(self, name: str, fd: int) -> None:

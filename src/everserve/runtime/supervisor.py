@@ -47,6 +47,7 @@ from everserve.runtime.messages import (
     EventHappened,
     Failed,
     OrchestratorAttached,
+    PrepareSpares,
     ProcessesChanged,
     ProcessSignalled,
     Provision,
@@ -54,6 +55,7 @@ from everserve.runtime.messages import (
     Shutdown,
     SignalProcess,
     SignalWorker,
+    SparesChanged,
     StartGateway,
     StartOrchestrator,
     WorkerForked,
@@ -104,6 +106,7 @@ class Supervisor:
         event_log: str | None,
         on_ready: Callable[[str], None],
         share_device: bool = False,
+        num_spares: int = 0,
     ) -> None:
         self._listen = listen
         self._url = url_of(listen)
@@ -112,6 +115,8 @@ class Supervisor:
         self._grace_s = grace_s
         self._on_ready = on_ready
         self._share_device = share_device
+        self._num_spares = num_spares  # for each device
+        self._spares = SparesChanged(pids=(), num_wanted=0)
         self._environment = os.environ | _ENVIRONMENT
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
@@ -161,7 +166,11 @@ class Supervisor:
         self._spawn_orchestrator(self._start_orchestrator)
         self._spawn("anchor", {})
         self._connect_anchor()
-        self._spawn("zygote", {})
+        self._spawn_zygote()
+
+    def _spawn_zygote(self) -> None:
+        self._spares = msgspec.structs.replace(self._spares, pids=())
+        self._spawn("zygote", {}, PrepareSpares(num_each=self._num_spares, like=self._workers.kinds()))
 
     def _spawn_orchestrator(self, start: StartOrchestrator) -> None:
         to_gateway, to_orchestrator = Channel.pair()
@@ -234,6 +243,9 @@ class Supervisor:
                 )
             )
             self._workers.forked(message)
+        elif isinstance(message, SparesChanged):
+            self._spares = message
+            self._tell_processes()
         elif isinstance(message, DropMemory):
             self._workers.drop(message.name)
         elif isinstance(message, SignalWorker):
@@ -316,7 +328,7 @@ class Supervisor:
             self._spawn("anchor", {})
             self._connect_anchor()
         else:
-            self._spawn("zygote", {})
+            self._spawn_zygote()
             self._workers.ask_again({child.process.pid for child in self._children.values()})
 
     def _end_stopped_helpers(self) -> None:
@@ -340,8 +352,9 @@ class Supervisor:
             child.process.kill()
             child.process.wait()
         self._workers.kill_all()
-        for pid in process.children_of(os.getpid()):  # forked, but not told to us yet
+        for pid in process.children_of(os.getpid()):  # spares, and workers that were forked but not told to us yet
             os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
     def _signal(self, message: SignalProcess) -> None:
         """An operator's signal. Our children's pids are ours until we reap them."""
@@ -374,7 +387,8 @@ class Supervisor:
     def _tell_processes(self) -> None:
         processes = [Process(name="supervisor", pid=os.getpid())]
         processes += [Process(name=child.name, pid=child.process.pid) for child in self._children.values()]
-        self._send("gateway", ProcessesChanged(processes=tuple(processes)))
+        spares, num_wanted = self._spares.pids, self._spares.num_wanted
+        self._send("gateway", ProcessesChanged(processes=tuple(processes), spares=spares, num_spares_wanted=num_wanted))
 
 
 def _wait_or_kill(popen: "subprocess.Popen[bytes]") -> int:

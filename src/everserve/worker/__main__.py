@@ -4,25 +4,34 @@ It imports what workers need, starts no thread, and forks:
 
     ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
 
+or gives the message to a spare (spares.py), which was forked in the same way and has waited for it.
+
 A fork of a process with threads inherits their locks but not the threads; that is why there are none here.
 """
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
+import selectors
+import signal
 import socket
 import struct
 import sys
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.messages import ForkWorker, Ready, Shutdown, WorkerForked
+from everserve.runtime.messages import ForkWorker, PrepareSpares, Ready, Shutdown, SparesChanged, WorkerForked
 from everserve.tables.ids import Role
+from everserve.worker.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
+_HAND_OVER_S = 1.0  # a message that a spare does not take in this time is lost, and the worker with it
 
 
 def main() -> int:
@@ -43,64 +52,157 @@ def main() -> int:
     gc.freeze()  # keep the pages of what was imported shared between all workers
     control.send(Ready())
     try:
-        return serve(control, args.supervisor_pid)
+        return Zygote(control, args.supervisor_pid).run()
     except ChannelClosed:
         return 0
 
 
-def serve(control: Channel, supervisor_pid: int) -> int:
-    """Fork on demand, until told to stop."""
-    while True:
-        message = control.receive()
-        if isinstance(message, ForkWorker):
-            num_fds = 3 + (Role.ATTENTION in message.start.roles) + len(message.start.memory)
-            fds = [control.take_fd() for _ in range(num_fds)]
-            pid = fork_orphan(message, fds, control, supervisor_pid)
-            for fd in fds:
-                os.close(fd)
-            start = message.start
-            control.send(WorkerForked(rank=start.rank, incarnation=start.incarnation, pid=pid))
-        elif isinstance(message, Shutdown):
-            return 0
+class Zygote:
+    """Forks on demand, and ahead of it."""
+
+    def __init__(self, control: Channel, supervisor_pid: int) -> None:
+        self._control = control
+        self._supervisor_pid = supervisor_pid
+        self._spares = Spares(self._fork_spare, process.state_of, _kill)
+        self._told = SparesChanged(pids=(), num_wanted=0)
+
+    def run(self) -> int:
+        """Until told to stop."""
+        while True:
+            self._wait()
+            for message in self._control.receive_all():
+                if isinstance(message, ForkWorker):
+                    self._start_worker(message)
+                elif isinstance(message, PrepareSpares):
+                    self._spares.prepare(message.num_each, message.like, time.monotonic())
+                elif isinstance(message, Shutdown):
+                    return 0
+            self._spares.tend(time.monotonic())
+            self._tell()
+
+    def _wait(self) -> None:
+        """Not with epoll: its descriptor would be every worker's."""
+        with selectors.PollSelector() as selector:
+            writes = selectors.EVENT_WRITE if self._control.wants_write else 0
+            selector.register(self._control, selectors.EVENT_READ | writes)
+            for channel in self._spares.channels:
+                selector.register(channel, selectors.EVENT_READ)
+            selector.select(self._spares.timeout_s(time.monotonic()))
+        self._control.flush()
+
+    def _tell(self) -> None:
+        now = SparesChanged(pids=self._spares.ready_pids, num_wanted=self._spares.num_wanted)
+        if now != self._told:
+            self._told = now
+            self._control.send(now)
+
+    def _start_worker(self, message: ForkWorker) -> None:
+        start, fds = message.start, _take_fds(self._control, message)
+        self._spares.learn(start, time.monotonic())
+        spare = self._spares.take(start.device_index, time.monotonic())
+        if spare is not None:
+            _hand_over(spare, message, fds)
+            pid = spare.pid
+        else:
+            pid = self._fork_orphan(lambda: _be_worker(message, fds))
+        for fd in fds:
+            os.close(fd)
+        self._control.send(WorkerForked(rank=start.rank, incarnation=start.incarnation, pid=pid))
+
+    def _fork_spare(self, device: int, like: Like) -> Spare:
+        ours, theirs = Channel.pair()
+
+        def live() -> int:
+            ours.close()
+            return _be_spare(Channel(theirs), like)
+
+        pid = self._fork_orphan(live)
+        theirs.close()
+        return Spare(pid, device, Channel(ours))
+
+    def _fork_orphan(self, live: Callable[[], int]) -> int:
+        """Fork a process that forks another one and ends, so that the other one's parent is the supervisor. Its whole
+        life is `live`. Returns its pid."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            middle = os.getpid()
+            orphan = os.fork()
+            if orphan == 0:
+                os.close(reader)
+                os.close(writer)
+                for channel in (self._control, *self._spares.channels):
+                    channel.close()  # or a spare would not see the end of the zygote
+                _live(live, middle, self._supervisor_pid)
+            os.write(writer, _PID.pack(orphan))
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            return int(_PID.unpack(pipe.read(_PID.size))[0])
 
 
-def fork_orphan(message: ForkWorker, fds: list[int], control: Channel, supervisor_pid: int) -> int:
-    """Fork a process that forks the worker and ends, so that the worker's parent is the supervisor. Returns its pid."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        middle = os.getpid()
-        worker = os.fork()
-        if worker == 0:
-            os.close(reader)
-            os.close(writer)
-            control.close()
-            _become(message, fds, middle, supervisor_pid)
-        os.write(writer, _PID.pack(worker))
-        os._exit(0)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader, "rb") as pipe:
-        return int(_PID.unpack(pipe.read(_PID.size))[0])
+def _take_fds(channel: Channel, message: ForkWorker) -> list[int]:
+    num_fds = 3 + (Role.ATTENTION in message.start.roles) + len(message.start.memory)
+    return [channel.take_fd() for _ in range(num_fds)]
 
 
-def _become(message: ForkWorker, fds: list[int], middle_pid: int, supervisor_pid: int) -> None:
-    """Never returns: the worker's whole life."""
+def _hand_over(spare: Spare, message: ForkWorker, fds: list[int]) -> None:
+    """Whatever happens to it from here on happens to a worker."""
+    spare.channel.send(message, fds)
+    while spare.channel.wants_write:
+        if not spare.channel.wait(_HAND_OVER_S):
+            _kill(spare.pid)  # it was stopped at this very moment
+            break
+    spare.channel.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# -- in the new process --------------------------------------------------------------------------
+
+
+def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None:
+    """Never returns."""
     status = 70
     try:
         while os.getppid() == middle_pid:
             os.sched_yield()  # it is about to end
         process.die_with(supervisor_pid)
-        process.set_name(f"es-worker-{message.start.rank}")
-        from everserve.worker import boot  # noqa: PLC0415
-
-        status = boot.run(message.start, fds)
+        status = live()
     except BaseException:  # the process boundary: say what happened, and die
         traceback.print_exc()
     finally:
         logging.shutdown()
         sys.stderr.flush()
         os._exit(status)
+
+
+def _be_spare(zygote: Channel, like: Like) -> int:
+    """Until the zygote is gone, or there is something to become."""
+    from everserve.worker import boot  # noqa: PLC0415
+
+    process.set_name("es-spare")
+    boot.rehearse(like)
+    zygote.send(Ready())
+    try:
+        message = zygote.receive()
+    except ChannelClosed:
+        return 0
+    assert isinstance(message, ForkWorker), message
+    fds = _take_fds(zygote, message)
+    zygote.close()
+    return _be_worker(message, fds)
+
+
+def _be_worker(message: ForkWorker, fds: list[int]) -> int:
+    from everserve.worker import boot  # noqa: PLC0415
+
+    process.set_name(f"es-worker-{message.start.rank}")
+    return boot.run(message.start, fds)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,7 @@ class AttentionLoop:
             key.data()
         self._gateway.flush()
         self._control.flush()
+        self._logs.sweep(self._engine)
 
     def _read_gateway(self) -> None:
         try:
@@ -170,7 +171,9 @@ class AttentionLoop:
             self._engine.cancel(message.id)
             self._sources.pop(message.id, None)
         elif isinstance(message, LogJoined):
-            self._logs.join((message.rank, message.incarnation), self._control.take_fd())
+            fd = self._control.take_fd()
+            kv_fd = self._control.take_fd() if message.has_kv else None
+            self._logs.join((message.rank, message.incarnation), fd, kv_fd)
         elif isinstance(message, LogLeft):
             self._logs.leave((message.rank, message.incarnation), self._engine)
         elif isinstance(message, Leave):
@@ -289,7 +292,6 @@ class AttentionLoop:
             if self._seam is not None:
                 self._seam.experts.rest()
             self._engine.check()
-            self._logs.sweep(self._engine)
             self._was_busy = False
         self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
 

@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
 
@@ -37,6 +37,14 @@ def prepare() -> None:
     lane.load()
     kvlog.load()
     liveness.load()
+    import_module("everserve.worker.cpu_roles")
+
+
+def rehearse(like: Iterable[StartWorker]) -> None:
+    """In a spare: whatever takes time and is the same for all workers like these. On CPUs nothing is left to do."""
+    on_devices = [start for start in like if start.settings.device == "cuda"]
+    if on_devices:
+        import_module("everserve.worker.cuda_rehearsal").rehearse(on_devices)
 
 
 def run(start: StartWorker, fds: list[int]) -> int:

@@ -4,6 +4,7 @@ from everserve.datapath.lane import LaneShape
 from everserve.datapath.local import LocalExperts
 from everserve.datapath.peers import ExpertPeers
 from everserve.datapath.remote import RemoteExperts
+from everserve.kvlog.log import Log
 from everserve.runtime.memories import LOG
 from everserve.tables.ids import Role
 from everserve.worker.build import EngineBuilder, Opened, has_spare_cores, load_experts, open_model
@@ -30,7 +31,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
         engine = builder.build(experts, stepping=experts)
         if builder.writer is not None:
             experts.do_meanwhile(*builder.writer.meanwhile)
-    logs = KeptLogs(opened.sizes.log if log_fd is not None else None, builder.log)
+    logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
     num_slots = opened.model.num_experts if seam is None else 0
     return AttentionParts(engine, seam, logs, opened.ops.name, num_slots, builder.pausing)
 

@@ -15,6 +15,7 @@ from everserve.datapath.captured import CapturedExperts
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.server import CudaServer
 from everserve.engine.captured import CapturedForward
+from everserve.engine.engine import EngineConfig
 from everserve.engine.recorder import Recorder
 from everserve.engine.sizing import KvSizes
 from everserve.model.checkpoint import Checkpoint
@@ -33,6 +34,8 @@ from everserve.tables.placement import EMPTY
 from everserve.worker.loading import Loading
 from everserve.worker.placed_weights import PlacedWeights
 from everserve.worker.weights_state import WeightsState, identity_of
+
+_MAX_RESTORED = {"anchor": 32768, "mirror": 2048, "off": 0}  # tokens, while others wait: some TB/s, or some GB/s
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,8 @@ class SeatWeights:
     def __init__(self, device: Device, memory: dict[str, int]) -> None:
         start, model = device.start, device.model
         self._device = device
-        num_slots = start.slots.num_slots if start.slots is not None else model.num_experts
-        self.num_slots = num_slots if Role.EXPERT in start.roles else 0
-        self.plan = WeightsPlan.of(model, start.roles, self.num_slots)
+        self.num_slots = _num_slots(device)
+        self.plan = self.plan_of(device)
         self._mapping = Mapping(device.driver, memory[WEIGHTS], self.plan.num_bytes)
         self._state = WeightsState(memory[WEIGHTS_STATE])
         for kind in (WEIGHTS, WEIGHTS_STATE):
@@ -89,8 +91,12 @@ class SeatWeights:
         if not self.is_complete:
             self._state.begin(self._identity)
 
+    @staticmethod
+    def plan_of(device: Device) -> WeightsPlan:
+        return WeightsPlan.of(device.model, device.start.roles, _num_slots(device))
+
     def view(self, tensor: PlannedTensor) -> Tensor:
-        return _tensor_at(self._mapping.address + tensor.offset, tensor.shape)
+        return tensor_at(self._mapping.address + tensor.offset, tensor.shape)
 
     def placed(self) -> PlacedWeights:
         """For a Decoder."""
@@ -132,6 +138,13 @@ class SeatWeights:
         """Everything is loaded: say so to those who come after us."""
         torch.cuda.synchronize(self._device.torch_device)
         self._state.complete(self._identity)
+
+
+def _num_slots(device: Device) -> int:
+    """Expert slots per layer; 0 without the expert role."""
+    start = device.start
+    num_slots = start.slots.num_slots if start.slots is not None else device.model.num_experts
+    return num_slots if Role.EXPERT in start.roles else 0
 
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
@@ -191,6 +204,21 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServ
     )
 
 
+def engine_config(device: Device) -> EngineConfig:
+    settings, sizes = device.start.settings, device.sizes
+    return EngineConfig(
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_while_decoding=settings.max_prefill_while_decoding,
+        block_size=settings.block_size,
+        num_blocks=sizes.num_blocks,
+        vocab_size=device.model.vocab_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+    )
+
+
 class _Array:
     """Device memory that torch does not own."""
 
@@ -198,6 +226,6 @@ class _Array:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<i2", "version": 3}
 
 
-def _tensor_at(address: int, shape: tuple[int, ...]) -> Tensor:
+def tensor_at(address: int, shape: tuple[int, ...]) -> Tensor:
     """bfloat16, which the interface does not know: 16-bit integers, looked at differently."""
     return torch.as_tensor(_Array(address, shape), device="cuda").view(torch.bfloat16)

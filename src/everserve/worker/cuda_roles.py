@@ -4,7 +4,7 @@ from everserve.datapath.captured import CapturedExperts
 from everserve.datapath.cuda.local import LocalCudaExperts
 from everserve.datapath.cuda.peers import CudaPeers
 from everserve.datapath.cuda.remote import CudaExperts
-from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.engine import Engine
 from everserve.engine.recorder import Recorder
 from everserve.runtime.memories import BELL
 from everserve.tables.ids import Role
@@ -15,15 +15,15 @@ from everserve.worker.cuda_build import (
     build_decoder,
     build_forward,
     build_server,
+    engine_config,
     lane_shape,
-    make_pool,
     make_recorder,
     open_device,
 )
 from everserve.worker.cuda_expert import CudaExpertLoop
+from everserve.worker.cuda_logs import CudaLogs
 from everserve.worker.expert_service import ExpertService
 from everserve.worker.lease import LEASE_S
-from everserve.worker.logs import KeptLogs
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
 
 
@@ -43,13 +43,13 @@ def build_attention(around: Surroundings) -> AttentionParts:
         peers, experts = _reach_experts(around, device, recorder)
         seam = Seam(peers, experts)
     weights.complete()
-    forward = build_forward(device, decoder, make_pool(device, decoder), experts, recorder)
-    engine = Engine(_engine_config(device), device.ops, forward)
+    logs = CudaLogs(device, around.memory)
+    kv_pool = logs.make_pool(decoder)
+    forward = build_forward(device, decoder, kv_pool, experts, recorder)
+    engine = Engine(engine_config(device), device.ops, forward, journal=logs.make_journal(kv_pool))
     if seam is None:
         warm_up(engine)
-    return AttentionParts(
-        engine, seam, KeptLogs(None, None), device.ops.name, weights.num_slots, sends_late=True
-    )  # fmt: skip
+    return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
 
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
@@ -91,17 +91,3 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         on_replay=around.on_replay,
     )
     return peers, experts
-
-
-def _engine_config(device: Device) -> EngineConfig:
-    settings, sizes = device.start.settings, device.sizes
-    return EngineConfig(
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_prefill_while_decoding=settings.max_prefill_while_decoding,
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
-        vocab_size=device.model.vocab_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-    )

@@ -1,0 +1,72 @@
+"""Spares on a GPU: they are ready with the device open and all kernels loaded, and a seat is taken sooner with one."""
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from everserve.runtime.cuda.driver import is_available
+from everserve.runtime.local_server import LocalServer
+from tests.process import cluster as c
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
+    pytest.mark.timeout(300),
+]
+SETUPS = [("1", "0"), ("1", "2")]  # attention and expert workers
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids="-".join)
+def servers(request) -> Iterator[dict[str, LocalServer]]:
+    """The same cluster without spares, and with one."""
+    attention, expert = request.param
+    flags = ["--device", "cuda", "--attention-workers", attention, "--expert-workers", expert, "--enable-chaos"]
+    flags += ["--kv-cache-memory-bytes", str(1 << 30)]  # two of them share the device
+    with (
+        LocalServer("demo", *flags, "--spares", "0", start_timeout_s=180) as without,
+        LocalServer("demo", *flags, "--spares", "1", start_timeout_s=180) as with_one,
+    ):
+        yield {"without": without, "with": with_one}
+        for server in (without, with_one):
+            assert "Traceback" not in server.log_text(), server.log_text()
+
+
+def replace(server: LocalServer, rank: int) -> tuple[int, float]:
+    """Kill it; the pid of its successor, and how long that took from its first instruction in this seat."""
+    c.wait_whole(server)
+    old = c.worker(server, rank)
+    os.kill(old["pid"], signal.SIGKILL)
+    c.wait_until(lambda: c.worker(server, rank)["incarnation"] > old["incarnation"], 60, "a successor")
+    c.wait_until(lambda: c.is_whole(server), 60, "full strength")
+    new = c.worker(server, rank)
+    ready = [e for e in server.events() if e["event"] == "worker_became_ready" and e["rank"] == rank]
+    return new["pid"], next(e["load_s"] for e in ready if e["incarnation"] == new["incarnation"])
+
+
+def wait_spare(server: LocalServer) -> int:
+    c.wait_until(lambda: c.cluster(server)["spares"]["ready"] == 1, 60, "a spare")
+    return next(p["pid"] for p in c.cluster(server)["processes"] if p["name"] == "spare-0")
+
+
+def test_a_spare_is_ready_sooner(servers):
+    """Every kind of worker, three times: the best of each, since others use the device too."""
+    for rank in range(len(c.cluster(servers["with"])["workers"])):
+        forked_s, from_spare_s = [], []
+        for _ in range(3):
+            forked_s.append(replace(servers["without"], rank)[1])
+            spare = wait_spare(servers["with"])
+            pid, load_s = replace(servers["with"], rank)
+            assert pid == spare
+            from_spare_s.append(load_s)
+        print(f"rank {rank}: {min(forked_s):.3f} s without a spare, {min(from_spare_s):.3f} s with one")
+        assert min(from_spare_s) < min(forked_s)
+
+
+def test_the_same_tokens(servers):
+    """Also from a worker that was a spare."""
+    expected = c.run_all(servers["without"], c.DECODE)
+    wait_spare(servers["with"])
+    replace(servers["with"], 0)
+    assert c.run_all(servers["with"], c.DECODE) == expected
