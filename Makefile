@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test check bench chaos clean
+.PHONY: demo test check bench chaos gpu clean
 
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
@@ -30,6 +30,13 @@ bench: $(STAMP)-dev
 # Half an hour of faults under streams; every token is compared. See docs/reliability.md.
 chaos: $(STAMP)-run
 	$(BIN)/everserve chaos --seconds 1800 --json bench/results/chaos.json $(ARGS)
+
+# Needs an NVIDIA GPU and a torch built for it: the same kernels' tests that run in an interpreter elsewhere, the tests
+# of device memory and of whole clusters on one device, then what it can do. See docs/performance.md.
+GPU_PYTHON ?= $(PYTHON)
+gpu:
+	$(GPU_PYTHON) -m pytest -q tests/kernels tests/gpu $(ARGS)
+	$(GPU_PYTHON) -m everserve.cli bench decode
 
 clean:
 	rm -rf $(VENV)

@@ -48,6 +48,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_restored_tokens: int = 0  # whose KV came from a log
     num_broken_tokens: int = 0  # that a log should have had: it had a gap, or its checksum did not fit
     log_lag_tokens: int = 0  # gauge: computed here, and not in our log yet
+    num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
 
 
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -19,7 +19,7 @@ from everserve.runtime.liveness import Cell
 from everserve.runtime.memories import BELL_BYTES, bell_at
 from everserve.tables.ids import Incarnation, Rank
 
-_ZERO = bytes(4)
+_ZERO, _AWAITED = bytes(4), b"\xff" * 4
 
 
 @dataclass
@@ -63,6 +63,11 @@ class CudaPeers(Peers):
         self._joining: list[_Joining] = []
         self._retired: list[Peer] = []
         self._uploaded = 0
+
+    def end(self) -> None:
+        """No step will come any more, and none runs."""
+        self._region.close()
+        self._bells.close()
 
     # -- between steps ---------------------------------------------------------------------------
 
@@ -109,6 +114,10 @@ class CudaPeers(Peers):
     def release(self, rank: Rank) -> None:
         """Do not wait for an answer from there any longer. Whether it is there, `arrive` will see."""
         self._driver.write(self._region.address(rank) + FLAG_AT, _ZERO)
+
+    def is_awaited(self, rank: Rank) -> bool:
+        """Whether something was sent there that is not answered."""
+        return self._driver.read(self._region.address(rank) + FLAG_AT, 4) == _AWAITED
 
     def has_refused(self, rank: Rank) -> int:
         """The status with which it has answered the last request; 0 if it has not, or has computed it."""

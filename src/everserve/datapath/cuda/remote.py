@@ -30,6 +30,7 @@ from everserve.tables.ids import Incarnation, Rank
 
 _NAP_NS = 20_000
 _RETRY_NS = 200_000  # how often flags are written while a step does not end
+_GIVE_UP = 20  # looks, detect_ms apart, at a peer that lives and does not answer
 LARGE_STEP = 256  # rows; a cell's position is 1 instead of 0 in larger ones
 Cut = Callable[[Callable[[], None]], None]
 
@@ -70,6 +71,7 @@ class CudaExperts:
             self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
         ]
         self._must_release = False
+        self._num_looks: dict[Rank, int] = {}  # at those who do not answer
         self._alarm_seen = self._control_seen = 0
         self._num_rows = 0
 
@@ -107,6 +109,7 @@ class CudaExperts:
         peers.is_in_step = True
         peers.cell.position = int(num_rows > LARGE_STEP)
         self._num_rows = num_rows * self._state.shape.top_k
+        self._num_looks.clear()
         self._wake_the_idle()
 
     def end_step(self) -> None:
@@ -133,6 +136,8 @@ class CudaExperts:
             # The words are read first: what comes later rings again.
             self._alarm_seen, self._control_seen = peers.warden.alarm, peers.cell.control
             suspicions = peers.look()
+        elif not self._must_release:
+            suspicions = self._look_at_the_silent()
         peers.warden.renew(self._lease_s)
         self._on_control()
         self._wake_the_idle()
@@ -164,6 +169,18 @@ class CudaExperts:
             self.num_replayed_rows += self._num_rows  # all of them: who has answered already is asked again
             self._on_replay(rank, layer, self._num_rows)
         return bool(lost)
+
+    def _look_at_the_silent(self) -> list[Suspicion]:
+        """Nothing came for detect_ms. Somebody whose process lives may be stuck all the same."""
+        suspicions: list[Suspicion] = []
+        for rank, _ in self._peers.incarnations:
+            peer = self._peers.trusted(rank)
+            if peer is None:
+                continue
+            self._num_looks[rank] = self._num_looks.get(rank, 0) + 1 if self._peers.is_awaited(rank) else 0
+            if self._num_looks[rank] >= _GIVE_UP:
+                suspicions.append(self._peers.suspect(peer, "deaf"))
+        return suspicions
 
     def _wake_the_idle(self) -> None:
         for rank, _ in self._peers.incarnations:

@@ -89,6 +89,11 @@ class CudaServer:
             time.sleep(_RING_EVERY_S)
         self._queued.clear()
 
+    def end(self) -> None:
+        """Nobody is served any more."""
+        self.drain()
+        self._region.close()
+
     def served(self) -> tuple[int, int, int]:
         """Batches, rows and refusals since the beginning."""
         batches, rows, refusals = self._state.served.tolist()

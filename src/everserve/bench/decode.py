@@ -1,0 +1,215 @@
+"""`everserve bench decode`: how fast one process decodes on a GPU, and how far from what its memory allows.
+
+The floor is the bytes that a step must read, over the bandwidth of a large copy measured in the same run. Beside it,
+transformers' continuous batching, in a process of its own, on the same shape with random weights.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from everserve.bench import report
+from everserve.bench.device_shapes import floor_bytes, write_shape
+from everserve.datapath.cuda.local import LocalCudaExperts
+from everserve.engine.engine import Engine
+from everserve.errors import ConfigError
+from everserve.runtime.cuda.driver import Driver
+from everserve.runtime.memories import WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.requests import RequestSpec, SamplingParams
+
+_BLOCK_SIZE = 64
+_WARM_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    shapes: tuple[tuple[str, int | None], ...] = (("mixtral", None), ("qwen3", None))  # with how many layers
+    batches: tuple[int, ...] = (1, 16, 64, 128, 256)
+    context: int = 512
+    steps: int = 64
+    has_baseline: bool = True
+
+
+def run(settings: Settings, out: Path | None) -> None:
+    if not torch.cuda.is_available():
+        raise ConfigError("bench decode needs an NVIDIA GPU")
+    bandwidth = copy_bandwidth()
+    results: list[dict[str, Any]] = []
+    for shape, num_layers in settings.shapes:
+        with tempfile.TemporaryDirectory() as directory:
+            model = write_shape(Path(directory), shape, num_layers)
+            ours = _in_process("everserve.bench.decode", str(model), settings)
+            theirs = (
+                _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
+            )
+            results += [_row(shape, ours, theirs, batch, bandwidth) for batch in settings.batches]
+    report.print_table(
+        f"decode of one process, {settings.context} tokens of context; a copy moves {bandwidth / 1e12:.2f} TB/s",
+        ["shape", "streams", "ms per step", "tokens/s", "of the memory floor", "transformers ms", "times faster"],
+        [
+            [
+                f"{row['shape']}, {row['num_layers']} layers",
+                str(row["batch"]),
+                f"{row['step_ms']:.2f}",
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['share_of_floor']:.0%}",
+                f"{row['baseline_ms']:.1f}" if row["baseline_ms"] else "-",
+                f"{row['baseline_ms'] / row['step_ms']:.1f}" if row["baseline_ms"] else "-",
+            ]
+            for row in results
+        ],
+    )
+    print(f"written to {report.write('decode', {'bandwidth': bandwidth, 'rows': results}, out)}")
+
+
+def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, bandwidth: float) -> dict[str, Any]:
+    step_ms = ours["step_ms"][str(batch)]
+    floor_ms = ours["floor_bytes"][str(batch)] / bandwidth * 1e3
+    return {
+        "shape": shape,
+        "num_layers": ours["num_layers"],
+        "batch": batch,
+        "step_ms": step_ms,
+        "tokens_per_s": batch / step_ms * 1e3,
+        "floor_ms": floor_ms,
+        "share_of_floor": floor_ms / step_ms,
+        "baseline_ms": theirs.get("step_ms", {}).get(str(batch)),
+        "baseline_error": theirs.get("error"),
+    }
+
+
+def _in_process(module: str, model: str, settings: Settings) -> dict[str, Any]:
+    """In a process of its own: its memory is free afterwards."""
+    ask = {"model": model, "batches": settings.batches, "context": settings.context, "steps": settings.steps}
+    done = subprocess.run(
+        [sys.executable, "-m", module, json.dumps(ask)], stdout=subprocess.PIPE, text=True, check=False
+    )  # fmt: skip
+    if done.returncode:
+        return {"error": f"{module} ended with status {done.returncode}", "step_ms": {}}
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.randn(1 << 30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    times: list[float] = []
+    for _ in range(12):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    del source, target
+    torch.cuda.empty_cache()
+    return float(2 * 2 * (1 << 30) / median(times[2:]))
+
+
+# -- the process that is measured ----------------------------------------------------------------
+
+
+def measure(ask: dict[str, Any]) -> dict[str, Any]:
+    """Median time of a step of the engine, everything included, for each number of streams."""
+    engine, model = build(ask["model"], max(ask["batches"]), ask["context"] + ask["steps"] + 2 * _WARM_STEPS)
+    step_ms: dict[str, float] = {}
+    floors: dict[str, int] = {}
+    for batch in ask["batches"]:
+        step_ms[str(batch)] = _decode(engine, batch, ask["context"], ask["steps"]) * 1e3
+        floors[str(batch)] = floor_bytes(model, batch, ask["context"] + ask["steps"] // 2)
+    return {"step_ms": step_ms, "floor_bytes": floors, "num_layers": model.num_layers}
+
+
+def _decode(engine: Engine, batch: int, context: int, steps: int) -> float:
+    vocab_size = engine.config.vocab_size
+    params = SamplingParams(max_tokens=steps + 2 * _WARM_STEPS, temperature=0.0)
+    for i in range(batch):
+        prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
+        engine.add(RequestSpec(id=f"{batch}-{i}", prompt=prompt, params=params))
+    while engine.scheduler.waiting or any(sequence.num_output < _WARM_STEPS for sequence in engine.scheduler.running):
+        engine.step()
+    times: list[float] = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    engine.cancel_all()
+    return median(times)
+
+
+def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, Any]:
+    """A worker's engine with both roles, without the worker."""
+    from everserve.worker.cuda_build import (  # noqa: PLC0415 (only in the process that is measured)
+        SeatWeights,
+        build_decoder,
+        build_forward,
+        engine_config,
+        make_pool,
+        make_recorder,
+        open_device,
+    )
+    from everserve.worker.loading import Loading  # noqa: PLC0415
+
+    max_model_len = -(-max_model_len // _BLOCK_SIZE) * _BLOCK_SIZE
+    start = _start(model, max_num_seqs, max_model_len)
+    device = open_device(start, Loading(start))
+    weights = SeatWeights(device, _memory(device.driver, SeatWeights.plan_of(device).num_bytes))
+    decoder = build_decoder(device, weights)
+    config = device.model
+    experts = LocalCudaExperts(device.ops, weights.arena(), config.moe_layers, config.num_experts)
+    forward = build_forward(device, decoder, make_pool(device, decoder), experts, make_recorder(device))
+    return Engine(engine_config(device), device.ops, forward), config
+
+
+def _memory(driver: Driver, num_bytes: int) -> dict[str, int]:
+    state_fd = os.memfd_create("weights-state")
+    os.ftruncate(state_fd, WEIGHTS_STATE_BYTES)
+    return {WEIGHTS: driver.create(num_bytes), WEIGHTS_STATE: state_fd}
+
+
+def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
+    settings = WorkerSettings(
+        model=model,
+        dtype="bfloat16",
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=1024,
+        max_prefill_while_decoding=1024,
+        block_size=_BLOCK_SIZE,
+        kv_cache_bytes=1 << 60,  # all that the streams can use
+        kv_log="off",
+        enable_prefix_caching=False,
+        batch_invariant=True,
+        num_threads=None,
+        fixed_routes=(0, 0),
+        event_log=None,
+        device="cuda",
+        load_format="dummy",
+    )
+    return StartWorker(
+        rank=Rank(0),
+        incarnation=Incarnation(1),
+        roles=(Role.ATTENTION, Role.EXPERT),
+        settings=settings,
+        num_workers=1,
+        slots=None,
+        detect_ms=0.0,
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(json.loads(sys.argv[1]))))
