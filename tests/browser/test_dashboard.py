@@ -68,7 +68,7 @@ def test_a_kill_and_the_recovery(server: LocalServer, visitor: Visitor) -> None:
     expect(page.locator("#try-text .error")).to_have_count(0)
     mark = ask(page, "[...store.entries.values()].filter(e => e.kind == 'fault').at(-1)")
     assert mark["ended_unix_s"] > mark["unix_s"] and mark["pause_ms"] > 0
-    assert min(count_pixels(page, "--bad", "--ok")) > 30, "the chart marks the fault and the recovery"
+    wait_until(lambda: min(count_pixels(page, "--bad", "--ok")) > 30, what="a mark of the fault and of the recovery")
     num_tokens = ask(page, "store.column('rate').slice(-8).reduce((a, b) => a + b)")
     assert num_tokens > 0, "and the streams go on"
 
