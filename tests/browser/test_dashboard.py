@@ -56,7 +56,9 @@ def test_a_kill_and_the_recovery(server: LocalServer, visitor: Visitor) -> None:
     expect(page.locator("#kill-title")).to_have_text("Kill expert 3?")
     page.click("#kill >> text=SIGKILL")
     died = entry(page, "Expert worker 3 died (SIGKILL)")
-    expect(died).to_contain_text("32 experts per layer moved to their shadows", timeout=TIMEOUT_MS)
+    # On a machine that is busy enough the other one is suspected for a moment too; then the page tells that.
+    moved = r"32 experts per layer moved to their shadows|waited [\d.]+ m?s for experts without a place"
+    expect(died).to_contain_text(re.compile(moved), timeout=TIMEOUT_MS)
     expect(died).to_contain_text("0 tokens lost", timeout=TIMEOUT_MS)
     expect(died).to_contain_text(re.compile(r"longest pause [\d.]+ m?s"))
     expect(died).to_contain_text(re.compile(r"replaced after [\d.]+ s"), timeout=TIMEOUT_MS)
