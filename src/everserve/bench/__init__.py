@@ -1,13 +1,14 @@
 """Benchmarks, one file per question. Each prints a table and writes JSON with commit, hardware and configuration.
 
 engine.py    is one worker fast, next to what people would use instead?
+decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py: the other)
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails, next to pausing for checkpoints?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
 
 baseline.py  transformers, measured in a process of its own
-shapes.py    model directories with random weights, of any shape
+shapes.py    model directories with random weights, of any shape (device_shapes.py: as large as a GPU is for)
 variants.py  variants of one server, side by side
 load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time

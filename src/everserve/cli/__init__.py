@@ -3,7 +3,7 @@
 serve.py    serve a model
 starting.py bars while it starts
 devices.py  what it is served on
-demo.py     the story in one terminal
+demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)
 status.py   who is here, and is the instance valid
 watch.py    ... as it changes (`status --watch`)
 kill.py     send a signal to a process

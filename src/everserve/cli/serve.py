@@ -31,8 +31,7 @@ _BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens; a GPU reads larger pieces, and
 _NUM_SEQS = {"cpu": 128, "cuda": 256}
 _BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
 _PREFILL_WHILE_DECODING = {"cpu": 64, "cuda": 512}
-_NUM_SPARES = {"cpu": 0, "cuda": 1}  # a fork takes milliseconds; to open a device and load kernels takes longer
-_KV_LOG = {"cpu": "mirror", "cuda": "anchor"}  # from a GPU a copy would have to go through the bus
+_KV_LOG = {"cpu": "mirror", "cuda": "off"}  # on a GPU only tests without a GPU have seen a log so far
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
@@ -83,14 +82,9 @@ def serve(
         ),
     ] = None,
     spares: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes per device that wait to become workers: replacements start sooner."
-            " Default: 0 on a CPU, 1 on a GPU.",
-            min=0,
-            max=8,
-        ),
-    ] = None,
+        int,
+        typer.Option(help="Processes per device that wait to become workers: replacements start sooner.", min=0, max=8),
+    ] = 0,
     detect_ms: Annotated[
         float,
         typer.Option(
@@ -147,7 +141,7 @@ def serve(
         str | None,
         typer.Option(
             help="Where KV outlives its worker. mirror: a copy; anchor: the cache itself is memory that survives;"
-            " off: nowhere, streams of a dead worker are computed again. Default: mirror on a CPU, anchor on a GPU."
+            " off: nowhere, streams of a dead worker are computed again. Default: mirror on a CPU, off on a GPU."
         ),
     ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prefixes.")] = True,
@@ -209,7 +203,6 @@ def serve(
     except BuildError as error:
         raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
     chosen = choose(device, share_device, attention_workers + expert_workers)
-    num_spares = _NUM_SPARES[chosen.device] if spares is None else spares
     kv_log = kv_log or _KV_LOG[chosen.device]
     if load_format == "dummy" and chosen.device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
@@ -245,7 +238,7 @@ def serve(
         num_devices=len(chosen.devices),
     )
     if kv_cache_memory_bytes is None:
-        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization, num_spares)
+        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization, spares)
         start = structs.replace(start, worker=structs.replace(start.worker, kv_cache_bytes=kv_bytes))
     listen = listen_on(host, port)
     bars = FollowingBars(url_of(listen), api_key or [], f"everserve: {model}")
@@ -269,7 +262,7 @@ def serve(
         event_log=_text(event_log),
         on_ready=lambda url: _say_ready(model, url, bars),
         share_device=chosen.share,
-        num_spares=num_spares,
+        num_spares=spares,
     )
     with bars:
         sys.exit(supervisor.run())

@@ -2,11 +2,14 @@
 
     local.py    both halves in one process: no travel at all
     remote.py   over lanes to expert workers, which may die: replay, and the same result bit for bit
-    peers.py    who these are, who of them is trusted, and hence where each expert is
+    trust.py    who these are, who of them is trusted, and hence where each expert is
+    peers.py    their lanes in host memory
     serve.py    the expert worker's end
     lane.py     the memory between two workers, and how it is laid out
     memory.py   expert workers in the same process, with faults on demand
     csrc/       both ends in C: one call per layer on either side
+    captured.py what a captured step needs of its experts
+    cuda/       all of that in the memory of a GPU, by kernels
 
 `ExpertIO` is the one interface through which attention reaches experts, wherever they are.
 """

@@ -5,7 +5,9 @@ fields.py          JSON fields, read with checks and clear errors
 checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
 layout.py          which tensor of which architecture is which weight of ours
 rope.py            rotary tables, scaled as the config says
+random_weights.py  weights that nobody trained, for `--load-format dummy`
 batch.py           StepBatch: the rows of one step and where their KV lives
+device_batch.py    the same in device memory, with attention cut into items of work
 attention_half.py  norms, attention, router, residual: owns KV
 expert_half.py     a pure function of expert slots and rows: stateless
 decoder.py         embedding, layers, final norm, logits: the whole model around the seam

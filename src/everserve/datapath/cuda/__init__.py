@@ -5,6 +5,9 @@ queued on the device without the host looking at any layer.
     words.py    its words, as kernels see them
     send.py     the attention worker's kernels: plan, scatter, post, arrive
     serve.py    the expert worker's kernels: choose, gather, answer
+    peers.py    an attention worker's lanes; remote.py: its experts, as a captured step reaches them
+    server.py   an expert worker's lanes, and the graphs that serve them
+    local.py    both halves on one device: no lanes at all
 
     attention worker's stream                              expert worker's stream
     plan -> scatter -> post ──────── request ────────────> choose -> gather -> gate_up -> down -> answer

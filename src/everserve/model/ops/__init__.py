@@ -3,6 +3,7 @@
     reference.py   plain PyTorch: what every other set is tested against; runs anywhere
     choose.py      the part of it that chooses tokens
     native.py      C kernels for CPUs (csrc/*.c), compiled once per machine with the system's compiler
+    cuda/          Triton kernels for NVIDIA GPUs
 
 Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
 O output features, N experts, K experts per token, R (token, expert) rows, F expert intermediate size.

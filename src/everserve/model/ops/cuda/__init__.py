@@ -6,6 +6,7 @@
     gating.py      which experts a row goes to
     choosing.py    the token with the highest logit
     experts.py     the expert networks: rows sorted by slot, one grouped product per matrix
+    words.py       the word `stop`, and why it was set
     ops.py         CudaOps: all of it behind `Ops`
 
 Every kernel takes a pointer to the int32 word `stop` and does nothing if it is not 0: what is queued behind a step that
