@@ -1,4 +1,4 @@
-"""Embedding, norm, rotation and the store of keys and values, against the reference; a row is the same in company."""
+"""Norm, rotation and the store of keys and values, against the reference; a row is the same in company."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
-from everserve.model.ops.cuda.rows import embed, rms_norm, rotate_and_store
+from everserve.model.ops.cuda.rows import rms_norm, rotate_and_store
 from everserve.model.ops.reference import ReferenceOps
 
 reference = ReferenceOps()
@@ -18,14 +18,6 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2**-8) -> None:
     """As near as rounding to bfloat16 comes."""
     assert actual.shape == expected.shape
     assert ((actual.float() - expected).abs() <= tolerance * expected.abs() + 1e-6).all()
-
-
-def test_embed(device, stop):
-    table = torch.randn(50, 1100).bfloat16().to(device)
-    tokens = torch.tensor([3, 0, 49, 3, 7], dtype=torch.int32, device=device)
-    out = embed(tokens, table, stop)
-    assert out.dtype is torch.float32 and torch.equal(out, table[tokens.long()].float())
-    assert embed(tokens[:0], table, stop).shape == (0, 1100)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
@@ -115,4 +107,3 @@ def test_nothing_is_written_once_stopped(device, stop, monkeypatch):
     assert not q.any() and pool.isnan().all()
     ones = torch.ones(2, 8, device=device)
     assert not rms_norm(ones, ones[0].bfloat16(), EPS, stop).any()
-    assert not embed(torch.zeros(2, dtype=torch.int32, device=device), ones.bfloat16(), stop).any()

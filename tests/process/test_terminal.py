@@ -16,18 +16,19 @@ from collections.abc import Callable
 import pytest
 
 EVERSERVE = (sys.executable, "-m", "everserve.cli")
+_LINES = re.compile(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*")  # that begin neither there nor at a line's start
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 
 
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, command: tuple[str, ...] = EVERSERVE) -> None:
         self.raw = ""
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
-            [*EVERSERVE, *arguments],
+            [*command, *arguments],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,
@@ -109,8 +110,36 @@ def test_serve_shows_its_workers_until_they_are_ready(keys):
     try:
         terminal.read_until(lambda: "demo ready at http://" in terminal.text, timeout_s=120)
         assert "worker 1 attention+expert" in terminal.text and "everserve: demo" in terminal.text
-        said = re.findall(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*", terminal.raw)
-        assert not said, "what processes say begins where a bar was erased, or on a line of its own"
+        assert not _LINES.findall(terminal.raw), (
+            "what processes say begins where a bar was erased, or on a line of its own"
+        )
     finally:
         terminal.process.send_signal(signal.SIGINT)
     assert terminal.finish() == 0
+
+
+_BARS_AND_A_WRITER = """
+import sys, threading
+from everserve.cli.starting import FollowingBars
+
+def write():
+    while not over.is_set():
+        print("2026-01-01 00:00:00 worker 1 says something", file=sys.stderr, flush=True)
+
+for _ in range(5):
+    over = threading.Event()
+    with FollowingBars("http://127.0.0.1:9", [], "a server") as bars:
+        writer = threading.Thread(target=write)
+        writer.start()
+        over.wait(0.02)
+        bars.stop()
+        over.set()
+        writer.join()
+"""
+
+
+def test_lines_that_come_while_the_bars_end():
+    terminal = Terminal("-c", _BARS_AND_A_WRITER, command=(sys.executable,))
+    assert terminal.finish() == 0
+    assert "a server" in terminal.text and "says something" in terminal.text
+    assert not _LINES.findall(terminal.raw), "none is printed beside a bar that is about to be erased"

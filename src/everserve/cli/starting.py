@@ -130,8 +130,11 @@ class FollowingBars(StartBars):
         return self
 
     def stop(self) -> None:
-        super().stop()
-        if self._stderr is not None:
+        if self._stderr is None:
+            super().stop()
+            return
+        with self._stderr.lock:  # or a line is printed after the last bar, before that is erased
+            super().stop()
             self._stderr.pass_on()
 
     def __exit__(
@@ -162,6 +165,7 @@ class _SharedStderr:
     def __init__(self) -> None:
         self._fd = os.dup(sys.stderr.fileno())
         self.terminal: TextIO = os.fdopen(self._fd, "w", closefd=False)
+        self.lock = threading.Lock()  # of who prints, and of who ends the bars
         self._console: Console | None = None  # while there are bars
         self._thread: threading.Thread | None = None
 
@@ -174,7 +178,7 @@ class _SharedStderr:
         self._thread.start()
 
     def pass_on(self) -> None:
-        """There are no bars any more."""
+        """There are no bars any more. Holds the lock."""
         self._console = None
 
     def end(self) -> None:
@@ -186,13 +190,14 @@ class _SharedStderr:
     def _run(self, reader: int) -> None:
         rest = b""
         while data := os.read(reader, 1 << 16):
-            console = self._console
-            *lines, rest = (rest + data).split(b"\n") if console is not None else [rest + data, b""]
-            if console is None:
-                os.write(self._fd, lines[0])
-                continue
-            for line in lines:
-                console.print(Text.from_ansi(line.decode(errors="replace")), soft_wrap=True)
+            with self.lock:
+                if self._console is None:
+                    os.write(self._fd, rest + data)
+                    rest = b""
+                    continue
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._console.print(Text.from_ansi(line.decode(errors="replace")), soft_wrap=True)
         os.write(self._fd, rest)
         os.close(reader)
 

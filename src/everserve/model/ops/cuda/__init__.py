@@ -1,7 +1,7 @@
 """The arithmetic on one NVIDIA GPU: Triton kernels, and the `Ops` over them.
 
     dense.py       x @ weight.T, weights through TMA descriptors
-    rows.py        what is done to each row by itself: embed, norm, rotate and store
+    rows.py        what is done to each row by itself: norm, rotate and store
     attention.py   attention over the paged KV pool
     gating.py      which experts a row goes to
     choosing.py    the token with the highest logit

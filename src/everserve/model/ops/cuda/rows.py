@@ -1,4 +1,4 @@
-"""What is done to each row by itself: embedding, norm, rotary positions and the store of keys and values.
+"""What is done to each row by itself: norm, rotary positions and the store of keys and values.
 
 A program has one row (or some heads of one), and is the same whatever else is in the batch. Arithmetic is float32.
 """
@@ -7,15 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-
-def embed(tokens_T: Tensor, table_VD: Tensor, stop: Tensor) -> Tensor:
-    """Rows of the table, as float32: the residual stream begins here."""
-    num_rows, size = len(tokens_T), table_VD.shape[1]
-    out_TD = torch.empty(num_rows, size, dtype=torch.float32, device=table_VD.device)
-    if num_rows:
-        _embed[(num_rows, triton.cdiv(size, 1024))](tokens_T, table_VD, out_TD, stop, D=size, BLOCK=1024, num_warps=4)
-    return out_TD
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor) -> Tensor:
@@ -68,17 +59,6 @@ def rotate_and_store(
 def _power_of_2_in(number: int) -> int:
     """The largest power of two that divides it."""
     return number & -number
-
-
-@triton.jit
-def _embed(tokens, table, out, stop, D: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.load(stop) != 0:
-        return
-    row = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(tokens + row).to(tl.int64)
-    x = tl.load(table + token * D + columns, mask=columns < D, other=0.0)
-    tl.store(out + row.to(tl.int64) * D + columns, x.to(tl.float32), mask=columns < D)
 
 
 @triton.jit

@@ -1,0 +1,47 @@
+"""What the servers of a benchmark serve: the bundled model, or on a GPU a large shape with random weights."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from everserve.bench import report
+from everserve.bench.device_shapes import SHAPES, write_shape
+from everserve.errors import ConfigError
+from everserve.model.bundled import DEMO_MODEL
+
+BUNDLED = "bundled"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and how a server is told to serve it."""
+
+    title: str  # in tables and in the JSON
+    model: str  # as `everserve serve` takes it
+    vocab_size: int
+    max_context: int
+    flags: tuple[str, ...] = ()
+
+
+@contextlib.contextmanager
+def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Subject]:
+    """For as long as its files are needed."""
+    if shape == BUNDLED:
+        if num_layers is not None:
+            raise ConfigError("--layers: the bundled model has those that it has; choose a --shape")
+        config = report.read_json(DEMO_MODEL / "config.json")
+        yield Subject("bundled model", "demo", config["vocab_size"], config["max_position_embeddings"])
+        return
+    if shape not in SHAPES:
+        raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SHAPES))}")
+    with tempfile.TemporaryDirectory(prefix="everserve-") as directory:
+        config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
+        yield Subject(
+            f"{shape}, {config['num_hidden_layers']} layers",
+            directory,
+            config["vocab_size"],
+            config["max_position_embeddings"],
+            ("--device", "cuda", "--load-format", "dummy"),
+        )
