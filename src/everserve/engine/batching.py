@@ -23,30 +23,53 @@ class Rows(NamedTuple):
 
 def lay_out(chunks: list[Chunk], block_size: int) -> Rows:
     """The rows of all chunks, one after the other, and which rows' logits are wanted."""
+    if all(chunk.num_tokens == 1 for chunk in chunks):
+        return _lay_out_single(chunks, block_size)
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
-    width = max(len(chunk.sequence.blocks) for chunk in chunks)
     tokens = np.empty(num_tokens, np.int32)
     positions = np.empty(num_tokens, np.int32)
     kv_slots = np.empty(num_tokens, np.int32)
-    tables = np.zeros((len(chunks), width), np.int32)
+    tables = _tables(chunks)
     query_starts = np.zeros(len(chunks) + 1, np.int32)
     logits_rows: list[int] = []
     row = 0
     for i, chunk in enumerate(chunks):
         sequence, num = chunk.sequence, chunk.num_tokens
         first, end = sequence.num_computed, row + num
-        tables[i, : len(sequence.blocks)] = sequence.blocks
-        if num == 1:
-            tokens[row], positions[row] = sequence.tokens[first], first
-            kv_slots[row] = sequence.blocks[first // block_size] * block_size + first % block_size
-        else:
-            position = np.arange(first, first + num, dtype=np.int32)
-            tokens[row:end] = sequence.tokens[first : first + num]
-            positions[row:end] = position
-            kv_slots[row:end] = tables[i, position // block_size] * block_size + position % block_size
+        position = np.arange(first, first + num, dtype=np.int32)
+        tokens[row:end] = sequence.tokens[first : first + num]
+        positions[row:end] = position
+        kv_slots[row:end] = tables[i, position // block_size] * block_size + position % block_size
         logits_rows.extend(wanted_rows(chunk, row))
         row = query_starts[i + 1] = end
     return Rows(tokens, positions, kv_slots, query_starts, tables, logits_rows)
+
+
+def _lay_out_single(chunks: list[Chunk], block_size: int) -> Rows:
+    """The same for chunks of one token each: between two tokens of every stream there is little time."""
+    positions = [chunk[0].num_computed for chunk in chunks]
+    tokens = [chunk[0].tokens[at] for chunk, at in zip(chunks, positions, strict=True)]
+    kv_slots = [
+        chunk[0].blocks[at // block_size] * block_size + at % block_size
+        for chunk, at in zip(chunks, positions, strict=True)
+    ]
+    return Rows(
+        tokens_T=np.array(tokens, np.int32),
+        positions_T=np.array(positions, np.int32),
+        kv_slots_T=np.array(kv_slots, np.int32),
+        query_starts_S=np.arange(len(chunks) + 1, dtype=np.int32),
+        block_tables_SB=_tables(chunks),
+        logits_rows_L=[i for i, chunk in enumerate(chunks) if chunk[2] or wanted_rows(chunk, i)],
+    )
+
+
+def _tables(chunks: list[Chunk]) -> NDArray[np.int32]:
+    """The blocks of each chunk's sequence, and zeros."""
+    width = max(len(chunk.sequence.blocks) for chunk in chunks)
+    tables = np.zeros((len(chunks), width), np.int32)
+    for row_B, (sequence, _, _) in zip(tables, chunks, strict=True):
+        row_B[: len(sequence.blocks)] = sequence.blocks
+    return tables
 
 
 def to_batch(rows: Rows, device: torch.device) -> StepBatch:

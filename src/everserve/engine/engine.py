@@ -192,18 +192,13 @@ class Engine:
         except BaseException:
             self._abandon()
             raise
-        self._num_steps += 1
-        self._num_prompt_tokens += sum(chunk.num_prompt_tokens for chunk in chunks)
-        self._num_known_tokens += sum(chunk.num_known_tokens for chunk in chunks)
+        self._count(chunks)
         self.scheduler.commit(chunks)
         if self._journal is not None:
             self._journal.clear(self.scheduler.preempted)
-        for chunk in chunks:
-            chunk.sequence.note_start(began_s)
-        advanced: list[_Advanced] = []
-        failed: list[tuple[str, str]] = []
-        for result in results:
-            self._postprocess(result, advanced, failed)
+        for sequence in self.scheduler.started:
+            sequence.note_start(began_s)
+        advanced, failed = self._advance(results)
         return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
 
     def log_step(self) -> None:
@@ -240,7 +235,15 @@ class Engine:
             num_captures=self._forward.num_captures,
         )
 
-    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list["_Result"]:
+    def _count(self, chunks: list[Chunk]) -> None:
+        """This step happened."""
+        self._num_steps += 1
+        for chunk in chunks:
+            if chunk[0].num_computed < chunk[0].num_given:
+                self._num_prompt_tokens += chunk.num_prompt_tokens
+                self._num_known_tokens += chunk.num_known_tokens
+
+    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> "list[tuple[Sequence, Choice | None]]":
         """Compute the chunks, logging what is computed."""
         rows = lay_out(chunks, self.config.block_size)
         if self._journal is not None:
@@ -261,31 +264,27 @@ class Engine:
         if self._journal is not None:
             self._journal.end(sequence, is_delivered)
 
-    def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list["_Result"]:
+    def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> "list[tuple[Sequence, Choice | None]]":
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
-        results: list[_Result] = []
+        completing: list[Sequence] = []
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
-            scores: list[TokenLogprobs] = []
-            completes = chunk.completes
-            if chunk.sequence.wants_prompt_logprobs:
-                num_rows = len(wanted_rows(chunk, 0))
-                scores = self._score_prompt(chunk, logits_LV[row : row + num_rows])
-                row += num_rows
-            elif completes:
+            sequence, num_tokens, completes = chunk
+            if completes and num_tokens == 1:  # nearly always; whoever wants a prompt's logprobs has them by now
                 row += 1
+            else:
+                num_rows = len(wanted_rows(chunk, 0))
+                if sequence.wants_prompt_logprobs:
+                    self._score_prompt(chunk, logits_LV[row : row + num_rows])
+                row += num_rows
             if completes:
                 last_rows.append(row - 1)
-            if completes or scores:
-                results.append(_Result(chunk, chunk.sequence.num_computed + 1, scores))
-        completing = [result for result in results if result.chunk.completes]
-        if completing:
-            picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
-            sequences = [result.chunk.sequence for result in completing]
-            for result, choice in zip(completing, self._sample(picked_LV, sequences), strict=True):
-                result.choice = choice
-        return results
+                completing.append(sequence)
+        if not completing:
+            return []
+        picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
+        return list(zip(completing, self._sample(picked_LV, completing), strict=True))
 
     def _sample(self, logits_LV: torch.Tensor, sequences: list[Sequence]) -> Iterable[Choice | None]:
         if all(sequence.is_plain for sequence in sequences):
@@ -293,43 +292,44 @@ class Engine:
             return (Choice(token, None) if token >= 0 else None for token in tokens)
         return sample(self._ops, logits_LV, [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences])
 
-    def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> list[TokenLogprobs]:
+    def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> None:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
         sequence = chunk.sequence
         first = sequence.num_computed + 1
         targets = sequence.tokens[first : min(first + chunk.num_tokens, sequence.num_prompt)]
-        return token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
+        scores = token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
+        sequence.prompt_logprobs[first : first + len(scores)] = scores
 
-    def _postprocess(self, result: "_Result", advanced: list[_Advanced], failed: list[tuple[str, str]]) -> None:
-        """Extend one stream by what the step found; end it if this was its last token."""
-        sequence, choice = result.chunk.sequence, result.choice
-        if result.scores:
-            end = result.first_scored + len(result.scores)
-            sequence.prompt_logprobs[result.first_scored : end] = result.scores
-        if not result.completes:
-            return
-        if choice is None:
-            failed.append((sequence.id, "the model's output is not a number: broken weights, or a dtype too narrow"))
-            self.cancel(sequence.id)
-            return
-        index = sequence.num_output
-        token, finish, stop_id = self._advance(sequence, choice.token)
-        advanced.append(_Advanced(sequence, index, token, finish, stop_id, choice.logprobs))
-        if finish is not None:
-            self._end(sequence, is_delivered=False)
-
-    def _advance(self, sequence: Sequence, token: int) -> tuple[int | None, str | None, int | None]:
-        """Append a token; returns (token or None, finish reason or None, the stop id that ended the stream or None)."""
-        params = sequence.params
-        if params.max_tokens == 0:
-            return None, "length", None
-        sequence.append(token)
-        self._num_generated_tokens += 1
-        if token in params.stop_ids and sequence.num_output >= params.min_tokens:
-            return token, "stop", token
-        if sequence.num_output >= params.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
-            return token, "length", None
-        return token, None, None
+    def _advance(
+        self, results: "list[tuple[Sequence, Choice | None]]"
+    ) -> tuple[list[_Advanced], list[tuple[str, str]]]:
+        """Extend streams by what the step found, and end those whose last token this was."""
+        advanced: list[_Advanced] = []
+        failed: list[tuple[str, str]] = []
+        for sequence, choice in results:
+            if choice is None:
+                failed.append(
+                    (sequence.id, "the model's output is not a number: broken weights, or a dtype too narrow")
+                )
+                self.cancel(sequence.id)
+                continue
+            index, params = sequence.num_output, sequence.params
+            if params.max_tokens == 0:
+                advanced.append(_Advanced(sequence, index, None, "length", None, choice.logprobs))
+                self._end(sequence, is_delivered=False)
+                continue
+            token = choice.token
+            sequence.append(token)
+            self._num_generated_tokens += 1
+            finish = stop_id = None
+            if token in params.stop_ids and index + 1 >= params.min_tokens:
+                finish, stop_id = "stop", token
+            elif index + 1 >= params.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
+                finish = "length"
+            advanced.append(_Advanced(sequence, index, token, finish, stop_id, choice.logprobs))
+            if finish is not None:
+                self._end(sequence, is_delivered=False)
+        return advanced, failed
 
 
 def _check(spec: RequestSpec, config: EngineConfig) -> None:
@@ -350,17 +350,3 @@ def _check(spec: RequestSpec, config: EngineConfig) -> None:
         raise RequestError(f"{len(spec.known)} output tokens are known, of at most {params.max_tokens}: it has ended")
     if not set(params.stop_ids).isdisjoint(spec.known):
         raise RequestError("the known output contains a stop id: it has ended")
-
-
-@dataclass
-class _Result:
-    """What one chunk's logits gave: prompt scores from prompt token `first_scored` on, and the chosen token."""
-
-    chunk: Chunk
-    first_scored: int
-    scores: list[TokenLogprobs]
-    choice: Choice | None = None
-    completes: bool = False
-
-    def __post_init__(self) -> None:
-        self.completes = self.chunk.completes  # remembered: committing the step changes what is pending

@@ -68,26 +68,33 @@ class Journal:
         stay if this step is abandoned.
         """
         self._clear_ended()
-        self._step = [(self._entry(chunk.sequence), chunk) for chunk in chunks]
-        chains_S = [self._chain(entry, chunk.sequence) for entry, chunk in self._step]
-        self._commit(
-            chunk.sequence
-            for entry, chunk in self._step
-            if entry.index is None and chunk.sequence.num_computed and entry.key not in self.adopted
-        )
+        self._step = []
+        chains_S: list[int] = []
+        starting: list[Sequence] = []
+        for chunk in chunks:
+            sequence = chunk.sequence
+            entry = self.entries.get(sequence.id) or self._entry(sequence)
+            self._step.append((entry, chunk))
+            is_chained = entry.num_chained == sequence.num_computed
+            chains_S.append(entry.chain if is_chained else self._chain(entry, sequence))
+            if entry.index is None and sequence.num_computed and entry.key not in self.adopted:
+                starting.append(sequence)
+        self._commit(starting)
         self.writer.begin(rows.tokens_T, rows.kv_slots_T, rows.query_starts_S, np.array(chains_S, np.uint64))
 
     def finish(self) -> None:
         """They were computed. (The engine does not count them as such yet.)"""
         block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
-        for (entry, chunk), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
-            blocks, first = chunk.sequence.blocks, chunk.sequence.num_computed
-            end = first + chunk.num_tokens
+        for (entry, (sequence, num_tokens, _)), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
+            first = sequence.num_computed
+            end = first + num_tokens
             entry.chain, entry.num_chained = chain, end
-            for i in range(first // block_size, -(-end // block_size)):
-                block, start = blocks[i], i * block_size
-                if first <= start + num_logged[block]:  # what comes after a slot that is not logged does not count
-                    num_logged[block] = min(end - start, block_size) if block < reach else 0
+            while first < end:
+                i, slot = divmod(first, block_size)
+                block, num_slots = sequence.blocks[i], min(end - i * block_size, block_size)
+                if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
+                    num_logged[block] = num_slots if block < reach else 0
+                first = i * block_size + num_slots
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
         """The step never happened. Streams that wait, again or still, have no blocks."""
@@ -181,7 +188,7 @@ class Journal:
     def _commit(self, sequences: Iterable[Sequence]) -> None:
         commits: list[Commit] = []
         for sequence in sequences:
-            entry = self._entry(sequence)
+            entry = self.entries.get(sequence.id) or self._entry(sequence)
             if entry.num_committed == sequence.num_computed:
                 continue
             if entry.index is None:

@@ -45,6 +45,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # oldest admission first
         self.preempted: list[Sequence] = []  # in the current step
         self.restored: list[Restored] = []  # in the current step
+        self.started: list[Sequence] = []  # in the current step
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -76,16 +77,23 @@ class Scheduler:
     def schedule(self) -> list[Chunk]:
         """The chunks of the next step; empty if there is nothing to do."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
-        self.preempted, self.restored = [], []
+        self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
         self._restoring_left = self._max_restored_while_serving
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
-        decoding = [sequence for sequence in self.running if sequence.num_pending == 1]
-        prefilling = [sequence for sequence in self.running if sequence.num_pending > 1]
+        decoding: list[Sequence] = []
+        prefilling: list[Sequence] = []
+        for sequence in self.running:
+            (decoding if len(sequence.tokens) - sequence.num_computed == 1 else prefilling).append(sequence)
+        block_size = self.pool.block_size
         for sequence in decoding:
             if budget > 0 and sequence.status is Status.RUNNING:
-                budget -= self._extend(sequence, budget, chunks)
+                if sequence.num_computed < len(sequence.blocks) * block_size:  # nearly always: there is room
+                    chunks.append(Chunk(sequence, 1, True))
+                    budget -= 1
+                else:
+                    budget -= self._extend(sequence, budget, chunks)
         if chunks:
             budget = min(budget, self._max_prefill_while_decoding)
         for sequence in prefilling:
@@ -97,16 +105,19 @@ class Scheduler:
 
     def commit(self, chunks: list[Chunk]) -> None:
         """The step happened: its tokens are computed, and blocks that became full may be shared from now on."""
-        for chunk in chunks:
-            sequence = chunk.sequence
-            num_full_before = sequence.num_computed // self.pool.block_size
-            sequence.num_computed += chunk.num_tokens
-            num_full = sequence.num_computed // self.pool.block_size
-            if self._enable_prefix_caching and num_full > num_full_before:
-                hashes = sequence.block_hashes()
-                for i in range(num_full_before, num_full):
-                    self.pool.publish(sequence.blocks[i], hashes[i])
+        block_size = self.pool.block_size
+        for sequence, num_tokens, _ in chunks:
+            num_full_before = sequence.num_computed // block_size
+            sequence.num_computed += num_tokens
+            if sequence.num_computed // block_size > num_full_before and self._enable_prefix_caching:
+                self._publish(sequence, num_full_before)
         self._undo.commit()
+
+    def _publish(self, sequence: Sequence, first: int) -> None:
+        """Its full blocks from this one on may be shared."""
+        hashes = sequence.block_hashes()
+        for i in range(first, sequence.num_computed // self.pool.block_size):
+            self.pool.publish(sequence.blocks[i], hashes[i])
 
     def abandon(self) -> None:
         """The step never happened; but it may have written into every block that it took.
@@ -122,7 +133,7 @@ class Scheduler:
             if not overwritten.isdisjoint(victim.blocks):
                 self._preempt(victim)
         self._undo.commit()
-        self.preempted, self.restored = [], []
+        self.preempted, self.restored, self.started = [], [], []
 
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""
@@ -137,7 +148,7 @@ class Scheduler:
                 return 0
             assert victim is not sequence, "one sequence alone must fit into the pool"
             self._preempt(victim)
-        chunks.append(Chunk(sequence, room))
+        chunks.append(Chunk(sequence, room, completes=room == sequence.num_pending))
         return room
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -168,6 +179,7 @@ class Scheduler:
         self._undo.record(self.waiting.insert, self.waiting.index(sequence), sequence)
         self.waiting.remove(sequence)
         self.running.append(sequence)
+        self.started.append(sequence)
         self._undo.record(self.running.pop)
         self._undo.assign(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
         self._undo.assign(sequence, num_restored=0, restoring_s=0.0)

@@ -49,6 +49,7 @@ class Sequence:
         # How many tokens another worker has certainly computed before. The last known one was sampled there, but
         # whether it was computed too, nobody knows.
         self.num_resumed = len(self.tokens) - 1 if spec.known else 0
+        self.num_given = max(self.num_prompt, self.num_resumed)  # what comes after these is new, and decoded
         self.num_computed = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.saved = saved  # KV to be brought back; None once that was tried
@@ -111,11 +112,7 @@ class Chunk(NamedTuple):
 
     sequence: Sequence
     num_tokens: int
-
-    @property
-    def completes(self) -> bool:
-        """Whether nothing is pending afterwards, so that the last row's logits give the next token."""
-        return self.num_tokens == self.sequence.num_pending
+    completes: bool  # nothing is pending afterwards, so the last row's logits give the next token
 
     @property
     def num_prompt_tokens(self) -> int:
