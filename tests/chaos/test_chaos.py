@@ -46,7 +46,7 @@ def check(server, stall_limit_s: float = 30.0, **flaw: Any) -> Verdict:
     async def main() -> Verdict:
         proxy = Proxy(server.url, after=2 * FEW, **flaw)
         async with serving(proxy) as url:
-            settings = run.Settings(seconds=2, seed=1, num_clients=6, stall_limit_s=stall_limit_s, num_requests=FEW)
+            settings = run.Settings(seconds=1, seed=1, num_clients=6, stall_limit_s=stall_limit_s, num_requests=FEW)
             verdict = await run.Run(Target(url), settings, Progress(io.StringIO()), schedule=[]).perform()
         assert flaw.get("flaw") is None or proxy.num_flawed, "it was never put to the test"
         return verdict

@@ -4,10 +4,8 @@ The process that runs the tests never uses CUDA itself.
 """
 
 import asyncio
-import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,15 +14,11 @@ import pytest
 
 from everserve.bench.load import Ask, send_all
 from everserve.client import Stream
-from everserve.runtime.cuda.driver import is_available
 from everserve.runtime.local_server import LocalServer
-from tests.process.cluster import wait_until
+from tests.gpu.needs import SERVER
+from tests.process import cluster as c
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [*SERVER, pytest.mark.timeout(300)]
 ASKS = [
     Ask([(7 * i + 13 * j) % 4000 + 5 for j in range(40 + 9 * i)], 300, {"seed": i, "temperature": 0.8} if i % 2 else {})
     for i in range(12)
@@ -49,15 +43,12 @@ def tokens(streams: list[Stream]) -> list[list[int]]:
 
 
 def kill_under_load(server: LocalServer, rank: int) -> list[Stream]:
-    async def both() -> list[Stream]:
-        work = asyncio.create_task(send_all(server, ASKS))
-        await asyncio.sleep(0.15)
-        os.kill(workers(server)[rank]["pid"], signal.SIGKILL)
-        return await work
-
-    streams = asyncio.run(both())
+    """In the middle of all streams; back at full strength afterwards."""
+    fault = c.Fault(server, rank, signal.SIGKILL)
+    streams = c.run_with(server, ASKS, c.in_decode, fault)
     assert not [stream.error for stream in streams if stream.error]
-    wait_until(lambda: all(worker["state"] == "ready" for worker in workers(server).values()), 60, "full strength")
+    fault.assert_landed()
+    c.wait_until(lambda: c.is_whole(server), 60, "full strength")
     return streams
 
 
@@ -93,4 +84,18 @@ def test_every_death_is_survived_exactly_and_nobody_else_is_harmed(expected: lis
             for other in before.keys() - {rank}:
                 assert after[other]["pid"] == before[other]["pid"], f"the death of {rank} took {other} along"
                 assert captures(server).get(str(other)) == captured.get(str(other))
-            time.sleep(1)
+        assert c.metric(server, "everserve_replayed_rows_total") > 0
+
+
+@pytest.mark.parametrize("kv_log", ["anchor", "mirror"])
+@pytest.mark.parametrize(("attention", "expert"), [(1, 1), (2, 2), (2, 0)])
+def test_streams_go_on_from_the_log(attention: int, expert: int, kv_log: str, expected: list[list[int]]) -> None:
+    """In another worker, or in the successor of the one that died, which has its pool with `anchor`; twice, since the
+    second time what dies has restored streams itself."""
+    with cluster(attention, expert, "--kv-log", kv_log, "--kv-cache-memory-bytes", str(1 << 30)) as server:
+        assert tokens(run(server)) == expected
+        for rank in (0, attention - 1):
+            before = c.metric(server, "everserve_tokens_restored_total")
+            assert tokens(kill_under_load(server, rank)) == expected
+            assert c.metric(server, "everserve_tokens_restored_total") > before
+        assert "Traceback" not in server.log_text(), server.log_text()

@@ -21,14 +21,11 @@ from typing import Any
 import pytest
 
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
-from everserve.runtime.cuda.driver import CudaError, Driver, Mapping, Region, is_available
+from everserve.runtime.cuda.driver import CudaError, Driver, Mapping, Region
 from everserve.runtime.cuda.mps import Mps
+from tests.gpu.needs import DEVICE, HAS_MPS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
-    pytest.mark.timeout(120),
-]
+pytestmark = [*DEVICE, pytest.mark.timeout(120)]
 MIB = 1 << 20
 SIZE = 64 * MIB
 _spawn = mp.get_context("spawn")
@@ -186,20 +183,18 @@ def check_wait_and_write(pipe: Connection) -> None:
     driver = Driver()
     fd = driver.create(MIB)
     word = Mapping(driver, fd, MIB).address
-    least, most = driver.priorities
-    assert most <= 0 <= least
-    urgent, other = driver.create_stream(most), driver.create_stream()
+    waiting, other = driver.create_stream(), driver.create_stream()
     for release in (lambda: driver.write(word, bytes(4)), lambda: driver.write_value32(other, word, 0)):
         driver.write(word, b"\xff" * 4)
-        driver.wait_value32_geq(urgent, word, 0)
-        driver.write_value32(urgent, word + 128, 7)
+        driver.wait_value32_geq(waiting, word, 0)
+        driver.write_value32(waiting, word + 128, 7)
         time.sleep(0.1)
-        assert not driver.is_idle(urgent), "-1 is less than 0"
+        assert not driver.is_idle(waiting), "-1 is less than 0"
         release()
-        driver.synchronize(urgent)
-        assert driver.is_idle(urgent) and driver.read(word + 128, 4) == (7).to_bytes(4, "little")
+        driver.synchronize(waiting)
+        assert driver.is_idle(waiting) and driver.read(word + 128, 4) == (7).to_bytes(4, "little")
         driver.write(word + 128, bytes(4))
-    for stream in (urgent, other):
+    for stream in (waiting, other):
         driver.destroy_stream(stream)
 
 
@@ -301,6 +296,8 @@ def sharing(request, monkeypatch):
     if request.param == "alone":
         yield
         return
+    if not HAS_MPS:
+        pytest.skip("needs nvidia-cuda-mps-control")
     mps = Mps.start()
     try:
         for name, value in mps.environment.items():
@@ -381,3 +378,32 @@ def test_one_that_dies_while_it_waits_harms_nobody(sharing):
         assert creator.hear() == "written"
         reader.tell("again")
         assert reader.hear()[1] == b"well"
+
+
+def wait_and_write(pipe: Connection) -> None:
+    """What is queued behind a word of others."""
+    driver = Driver()
+    fd = recv_handle(pipe)
+    mapping = Mapping(driver, fd, SIZE)
+    stream = driver.create_stream()
+    driver.wait_value32_geq(stream, mapping.address + 32, 1)
+    driver.write_value32(stream, mapping.address, 0x64616564)
+    pipe.send(("said", "waits"))
+    driver.synchronize(stream)
+
+
+def test_what_a_dead_process_had_queued_is_not_done(sharing):
+    """worker/predecessor.py relies on it: a second after a process is gone, so is its work."""
+    with actors(create, wait_and_write, read) as (creator, waiter, reader):
+        fd = creator.take()
+        waiter.give(fd)
+        reader.give(fd)
+        os.close(fd)
+        assert waiter.hear() == "waits" and reader.hear()[0] == b"from the creator"
+        waiter.kill()
+        time.sleep(1.0)
+        creator.tell((1).to_bytes(4, "little"))
+        assert creator.hear() == "written"
+        time.sleep(1.0)
+        reader.tell("again")
+        assert reader.hear() == (b"from the creator", (1).to_bytes(4, "little"))

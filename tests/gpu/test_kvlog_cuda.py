@@ -16,15 +16,12 @@ from everserve.anchor.memory import create_memory
 from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
-from everserve.runtime.cuda.driver import Driver, Mapping, is_available
+from everserve.runtime.cuda.driver import Driver, Mapping
+from tests.gpu.needs import DEVICE
 from tests.gpu.test_device_memory import Actor
 from tests.logs import Heir, kv_of, new_log
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
-    pytest.mark.timeout(180),
-]
+pytestmark = [*DEVICE, pytest.mark.timeout(180)]
 SHAPE = LogShape(
     num_blocks=96, block_size=64, num_layers=6, num_planes=8, piece_bytes=256, num_records=4, max_blocks=64
 )

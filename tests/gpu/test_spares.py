@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from everserve.runtime.cuda.driver import is_available
 from everserve.runtime.local_server import LocalServer
+from tests.gpu.needs import SERVER
 from tests.process import cluster as c
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_available(), reason="needs an NVIDIA GPU and its driver"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [*SERVER, pytest.mark.timeout(300)]
 SETUPS = [("1", "0"), ("1", "2")]  # attention and expert workers
 
 

@@ -1,11 +1,14 @@
 """greedy: the first of the highest logits, whatever chunk it is in."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from everserve.model.ops.cuda.choosing import CHUNK, greedy
+from everserve.model.ops.cuda.ops import CudaOps
+from everserve.worker.cuda_sampling import rehearse_sampling
 
 
 def run(stop, logits_LV: torch.Tensor) -> list[int]:
@@ -52,3 +55,11 @@ def test_nothing_is_written_once_stopped(stop, monkeypatch):
     logits = torch.zeros(2, 10)
     logits[:, 7] = 1
     assert run(stop, logits) == [0, 0]
+
+
+@pytest.mark.parametrize("stop_word", [0, 1], ids=["a worker", "a spare"])
+def test_every_way_of_choosing_can_be_rehearsed(device, stop_word):
+    """A spare does so with everything stopped: what comes out of it means nothing, and is used for nothing."""
+    ops = CudaOps(device, max_num_seqs=4, max_model_len=64)
+    ops.words.stop.fill_(stop_word)
+    rehearse_sampling(SimpleNamespace(ops=ops, model=SimpleNamespace(vocab_size=300), torch_device=device))

@@ -85,7 +85,7 @@ def test_two_workers_are_served_in_one_batch_layer_after_layer(device) -> None:
             assert_complete(cluster, a, layer)
     num_rows = sum(int((worker.ids_TK >= 0).sum()) for worker in cluster.attention)
     served = sum(expert.state.served for expert in cluster.experts)
-    assert served.tolist() == [2 * 3, num_rows * 3, 0]
+    assert served.tolist() == [2 * 3, num_rows * 3, 0, 0]
 
 
 def test_many_rows_are_computed_in_large_tiles(device) -> None:
@@ -252,7 +252,10 @@ def test_a_dead_expert_stops_the_step_and_a_replay_gives_the_same_bits(device) -
     worker.send(1, replay=True)
     assert state.sent_E.tolist() == [2, 1]
     assert cluster.word(0, 0, REQUEST_AT).item() == 2 << 16 | 1 << 1 | 1
+    num_before = cluster.experts[0].state.served.tolist()[1]
     cluster.experts[0].serve()
+    _, num_rows, _, num_replayed = cluster.experts[0].state.served.tolist()
+    assert num_replayed == num_rows - num_before == (worker.ids_TK >= 0).sum().item(), "all of them, this time"
     assert torch.equal(worker.finish(1), hidden_TD)
     assert state.stop.item() == 0
 
@@ -302,7 +305,7 @@ def test_what_cannot_be_computed_is_refused(device, damage, status) -> None:
     server.serve()
     assert cluster.word(0, 0, STATUS_AT).item() == status and cluster.word(0, 0, ANSWER_AT).item() == 1
     server.serve()
-    assert server.state.served.tolist() == [1, 20, 1], "the other one does not suffer"
+    assert server.state.served.tolist() == [1, 20, 1, 0], "the other one does not suffer"
     cluster.attention[0].finish(1)
     assert cluster.attention[0].state.stop.item() == 2 and cluster.attention[0].state.missing.item() == 0b01
     assert_complete(cluster, 1, 2)

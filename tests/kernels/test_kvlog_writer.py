@@ -176,6 +176,19 @@ def test_a_host_reads_what_a_device_wrote():
     assert Heir(new_log(SHAPE), in_log=False).restore(host.log, "a", [1, 2, 3, 4, 5]) == 5
 
 
+@pytest.mark.parametrize("has_mirror", [False, True], ids=["anchor", "mirror"])
+def test_a_new_writer_has_changed_nothing(has_mirror):
+    """It has run all its kernels, perhaps over what a predecessor has left, or out of reach of its log."""
+    log = new_log(SHAPE) if has_mirror else device_log()
+    pool = log.elsewhere.bytes if not has_mirror else np.zeros(SHAPE.num_blocks * SHAPE.block_bytes, np.uint8)
+    pool[:] = np.random.default_rng(1).integers(256, size=pool.size)
+    before, side = pool.copy(), Late()
+    mirror = SimpleNamespace(num_blocks=0) if has_mirror else None
+    writer = CudaLogWriter(log, pool.ctypes.data, words_address(log), 64, side, mirror)
+    assert not side.queued and np.array_equal(pool, before)
+    assert not words_of(log).any() and not any(log.blocks) and not writer.log.records()
+
+
 # with an engine
 
 

@@ -18,6 +18,7 @@ from everserve.model.ops.cuda.experts import ExpertArena
 from everserve.model.ops.cuda.ops import CudaOps
 from tests.models import MOE_KINDS, model_directory, random_tokens, transformers_model
 
+pytest.importorskip("transformers")
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 12, 20
 TOKENS = random_tokens(18, seed=1)
 WHOLE, CHUNKED, DECODED = [18], [7, 11], [17, 1]

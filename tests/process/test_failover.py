@@ -17,6 +17,9 @@ from tests.process.cluster import DECODE, PREFILL, Fault
 NUM_ATTENTION, NUM_EXPERT = 2, 2
 ATTENTION_RANKS = range(NUM_ATTENTION)
 EXPERT_RANKS = range(NUM_ATTENTION, NUM_ATTENTION + NUM_EXPERT)
+# Every rank while streams decode; one of each kind while prompts are computed.
+CASES = [("decode", rank) for rank in (*ATTENTION_RANKS, *EXPERT_RANKS)]
+CASES += [("prefill", rank) for rank in (ATTENTION_RANKS[0], EXPERT_RANKS[-1])]
 FLAGS = ("--attention-workers", str(NUM_ATTENTION), "--expert-workers", str(NUM_EXPERT), "--enable-chaos")
 PREFILL_EACH_TIME = "--no-enable-prefix-caching"
 
@@ -47,9 +50,8 @@ def test_a_cluster_answers_what_one_process_answers(whole, expected):
     assert c.run_all(whole, PREFILL) == expected["prefill"]
 
 
-@pytest.mark.parametrize("rank", [*ATTENTION_RANKS, *EXPERT_RANKS])
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_sigkill(whole, expected, rank, phase):
+@pytest.mark.parametrize(("phase", "rank"), CASES)
+def test_sigkill(whole, expected, phase, rank):
     fault = Fault(whole, rank, signal.SIGKILL)
     wanted, when = (DECODE, c.in_decode) if phase == "decode" else (PREFILL, c.in_prefill(whole))
     streams = c.run_with(whole, wanted, when, fault)
@@ -58,9 +60,8 @@ def test_sigkill(whole, expected, rank, phase):
     c.wait_whole(whole)
 
 
-@pytest.mark.parametrize("rank", [*ATTENTION_RANKS, *EXPERT_RANKS])
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-def test_sigstop_and_a_late_awakening(whole, expected, rank, phase):
+@pytest.mark.parametrize(("phase", "rank"), CASES)
+def test_sigstop_and_a_late_awakening(whole, expected, phase, rank):
     """A stopped worker is replaced; when it wakes up, nothing that it says counts, and it exits."""
     fault = Fault(whole, rank, signal.SIGSTOP)
     wanted, when = (DECODE, c.in_decode) if phase == "decode" else (PREFILL, c.in_prefill(whole))

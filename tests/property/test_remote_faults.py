@@ -17,7 +17,7 @@ CAUSES = {
     "died": {Fault.DIE_BEFORE_ANSWER, Fault.DIE_AFTER_ANSWER},
     "silent": {Fault.HANG, Fault.ANSWER_LATE},
     "deaf": {Fault.STAY_DEAF, Fault.OLD_ANSWER, Fault.STRANGE_ANSWER},
-    "refused: stale epoch": {Fault.REFUSE},
+    "refused: bad request": {Fault.REFUSE},
 }
 
 some_experts = st.lists(st.integers(0, NUM_EXPERTS - 1), min_size=1, unique=True)

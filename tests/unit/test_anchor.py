@@ -100,6 +100,20 @@ def test_a_broken_context_ends_the_anchor(monkeypatch):
         OwnedMemory().allocate("weights-0", 5000, device=0)
 
 
+def test_two_may_wait_for_the_same(no_driver):
+    pair = Pair()
+    pair.ask("weights-0", 5000, device=-1)
+    pair.ask("weights-0", 5000, device=-1)
+    (asked,) = pair.end.receive_all()
+    pair.anchor._handle(asked, pair.end)
+    pair.memory.read()
+    assert pair.got == [8192, 8192] and not pair.failed
+    for _ in range(2):
+        pair.ask("weights-1", 5000, device=0)
+    pair.run()
+    assert len(pair.failed) == 2
+
+
 def test_an_allocation_that_nobody_waits_for_may_fail():
     memory = Memory()
     ours, theirs = Channel.pair()

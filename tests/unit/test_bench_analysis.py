@@ -205,6 +205,19 @@ def test_a_worker_that_nobody_killed():
     assert incident.tell([*EVENTS, other], VICTIM).others_lost == 1
 
 
+def test_a_stream_without_a_log_is_computed_again_up_to_its_last_token_but_one():
+    """Prompts of 100 tokens. Stream a (3 tokens) has nothing in a log; c is restored but for 4; d had no token yet."""
+    more = [
+        event("request_resumed", 100.006, request_id="c", from_rank=2, to_rank=1, num_known=50, stalled_s=0.001),
+        event("request_resumed", 100.006, request_id="d", from_rank=2, to_rank=1, num_known=0, stalled_s=0.001),
+        event("stream_restored", 100.008, request_id="c", from_rank=2, num_restored=145, num_recomputed=4, took_ms=1.0),
+    ]
+    told = incident.tell([*EVENTS, *more], VICTIM, num_prompt=100)
+    assert told.requests_resumed == 3
+    assert told.tokens_restored == 145
+    assert told.tokens_recomputed == pytest.approx((102 + 4) / 2)
+
+
 def test_nobody_has_to_suspect_an_idle_worker():
     told = incident.tell([e for e in EVENTS if e["event"] != "suspected"], VICTIM)
     assert told.suspected_s is None
@@ -300,11 +313,26 @@ def test_one_token_makes_the_benchmark_fail(wrong):
     assert not failover_report.summarize(rounds)["is_exact"]
 
 
-def make_result() -> dict:
+@pytest.mark.parametrize(("shape", "is_passed"), [("bundled", True), ("mixtral", False)])
+def test_a_harmed_survivor_makes_it_fail_on_a_gpu(shape, is_passed, tmp_path, capsys):
+    rounds = make_rounds()
+    told = rounds[0].incident
+    rounds[0] = dataclasses.replace(rounds[0], incident=dataclasses.replace(told, others_lost=2))
+    result = make_result(shape) | failover_report.summarize(rounds)
+    assert result["others_lost"] == result["faults"]["expert"]["others_lost"] == 2
+    assert failover_report.is_passed(result) == is_passed
+    failover_report.show(result, tmp_path / "failover.json", plot=None)
+    shown = capsys.readouterr().out
+    assert "2 workers were declared gone although nobody had killed them" in shown
+    assert ("FAILED" in shown) == (not is_passed)
+
+
+def make_result(shape: str = "bundled") -> dict:
     rounds = make_rounds()
     settings = {"num_streams": 2, "num_attention": 2, "num_expert": 2, "rounds": 3, "baseline_rounds": 2}
     return {
-        "settings": settings,
+        "model": "a model",
+        "settings": settings | {"shape": shape},
         **failover_report.summarize(rounds),
         "rounds": [dataclasses.asdict(round_) for round_ in rounds],
     }
@@ -314,7 +342,7 @@ def test_failover_tables(tmp_path, capsys):
     failover_report.show(make_result(), tmp_path / "failover.json", plot=None)
     shown = capsys.readouterr().out
     assert "350x longer" in shown and "0 lost, 0 different: every stream is exact" in shown
-    assert "everserve[bench]" in shown
+    assert "everserve[bench]" in shown and "5 kills: no survivor was harmed" in shown
 
 
 def test_failover_tables_without_a_baseline(tmp_path, capsys):

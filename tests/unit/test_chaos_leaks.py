@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import re
 import subprocess
 import sys
 import time
@@ -109,6 +111,25 @@ def test_a_process_that_is_missing():
     assert leaks.compare(before, replace(before, holdings={"gateway": Holding(31, 0)})) != []
     connected = replace(before, holdings={**before.holdings, "gateway": Holding(31, 0)})
     assert leaks.compare(before, connected) == [], "clients may be connected"
+
+
+def test_device_memory(tree, tmp_path, monkeypatch):
+    """Asked for only if somebody has a device; here that is /dev/null, and a script knows how much is in use."""
+    monkeypatch.setattr(leaks, "_DEVICE_FILE", re.compile("/dev/null"))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert tree.take().device_bytes is None, "nobody uses one"
+    tree.do("fd")
+    in_use, smi = tmp_path / "in_use", tmp_path / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\ncat {in_use}\n")
+    smi.chmod(0o755)
+    in_use.write_text("4096\n100\n")
+    before = tree.take()
+    assert before.num_device_users == 1 and before.device_bytes == before.totals["device_bytes"] == 4196 << 20
+    for more, is_leak in ((64, False), (65, True)):
+        in_use.write_text(f"4096\n{100 + more}\n")
+        assert any("device memory" in line for line in leaks.compare(before, tree.take())) is is_leak
+    in_use.write_text("[N/A]\n")
+    assert tree.take().device_bytes is None and leaks.compare(before, tree.take()) == []
 
 
 # -- the verdict ---------------------------------------------------------------------------------

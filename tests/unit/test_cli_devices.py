@@ -102,3 +102,23 @@ def test_what_a_worker_is_born_with():
     assert [needed.name for needed in on_cpus.memory_of((Rank(0), Incarnation(4)))] == ["cell-0.4", "log-0.4"]
     assert [needed.name for needed in on_cpus.memory_of(seat)] == ["cell-3.4"]
     assert {needed.device for needed in on_cpus.memory_of(seat)} == {-1} == {on_cpus.device_of(Rank(3))}
+
+
+def test_seats_with_the_same_weights_on_one_device_share_them(two_gpus):
+    shared = Design.of(start(num_attention=4))
+    assert [shared.weights_owner(Rank(rank)) for rank in range(7)] == [0, 1, 0, 1, 4, 5, 6]
+    assert [needed.name for needed in shared.memory_of((Rank(2), Incarnation(1)))][1:] == [
+        "weights-0",
+        "weights-state-0",
+    ]
+    replicas = Design.of(start(num_attention=3, num_expert=0))
+    assert [replicas.weights_owner(Rank(rank)) for rank in range(3)] == [0, 1, 0], "all of the model"
+
+
+def test_shared_weights_are_counted_once(two_gpus, monkeypatch):
+    def kv(num_attention: int) -> int:
+        return kv_cache_bytes(choose("cuda", None, num_attention), start(num_attention, num_expert=0), None)
+
+    shared = 2 * kv(4)
+    monkeypatch.setattr(Design, "weights_owner", lambda self, rank: rank)
+    assert shared - 2 * kv(4) == Design.of(start(2, 0)).weights_of(Rank(0)).num_bytes

@@ -92,3 +92,26 @@ def test_a_worker_opens_both_when_it_needs_them():
     assert not saved.log.closed, "a stream waits with it in its hands"
     kept.sweep(SimpleNamespace(waits_for=lambda log: False))
     assert not is_open(fd) and not is_open(kv_fd) and saved.log.closed and kept.ids == []
+
+
+def test_on_a_device_logs_are_mapped_as_soon_as_they_are_known():
+    """Between steps, and each once; one that cannot be mapped is as if it were not there."""
+    fds = [create_memory("log", SHAPE.num_bytes) for _ in range(2)]
+    opened, unreachable = [], fds[1]
+
+    def open_log(fd: int, kv_fd: int | None) -> Log | None:
+        opened.append(fd)
+        return Log(fd, SHAPE) if fd != unreachable else None
+
+    kept, engine = KeptLogs(open_log, own=None, opens_early=True), SimpleNamespace(waits_for=lambda log: False)
+    kept.join(A, fds[0])
+    kept.join(B, fds[1])
+    assert not opened
+    for _ in range(2):
+        kept.sweep(engine)
+        assert opened == fds
+    assert kept.find(spec("a", [1, 2]), B) is None and opened == fds
+    for id in (A, B):
+        kept.leave(id, engine)
+    kept.sweep(engine)
+    assert not kept.ids and opened == fds

@@ -19,7 +19,7 @@ from everserve.datapath.serve import LaneServer
 from everserve.model.ops import native
 from everserve.model.ops.reference import ReferenceOps
 from everserve.runtime.liveness import Cell
-from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.ids import Incarnation, Rank
 from tests.experts import HIDDEN, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
 
 EVERYTHING = range(NUM_EXPERTS)
@@ -81,13 +81,13 @@ class Customer:
         x_at = self.layout.first_box + self.layout.x_at
         self.lane[x_at : x_at + 4 * HIDDEN * 2] = np.ones(2 * HIDDEN, np.float32).tobytes()
 
-    def ask(self, layer=MOE_LAYERS[0], epoch=5, num_tokens=2, tokens=(0, 1, 1), slots=(0, 1, 2), num_rows=None) -> None:
+    def ask(self, layer=MOE_LAYERS[0], num_tokens=2, tokens=(0, 1, 1), slots=(0, 1, 2), num_rows=None) -> None:
         at = self.layout.first_box
         struct.pack_into(f"{len(tokens)}i", self.lane, at + self.layout.tokens_at, *tokens)
         struct.pack_into(f"{len(slots)}i", self.lane, at + self.layout.slots_at, *slots)
         num_rows = len(tokens) if num_rows is None else num_rows
         self.seq += 1
-        struct.pack_into("q4i", self.lane, at + 8, epoch, layer, num_tokens, num_rows, 0)
+        struct.pack_into("q4i", self.lane, at + 8, 5, layer, num_tokens, num_rows, 0)
         struct.pack_into("Q", self.lane, at, self.seq)
 
     def answer(self) -> tuple[bool, int]:
@@ -103,7 +103,6 @@ def server():
     experts = RandomExperts(ReferenceOps(), EVERYTHING)
     experts.clear(MOE_LAYERS[1], 2)
     server = LaneServer(cell, ctypes.addressof(alarm), SHAPE, experts)
-    server.slots_changed(Epoch(5))
     yield server
     server.close()
 
@@ -121,7 +120,6 @@ NONSENSE = [
     ("slot out of range", {"slots": (0, 1, NUM_EXPERTS)}, 3),
     ("negative slot", {"slots": (0, -1, 1)}, 3),
     ("empty slot", {"layer": MOE_LAYERS[1]}, 3),
-    ("old epoch", {"epoch": 4}, 1),
 ]
 
 

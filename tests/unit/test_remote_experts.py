@@ -119,7 +119,7 @@ def test_position_is_the_layer_that_comes_next(make):
         (Fault.STAY_DEAF, "deaf", True, 0),
         (Fault.OLD_ANSWER, "deaf", True, 0),
         (Fault.STRANGE_ANSWER, "deaf", True, 0),
-        (Fault.REFUSE, "refused: stale epoch", True, 0),
+        (Fault.REFUSE, "refused: bad request", True, 0),
         (Fault.MISS_THE_RING, None, False, 0),
         (Fault.OLD_ANSWER_FIRST, None, False, 0),
     ],

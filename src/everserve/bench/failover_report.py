@@ -8,6 +8,7 @@ from typing import Any
 from everserve.bench import report
 from everserve.bench.analysis import median_index
 from everserve.bench.incident import Round
+from everserve.bench.subject import BUNDLED
 
 TITLES = {"expert": "expert worker", "attention": "attention worker", "restart": "all (baseline)"}
 _FIGURES = (
@@ -33,7 +34,7 @@ _LEGEND = (
 
 def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
     """Per fault: the spread of every figure over its rounds, and how many times longer the restart's gap is."""
-    faults = {fault: _of_fault([r for r in rounds if r.fault == fault]) for fault in TITLES}
+    faults = {fault: of_fault([r for r in rounds if r.fault == fault]) for fault in TITLES}
     faults = {fault: found for fault, found in faults.items() if found}
     restart = faults.get("restart")
     for found in faults.values():
@@ -45,10 +46,31 @@ def summarize(rounds: Sequence[Round]) -> dict[str, Any]:
         "num_streams_compared": sum(round_.num_streams for round_ in rounds),
         "num_tokens_compared": sum(round_.num_tokens for round_ in rounds),
         "is_exact": not any(round_.num_lost or round_.num_different for round_ in rounds),
+        "num_kills": sum(round_.incident is not None for round_ in rounds),
+        "others_lost": sum(round_.incident.others_lost for round_ in rounds if round_.incident is not None),
     }
 
 
-def _of_fault(rounds: Sequence[Round]) -> dict[str, Any]:
+def is_passed(result: dict[str, Any]) -> bool:
+    """Every stream was exact, and no survivor harmed. The latter only on a GPU: processes that share a few cores with
+    the whole benchmark may look dead for a moment."""
+    return bool(result["is_exact"]) and not (result["others_lost"] and _is_on_gpu(result))
+
+
+def heading(result: dict[str, Any]) -> str:
+    """What ran where."""
+    settings = result["settings"]
+    model = f"{result['model']}: " if _is_on_gpu(result) else ""
+    workers = f"{settings['num_attention']} attention and {settings['num_expert']} expert workers"
+    return f"{model}{settings['num_streams']} streams, {workers}"
+
+
+def _is_on_gpu(result: dict[str, Any]) -> bool:
+    return bool(result["settings"].get("shape", BUNDLED) != BUNDLED)
+
+
+def of_fault(rounds: Sequence[Round]) -> dict[str, Any]:
+    """Of the rounds of one kind; empty if there are none."""
     if not rounds:
         return {}
     told = [round_.incident for round_ in rounds if round_.incident is not None]
@@ -75,8 +97,7 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
     """What clients saw, what the server did, and the verdict."""
     settings, faults = result["settings"], result["faults"]
     report.print_table(
-        f"{settings['num_streams']} streams, {settings['num_attention']} attention and {settings['num_expert']} expert "
-        f"workers; {settings['rounds']} rounds, baseline {settings['baseline_rounds']}: median (worst)",
+        f"{heading(result)}; {settings['rounds']} rounds, baseline {settings['baseline_rounds']}: median (worst)",
         [
             "SIGKILL to",
             "gap ms",
@@ -93,13 +114,12 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
         "What the server did: median (worst)",
         [
             *("SIGKILL to", "peers noticed ms", "noticed ms", "rows replayed", "requests moved"),
-            *("tokens from the log", "recomputed per request", "successor s", "whole s"),
+            *("tokens from the log", "recomputed per request", "successor s", "whole s", "others lost"),
         ],
         [_done(fault, found) for fault, found in faults.items()],
     )
     print(_LEGEND)
-    if others := sum(found["others_lost"] for found in faults.values()):
-        print(f"{others} workers were declared gone although nobody had killed them: the machine is overloaded")
+    print(survivors(result))
     lost, different = (sum(found[key] for found in faults.values()) for key in ("num_lost", "num_different"))
     verdict = "every stream is exact" if result["is_exact"] else "FAILED: tokens were lost or changed"
     print(
@@ -109,14 +129,22 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
     print(f"written to {path}" + (f" and {plot}" if plot else "; for the plot: pip install 'everserve[bench]'"))
 
 
+def survivors(result: dict[str, Any]) -> str:
+    """Whether anybody was harmed who was not killed."""
+    if not result["others_lost"]:
+        return f"{result['num_kills']} kills: no survivor was harmed"
+    verdict = "FAILED" if _is_on_gpu(result) else "the machine is overloaded"
+    return f"{result['others_lost']} workers were declared gone although nobody had killed them: {verdict}"
+
+
 def _seen(fault: str, found: dict[str, Any]) -> list[str]:
     has_ratio = fault != "restart" and "restart_is_longer" in found
     return [
         TITLES[fault],
-        _both(found["gap_ms"], 1),
-        _both(found["excess_ms"], 1),
-        _both(found["gap_at_once_ms"], 1) if "gap_at_once_ms" in found else "",
-        _both(found["normal_largest_ms"], 1),
+        both(found["gap_ms"], 1),
+        both(found["excess_ms"], 1),
+        both(found["gap_at_once_ms"], 1) if "gap_at_once_ms" in found else "",
+        both(found["normal_largest_ms"], 1),
         f"{found['normal_p50_ms']['median']:.1f} / {found['normal_p99_ms']['median']:.1f}",
         f"{found['num_lost']} / {found['num_different']}",
         f"{found['restart_is_longer']:.0f}x longer" if has_ratio else "",
@@ -127,18 +155,20 @@ def _done(fault: str, found: dict[str, Any]) -> list[str]:
     told = {name: found[name] for name in _TOLD if name in found}
     return [
         TITLES[fault],
-        _both(told.get("suspected_s"), 1, 1e3),
-        _both(told.get("detected_s"), 1, 1e3),
-        _both(told.get("rows_replayed"), 0),
-        _both(told.get("requests_resumed"), 0),
-        _both(told.get("tokens_restored"), 0),
-        _both(told.get("tokens_recomputed"), 1),
-        _both(told.get("ready_s"), 2),
-        _both(found["whole_s"], 2),
+        both(told.get("suspected_s"), 1, 1e3),
+        both(told.get("detected_s"), 1, 1e3),
+        both(told.get("rows_replayed"), 0),
+        both(told.get("requests_resumed"), 0),
+        both(told.get("tokens_restored"), 0),
+        both(told.get("tokens_recomputed"), 1),
+        both(told.get("ready_s"), 2),
+        both(found["whole_s"], 2),
+        str(found["others_lost"]) if told else "",
     ]
 
 
-def _both(spread: dict[str, float] | None, digits: int, scale: float = 1) -> str:
+def both(spread: dict[str, float] | None, digits: int, scale: float = 1) -> str:
+    """Median and, in brackets, the worst; nothing if nothing is known."""
     if spread is None:
         return ""
     median, worst = scale * spread["median"], scale * spread["max"]

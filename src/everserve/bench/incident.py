@@ -32,13 +32,13 @@ class Incident:
     rows_replayed: int
     requests_resumed: int
     tokens_restored: int  # whose KV came from the victim's log
-    tokens_recomputed: float  # per request that was restored
+    tokens_recomputed: float  # per request that moved: all of it where nothing came from a log
     ready_s: float  # its successor has its weights
     others_lost: int  # workers that were declared gone although nobody had killed them
 
 
-def tell(events: list[dict[str, Any]], victim: Victim) -> Incident:
-    """All that the events say about this death; an error if the fault did not land."""
+def tell(events: list[dict[str, Any]], victim: Victim, num_prompt: int = 0) -> Incident:
+    """All that the events say about this death; an error if it did not happen. Prompts have `num_prompt` tokens."""
     later = [event for event in events if event["at_s"] >= victim.killed_s]
     same = [
         event for event in later if (event.get("rank"), event.get("incarnation")) == (victim.rank, victim.incarnation)
@@ -56,6 +56,11 @@ def tell(events: list[dict[str, Any]], victim: Victim) -> Incident:
         raise EverserveError(f"no death or no successor in the events of rank {victim.rank} after the kill")
     restored = [e for e in later if e["event"] == "stream_restored" and e["from_rank"] == victim.rank]
     until_s = min(ready)  # what happens under the successor is not about this death
+    resumed = [
+        event
+        for event in later
+        if event["event"] == "request_resumed" and event["from_rank"] == victim.rank and event["at_s"] <= until_s
+    ]
     return Incident(
         suspected_s=min(suspected) - victim.killed_s if suspected else None,
         detected_s=min(detected) - victim.killed_s,
@@ -64,15 +69,25 @@ def tell(events: list[dict[str, Any]], victim: Victim) -> Incident:
             for event in later
             if event["event"] == "rows_replayed" and event["suspect"] == victim.rank and event["at_s"] <= until_s
         ),
-        requests_resumed=sum(
-            event["event"] == "request_resumed" and event["from_rank"] == victim.rank and event["at_s"] <= until_s
-            for event in later
-        ),
+        requests_resumed=len(resumed),
         tokens_restored=sum(event["num_restored"] for event in restored),
-        tokens_recomputed=sum(event["num_recomputed"] for event in restored) / max(len(restored), 1),
+        tokens_recomputed=_recomputed_per_request(resumed, restored, num_prompt),
         ready_s=min(ready) - victim.killed_s,
         others_lost=len(_times(later, "fault_detected")) - len(detected),
     )
+
+
+def _recomputed_per_request(resumed: list[dict[str, Any]], restored: list[dict[str, Any]], num_prompt: int) -> float:
+    """A stream of which nothing came from a log is computed again up to the token before the last one that its client
+    has. One that had no token yet does not count: nobody knows how much of its prompt was computed."""
+    ids = {event["request_id"] for event in restored}
+    whole = [
+        num_prompt + event["num_known"] - 1
+        for event in resumed
+        if event["request_id"] not in ids and event["num_known"] > 0
+    ]
+    recomputed: list[int] = [event["num_recomputed"] for event in restored] + whole
+    return sum(recomputed) / max(len(recomputed), 1)
 
 
 def _times(events: list[dict[str, Any]], name: str) -> list[float]:

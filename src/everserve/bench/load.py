@@ -11,7 +11,8 @@ from everserve.errors import EverserveError
 from everserve.runtime.local_server import LocalServer
 
 _FLOW_TIMEOUT_S = 60.0
-_FINISH_TIMEOUT_S = 180.0
+FINISH_TIMEOUT_S = 180.0
+_PROMPT_TOKENS_PER_S = 1000.0  # no server worth waiting for computes prompts more slowly
 
 
 @dataclass(frozen=True)
@@ -50,30 +51,40 @@ async def send_all(server: LocalServer, asks: list[Ask]) -> list[Stream]:
     return await asyncio.gather(*(ask.send(server, Stream()) for ask in asks))
 
 
+def patience_s(asks: list[Ask]) -> float:
+    """How much longer than for short prompts it is worth to wait."""
+    return sum(len(ask.prompt) for ask in asks) / _PROMPT_TOKENS_PER_S
+
+
 class Load:
     """Every request runs at once; one that ends begins again, until told to finish or until it breaks."""
 
     def __init__(self, server: LocalServer, asks: list[Ask]) -> None:
         self._server = server
         self._asks = asks
+        self._patience_s = patience_s(asks)
         self._is_finishing = False
         self.streams: list[list[Stream]] = [[] for _ in asks]  # of each request, one after the other
         self._work = asyncio.gather(*(self._repeat(i) for i in range(len(asks))))
 
     async def flow(self, num_tokens: int = 5) -> None:
         """Until every stream has so many tokens: all prompts are computed."""
-        deadline = asyncio.get_running_loop().time() + _FLOW_TIMEOUT_S
+        deadline = asyncio.get_running_loop().time() + _FLOW_TIMEOUT_S + self._patience_s
         while not all(streams and len(streams[0].token_ids) >= num_tokens for streams in self.streams):
             if self._work.done() or asyncio.get_running_loop().time() > deadline:
                 errors = {stream.error for streams in self.streams for stream in streams if stream.error}
                 raise EverserveError(f"the streams do not flow: {errors or 'no tokens'}")
             await asyncio.sleep(0.005)
 
+    def begin_nothing_more(self) -> None:
+        """What runs goes on to its end."""
+        self._is_finishing = True
+
     async def finish(self) -> None:
         """Let what runs come to its end, or notice that its server is gone, and begin nothing more."""
-        self._is_finishing = True
+        self.begin_nothing_more()
         try:
-            await asyncio.wait_for(self._work, _FINISH_TIMEOUT_S)
+            await asyncio.wait_for(self._work, FINISH_TIMEOUT_S + self._patience_s)
         except TimeoutError:
             stuck = [len(streams[-1].token_ids) for streams in self.streams if streams[-1].finish_reason is None]
             raise EverserveError(f"{len(stuck)} streams never end; they have {stuck} tokens") from None

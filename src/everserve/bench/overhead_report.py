@@ -1,20 +1,42 @@
-"""What the overhead benchmark found: medians, and ratios to 2+2 round by round, as a dictionary and as a table."""
+"""What variants were found to cost: medians, and ratios round by round, as a dictionary and as a table."""
 
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from everserve.bench import report
 from everserve.bench.analysis import median_interval, ratios
-from everserve.bench.variants import Samples, Slice
+from everserve.bench.slices import Slice
+from everserve.bench.variants import Found, Samples, Settings
 
 REFERENCE = "2+2"
-ALL_OFF = "2+2, all three off"
+ONE_PROCESS = "one process"
+ALL_OFF = "2+2, all off"
+_TO_ONE_PROCESS = f"itl_p50_ms_to_{ONE_PROCESS}"
 _FIGURES = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "cpu_ms_per_token")
 
 
+def result_of(
+    found: Found, flags: Mapping[str, tuple[str, ...]], settings: Settings, reference: str = REFERENCE
+) -> dict[str, Any]:
+    """All of it, for the JSON and for `show`."""
+    return {
+        "model": found.model,
+        "settings": asdict(settings),
+        "flags": {name: " ".join(given) for name, given in flags.items()},
+        "idle_cores": found.idle_cores,
+        "num_different": found.num_different,
+        "num_repeated": found.num_repeated,
+        "not_measured": found.not_measured,
+        **summarize(found.samples, reference),
+    }
+
+
 def summarize(samples: Samples, reference: str = REFERENCE) -> dict[str, Any]:
-    """A row per variant and number of streams; every figure with its ratio to the reference in the same rounds."""
+    """A row per variant and number of streams; every figure with its ratio to the reference in the same rounds, and the
+    price of dividing the model: the time between tokens next to one process."""
     rows = []
     for (name, num_streams), slices in samples.items():
         row: dict[str, Any] = {"variant": name, "streams": num_streams}
@@ -22,6 +44,9 @@ def summarize(samples: Samples, reference: str = REFERENCE) -> dict[str, Any]:
             values = _values(slices, figure)
             row[figure] = report.spread(values)
             row[f"{figure}_to_{reference}"] = _ratio(values, _values(samples[reference, num_streams], figure))
+        if reference == REFERENCE and (ONE_PROCESS, num_streams) in samples:
+            undivided = _values(samples[ONE_PROCESS, num_streams], "itl_p50_ms")
+            row[_TO_ONE_PROCESS] = _ratio(_values(slices, "itl_p50_ms"), undivided)
         row["stolen"] = report.spread(_values(slices, "stolen"))
         row["rounds"] = {figure: [round(value, 4) for value in _values(slices, figure)] for figure in _FIGURES}
         rows.append(row)
@@ -29,7 +54,7 @@ def summarize(samples: Samples, reference: str = REFERENCE) -> dict[str, Any]:
 
 
 def _protections(samples: Samples) -> list[dict[str, Any]]:
-    """What all three together cost: 2+2 with them, next to 2+2 without."""
+    """What all of them together cost: 2+2 with them, next to 2+2 without."""
     return [
         {
             "streams": num_streams,
@@ -60,25 +85,29 @@ def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None
     to = f"to {reference}"
     columns = ["variant", "tokens/s", to, "p50 ms", to, "p99 ms", "core ms/token", to]
     for num_streams in settings["streams"]:
-        rows = [_row(row, reference) for row in result["variants"] if row["streams"] == num_streams]
+        found = [row for row in result["variants"] if row["streams"] == num_streams]
         title = f"{num_streams} streams" if num_streams > 1 else "1 stream"
         report.print_table(
             f"{title}, prompt {settings['prompt']}, output {settings['max_tokens']}, {settings['rounds']} rounds: "
             "medians; ratios with their 95 % interval",
             columns,
-            rows,
+            [_row(row, reference) for row in found],
         )
+        divided = [row for row in found if _TO_ONE_PROCESS in row and row["variant"] != ONE_PROCESS]
+        for row in divided:
+            print(f"{title}: between tokens p50, {row['variant']} / {ONE_PROCESS}: {_interval(row[_TO_ONE_PROCESS])}")
+    for name, reason in result.get("not_measured", {}).items():
+        print(f"{name}: {reason}")
     for cost in result["protections"]:
         print(
-            f"{cost['streams']} streams: all protections together (2+2 / all three off): tokens/s "
+            f"{cost['streams']} streams: all protections together ({REFERENCE} / all off): tokens/s "
             f"{_interval(cost['tokens_per_s'])}, between tokens p50 {_interval(cost['itl_p50_ms'])}, core time "
             f"{_interval(cost['cpu_ms_per_token'])}"
         )
     print("ratios are taken round by round; with fewer than 6 rounds the interval is their whole range")
-    idle = sum(result["idle_cores"].values())
-    print(
-        f"all servers together, idle: {idle:.3f} cores; tokens that differ between variants: {result['num_different']}"
-    )
+    if result["idle_cores"]:
+        print(f"all servers together, idle: {sum(result['idle_cores'].values()):.3f} cores")
+    print(f"tokens that differ between variants: {result['num_different']}")
     repeated = {name: num for name, num in result["num_repeated"].items() if num}
     if repeated:
         print(f"slices repeated because a process was declared gone without any fault: {repeated}")

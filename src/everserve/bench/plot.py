@@ -1,8 +1,10 @@
-"""The failover benchmark as a picture: tokens/s and inter-token times around a kill. Needs matplotlib."""
+"""Pictures: tokens/s and inter-token times around a kill; how gaps grow with load. They need matplotlib."""
 
 import importlib
 from pathlib import Path
 from typing import Any
+
+from everserve.bench.failover_report import heading
 
 _LABELS = {
     "expert": "an expert worker dies",
@@ -14,12 +16,9 @@ _COLOURS = {"expert": "#1f77b4", "attention": "#2ca02c", "restart": "#d62728"}
 
 def write(result: dict[str, Any], path: Path) -> Path | None:
     """Of each kind of fault, the round with the median gap. None if there is no matplotlib."""
-    try:
-        matplotlib: Any = importlib.import_module("matplotlib")  # optional: the `bench` extra
-    except ImportError:
+    pyplot = _pyplot()
+    if pyplot is None:
         return None
-    matplotlib.use("Agg")
-    pyplot: Any = importlib.import_module("matplotlib.pyplot")
     figure, (rate, gaps) = pyplot.subplots(2, 1, sharex=True, figsize=(10, 6.5), constrained_layout=True)
     for fault, found in result["faults"].items():
         rounds = [round_ for round_ in result["rounds"] if round_["fault"] == fault]
@@ -36,14 +35,54 @@ def write(result: dict[str, Any], path: Path) -> Path | None:
     gaps.set_yscale("log")
     gaps.set_ylabel("largest time between tokens, ms")
     gaps.set_xlabel("seconds since the kill (dotted: full strength again)")
-    settings = result["settings"]
-    figure.suptitle(
-        f"{settings['num_streams']} streams, {settings['num_attention']} attention and {settings['num_expert']} expert "
-        "workers: one worker dies, or everything restarts"
-    )
+    figure.suptitle(f"{heading(result)}: one worker dies, or everything restarts")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path
+
+
+def write_scaling(result: dict[str, Any], path: Path) -> Path | None:
+    """The largest gap over the number of streams, a line per context, a panel per kind of fault; bars: best to worst.
+    None if there is no matplotlib."""
+    pyplot = _pyplot()
+    if pyplot is None:
+        return None
+    figure, panels = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4.5), constrained_layout=True)
+    for axes, fault in zip(panels, ("expert", "attention"), strict=True):
+        for context in sorted({cell["context"] for cell in result["cells"]}):
+            cells = [cell for cell in result["cells"] if cell["context"] == context and fault in cell["faults"]]
+            if cells:
+                _draw_line(axes, context, cells, fault)
+        axes.set(title=_LABELS[fault], xscale="log", yscale="log", xlabel="streams")
+        streams = sorted({cell["num_streams"] for cell in result["cells"]})
+        axes.set_xticks(streams, labels=[str(num) for num in streams])
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("largest gap between two tokens, ms")
+    if panels[0].lines:
+        panels[0].legend(loc="best", fontsize=8)
+    figure.suptitle(f"{result['model']}: what clients see, by streams and length of their prompts")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def _draw_line(axes: Any, context: int, cells: list[dict[str, Any]], fault: str) -> None:
+    gaps = [cell["faults"][fault]["gap_ms"] for cell in cells]
+    below = [gap["median"] - gap["min"] for gap in gaps]
+    above = [gap["max"] - gap["median"] for gap in gaps]
+    streams, medians = [cell["num_streams"] for cell in cells], [gap["median"] for gap in gaps]
+    axes.errorbar(streams, medians, yerr=(below, above), fmt=".-", capsize=3, label=f"{context} tokens")
+
+
+def _pyplot() -> Any:
+    """None if it is not installed: it is optional, the `bench` extra."""
+    try:
+        matplotlib: Any = importlib.import_module("matplotlib")
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def _draw(rate: Any, gaps: Any, fault: str, found: dict[str, Any], shown: dict[str, Any]) -> None:

@@ -1,166 +1,184 @@
-"""Variants of one server, side by side: what does a flag cost?
+"""Variants of one server: what does a flag cost?
 
-All are alive at once and only one of them is loaded at a time, in slices of about a second, in another order each
-round: a slow moment of the machine hits all variants alike. Prompts are new in each round, so that no prefix cache
-helps, and the same for all variants, which must all answer the same tokens.
+at once            all are alive and only one of them is loaded at a time, in slices of about a second, in another order
+                   each round: a slow moment of the machine hits all variants alike
+one at a time      for models of which only one fits on the device: in each round every variant is started anew, in
+                   another order, warmed up and measured by a few slices
+
+Prompts are new in each slice, so that no prefix cache helps, and the same for all variants, which must all answer the
+same tokens. A variant that cannot be measured says why; only the reference must be there.
 
 Beside wall-clock figures stands the core time per token of all the server's processes: it does not depend on what else
 the machine does.
 """
 
-import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everserve.bench import analysis, processes, report
+from everserve.bench import analysis, processes
 from everserve.bench.engine import random_prompts
-from everserve.client import complete_all, percentile
+from everserve.bench.on_gpu import check_gpu, is_for_gpu
+from everserve.bench.slices import Server, Slice, running
+from everserve.bench.subject import BUNDLED, Subject, subject
 from everserve.errors import ConfigError, EverserveError
-from everserve.model.bundled import DEMO_MODEL
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
-NUM_PROMPT = 32
 IDLE_S = 2.0
-_MAX_REPEATS = 5
+SLICES = 2  # of a server that is started for them
+_BLOCK = 64  # tokens of KV, on a GPU
 # Of RAM for the KV cache of each attention worker: by default each server would take a quarter.
 _SMALL_CACHE = ("--kv-cache-memory-bytes", str(128 << 20))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slice:
-    """One variant under load for a moment, in the stretch in which all streams decode."""
+class Settings:
+    """What is measured; all of it goes into the JSON."""
 
-    tokens_per_s: float
-    itl_p50_ms: float
-    itl_p99_ms: float
-    cpu_ms_per_token: float  # of all the server's processes, prompts included
-    stolen: float
+    streams: tuple[int, ...]
+    prompt: int
+    max_tokens: int
+    rounds: int
+    shape: str = BUNDLED
+    num_layers: int | None = None
 
 
-Samples = dict[tuple[str, int], list[Slice]]  # by variant and number of streams, a slice per round
+Samples = dict[tuple[str, int], list[Slice]]  # by variant and number of streams; the same slices of all variants
 
 
 @dataclass(frozen=True)
 class Found:
     """What all rounds brought."""
 
+    model: str
     samples: Samples
     num_different: int  # tokens that differ from the reference's
-    idle_cores: dict[str, float]  # that each server uses while nobody asks it anything
+    idle_cores: dict[str, float]  # that each server uses while nobody asks it anything; none if one was alive at a time
     num_repeated: dict[str, int]  # slices in which a process was replaced: nothing was to fail here
+    not_measured: dict[str, str]  # variants that are missing, and why
 
 
 def compare(
-    what: str,
-    flags: Mapping[str, tuple[str, ...]],
-    reference: str,
-    *,
-    streams: tuple[int, ...],
-    max_tokens: int,
-    rounds: int,
-    num_prompt: int = NUM_PROMPT,
+    what: str, flags: Mapping[str, tuple[str, ...]], reference: str, settings: Settings, *, at_once: bool
 ) -> Found:
     """Start a server for each variant, and measure them all. `what` is for the progress line."""
-    with contextlib.ExitStack() as stack:
-        servers = {name: Server(stack.enter_context(_start(name, found))) for name, found in flags.items()}
-        idle = _idle_share(servers)
-        samples, num_different = _measure(what, servers, reference, streams, max_tokens, rounds, num_prompt)
-    return Found(samples, num_different, idle, {name: server.num_repeated for name, server in servers.items()})
+    with subject(settings.shape, settings.num_layers) as served:
+        check_gpu(settings.shape)
+        room = _room_for(settings, served)
+        all_flags = {name: (*served.flags, *found, *room) for name, found in flags.items()}
+        tally = Tally(reference, all_flags, settings.streams)
+        idle = (_at_once if at_once else _one_at_a_time)(what, served, tally, settings)
+    return Found(served.title, tally.samples, tally.num_different(), idle, tally.num_repeated, tally.not_measured)
 
 
-@contextlib.contextmanager
-def _start(name: str, flags: tuple[str, ...]) -> Iterator[LocalServer]:
-    """A variant's server; one that does not start says which it is."""
-    server = LocalServer("demo", *flags, *_SMALL_CACHE)
-    try:
-        server.__enter__()
-    except EverserveError as error:
-        given = " ".join(flags) or "no flags"
-        raise ConfigError(f"variant {name!r} ({given}) does not start: {_last_line(error)}") from error
-    try:
-        yield server
-    finally:
-        server.__exit__(None, None, None)
-
-
-def _last_line(error: EverserveError) -> str:
-    """Of what the server printed: the line that says what is wrong, without the frame around it."""
-    lines = [line.strip("│ ") for line in str(error).splitlines()]
-    return next((line for line in reversed(lines) if any(c.isalpha() for c in line)), str(error))
-
-
-class Server:
-    """A running variant and its processes."""
-
-    def __init__(self, server: LocalServer) -> None:
-        self.server = server
-        self.pids = processes.pids(processes.cluster(server))
-        self.num_repeated = 0  # slices in which a process was replaced: nothing was to fail here
-
-    def measure(self, prompts: list[list[int]], max_tokens: int) -> tuple[Slice, list[list[int]]]:
-        """One slice, and the tokens that it brought; once more if a process was lost meanwhile."""
-        for _ in range(_MAX_REPEATS):
-            found = self._slice(prompts, max_tokens)
-            asyncio.run(processes.wait_whole(self.server))
-            pids = processes.pids(processes.cluster(self.server))
-            if pids == self.pids:
-                return found
-            self.pids = pids
-            self.num_repeated += 1
-        raise EverserveError(f"processes die under load without any fault: {self.server.log_text()[-2000:]}")
-
-    def _slice(self, prompts: list[list[int]], max_tokens: int) -> tuple[Slice, list[list[int]]]:
-        steal, cpu_s = report.Steal(), processes.cpu_s(self.pids)
-        streams = complete_all(self.server.url, self.server.model, prompts, max_tokens)
-        cpu_s = processes.cpu_s(self.pids) - cpu_s
-        stolen = steal.share()
-        broken = [stream.error for stream in streams if stream.error or len(stream.token_ids) != max_tokens]
-        if broken:
-            raise EverserveError(f"streams are incomplete: {broken}")
-        steady = analysis.steady([stream.arrivals_s for stream in streams])
-        found = Slice(
-            tokens_per_s=steady.tokens_per_s,
-            itl_p50_ms=1e3 * percentile(steady.gaps_s, 0.5),
-            itl_p99_ms=1e3 * percentile(steady.gaps_s, 0.99),
-            cpu_ms_per_token=1e3 * cpu_s / (len(prompts) * max_tokens),
-            stolen=stolen,
+def _room_for(settings: Settings, served: Subject) -> tuple[str, ...]:
+    """Flags for no more KV than the streams need."""
+    num_tokens = settings.prompt + settings.max_tokens
+    if num_tokens > served.max_context:
+        raise ConfigError(
+            f"--prompt {settings.prompt} and --tokens {settings.max_tokens}: {served.title} has room for"
+            f" {served.max_context} tokens in all"
         )
-        return found, [stream.token_ids for stream in streams]
+    if not is_for_gpu(settings.shape):
+        return _SMALL_CACHE
+    max_model_len = min(-(-num_tokens // _BLOCK) * _BLOCK, served.max_context)
+    return "--max-model-len", str(max_model_len), "--max-num-seqs", str(max(settings.streams))
 
 
-def _measure(
-    what: str,
-    servers: dict[str, Server],
-    reference: str,
-    streams: tuple[int, ...],
-    max_tokens: int,
-    rounds: int,
-    num_prompt: int,
-) -> tuple[Samples, int]:
-    """All rounds; and how many tokens differ from those of the reference."""
-    vocab_size = report.read_json(DEMO_MODEL / "config.json")["vocab_size"]
-    samples: Samples = {(name, num): [] for num in streams for name in servers}
-    num_different = 0
-    with Progress().begin(what, total=(rounds + 1) * len(samples)) as progress:
-        for round_ in range(rounds + 1):  # round 0 warms everything up and is thrown away
-            for num_streams in streams:
-                prompts = random_prompts(vocab_size, num_streams, num_prompt, seed=round_)
-                answers: dict[str, list[list[int]]] = {}
-                for name in random.Random(f"{round_}/{num_streams}").sample(list(servers), len(servers)):
-                    found, answers[name] = servers[name].measure(prompts, max_tokens)
-                    if round_ > 0:
-                        samples[name, num_streams].append(found)
-                    progress.advance()
-                num_different += sum(_num_different(answer, answers[reference]) for answer in answers.values())
-    return samples, num_different
+class Tally:
+    """What has come in so far, of the variants with these flags."""
+
+    def __init__(self, reference: str, flags: Mapping[str, tuple[str, ...]], streams: tuple[int, ...]) -> None:
+        self.reference = reference
+        self.flags = flags
+        self.samples: Samples = {(name, num): [] for num in streams for name in flags}
+        self.num_repeated = dict.fromkeys(flags, 0)
+        self.not_measured: dict[str, str] = {}
+        self._answers: dict[tuple[str, int], list[list[list[int]]]] = {key: [] for key in self.samples}
+
+    def add(self, name: str, server: Server, prompts: list[list[int]], max_tokens: int, is_warm_up: bool) -> None:
+        """Measure one more slice of this variant. Tokens count in warm-ups too."""
+        found, tokens = server.measure(prompts, max_tokens)
+        self._answers[name, len(prompts)].append(tokens)
+        if not is_warm_up:
+            self.samples[name, len(prompts)].append(found)
+
+    def give_up(self, name: str, reason: str) -> None:
+        """This variant cannot be measured. What there is of it goes too: it has no counterpart in every round."""
+        if name == self.reference:
+            raise ConfigError(f"variant {name!r} ({' '.join(self.flags[name])}) {reason}")
+        self.not_measured[name] = reason
+        for key in [key for key in self.samples if key[0] == name]:
+            del self.samples[key], self._answers[key]
+
+    def num_different(self) -> int:
+        """Tokens that differ from those of the reference, in all slices."""
+        return sum(
+            _num_different(answer, expected)
+            for (_, num_streams), answers in self._answers.items()
+            for answer, expected in zip(answers, self._answers[self.reference, num_streams], strict=True)
+        )
 
 
 def _num_different(answer: list[list[int]], reference: list[list[int]]) -> int:
     return sum(analysis.compare(ours, theirs).num_different for ours, theirs in zip(answer, reference, strict=True))
+
+
+def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> dict[str, float]:
+    """Returns how many cores each server uses while nobody asks it anything."""
+    with contextlib.ExitStack() as stack:
+        servers: dict[str, Server] = {}
+        for name, flags in tally.flags.items():
+            try:
+                servers[name] = stack.enter_context(running(served, flags))
+            except EverserveError as error:
+                tally.give_up(name, str(error))
+        idle = _idle_share(servers)
+        total = (settings.rounds + 1) * len(settings.streams) * len(servers)
+        with Progress().begin(what, total) as progress:
+            for round_ in range(settings.rounds + 1):  # round 0 warms everything up and is thrown away
+                for num_streams in settings.streams:
+                    prompts = random_prompts(served.vocab_size, num_streams, settings.prompt, seed=round_)
+                    for name in _shuffled(servers, f"{round_}/{num_streams}"):
+                        tally.add(name, servers[name], prompts, settings.max_tokens, is_warm_up=round_ == 0)
+                        progress.advance()
+        for name, server in servers.items():
+            tally.num_repeated[name] += server.num_repeated
+    return idle
+
+
+def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings) -> dict[str, float]:
+    """Returns nothing: no server is there while another one is measured."""
+    total = settings.rounds * len(tally.flags) * len(settings.streams) * (1 + SLICES)
+    with Progress().begin(what, total) as progress:
+        for round_ in range(settings.rounds):
+            for name in _shuffled(tally.flags, str(round_)):
+                if name in tally.not_measured:
+                    continue
+                try:
+                    with running(served, tally.flags[name]) as server:
+                        _measure_round(tally, name, server, served, settings, round_, progress)
+                        tally.num_repeated[name] += server.num_repeated
+                except (EverserveError, OSError) as error:
+                    tally.give_up(name, str(error))
+    return {}
+
+
+def _measure_round(
+    tally: Tally, name: str, server: Server, served: Subject, settings: Settings, round_: int, progress: Progress
+) -> None:
+    for num_streams in settings.streams:
+        for slice_ in range(1 + SLICES):  # slice 0 warms it up and is thrown away
+            seed = round_ * (1 + SLICES) + slice_
+            prompts = random_prompts(served.vocab_size, num_streams, settings.prompt, seed)
+            tally.add(name, server, prompts, settings.max_tokens, is_warm_up=slice_ == 0)
+            progress.advance(name)
+
+
+def _shuffled(names: Mapping[str, object], seed: str) -> list[str]:
+    return random.Random(seed).sample(list(names), len(names))
 
 
 def _idle_share(servers: dict[str, Server]) -> dict[str, float]:

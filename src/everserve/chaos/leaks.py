@@ -1,5 +1,7 @@
 """What the processes of a server on this host hold. After any number of deaths it must be what it was before."""
 
+import re
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +17,23 @@ _MEMORY = "/memfd:everserve-"  # how our shared memory is called in /proc
 # that took over from another one has no descriptors of memory that is in the right hands already.
 _MORE_FDS = {"gateway": 2}
 
+# On a device, descriptors keep memory that no process has mapped, and nothing tells how much: what is left is to ask
+# how much of all devices is in use. That is the same before and after, but for what each process that uses a device
+# keeps for itself: torch's caches, which grow with the requests it happened to get (2 to 20 MiB at a time), and the
+# code of kernels, loaded as they are needed (some tens of MiB for all). What could leak is larger, or leaks with each
+# death: a KV pool, the weights of a seat, a context (hundreds of MiB), a lane of each pair (2 MiB or more).
+_DEVICE_FILE = re.compile(r"/dev/nvidia\d+")
+_MORE_DEVICE_BYTES = 64 << 20  # for each process that uses a device
+_DEVICE_QUERY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+_DEVICE_ANSWERS_S = 20.0
+
 
 class Holding(NamedTuple):
     """Of one process."""
 
     num_fds: int
     num_mappings: int  # of our shared memory
+    uses_device: bool = False
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Snapshot:
     num_memories: int  # pieces of shared memory, each counted once however many processes have it
     memory_bytes: int  # their sizes
     resident_bytes: int  # of those sizes, what was ever touched: grows to a limit, so it is no verdict
+    device_bytes: int | None = None  # in use on all devices, by whomever; None: we use none, or it cannot be asked
 
     @property
     def totals(self) -> dict[str, int]:
@@ -43,7 +57,12 @@ class Snapshot:
             "memories": self.num_memories,
             "memory_bytes": self.memory_bytes,
             "resident_bytes": self.resident_bytes,
+            "device_bytes": self.device_bytes or 0,
         }
+
+    @property
+    def num_device_users(self) -> int:
+        return sum(holding.uses_device for holding in self.holdings.values())
 
     def as_json(self) -> dict[str, Any]:
         return self.totals | {"each": {name: holding._asdict() for name, holding in self.holdings.items()}}
@@ -61,9 +80,9 @@ def take(view: View, supervisor: int) -> Snapshot:
         if pid not in names or state in ("Z", "X"):
             strays.append(f"pid {pid} (state {state}, {_command(pid)})")
             continue
-        num_fds, by_descriptor = _descriptors(pid)
+        num_fds, by_descriptor, uses_device = _descriptors(pid)
         by_mapping = _mappings(pid)
-        holdings[names[pid]] = Holding(num_fds, len(by_mapping))
+        holdings[names[pid]] = Holding(num_fds, len(by_mapping), uses_device)
         held |= {memory.inode: memory for memory in by_descriptor}
         mapped |= {memory.inode: memory for memory in by_mapping}
     memories = list((mapped | held).values())  # a descriptor knows more of a memory than a mapping does
@@ -73,6 +92,7 @@ def take(view: View, supervisor: int) -> Snapshot:
         len(memories),
         sum(memory.num_bytes for memory in memories),
         sum(memory.num_resident for memory in memories),
+        _device_bytes() if any(holding.uses_device for holding in holdings.values()) else None,
     )
 
 
@@ -91,6 +111,10 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
         found.append(f"pieces of shared memory: {before.num_memories} before, {after.num_memories} after")
     if after.memory_bytes > before.memory_bytes:
         found.append(f"bytes of shared memory: {before.memory_bytes} before, {after.memory_bytes} after")
+    if before.device_bytes is not None and after.device_bytes is not None:
+        allowed = before.device_bytes + _MORE_DEVICE_BYTES * max(before.num_device_users, after.num_device_users)
+        if after.device_bytes > allowed:
+            found.append(f"bytes of device memory: {before.device_bytes} before, {after.device_bytes} after")
     return sorted(found)
 
 
@@ -108,18 +132,29 @@ def _descendants(pid: int) -> Iterator[int]:
         yield from _descendants(child)
 
 
-def _descriptors(pid: int) -> tuple[int, list[_Memory]]:
-    """How many there are, and those that are our memory."""
+def _descriptors(pid: int) -> tuple[int, list[_Memory], bool]:
+    """How many there are, those that are our memory, and whether one is a device's."""
     paths = _list(f"/proc/{pid}/fd")
-    memories = []
+    memories, uses_device = [], False
     for path in paths:
         try:
-            if str(path.readlink()).startswith(_MEMORY):
+            target = str(path.readlink())
+            uses_device = uses_device or _DEVICE_FILE.fullmatch(target) is not None
+            if target.startswith(_MEMORY):
                 stat = path.stat()
                 memories.append(_Memory(stat.st_ino, stat.st_size, 512 * stat.st_blocks))
         except OSError:
             continue
-    return len(paths), memories
+    return len(paths), memories, uses_device
+
+
+def _device_bytes() -> int | None:
+    """In use on all devices, by whomever: whoever looks for leaks should be alone there."""
+    try:
+        done = subprocess.run(_DEVICE_QUERY, capture_output=True, text=True, timeout=_DEVICE_ANSWERS_S, check=True)
+        return sum(int(line) << 20 for line in done.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def _mappings(pid: int) -> list[_Memory]:

@@ -15,7 +15,16 @@ from everserve.chaos.findings import Finding
 from everserve.chaos.leaks import Snapshot
 from everserve.chaos.tally import Tally, spread_ms
 
-_LEAKS = ("processes", "strays", "descriptors", "mappings", "memories", "memory_bytes", "resident_bytes")
+_LEAKS = (
+    "processes",
+    "strays",
+    "descriptors",
+    "mappings",
+    "memories",
+    "memory_bytes",
+    "resident_bytes",
+    "device_bytes",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +128,7 @@ class Verdict:
         assert self.before is not None
         before, after = self.before.totals, self.after.totals if self.after else {}
         table = _table("What the processes hold", "", "before", "after")
-        for name in _LEAKS:
+        for name in _LEAKS if before["device_bytes"] else _LEAKS[:-1]:
             table.add_row(name.replace("_", " "), str(before[name]), str(after.get(name, "")))
         return table
 

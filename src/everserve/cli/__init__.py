@@ -1,6 +1,6 @@
 """The command line, one file per command.
 
-serve.py    serve a model
+serve.py    serve a model (serve_settings.py what its flags mean to whom)
 starting.py bars while it starts
 devices.py  what it is served on
 demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)

@@ -11,6 +11,10 @@ bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, each with its ba
 app.add_typer(bench_app, name="bench")
 
 Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.")]
+Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3.")]
+Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)]
+Spares = Annotated[int | None, typer.Option(help="As of `serve`. Default: as it does by itself.", min=0, max=8)]
+KvLog = Annotated[str | None, typer.Option(help="As of `serve`. Default: as it does by itself.")]
 
 
 @bench_app.callback()
@@ -62,8 +66,13 @@ def decode(
 def failover(
     attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
     expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,
-    streams: Annotated[int, typer.Option(help="Running side by side.", min=1, max=128)] = 8,
+    streams: Annotated[int, typer.Option(help="Running side by side.", min=1, max=256)] = 8,
+    prompt: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 32,
     tokens: Annotated[int, typer.Option(help="Length of each stream; one that ends begins again.", min=16)] = 1500,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    spares: Spares = None,
+    kv_log: KvLog = None,
     rounds: Annotated[int, typer.Option(help="Kills of each kind, in turn.", min=1)] = 5,
     baseline_rounds: Annotated[int, typer.Option(help="Restarts of everything.", min=0)] = 2,
     warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each kill.", min=1)] = 3.0,
@@ -71,7 +80,7 @@ def failover(
 ) -> None:
     """A worker is killed under running streams: gaps, tokens lost, time to full strength; beside it, a full restart.
 
-    Exit status 1 if a stream lost a token or got a different one.
+    Exit status 1 if a stream lost a token or got a different one, or if on a GPU a death took another worker along.
     """
     from everserve.bench import failover as benchmark  # noqa: PLC0415 (torch)
 
@@ -83,6 +92,64 @@ def failover(
         rounds=rounds,
         baseline_rounds=baseline_rounds,
         warm_s=warm_s,
+        shape=shape,
+        num_layers=layers,
+        num_prompt=prompt,
+        spares=spares,
+        kv_log=kv_log,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def scaling(
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option(help="Side by side; repeatable. Default: 16, 64, 256; bundled: 4, 16.", min=1, max=256),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(help="Tokens of each prompt; repeatable. Default: 512, 2048, 8192; bundled: 128, 1024.", min=1),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Length of each stream, beside what it gets while other prompts are computed.", min=16)
+    ] = 400,
+    most_tokens: Annotated[
+        int, typer.Option(help="Leave out cells whose prompts have more tokens than that together.", min=1)
+    ] = 600_000,
+    attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,
+    spares: Spares = None,
+    kv_log: KvLog = None,
+    rounds: Annotated[int, typer.Option(help="Kills of each kind in each cell.", min=1)] = 2,
+    warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each kill.", min=1)] = 2.0,
+    out: Out = None,
+) -> None:
+    """How recovery grows with the number of running streams and the length of their prompts.
+
+    Exit status 1 if a stream was not exact or a kill could not be measured, or if on a GPU a death took another worker
+    along. Cells that do not fit are shown as such.
+    """
+    from everserve.bench import scaling as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.cells import scale_of  # noqa: PLC0415
+
+    default = scale_of(shape)
+    settings = benchmark.Settings(
+        num_attention=attention_workers,
+        num_expert=expert_workers,
+        streams=tuple(streams or default.streams),
+        contexts=tuple(context or default.contexts),
+        max_tokens=tokens,
+        most_tokens=most_tokens,
+        rounds=rounds,
+        warm_s=warm_s,
+        shape=shape,
+        num_layers=layers,
+        spares=spares,
+        kv_log=kv_log,
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
@@ -90,11 +157,16 @@ def failover(
 
 @bench_app.command()
 def overhead(
+    shape: Shape = "bundled",
+    layers: Layers = None,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8 and 1.", min=1)
+        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8 and 1; on a GPU 64.", min=1)
     ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Length of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
     tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 192,
-    rounds: Annotated[int, typer.Option(help="Slices of each variant, interleaved.", min=1)] = 15,
+    rounds: Annotated[
+        int | None, typer.Option(help="In each, all variants in turn. Default: 15; on a GPU 3.", min=1)
+    ] = None,
     variant: Annotated[
         list[str] | None, typer.Option(help="Only these; repeatable. Default: all. See the table for names.")
     ] = None,
@@ -105,12 +177,17 @@ def overhead(
     Exit status 1 if variants answered different tokens.
     """
     from everserve.bench import overhead as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
 
+    is_gpu = is_for_gpu(shape)
     settings = benchmark.Settings(
-        streams=tuple(streams or (8, 1)),
+        streams=tuple(streams or ((64,) if is_gpu else (8, 1))),
+        prompt=prompt or (512 if is_gpu else 32),
         max_tokens=tokens,
-        rounds=rounds,
-        variants=tuple(variant or benchmark.VARIANTS),
+        rounds=rounds or (3 if is_gpu else 15),
+        shape=shape,
+        num_layers=layers,
+        variants=tuple(variant or benchmark.variants_of(shape)),
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
@@ -118,10 +195,16 @@ def overhead(
 
 @bench_app.command()
 def checkpoint(
-    streams: Annotated[list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8.", min=1)] = None,
-    prompt: Annotated[int, typer.Option(help="Length of each prompt.", min=1, max=3500)] = 32,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    streams: Annotated[
+        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8; on a GPU 64.", min=1)
+    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="Length of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
     tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 384,
-    rounds: Annotated[int, typer.Option(help="Slices of each variant, interleaved.", min=1)] = 12,
+    rounds: Annotated[
+        int | None, typer.Option(help="In each, all variants in turn. Default: 12; on a GPU 3.", min=1)
+    ] = None,
     out: Out = None,
 ) -> None:
     """What the KV log costs when nothing fails: off, mirror, anchor, and pausing every 8 steps for a checkpoint.
@@ -129,26 +212,52 @@ def checkpoint(
     Exit status 1 if variants answered different tokens.
     """
     from everserve.bench import checkpoint as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
+    from everserve.bench.variants import Settings  # noqa: PLC0415
 
-    settings = benchmark.Settings(streams=tuple(streams or (8,)), max_tokens=tokens, rounds=rounds, prompt=prompt)
+    is_gpu = is_for_gpu(shape)
+    settings = Settings(
+        streams=tuple(streams or ((64,) if is_gpu else (8,))),
+        prompt=prompt or (512 if is_gpu else 32),
+        max_tokens=tokens,
+        rounds=rounds or (3 if is_gpu else 12),
+        shape=shape,
+        num_layers=layers,
+    )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
 
 
 @bench_app.command()
 def restore(
+    shape: Shape = "bundled",
+    layers: Layers = None,
     point: Annotated[
-        list[int] | None, typer.Option(help="Tokens of the stream at its loss; repeatable.", min=33, max=8000)
+        list[int] | None, typer.Option(help="Tokens of the stream at its loss; repeatable.", min=33, max=8192)
+    ] = None,
+    most_sequential: Annotated[
+        int | None,
+        typer.Option(help="Longer streams are not computed token by token. Default: no limit; on a GPU 2048.", min=0),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Repetitions, interleaved.", min=1)] = 5,
     out: Out = None,
 ) -> None:
     """A lost stream goes on: from the log, by one prefill, or token by token, at several lengths.
 
-    Exit status 1 if the three did not give the same next token.
+    Exit status 1 if they did not all give the same next token.
     """
     from everserve.bench import restore as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
 
-    settings = benchmark.Settings(points=tuple(point or benchmark.POINTS), rounds=rounds)
+    is_gpu = is_for_gpu(shape)
+    if most_sequential is None and is_gpu:
+        most_sequential = benchmark.GPU_MOST_SEQUENTIAL
+    settings = benchmark.Settings(
+        points=tuple(point or (benchmark.GPU_POINTS if is_gpu else benchmark.POINTS)),
+        rounds=rounds,
+        shape=shape,
+        num_layers=layers,
+        most_sequential=most_sequential,
+    )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)

@@ -85,7 +85,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
             rank=seat.rank,
             device=design.device_of(Rank(seat.rank)),
             roles=seat.roles,
-            weights_bytes=design.weights_of(seat.rank).num_bytes,
+            weights_bytes=design.weights_of(seat.rank).num_bytes if design.weights_owner(seat.rank) == seat.rank else 0,
             lanes_bytes=lanes_bytes if Role.ATTENTION in seat.roles else 0,
         )
         for seat in design.seats

@@ -1,38 +1,29 @@
 """`everserve serve MODEL`: a whole instance under a supervisor, in the foreground."""
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 import yaml
-from msgspec import structs
 
 from everserve.cli import app
-from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
+from everserve.cli.devices import choose
+from everserve.cli.serve_settings import (
+    Flags,
+    check_compiler,
+    check_model,
+    check_values,
+    gateway_settings,
+    orchestrator_settings,
+    resolve_model,
+)
 from everserve.cli.starting import FollowingBars
-from everserve.datapath import lane
 from everserve.errors import ConfigError
 from everserve.gateway import tracing
-from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.native import BuildError
-from everserve.plan.placement import place_experts
 from everserve.runtime.listening import listen_on, url_of
-from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
 from everserve.runtime.supervisor import Supervisor
-from everserve.tables.ids import Rank
-
-_MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
-_DTYPES = ("auto", "float32", "bfloat16", "float16")
-_KV_LOGS = ("mirror", "anchor", "off")
-_BLOCK_SIZES = {"cpu": 16, "cuda": 64}  # tokens; a GPU reads larger pieces, and has more of them to count
-_NUM_SEQS = {"cpu": 128, "cuda": 256}
-_BATCHED_TOKENS = {"cpu": 512, "cuda": 2048}
-_PREFILL_WHILE_DECODING = {"cpu": 64, "cuda": 512}
-_KV_LOG = {"cpu": "mirror", "cuda": "off"}  # on a GPU only tests without a GPU have seen a log so far
-_CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -179,87 +170,23 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""
-    if detect_ms and not _MIN_DETECT_MS <= detect_ms <= _MAX_DETECT_MS:
-        raise ConfigError(f"--detect-ms {detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
-    if dtype not in _DTYPES:
-        raise ConfigError(f"--dtype {dtype}: choose one of {', '.join(_DTYPES)}")
-    if kv_log not in (None, *_KV_LOGS):
-        raise ConfigError(f"--kv-log {kv_log}: choose one of {', '.join(_KV_LOGS)}")
-    if block_size not in (None, 16, 32, 64, 128):
-        raise ConfigError(f"--block-size {block_size}: choose 16, 32, 64 or 128")
-    if load_format not in ("auto", "dummy"):
-        raise ConfigError(f"--load-format {load_format}: choose auto or dummy")
-    if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
-        raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
+    flags = Flags(**locals())
+    check_values(flags)
     tracing.ask_for(otlp_traces_endpoint)
     directory = resolve_model(model)
-    model_config = ModelConfig.from_directory(directory)  # what cannot be served is refused before anything starts
-    if expert_workers:
-        _check_experts(model_config, attention_workers, expert_workers, shadow_experts)
-    elif shadow_experts:
-        raise ConfigError("--shadow-experts needs --expert-workers: without them every worker has all experts")
-    try:
-        lane.load()
-    except BuildError as error:
-        raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
+    model_config = ModelConfig.from_directory(directory)
+    check_model(flags, model_config)
+    check_compiler()
     chosen = choose(device, share_device, attention_workers + expert_workers)
-    kv_log = kv_log or _KV_LOG[chosen.device]
-    if load_format == "dummy" and chosen.device == "cpu":
-        raise ConfigError("--load-format dummy: only on a GPU")
-    if kv_cache_memory_bytes is None and chosen.device == "cpu":
-        share = gpu_memory_utilization or _CPU_MEMORY_SHARE
-        kv_cache_memory_bytes = _kv_cache_bytes(share, attention_workers, has_mirror=kv_log == "mirror")
-    start = StartOrchestrator(
-        model=str(directory),
-        num_attention=attention_workers,
-        num_expert=expert_workers,
-        shadow_experts=shadow_experts,
-        detect_ms=detect_ms,
-        worker=WorkerSettings(
-            model=str(directory),
-            dtype=dtype_on(chosen.device, dtype),
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs or _NUM_SEQS[chosen.device],
-            max_num_batched_tokens=max_num_batched_tokens or _BATCHED_TOKENS[chosen.device],
-            max_prefill_while_decoding=max_prefill_while_decoding or _PREFILL_WHILE_DECODING[chosen.device],
-            block_size=block_size or _BLOCK_SIZES[chosen.device],
-            kv_cache_bytes=kv_cache_memory_bytes or 0,
-            kv_log=kv_log,
-            enable_prefix_caching=enable_prefix_caching,
-            batch_invariant=batch_invariant,
-            num_threads=threads,
-            fixed_routes=_fixed_routes(model_config, attention_workers, expert_workers) if fixed_routes else (0, 0),
-            event_log=_text(event_log),
-            pause_checkpoint_every=pause_checkpoint_every,
-            device=chosen.device,
-            load_format=load_format,
-        ),
-        event_log=_text(event_log),
-        num_devices=len(chosen.devices),
-    )
-    if kv_cache_memory_bytes is None:
-        kv_bytes = kv_cache_bytes(chosen, start, gpu_memory_utilization, spares)
-        start = structs.replace(start, worker=structs.replace(start.worker, kv_cache_bytes=kv_bytes))
+    start = orchestrator_settings(flags, directory, model_config, chosen)
     listen = listen_on(host, port)
     bars = FollowingBars(url_of(listen), api_key or [], f"everserve: {model}")
     supervisor = Supervisor(
         listen,
-        StartGateway(
-            model=str(directory),
-            served_model_names=served_model_name or [model],
-            api_keys=api_key or [],
-            max_queue=max_queue,
-            shutdown_timeout_s=shutdown_timeout,
-            enable_chaos=enable_chaos,
-            seed=seed,
-            max_logprobs=max_logprobs,
-            chat_template=_read(chat_template),
-            event_log=_text(event_log),
-            resume_window_s=resume_window,
-        ),
+        gateway_settings(flags, directory),
         start,
         grace_s=shutdown_timeout,
-        event_log=_text(event_log),
+        event_log=start.event_log,
         on_ready=lambda url: _say_ready(model, url, bars),
         share_device=chosen.share,
         num_spares=spares,
@@ -268,49 +195,6 @@ def serve(
         sys.exit(supervisor.run())
 
 
-def _check_experts(model: ModelConfig, num_attention: int, num_expert: int, shadow_experts: int | None) -> None:
-    """Say here what the orchestrator would only find out later."""
-    if not model.moe_layers:
-        raise ConfigError("--expert-workers: this model has no experts; leave the flag out")
-    ranks = [Rank(num_attention + i) for i in range(num_expert)]
-    place_experts(model.num_experts, model.moe_layers, ranks, shadow_experts)
-
-
-def _kv_cache_bytes(share: float, num_attention: int, has_mirror: bool) -> int:
-    """What is free now, shared by the attention workers; a mirror costs as much again."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(free * share / num_attention / (2 if has_mirror else 1))
-
-
-def _fixed_routes(model: ModelConfig, num_attention: int, num_expert: int) -> tuple[int, int]:
-    """(experts per worker, first expert rank): where the placement puts them as long as nobody dies."""
-    if not num_expert or model.num_experts % num_expert:
-        raise ConfigError("--fixed-routes needs --expert-workers that divide the number of experts")
-    return model.num_experts // num_expert, num_attention
-
-
-def resolve_model(model: str) -> Path:
-    """The directory behind a MODEL argument."""
-    directory = DEMO_MODEL if model == "demo" else Path(model)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{model} is not a directory: give the path of a downloaded Hugging Face model, or `demo` for the bundled"
-            " one"
-        )
-    return directory.resolve()
-
-
 def _say_ready(model: str, url: str, bars: FollowingBars) -> None:
     bars.stop()
     print(f"everserve: {model} ready at {url}", file=sys.stderr, flush=True)
-
-
-def _read(path: Path | None) -> str | None:
-    try:
-        return path.read_text() if path is not None else None
-    except OSError as error:
-        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
-
-
-def _text(path: Path | None) -> str | None:
-    return str(path.resolve()) if path is not None else None

@@ -57,7 +57,6 @@ class Outcome(IntEnum):
 
 # What an answer says (csrc/lane.h); 0: it was computed.
 STATUSES = {
-    1: "stale epoch",  # the slots have changed since the routes that the request was sent by
     2: "bad request",
     3: "no such slot",  # out of range, or empty
 }

@@ -189,7 +189,7 @@ class MemoryPeer:
                 self._answer(request, ahead=-1)
                 self._server.compute([request])
             case Fault.REFUSE:
-                self._answer(request, status=1)
+                self._answer(request, status=2)
 
     def _stop(self, goes_on: Callable[[], bool], state: PeerState) -> None:
         """One who pulses while it does nothing is idle."""

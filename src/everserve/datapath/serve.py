@@ -2,9 +2,8 @@
 
     poll -> choose a batch (worker/batching.py) -> compute, in place -> answer
 
-A request is refused, with a status that says why, if its sizes or indices make no sense, if it names an empty slot, or
-if it was sent by routes older than the slots. So whatever a dying peer leaves behind costs it a request, not us a
-crash.
+A request is refused, with a status that says why, if its sizes or indices make no sense, or if it names an empty slot.
+So whatever a dying peer leaves behind costs it a request, not us a crash.
 """
 
 import ctypes
@@ -16,7 +15,7 @@ from everserve.datapath.lane import MAX_RANKS, NUM_BOXES, LaneRegion, LaneShape,
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import RowIndices, RowMemory
 from everserve.runtime.liveness import Cell
-from everserve.tables.ids import Epoch, Rank
+from everserve.tables.ids import Rank
 
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
@@ -58,13 +57,12 @@ class _Server(ctypes.Structure):
     _fields_ = [
         ("layout", Layout),
         *((name, _int64) for name in ("own", "alarm", "base", "lanes", "filled")),
-        *((name, _int64) for name in ("num_layers", "num_slots", "slots_epoch", "token_R", "slot_R", "y_R")),
+        *((name, _int64) for name in ("num_layers", "num_slots", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
         ("requests", _int64 * (6 * _MAX_REQUESTS)),
         ("batch", _int64 * (2 * _MAX_REQUESTS)),
     ]
-    slots_epoch: int
     timeout_ns: int
     is_holding: int
     alarm_seen: int
@@ -101,7 +99,6 @@ class LaneServer:
             ctypes.addressof(self._filled),
             num_layers,
             experts.num_slots,
-            0,
             *self._index_addresses,
             round(spin_us * 1e3),
         )
@@ -142,10 +139,6 @@ class LaneServer:
     @property
     def num_refused(self) -> int:
         return self._server.num_refused
-
-    def slots_changed(self, epoch: Epoch) -> None:
-        """Refuse what was sent by routes before this epoch: it may name slots that hold something else now."""
-        self._server.slots_epoch = epoch
 
     def attend(self) -> None:
         """Take note of the alarm and the control word, before what they stand for is looked at."""

@@ -23,6 +23,13 @@ class Chain:
         for graph in self.graphs[first:]:
             graph.replay()
 
+    def rehearse(self) -> None:
+        """Each graph once, asides too: the first launch brings it to the device, and takes longer than any other."""
+        for i, graph in enumerate(self.graphs):
+            graph.replay()
+            for aside in self.asides[i : i + 1]:
+                aside.replay()
+
 
 class Recorder:
     """`num_captures` only grows when something is captured: that healthy workers never do that again is a promise."""

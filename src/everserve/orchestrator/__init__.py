@@ -6,7 +6,13 @@ effects.py      what it wants done, and the decision that carries it
 seats.py        one seat: its state diagram, the crash loop, what an operator reads about it; the policy's times
 
 design.py       what an instance begins with: seats, placement, settings
-host.py         the process around the machine: messages become events, effects become messages
+host.py         the process around the machine: who is listened to, and what happens in every turn
+hearing.py      what workers say becomes events
+deciding.py     one event after the other for the machine; they wait until a recovery is over
+acting.py       effects become messages
+births.py       how a worker comes to be: its memory, its start, its end here
+orders.py       what operators ask for: drains and faults
+
 detector.py     life words and pulses become events
 workers.py      the ends of all workers: channels, cells, and the lanes between them
 logs.py         whose KV logs exist, and who keeps them

@@ -101,6 +101,13 @@ class Design:
         seat, slots = next(seat for seat in self.seats if seat.rank == rank), self.slots_of(rank)
         return WeightsPlan.of(self.model, seat.roles, slots.num_slots if slots is not None else seat.slots)
 
+    def weights_owner(self, rank: Rank) -> Rank:
+        """Whose memory this seat's weights are in. Seats with the same weights on the same device share one: that
+        saves memory, and readers of the same bytes at the same time find them in the device's cache."""
+        like = (self.device_of(rank), self.roles_of(rank), self.slots_of(rank))
+        seats = (seat.rank for seat in self.seats)
+        return next(r for r in seats if (self.device_of(r), self.roles_of(r), self.slots_of(r)) == like)
+
     def memory_of(self, seat: LogId) -> tuple[NeededMemory, ...]:
         """What this incarnation is born with: its cell first, what belongs to the seat last."""
         rank, device = seat[0], self.device_of(seat[0])
@@ -110,8 +117,9 @@ class Design:
         if Role.ATTENTION in self.roles_of(rank) and self.log_bytes:
             needed.append(NeededMemory(log_name(seat), self.log_bytes))  # after its blocks: whoever has it has all
         if device != ON_HOST:
-            needed.append(NeededMemory(weights_name(rank), self.weights_of(rank).num_bytes, device))
-            needed.append(NeededMemory(weights_state_name(rank), WEIGHTS_STATE_BYTES))
+            owner = self.weights_owner(rank)
+            needed.append(NeededMemory(weights_name(owner), self.weights_of(rank).num_bytes, device))
+            needed.append(NeededMemory(weights_state_name(owner), WEIGHTS_STATE_BYTES))
         if device != ON_HOST and self.roles_of(rank) == (Role.EXPERT,):
             needed.append(NeededMemory(bell_name(rank), BELL_BYTES, device))
         return tuple(needed)

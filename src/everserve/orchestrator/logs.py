@@ -70,7 +70,8 @@ class Logs:
             self._maybe_drop(log)
 
     def settle_lost_but(self, needed: Iterable[LogId]) -> None:
-        """The gateway knows what its streams need. Only of those that are lost: streams may come to all others."""
+        """The gateway knows what its streams need. What it may have told the orchestrator before us, it does not tell
+        again. Only of those that are lost: streams may come to all others."""
         for log in sorted(self._lost - set(needed)):
             self.settle(log)
 

@@ -17,9 +17,10 @@ Otherwise = Callable[[str], None]  # gets the reason why there is no such memory
 
 @dataclass(frozen=True)
 class _Wish:
+    """One piece of memory, and everybody who waits for it."""
+
     allocate: Allocate
-    then: Then
-    otherwise: Otherwise
+    waiting: list[tuple[Then, Otherwise]]
 
 
 class Memory:
@@ -47,9 +48,13 @@ class Memory:
     def allocate(self, name: str, num_bytes: int, then: Then, otherwise: Otherwise, device: int = ON_HOST) -> None:
         """`then` is called with the memory's descriptor, or `otherwise` if it cannot be had; neither of them if it is
         released before."""
-        self._wishes[name] = _Wish(Allocate(name=name, num_bytes=num_bytes, device=device), then, otherwise)
+        if name in self._wishes:
+            self._wishes[name].waiting.append((then, otherwise))
+            return
+        wish = _Wish(Allocate(name=name, num_bytes=num_bytes, device=device), [(then, otherwise)])
+        self._wishes[name] = wish
         if self.anchor is not None:
-            self.anchor.send(self._wishes[name].allocate)
+            self.anchor.send(wish.allocate)
 
     def hold(self, name: str, fd: int) -> int:
         """Memory that exists, under this name until it is released. The descriptor is ours from now on; returns the one
@@ -82,13 +87,13 @@ class Memory:
                 self._on_allocated(message.name, self.anchor.take_fd())
             elif isinstance(message, AllocationFailed):
                 wish = self._wishes.pop(message.name, None)
-                if wish is not None:
-                    wish.otherwise(message.reason)
+                for _, otherwise in wish.waiting if wish is not None else ():
+                    otherwise(message.reason)
             else:
                 raise AssertionError(f"the anchor does not send {type(message).__name__}")
 
     def _on_allocated(self, name: str, fd: int) -> None:
         wish = self._wishes.pop(name, None)
-        if wish is not None:  # else: whom it was for is gone
-            wish.then(fd)
+        for then, _ in wish.waiting if wish is not None else ():  # nobody: whom it was for is gone
+            then(fd)
         os.close(fd)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from everserve.orchestrator.seats import Found
 from everserve.orchestrator.workers import WorkerEnds
-from everserve.runtime.messages import FoundProcess
+from everserve.runtime.messages import FoundProcess, GatewayReport
 from everserve.tables.ids import Epoch, LogId
 
 REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, when it has loaded
@@ -21,7 +21,7 @@ class Recovery:
         self.began_s = now
         self.deadline = now + REPORT_S
         self.epoch = Epoch(0)  # the highest that anybody knows
-        self.gateway_has_reported = False
+        self.logs_needed: Sequence[LogId] | None = None  # by streams; None: the gateway has not reported
         self._found = found
         self._awaited: set[LogId] = {(process.rank, process.incarnation) for process in found if process.pid > 0}
         self._ended: set[LogId] = set()
@@ -32,10 +32,10 @@ class Recovery:
         self._awaited.discard(seat)
         self.epoch = max(self.epoch, epoch)
 
-    def heard_gateway(self, epoch: Epoch, lost: Sequence[LogId]) -> None:
-        self.gateway_has_reported = True
-        self._lost.update(lost)
-        self.epoch = max(self.epoch, epoch)
+    def heard_gateway(self, report: GatewayReport) -> None:
+        self.logs_needed = report.logs
+        self._lost.update(report.lost)
+        self.epoch = max(self.epoch, report.epoch)
 
     def ended(self, seat: LogId) -> None:
         """Its process is no more."""
@@ -43,7 +43,7 @@ class Recovery:
         self._ended.add(seat)
 
     def is_over(self, now: float) -> bool:
-        return now >= self.deadline or (not self._awaited and self.gateway_has_reported)
+        return now >= self.deadline or (not self._awaited and self.logs_needed is not None)
 
     @property
     def num_missing(self) -> int:

@@ -12,10 +12,12 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from everserve.orchestrator import events
+from everserve.orchestrator.design import lack
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel
 from everserve.runtime.liveness import Cell
-from everserve.runtime.memories import bell_name, cell_name, lane_name
+from everserve.runtime.memories import LANE, bell_name, cell_name, lane_name
 from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft, Report
 from everserve.tables.ids import Incarnation, Rank, Role
 
@@ -75,14 +77,12 @@ class WorkerEnds:
         memory: Memory,
         lane_bytes: int,
         device_of: Callable[[Rank], int],
-        on_lanes: Callable[[WorkerEnd], None],
-        on_no_lane: Callable[[WorkerEnd, str], None],
+        tell: Callable[[events.AnyEvent], None],
     ) -> None:
         self._memory = memory
         self._lane_bytes = lane_bytes
         self._device_of = device_of  # whose memory lanes of this attention worker are
-        self._on_lanes = on_lanes  # called when an end has one lane more, or one to wait for less
-        self._on_no_lane = on_no_lane  # called when an end cannot have one that it needs, with the reason
+        self._tell = tell  # who is ready, and who cannot have a lane that it needs
         self._ends: dict[Seat, WorkerEnd] = {}
         self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
 
@@ -109,9 +109,14 @@ class WorkerEnds:
                         name,
                         self._lane_bytes,
                         then=functools.partial(self._hand_out, name, end),
-                        otherwise=functools.partial(self._on_no_lane, end),
+                        otherwise=functools.partial(self._lack_lane, end),
                         device=self._device_of(pair[0].rank),
                     )
+
+    def say_ready(self, end: WorkerEnd) -> None:
+        """It says so. It is ready when its lanes are there, too."""
+        end.has_said_ready = True
+        self._maybe_ready(end)
 
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
         """It may know workers that ended while nobody told it."""
@@ -130,7 +135,13 @@ class WorkerEnds:
                 peer = pair[0] if pair[1] is lost else pair[1]
                 peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
                 peer.waits_for.discard(name)
-                self._on_lanes(peer)
+                self._maybe_ready(peer)
+
+    def forget(self, end: WorkerEnd) -> None:
+        """Its process is gone for certain."""
+        del self._ends[end.seat]
+        self._memory.release(cell_name(end.seat))
+        end.close()
 
     def _hand_out(self, name: str, newer: WorkerEnd, lane_fd: int) -> None:
         """A lane is there: both ends get it."""
@@ -143,13 +154,17 @@ class WorkerEnds:
             )
             end.send(joined, fds=fds)
         newer.waits_for.discard(name)
-        self._on_lanes(newer)
+        self._maybe_ready(newer)
 
-    def forget(self, end: WorkerEnd) -> None:
-        """Its process is gone for certain."""
-        del self._ends[end.seat]
-        self._memory.release(cell_name(end.seat))
-        end.close()
+    def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
+        """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
+        self._tell(events.SaidFailed(*end.seat, lack(end.rank, LANE, reason), user_error=True))
+
+    def _maybe_ready(self, end: WorkerEnd) -> None:
+        """Ready means ready for others: it has said so, and its lanes are there."""
+        if end.has_said_ready and not end.is_ready and not end.waits_for:
+            end.is_ready = True
+            self._tell(events.SaidReady(end.rank, end.incarnation))
 
 
 def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:

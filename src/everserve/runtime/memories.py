@@ -6,7 +6,8 @@ without knowing what is in it.
     kv-2.3              likewise, on a device: the blocks of that log, where the KV cache itself outlives its worker
     lane-0.1-2.3        between two incarnations
     bell-2              of an expert worker's seat on a device; rung by those who have sent something
-    weights-2           of a seat: it outlives every incarnation that sits there
+    weights-2           of a seat, and of all others with the same weights on the same device: it outlives every
+                        incarnation that sits there
     weights-state-2     likewise: what is in those weights
 """
 

@@ -24,6 +24,8 @@ cuda_roles.py      the two roles, put together
 cuda_build.py      from a StartWorker message to what they are made of
 cuda_expert.py     the loop of an expert worker: keep the device supplied with graphs
 cuda_logs.py       its own KV log, and those of others
+predecessor.py     until nothing of whoever had its KV pool can write there
+cuda_sampling.py   every way of choosing a token once, before somebody waits for it
 cuda_rehearsal.py  what a spare does ahead of need
 placed_weights.py  weights in places that were planned for them
 weights_state.py   what a seat's weights memory holds, for the next incarnation

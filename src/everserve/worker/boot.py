@@ -44,6 +44,7 @@ def rehearse(like: Iterable[StartWorker]) -> None:
     """In a spare: whatever takes time and is the same for all workers like these. On CPUs nothing is left to do."""
     on_devices = [start for start in like if start.settings.device == "cuda"]
     if on_devices:
+        _roles(on_devices[0])
         import_module("everserve.worker.cuda_rehearsal").rehearse(on_devices)
 
 

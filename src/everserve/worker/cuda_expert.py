@@ -41,8 +41,13 @@ class CudaExpertLoop(ExpertService):
     def stats(self) -> ExpertStats:
         if time.monotonic() >= self._stats_at:  # asking the device takes a moment
             self._stats_at = time.monotonic() + 1.0
-            batches, rows, refusals = self._server.served()
-            self._stats = ExpertStats(num_batches=batches, num_rows=rows, num_replayed_rows=0, num_stale=refusals)
+            served = self._server.served()
+            self._stats = ExpertStats(
+                num_batches=served.num_batches,
+                num_rows=served.num_rows,
+                num_replayed_rows=served.num_replayed_rows,
+                num_stale=served.num_refused,
+            )
         return self._stats
 
     @property

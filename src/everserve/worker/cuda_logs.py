@@ -4,8 +4,15 @@ anchor   the pool is device memory that outlives us; the log without its blocks 
          write words
 mirror   the pool is our own; kernels copy into the log, all of which is host memory, as far as that is registered
 off      the pool is our own
+
+Logs of others are mapped when we hear of them, not when the first stream needs one: that stream waits.
 """
 
+import logging
+import os
+from dataclasses import dataclass, replace
+
+import torch
 from torch import Tensor
 
 from everserve.engine.journal import Journal
@@ -14,10 +21,13 @@ from everserve.kvlog.cuda.side import SideStream
 from everserve.kvlog.cuda.writer import CudaLogWriter
 from everserve.kvlog.log import Log
 from everserve.model.decoder import Decoder
-from everserve.runtime.cuda.driver import Mapping
+from everserve.runtime.cuda.driver import CudaError, Mapping
 from everserve.runtime.memories import KV, LOG
 from everserve.worker.cuda_build import Device, make_pool, tensor_at
 from everserve.worker.logs import KeptLogs, close_fds
+from everserve.worker.predecessor import Predecessor, own
+
+log = logging.getLogger(__name__)
 
 
 class CudaLogs:
@@ -31,6 +41,7 @@ class CudaLogs:
             fds = memory[LOG], memory.get(KV)
             self._own = self._open(*fds)
             close_fds(*fds)
+            self._predecessor = Predecessor(self._own)
 
     def make_pool(self, decoder: Decoder) -> Tensor:
         if self._own is None or self._own.elsewhere is None:
@@ -39,21 +50,74 @@ class CudaLogs:
 
     def make_journal(self, kv_pool: Tensor) -> Journal | None:
         """When the pool is as it shall be, and before anything is computed in it."""
-        log, device = self._own, self._device
-        if log is None:
+        own_log, device = self._own, self._device
+        if own_log is None:
             return None
-        head = device.driver.register_host(log.layout.base, self._shape.head_bytes)
-        max_rows = device.start.settings.max_num_batched_tokens
+        self._predecessor.wait()
+        own(own_log)
+        head = device.driver.register_host(own_log.layout.base, self._shape.head_bytes)
+        words, max_rows = head + own_log.layout.words_at, device.start.settings.max_num_batched_tokens
         side = SideStream(device.torch_device)
-        mirror = Reach(log, device.driver) if log.elsewhere is None else None
-        return Journal(CudaLogWriter(log, kv_pool.data_ptr(), head + log.layout.words_at, max_rows, side, mirror))
+        mirror = Reach(own_log, device.driver) if own_log.elsewhere is None else None
+        return Journal(CudaLogWriter(own_log, kv_pool.data_ptr(), words, max_rows, side, mirror))
 
     def keep(self) -> KeptLogs:
         """For those of others."""
-        return KeptLogs(self._open if self._own is not None else None, self._own)
+        open_log = self._open_if_possible if self._own is not None else None
+        return KeptLogs(open_log, self._own, opens_early=True)
+
+    def _open_if_possible(self, fd: int, kv_fd: int | None) -> Log | None:
+        """Memory of another device may be out of reach: then its streams are computed again."""
+        try:
+            return self._open(fd, kv_fd)
+        except CudaError as error:
+            log.warning("a KV cache cannot be reached, so its streams cannot be restored here: %s", error)
+            return None
 
     def _open(self, fd: int, kv_fd: int | None) -> Log:
         shape = self._shape
         if kv_fd is None:
             return Log(fd, shape)
         return Log(fd, shape, Mapping(self._device.driver, kv_fd, shape.num_blocks * shape.block_bytes))
+
+
+@dataclass
+class _Pool:
+    """Instead of a `Mapping`: memory that torch owns."""
+
+    address: int
+
+    def close(self) -> None: ...
+
+
+class _OutOfReach:
+    """A mirror that is never touched."""
+
+    num_blocks = 0
+
+
+def rehearse_log(device: Device) -> None:
+    """Load the kernels that a worker like this needs for its log, over one block. They depend on what a block is like,
+    and on whether there is a mirror; where everything is does not matter. Nothing is right or in reach, so no kernel
+    writes into the log."""
+    kind = device.start.settings.kv_log
+    if kind == "off":
+        return
+    shape = replace(device.sizes.log, num_blocks=1, num_records=1, max_blocks=1)
+    pool = torch.zeros(shape.block_bytes, dtype=torch.uint8, device=device.torch_device)
+    fd = os.memfd_create("everserve-rehearsal")
+    os.ftruncate(fd, shape.num_bytes)
+    rehearsed = Log(fd, shape, _Pool(pool.data_ptr()) if kind == "anchor" else None)
+    os.close(fd)
+    head = device.driver.register_host(rehearsed.layout.base, shape.head_bytes)
+    CudaLogWriter(
+        rehearsed,
+        pool.data_ptr(),
+        head + rehearsed.layout.words_at,
+        device.start.settings.max_num_batched_tokens,
+        SideStream(device.torch_device),
+        _OutOfReach() if kind == "mirror" else None,
+    )
+    torch.cuda.synchronize()
+    device.driver.unregister_host(rehearsed.layout.base)
+    rehearsed.close()

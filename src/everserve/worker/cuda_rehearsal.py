@@ -6,6 +6,8 @@ less will do. But every kernel looks at the word `stop` first and does nothing i
 nothing to do before somebody sends it something): a weight only needs the right shape. That a model has many layers
 makes no difference to its kernels either: the first of each kind is enough.
 
+What a worker does only now and then is done too: send rows again, write and read a log, choose tokens in every way.
+
 What stays is the context and the code of the kernels. Everything else is let go of.
 """
 
@@ -17,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from everserve.datapath.captured import CapturedExperts
 from everserve.datapath.cuda.local import LocalCudaExperts
 from everserve.datapath.cuda.peers import CudaPeers
 from everserve.datapath.cuda.remote import CudaExperts
@@ -30,6 +31,8 @@ from everserve.runtime.liveness import CELL_BYTES, Cell, Warden
 from everserve.runtime.messages import StartWorker
 from everserve.tables.ids import Role
 from everserve.worker.cuda_build import Device, build_forward, lane_shape, make_recorder, open_device, tensor_at
+from everserve.worker.cuda_logs import rehearse_log
+from everserve.worker.cuda_sampling import rehearse_sampling
 from everserve.worker.lease import LEASE_S
 from everserve.worker.loading import Loading
 from everserve.worker.placed_weights import PlacedWeights
@@ -44,6 +47,8 @@ def rehearse(like: Iterable[StartWorker]) -> None:
         device = open_device(start, Loading(start))
         if Role.ATTENTION in start.roles:
             _rehearse_attention(device)
+            rehearse_log(device)
+            rehearse_sampling(device)
         else:
             _rehearse_expert(device)
         torch.cuda.synchronize()
@@ -83,11 +88,10 @@ def _rehearse_attention(device: Device) -> None:
     num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.block_size)
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
-    experts: CapturedExperts
     if Role.EXPERT in start.roles:
         arena = _arena(model, model.num_experts, nowhere)
-        experts = LocalCudaExperts(ops, arena, model.moe_layers, model.num_experts)
-        build_forward(device, decoder, kv_pool, experts, recorder)
+        local = LocalCudaExperts(ops, arena, model.moe_layers, model.num_experts)
+        build_forward(device, decoder, kv_pool, local, recorder)
         return
     cell = _own_cell()
     peers = CudaPeers(
@@ -114,6 +118,7 @@ def _rehearse_attention(device: Device) -> None:
         on_replay=lambda rank, layer, num_rows: None,
     )
     build_forward(device, decoder, kv_pool, experts, recorder)
+    experts.rehearse()
     torch.cuda.synchronize()
     peers.end()
     cell.close()

@@ -22,6 +22,7 @@ from everserve.worker.cuda_build import (
 )
 from everserve.worker.cuda_expert import CudaExpertLoop
 from everserve.worker.cuda_logs import CudaLogs
+from everserve.worker.cuda_sampling import rehearse_sampling
 from everserve.worker.expert_service import ExpertService
 from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
@@ -31,6 +32,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
     start = around.start
     device = open_device(start, around.loading)
+    logs = CudaLogs(device, around.memory)  # first: it may have to see somebody off meanwhile
     weights = SeatWeights(device, around.memory)
     decoder = build_decoder(device, weights)
     recorder = make_recorder(device)
@@ -43,11 +45,13 @@ def build_attention(around: Surroundings) -> AttentionParts:
         peers, experts = _reach_experts(around, device, recorder)
         seam = Seam(peers, experts)
     weights.complete()
-    logs = CudaLogs(device, around.memory)
     kv_pool = logs.make_pool(decoder)
     forward = build_forward(device, decoder, kv_pool, experts, recorder)
     engine = Engine(engine_config(device), device.ops, forward, journal=logs.make_journal(kv_pool))
-    if seam is None:
+    rehearse_sampling(device)
+    if isinstance(experts, CudaExperts):
+        experts.rehearse()
+    else:
         warm_up(engine)
     return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
 

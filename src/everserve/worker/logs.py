@@ -1,7 +1,8 @@
 """The logs of other attention workers, kept from the beginning: a stream that loses its worker may come to us.
 
-Only descriptors are kept; memory is mapped when the first stream needs it, and unmapped when the orchestrator says
-that nobody needs it and no stream here still waits to be restored from it.
+Only descriptors are kept; memory is mapped when the first stream needs it (on a device, where that takes longer, at the
+end of the step in which we hear of it), and unmapped when the orchestrator says that nobody needs it and no stream here
+still waits to be restored from it.
 """
 
 import os
@@ -14,17 +15,19 @@ from everserve.kvlog.log import Log
 from everserve.tables.ids import LogId
 from everserve.tables.requests import RequestSpec
 
-OpenLog = Callable[[int, int | None], Log]  # of descriptors, which stay the caller's: the log's, and its blocks'
+# Of descriptors, which stay the caller's: the log's, and its blocks'. None: it cannot be read here.
+OpenLog = Callable[[int, int | None], Log | None]
 
 
 class KeptLogs:
     """By the incarnation that wrote them."""
 
-    def __init__(self, open_log: OpenLog | None, own: Log | None) -> None:
+    def __init__(self, open_log: OpenLog | None, own: Log | None, opens_early: bool = False) -> None:
         self._open_log = open_log  # None: logs are off
         self._own = own
+        self._opens_early = opens_early
         self._fds: dict[LogId, tuple[int, int | None]] = {}
-        self._open: dict[LogId, Log] = {}
+        self._open: dict[LogId, Log | None] = {}
         self._left: list[Log] = []  # nobody needs them, but a stream may still wait with one in its hands
 
     @property
@@ -57,10 +60,13 @@ class KeptLogs:
         return Saved.of(log, record, self._own) if log is not None and record is not None else None
 
     def sweep(self, engine: Engine) -> None:
-        """Unmap what nobody needs any more. Between steps."""
+        """Unmap what nobody needs any more, map what somebody may need soon. Between steps."""
         for log in [log for log in self._left if not engine.waits_for(log)]:
             self._left.remove(log)
             log.close()
+        if self._opens_early and len(self._open) < len(self._fds):
+            for id in self._fds:
+                self._log(id)
 
     def _log(self, source: LogId) -> Log | None:
         if source not in self._open and source in self._fds and self._open_log is not None:

@@ -9,9 +9,10 @@ memory beside it does:
     ... write all weights, and wait for the device ...
     complete(identity)   state = complete
 
-A writer that dies before the last line leaves `loading`, and its successor begins again. A predecessor that was given
-up but still lives may write on: all incarnations of a seat write the same bytes to the same places, so that changes
-nothing.
+A writer that dies before the last line leaves `loading`, and its successor begins again. There may be several writers
+at once, and readers beside them: a predecessor that was given up but still lives, and other seats with the same weights
+(`Design.weights_owner`). All of them write the same bytes to the same places, so that changes nothing. At worst a page
+says `loading` about weights that are all there, and the next one loads them once more.
 """
 
 import dataclasses

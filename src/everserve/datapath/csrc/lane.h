@@ -38,13 +38,13 @@ struct lane_header {
     int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for whoever debugs */
 };
 
-/* Why a request was not computed; 0: it was. lane.py: Status. */
-enum { COMPUTED = 0, STALE_EPOCH = 1, BAD_REQUEST = 2, NO_SUCH_SLOT = 3 };
+/* Why a request was not computed; 0: it was. lane.py: STATUSES. */
+enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3 };
 
 struct box {
     /* The attention worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t request;
-    int64_t epoch;
+    int64_t epoch; /* of the routes that it was sent by; for whoever debugs */
     int32_t layer, num_tokens, num_rows, replay;
     /* The expert worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t answer;

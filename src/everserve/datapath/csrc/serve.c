@@ -34,7 +34,7 @@ struct server {
     char *base;                   /* of the region in which all lanes are */
     struct incoming *lanes;       /* by rank */
     const uint8_t *const *filled; /* [layer][slot]: 1 where there is an expert; NULL for a layer without experts */
-    int64_t num_layers, num_slots, slots_epoch;
+    int64_t num_layers, num_slots;
     int32_t *token_R, *slot_R, *y_R; /* of the batch, in rows from base */
     int64_t spin_ns, timeout_ns, is_holding, alarm_seen, control_seen, num_refused;
     struct request requests[MAX_REQUESTS];
@@ -74,8 +74,8 @@ static bool take(struct server *s, int64_t rank, int64_t b, struct request *requ
     int64_t layer = box->layer, num_tokens = box->num_tokens, num_rows = box->num_rows;
     bool is_sane = layer >= 0 && layer < s->num_layers && s->filled[layer] && num_tokens > 0 &&
                    num_tokens <= s->layout.max_tokens && num_rows > 0 && num_rows <= num_tokens * s->layout.top_k;
-    if (!is_sane || box->epoch < s->slots_epoch) {
-        refuse(s, rank, b, is_sane ? STALE_EPOCH : BAD_REQUEST);
+    if (!is_sane) {
+        refuse(s, rank, b, BAD_REQUEST);
         return false;
     }
     from->num_tokens[b] = num_tokens;

@@ -7,8 +7,12 @@ end. Until then it is not trusted, so nothing is sent to it.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from everserve.datapath.cuda.lane import ANSWER_AT, FLAG_AT, STATUS_AT, CudaLaneShape
 from everserve.datapath.cuda.send import SendState, places
@@ -63,6 +67,8 @@ class CudaPeers(Peers):
         self._joining: list[_Joining] = []
         self._retired: list[Peer] = []
         self._uploaded = 0
+        self._owed: dict[Rank, int] = {}  # the last request to somebody who was given up, if it had no answer then
+        self._num_stale = 0
 
     def end(self) -> None:
         """No step will come any more, and none runs."""
@@ -122,9 +128,23 @@ class CudaPeers(Peers):
     def has_refused(self, rank: Rank) -> int:
         """The status with which it has answered the last request; 0 if it has not, or has computed it."""
         address = self._region.address(rank)
-        answer = int.from_bytes(self._driver.read(address + ANSWER_AT, 8), "little")
-        sent = int(self.state.sent_E[rank].item())
-        return int.from_bytes(self._driver.read(address + STATUS_AT, 8), "little") if answer == sent else 0
+        has_answered = self._last_answer(rank) == int(self.state.sent_E[rank].item())
+        return int.from_bytes(self._driver.read(address + STATUS_AT, 8), "little") if has_answered else 0
+
+    def take_back(self, ranks: Sequence[Rank]) -> list[int]:
+        """These have not answered in this layer, or have refused, and are not waited for any more: how many rows each
+        of them has."""
+        rows_E, sent_E = self._contents(self.state.rows_E, np.int32), self._contents(self.state.sent_E, np.int64)
+        self._owed |= {rank: int(sent_E[rank]) for rank in ranks if self._last_answer(rank) != sent_E[rank]}
+        return [int(rows_E[rank]) for rank in ranks]
+
+    def _contents(self, table: Tensor, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
+        """What is in it now, whatever torch's streams do. (They have nothing to do: the step has stopped.)"""
+        num_bytes = table.numel() * table.element_size()
+        return np.frombuffer(self._driver.read(table.data_ptr(), num_bytes), dtype)
+
+    def _last_answer(self, rank: Rank) -> int:
+        return int.from_bytes(self._driver.read(self._region.address(rank) + ANSWER_AT, 8), "little")
 
     @property
     def given_up(self) -> list[Rank]:
@@ -134,14 +154,17 @@ class CudaPeers(Peers):
 
     @property
     def num_stale(self) -> int:
-        """Late answers go to lanes that nobody looks at any more: there is nothing to count."""
-        return 0
+        """Nobody looks at a lane whose peer was given up until another one takes its place: that is when a late answer
+        is seen, if there is one."""
+        return self._num_stale
 
     # -- lanes -----------------------------------------------------------------------------------
 
     def _open(self, rank: Rank, incarnation: Incarnation, cell: Cell, lane_fd: int, bell_fd: int | None) -> int:
         assert not self.is_in_step and bell_fd is not None
         torch.cuda.synchronize()
+        owed = self._owed.pop(rank, None)
+        self._num_stale += owed is not None and self._last_answer(rank) == owed
         for region, fd in ((self._region, lane_fd), (self._bells, bell_fd)):
             if region.is_mapped(rank):
                 region.unmap(rank)

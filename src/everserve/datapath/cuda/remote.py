@@ -9,10 +9,12 @@ the device need not wait; `arrive` then sees that the answer is not there, and t
     the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
 
-A flag that was written for nothing does no harm: the step stops, and goes on waiting from there.
+A flag that was written for nothing does no harm: the step stops, and goes on waiting from there. What is to be told
+about all that is told when the rows are on their way: words can wait, rows cannot.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -73,7 +75,7 @@ class CudaExperts:
         self._must_release = False
         self._num_looks: dict[Rank, int] = {}  # at those who do not answer
         self._alarm_seen = self._control_seen = 0
-        self._num_rows = 0
+        self._untold: list[Callable[[], None]] = []
 
     # -- recorded --------------------------------------------------------------------------------
 
@@ -108,7 +110,6 @@ class CudaExperts:
         peers.upload()
         peers.is_in_step = True
         peers.cell.position = int(num_rows > LARGE_STEP)
-        self._num_rows = num_rows * self._state.shape.top_k
         self._num_looks.clear()
         self._wake_the_idle()
 
@@ -117,6 +118,15 @@ class CudaExperts:
         self._must_release = False
         self._peers.sweep()
 
+    def rehearse(self) -> None:
+        """What is only done when something is wrong, or nothing is to be done: once, before there is anybody."""
+        self.rest()
+        self._state.homeless.zero_()
+        for rank in map(Rank, self._peers.expert_ranks):
+            self._peers.release(rank)
+            self._peers.is_awaited(rank)
+            self._peers.has_refused(rank)
+
     def rest(self) -> None:
         """There is nothing to compute for a while: nobody should wait for us."""
         self._peers.cell.position = -1
@@ -124,6 +134,8 @@ class CudaExperts:
 
     def wait(self, address: int, want: int) -> int:
         peers = self._peers
+        while self._untold:
+            self._untold.pop(0)()
         outcome: int = load().blocking.es_device_wait(
             address, want, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
             _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS,
@@ -162,12 +174,13 @@ class CudaExperts:
             status = peers.has_refused(rank) if peer is not None else 0
             if peer is not None and status:
                 suspicions.append(peers.suspect(peer, f"refused: {STATUSES.get(status, status)}"))
-        self._tell(suspicions)
         lost = [rank for rank in late if peers.trusted(rank) is None]
         peers.upload()
-        for rank in lost:
-            self.num_replayed_rows += self._num_rows  # all of them: who has answered already is asked again
-            self._on_replay(rank, layer, self._num_rows)
+        # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.
+        rows = peers.take_back(lost) if lost else []
+        self.num_replayed_rows += sum(rows)
+        self._untold.append(partial(self._tell, suspicions))
+        self._untold += [partial(self._on_replay, rank, layer, num) for rank, num in zip(lost, rows, strict=True)]
         return bool(lost)
 
     def _look_at_the_silent(self) -> list[Suspicion]:

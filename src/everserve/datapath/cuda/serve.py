@@ -65,7 +65,7 @@ class ServeState:
     num_rows: Tensor  # int32
     tiles: Tiles  # of SOME_ROWS
     large_tiles: Tiles  # of MANY_ROWS; one of both is empty
-    served: Tensor  # int64: batches, rows, refusals since the beginning
+    served: Tensor  # int64: batches, rows, refusals, and rows of replays since the beginning
 
     @classmethod
     def empty(
@@ -107,7 +107,7 @@ class ServeState:
             num_rows=zeros(1),
             tiles=tiles,
             large_tiles=tiles.alternative(MANY_ROWS),
-            served=zeros(3, dtype=torch.int64),
+            served=zeros(4, dtype=torch.int64),
         )
 
     @property
@@ -120,7 +120,7 @@ def choose(state: ServeState) -> None:
     shape, (num_layers, num_slots) = state.shape, state.filled_LS.shape
     _choose_kernel[(1,)](
         state.region, state.bell, state.healthy_A, state.taken_A, state.filled_LS, state.limits, state.held,
-        state.layer, state.seq_A, state.status_A, state.counts_AS, state.stop,
+        state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
         **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0, num_warps=4,
@@ -160,7 +160,7 @@ def _layers_of(request):
 
 @triton.jit
 def _choose_kernel(
-    region, bell, healthy, taken, filled, limits, held_at, layer_at, seq_A, status_A, counts_AS, stop,
+    region, bell, healthy, taken, filled, limits, held_at, layer_at, seq_A, status_A, counts_AS, served, stop,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
@@ -223,6 +223,9 @@ def _choose_kernel(
     if HAS_BELL:  # noqa: SIM102 (a constant of the kernel, and a value)
         if tl.sum((is_new & (is_answered == 0)).to(tl.int32)) > 0:
             tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+    num_replayed = tl.sum(tl.where(is_served & ((request & 1) == 1), num_rows, 0))
+    if num_replayed > 0:
+        tl.store(served + 3, tl.load(served + 3) + num_replayed)
     tl.store(seq_A + ranks, tl.where(is_answered, seq, 0), mask=ranks < A)
     tl.store(status_A + ranks, status.to(tl.int64), mask=ranks < A)
     is_entry = (ranks < A)[:, None] & (slots < S)[None, :]

@@ -6,11 +6,12 @@ waits for it; each begins when the bell is rung.
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
 from everserve.datapath.cuda import serve
-from everserve.datapath.cuda.lane import CudaLaneShape
+from everserve.datapath.cuda.lane import REQUEST_AT, CudaLaneShape
 from everserve.model.ops.cuda.experts import ExpertArena, down, gate_up
 from everserve.runtime.cuda.driver import Driver, Region
 from everserve.tables.ids import Rank
@@ -19,6 +20,15 @@ _QUEUED = 8  # graphs
 _RING_EVERY_S = 50e-6
 _RING = (1).to_bytes(4, "little")
 _SLICES = 4  # of a large batch: no kernel should keep others off the device for long
+
+
+class Served(NamedTuple):
+    """What became of requests."""
+
+    num_batches: int
+    num_rows: int
+    num_replayed_rows: int  # of these; somebody else did not answer them
+    num_refused: int  # requests, or dropped because their sender has left
 
 
 class CudaServer:
@@ -48,6 +58,8 @@ class CudaServer:
         self._stream = torch.cuda.Stream(device)
         self._queued: deque[torch.cuda.Event] = deque()
         self._graphs = {may_be_large: self._capture(may_be_large) for may_be_large in (False, True)}
+        self._rehearse()
+        self._num_dropped = 0
 
     def open(self, rank: Rank, lane_fd: int) -> None:
         """Serve this lane from now on. The descriptor stays the caller's."""
@@ -61,6 +73,7 @@ class CudaServer:
 
     def close(self, rank: Rank) -> None:
         self.drain()
+        self._num_dropped += self._has_asked(rank)
         self._state.healthy_A[rank] = 0
         torch.cuda.synchronize()
         self._region.unmap(rank)
@@ -94,10 +107,22 @@ class CudaServer:
         self.drain()
         self._region.close()
 
-    def served(self) -> tuple[int, int, int]:
-        """Batches, rows and refusals since the beginning."""
-        batches, rows, refusals = self._state.served.tolist()
-        return batches, rows, refusals
+    def served(self) -> Served:
+        """Since the beginning."""
+        batches, rows, refusals, replayed = self._state.served.tolist()
+        return Served(batches, rows, replayed, refusals + self._num_dropped)
+
+    def _has_asked(self, rank: Rank) -> bool:
+        """Whether it has sent a request that is not answered. Nothing of ours may be running."""
+        request = self._driver.read(self._region.address(rank) + REQUEST_AT, 8)
+        return int.from_bytes(request, "little") >> 16 > int(self._state.taken_A[rank].item())
+
+    def _rehearse(self) -> None:
+        """The first launch of a graph takes longer than any other."""
+        with torch.cuda.stream(self._stream):
+            for graph in self._graphs.values():
+                graph.replay()
+        self.drain()
 
     def _capture(self, may_be_large: bool) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self._stream):

@@ -3,6 +3,12 @@
 Such memory must be registered: its pages are pinned, which takes more than half a second for each GiB. Nobody waits for
 that. The lowest blocks come first, because they are the first that a pool hands out; a block that is not there yet is
 not logged.
+
+Mirrors of others are *not* registered. A restore brings some 32 MiB for each stream, 2 GiB for a worker that had 64 of
+them. A few threads copy that through a registered buffer (writer.py) at the speed of memory, not much slower than the
+device could fetch it, and the first stream has what it needs after some milliseconds. To register all mirrors of all
+peers, again with each new incarnation, would mean half a second of the driver's lock for each GiB, which every launch
+of a healthy worker also needs: everybody would pay at any time for what is rarely needed.
 """
 
 import ctypes

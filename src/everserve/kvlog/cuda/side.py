@@ -12,7 +12,7 @@ class Side(Protocol):
     device: torch.device
 
     def record(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """What queues these launches again, at little cost. They are run once now, so that kernels are loaded."""
+        """What queues these launches again, at little cost. They are run now, so that kernels are loaded."""
 
     def run(self, launch: Callable[[], None]) -> None:
         """Queue these launches."""
@@ -38,6 +38,8 @@ class SideStream:
             graph.capture_begin(capture_error_mode="thread_local")
             launch()
             graph.capture_end()
+        self.run(graph.replay)  # the first time takes longer
+        self.wait()
         return lambda: self.run(graph.replay)
 
     def run(self, launch: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ slot be written again before its KV was summed, its word fits nothing: what is r
 
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ from everserve.kvlog.writer import Commit, LogWriter
 
 _TOKENS_AT_ONCE = 8192  # brought from another log in one launch; rounded to whole blocks
 _BOUNCE_BYTES = 64 << 20
+_COPIERS = 4  # threads; one alone would be a good deal slower than the memory
 # Kernels are short, because others may have to wait for them if we die: what goes to the host goes in smaller parts.
 _ROWS_AT_ONCE, _MIRRORED_AT_ONCE = 8192, 512
 
@@ -76,6 +78,7 @@ class CudaLogWriter(LogWriter):
         if mirror is not None:
             self._num_bounced = min(max(_BOUNCE_BYTES // shape.block_bytes, 1), num_blocks)
             self._bounce = _Shared(self._num_bounced * shape.block_bytes, torch.uint8, side)
+            self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="kv-copier")
         self._note_reach()
         self._log_rows = side.record(self._launch_rows)
         self._load_kernels()
@@ -91,8 +94,10 @@ class CudaLogWriter(LogWriter):
             )  # fmt: skip
 
     def _load_kernels(self) -> None:
-        """Before anybody waits for them: one token onto itself."""
+        """Before anybody waits for them: one token onto itself. No word is 0, so it is not right, and not logged."""
         nothing, words = chains_of([0]), np.zeros(1, np.uint64)
+        if self._mirror is not None:
+            self._bounce_off(self.log, [0])  # the threads too
         self._bring_some(self._pool, [0], words, nothing, [0])
         self._check_some([0], words, nothing)
 
@@ -181,11 +186,17 @@ class CudaLogWriter(LogWriter):
         return num_right
 
     def _bounce_off(self, source: Log, blocks: Sequence[int]) -> None:
-        """Host memory that this device does not reach: through some that it does."""
+        """Host memory that this device does not reach (reach.py says why): through some that it does."""
         self._side.wait()
         num_bytes = self.log.shape.block_bytes
-        for i, block in enumerate(blocks):
-            ctypes.memmove(self._bounce.address + i * num_bytes, source.blocks_address + block * num_bytes, num_bytes)
+
+        def copy(first: int) -> None:
+            for i in range(first, len(blocks), _COPIERS):
+                at = source.blocks_address + blocks[i] * num_bytes
+                ctypes.memmove(self._bounce.address + i * num_bytes, at, num_bytes)
+
+        for _ in self._copiers.map(copy, range(_COPIERS)):
+            pass
 
     def _bring_some(
         self,

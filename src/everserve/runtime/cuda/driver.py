@@ -120,7 +120,6 @@ class Library:
             "cuDevicePrimaryCtxRetain": [to(pointer), integer],
             "cuDevicePrimaryCtxRelease_v2": [integer],
             "cuCtxSetCurrent": [pointer],
-            "cuCtxGetStreamPriorityRange": [to(integer), to(integer)],
             "cuMemGetInfo_v2": [to(size), to(size)],
             "cuMemGetAllocationGranularity": [to(size), to(_AllocationProperties), integer],
             "cuMemCreate": [to(handle), size, to(_AllocationProperties), long],
@@ -138,7 +137,7 @@ class Library:
             "cuMemHostRegister_v2": [pointer, size, unsigned],
             "cuMemHostUnregister": [pointer],
             "cuMemHostGetDevicePointer_v2": [to(address), pointer, unsigned],
-            "cuStreamCreateWithPriority": [to(stream), unsigned, integer],
+            "cuStreamCreate": [to(stream), unsigned],
             "cuStreamDestroy_v2": [stream],
             "cuStreamSynchronize": [stream],
             "cuStreamQuery": [stream],
@@ -329,17 +328,10 @@ class Driver:
 
     # -- streams ---------------------------------------------------------------------------------
 
-    @property
-    def priorities(self) -> tuple[int, int]:
-        """(least urgent, most urgent): lower numbers go first."""
-        least, greatest = ctypes.c_int(), ctypes.c_int()
-        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-        return least.value, greatest.value
-
-    def create_stream(self, priority: int = 0) -> int:
+    def create_stream(self) -> int:
         """A stream that does not synchronise with the default stream."""
         stream = ctypes.c_void_p()
-        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, priority)
+        self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
         assert stream.value is not None
         return stream.value
 

@@ -1,0 +1,91 @@
+"""The cells of the scaling benchmark: so many streams of such a context, chosen and weighed before anything runs."""
+
+from dataclasses import dataclass, field
+
+from everserve.bench.incident import Round
+from everserve.bench.subject import BUNDLED
+
+FAULTS = ("expert", "attention")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is measured if nobody says otherwise, and two things about the server."""
+
+    streams: tuple[int, ...]
+    contexts: tuple[int, ...]
+    block_size: int  # told to the server, so that its blocks can be counted as tokens
+    prompt_tokens_per_step: int  # that a worker computes while others decode, by default
+
+
+_SMALL = Scale((4, 16), (128, 1024), 16, 64)
+_LARGE = Scale((16, 64, 256), (512, 2048, 8192), 64, 512)
+
+
+def scale_of(shape: str) -> Scale:
+    """The bundled model is for CPUs."""
+    return _SMALL if shape == BUNDLED else _LARGE
+
+
+@dataclass(frozen=True)
+class Cell:
+    """So many streams with prompts of such a length."""
+
+    num_streams: int
+    context: int
+    max_tokens: int  # of each stream
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all streams."""
+        return self.num_streams * self.context
+
+    @property
+    def length(self) -> int:
+        """Of a stream at its end."""
+        return self.context + self.max_tokens
+
+    def kv_tokens(self, block_size: int) -> int:
+        """What all streams need at their ends."""
+        return self.num_streams * -(-self.length // block_size) * block_size
+
+
+@dataclass
+class Found:
+    """What became of a cell. A kind of fault has rounds, or a reason for having none, or both if one went wrong."""
+
+    cell: Cell
+    rounds: list[Round] = field(default_factory=list)
+    misfits: dict[str, str] = field(default_factory=dict)  # fault -> why it does not fit
+    failures: dict[str, str] = field(default_factory=dict)  # fault -> what went wrong
+
+
+def choose(
+    streams: tuple[int, ...], contexts: tuple[int, ...], max_tokens: int, prompt_tokens_per_step: int
+) -> list[Cell]:
+    """All combinations, small ones first.
+
+    While prompts are computed, streams whose prompts are ready decode already: a token in each step. They get as many
+    tokens more as there are such steps, so that the first stream still runs when the last one has begun.
+    """
+    cells = [
+        Cell(num_streams, context, max_tokens + -(-num_streams * context // prompt_tokens_per_step))
+        for num_streams in sorted(set(streams))
+        for context in sorted(set(contexts))
+    ]
+    return sorted(cells, key=lambda cell: cell.num_prompt_tokens)
+
+
+def weigh(cell: Cell, block_size: int, kv_tokens: int, num_attention: int) -> dict[str, str]:
+    """Faults that cannot be measured, and why, if each attention worker has KV for `kv_tokens`.
+
+    All workers together must have room for the streams. When an attention worker dies the others must; one that is
+    alone has a successor.
+    """
+    needed = cell.kv_tokens(block_size)
+    room, left = kv_tokens * num_attention, kv_tokens * max(num_attention - 1, 1)
+    if needed > room:
+        return dict.fromkeys(FAULTS, f"KV for {needed} tokens is needed, there is room for {room}")
+    if needed > left:
+        return {"attention": f"KV for {needed} tokens is needed, survivors have room for {left}"}
+    return {}

@@ -1,0 +1,67 @@
+"""Attention workers without their processes, on a CPU, on one thread."""
+
+import os
+
+from everserve.anchor.memory import create_memory
+from everserve.bench.restore_stage import Worker
+from everserve.datapath.local import LocalExperts
+from everserve.kvlog.log import Log
+from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.worker.build import EngineBuilder, load_experts, open_model
+from everserve.worker.logs import KeptLogs
+
+
+class CpuWorkers:
+    """`Workers` of the model in this directory; they share its experts."""
+
+    row_item_bytes = 4
+
+    def __init__(self, model: str, context: int) -> None:
+        self._directory = model
+        self._context = context
+        self._opened = open_model(start_of(settings_of(model, context)))
+        self._experts = LocalExperts(load_experts(self._opened, "auto", slots=None))
+        self.model = self._opened.model
+        self.shape = self._opened.sizes.log
+
+    def build(self, kv_log: str, max_batched: int) -> Worker:
+        start, shape = start_of(settings_of(self._directory, self._context, kv_log, max_batched)), self.shape
+        if kv_log == "off":
+            return Worker(EngineBuilder(start, self._opened).build(self._experts), KeptLogs(None, None))
+        fd = create_memory("log", shape.num_bytes)
+        builder = EngineBuilder(start, self._opened, os.dup(fd))
+        return Worker(builder.build(self._experts), KeptLogs(lambda fd, _: Log(fd, shape), builder.log), fd)
+
+
+def settings_of(model: str, context: int, kv_log: str = "off", max_batched: int = 512) -> WorkerSettings:
+    """Of a worker that has one stream."""
+    return WorkerSettings(
+        model=model,
+        dtype="auto",
+        max_model_len=context,
+        max_num_seqs=1,
+        max_num_batched_tokens=max_batched,
+        max_prefill_while_decoding=max_batched,
+        block_size=16,
+        kv_cache_bytes=1 << 60,  # all that the stream can use
+        kv_log=kv_log,
+        enable_prefix_caching=False,
+        batch_invariant=False,
+        num_threads=1,
+        fixed_routes=(0, 0),
+        event_log=None,
+    )
+
+
+def start_of(settings: WorkerSettings) -> StartWorker:
+    """With both roles."""
+    return StartWorker(
+        rank=Rank(0),
+        incarnation=Incarnation(1),
+        roles=(Role.ATTENTION, Role.EXPERT),
+        settings=settings,
+        num_workers=1,
+        slots=None,
+        detect_ms=0.0,
+    )

@@ -1,0 +1,97 @@
+"""Attention workers without their processes, on a GPU: `worker/cuda_roles.py` without what surrounds a worker."""
+
+import os
+import time
+from dataclasses import replace
+
+from msgspec import structs
+
+from everserve.anchor.memory import create_memory
+from everserve.bench.restore_cpu import settings_of, start_of
+from everserve.bench.restore_stage import Worker
+from everserve.datapath.cuda.local import LocalCudaExperts
+from everserve.engine.engine import Engine
+from everserve.engine.journal import Journal
+from everserve.errors import EverserveError
+from everserve.runtime.memories import KV, LOG, WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.runtime.messages import StartWorker
+from everserve.worker.build import warm_up
+from everserve.worker.cuda_build import (
+    SeatWeights,
+    build_decoder,
+    build_forward,
+    engine_config,
+    make_recorder,
+    open_device,
+)
+from everserve.worker.cuda_logs import CudaLogs
+from everserve.worker.loading import Loading
+
+_FEWEST_ROWS = 64  # of a captured step with prompts
+_REACH_S = 120.0
+
+
+class GpuWorkers:
+    """`Workers` of a shape with random weights; they share its weights."""
+
+    row_item_bytes = 2
+
+    def __init__(self, model: str, context: int) -> None:
+        self._directory = model
+        self._context = context
+        start = self._start("off", _FEWEST_ROWS)
+        self._device = device = open_device(start, Loading(start))
+        num_bytes = SeatWeights.plan_of(device).num_bytes
+        state_fd = create_memory(WEIGHTS_STATE, WEIGHTS_STATE_BYTES)
+        weights = SeatWeights(device, {WEIGHTS: device.driver.create(num_bytes), WEIGHTS_STATE: state_fd})
+        self._decoder = build_decoder(device, weights)
+        self.model = device.model
+        self._experts = LocalCudaExperts(device.ops, weights.arena(), self.model.moe_layers, self.model.num_experts)
+        self.shape = device.sizes.log
+
+    def build(self, kv_log: str, max_batched: int) -> Worker:
+        device = replace(self._device, start=self._start(kv_log, max(max_batched, _FEWEST_ROWS)))
+        fds = self._memory(kv_log)
+        logs = CudaLogs(device, {kind: os.dup(fd) for kind, fd in fds.items()})
+        kv_pool = logs.make_pool(self._decoder)
+        forward = build_forward(device, self._decoder, kv_pool, self._experts, make_recorder(device))
+        journal = logs.make_journal(kv_pool)
+        config = replace(
+            engine_config(device), max_num_batched_tokens=max_batched, max_prefill_while_decoding=max_batched
+        )
+        engine = Engine(config, device.ops, forward, journal=journal)
+        warm_up(engine)
+        if journal is not None:
+            _wait_for_reach(engine, journal)
+        return Worker(engine, logs.keep(), fds.get(LOG), fds.get(KV))
+
+    def _start(self, kv_log: str, max_batched: int) -> StartWorker:
+        settings = structs.replace(
+            settings_of(self._directory, self._context, kv_log, max_batched),
+            dtype="bfloat16",
+            block_size=64,
+            batch_invariant=True,
+            num_threads=None,
+            device="cuda",
+            load_format="dummy",
+        )
+        return start_of(settings)
+
+    def _memory(self, kv_log: str) -> dict[str, int]:
+        """What the anchor would have made for it (orchestrator/design.py)."""
+        shape = self.shape
+        if kv_log == "mirror":
+            return {LOG: create_memory(LOG, shape.num_bytes)}
+        if kv_log == "anchor":
+            kv_fd = self._device.driver.create(shape.num_blocks * shape.block_bytes)
+            return {LOG: create_memory(LOG, shape.head_bytes), KV: kv_fd}
+        return {}
+
+
+def _wait_for_reach(engine: Engine, journal: Journal) -> None:
+    """Until all of its log can be written by the device. The writer looks again in each step."""
+    deadline = time.monotonic() + _REACH_S
+    while journal.writer.reach < journal.log.shape.num_blocks:
+        if time.monotonic() > deadline:
+            raise EverserveError(f"the device does not reach the KV log in host memory after {_REACH_S:.0f} s")
+        warm_up(engine)

@@ -1,0 +1,211 @@
+"""An attention worker's lanes and what it makes of a death, without a device: the host's memory is taken for its."""
+
+import ctypes
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from everserve.anchor.memory import create_memory
+from everserve.datapath.cuda import peers as cuda_peers
+from everserve.datapath.cuda.lane import ANSWER_AT, FLAG_AT, POSITION_AT, REQUEST_AT, STATUS_AT, CudaLaneShape
+from everserve.datapath.cuda.peers import CudaPeers
+from everserve.datapath.cuda.remote import CudaExperts
+from everserve.datapath.lane import Outcome
+from everserve.errors import StepAbandoned
+from everserve.model.ops.cuda.words import Words
+from everserve.runtime.liveness import CELL_BYTES, Cell, PeerState
+from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
+from everserve.tables.routes import Routes
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
+CPU = torch.device("cpu")
+SHAPE = CudaLaneShape(max_tokens=4, top_k=2, hidden_size=8, num_slots=4)
+EXPERTS = range(1, 3)  # ranks; expert n of 4 is at rank 1 + n % 2, and then at the other one
+LAYERS = (0, 2)
+
+
+class HostDriver:
+    """What is needed of a `Driver`."""
+
+    def whole(self, num_bytes: int) -> int:
+        return num_bytes
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return ctypes.string_at(address, num_bytes)
+
+    def write(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
+
+
+class HostRegion:
+    """What is needed of a `Region`; a lane begins with what the one before it has left."""
+
+    def __init__(self, driver: HostDriver, num_places: int, place_bytes: int) -> None:
+        self.bytes = np.zeros(num_places * place_bytes, np.uint8)
+        self.base, self.place_bytes, self.mapped = self.bytes.ctypes.data, place_bytes, set()
+
+    def address(self, place: int) -> int:
+        return self.base + place * self.place_bytes
+
+    def is_mapped(self, place: int) -> bool:
+        return place in self.mapped
+
+    def map(self, fd: int, place: int) -> int:
+        assert os.fstat(fd) and place not in self.mapped
+        self.mapped.add(place)
+        return self.address(place)
+
+    def unmap(self, place: int) -> None:
+        self.mapped.remove(place)
+
+
+class Warden:
+    """Everybody lives but those in `dead`."""
+
+    alarm, alarm_address = 0, 0
+
+    def __init__(self) -> None:
+        self.dead: set[int] = set()
+
+    def renew(self, seconds: float) -> None: ...
+
+    def watch(self, key: int, cell: Cell, word: int) -> None: ...
+
+    def unwatch(self, key: int) -> None: ...
+
+    def state(self, key: int) -> PeerState:
+        return PeerState.DIED if key in self.dead else PeerState.ALIVE
+
+    def changes(self) -> list[tuple[int, PeerState]]:
+        return [(key, PeerState.DIED) for key in self.dead]
+
+
+class Worker:
+    """An attention worker with two expert workers. What it tells, in order, is in `told`."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.driver, self.warden, self.words = HostDriver(), Warden(), Words.on(CPU)
+        cell = new_cell()
+        self.peers = CudaPeers(
+            Rank(0), Incarnation(1), cell, self.warden, SHAPE, LAYERS, 4, self.driver, EXPERTS, self.words
+        )
+        self.experts = CudaExperts(
+            self.peers,
+            SimpleNamespace(words=self.words),
+            self.driver,
+            lambda aside: None,
+            detect_ms=10.0,
+            lease_s=1.0,
+            on_control=lambda: None,
+            on_suspect=lambda *what: self.told.append(("suspect", *what)),
+            on_replay=lambda *what: self.told.append(("replay", *what)),
+        )
+        for rank in EXPERTS:
+            self.join(rank, incarnation=1)
+        candidates = [[(Rank(1 + n % 2), SlotId(n)), (Rank(2 - n % 2), SlotId(n))] for n in range(4)]
+        self.peers.use(Routes.of(Epoch(1), [candidates] * len(LAYERS)))
+
+    def join(self, rank: int, incarnation: int) -> None:
+        lane, bell = create_memory("lane", 4096), create_memory("bell", 4096)
+        self.peers.join(Rank(rank), Incarnation(incarnation), new_cell(), lane, bell)
+
+    def send(self, index: int, ids: list[list[int]]) -> None:
+        """The rows of one layer, as the device would send them."""
+        self.experts.begin_step(len(ids))
+        ids_TK = torch.tensor(ids, dtype=torch.int32)
+        self.experts._send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=False)
+
+    def word(self, rank: int, at: int, size: int = 8) -> int:
+        data = self.driver.read(self.peers._region.address(rank) + at, size)
+        return int.from_bytes(data, "little", signed=True)
+
+    def answer(self, rank: int, status: int = 0) -> None:
+        seq = self.word(rank, REQUEST_AT) >> 16
+        for at, value in ((STATUS_AT, status), (ANSWER_AT, seq)):
+            self.driver.write(self.peers._region.address(rank) + at, value.to_bytes(8, "little"))
+
+    def heal(self, index: int, *absent: int, missing: int = 0) -> bool:
+        return self.experts.heal(index, missing, sum(1 << rank for rank in absent))
+
+    def tell(self) -> list[tuple]:
+        """The next wait, for something that is there already."""
+        done = np.ones(1, np.int64)
+        assert self.experts.wait(done.ctypes.data, 1) == Outcome.DONE
+        told, self.told = self.told, []
+        return told
+
+
+def new_cell() -> Cell:
+    fd = create_memory("cell", CELL_BYTES)
+    cell = Cell(fd)
+    os.close(fd)
+    return cell
+
+
+@pytest.fixture
+def worker(monkeypatch) -> Worker:
+    monkeypatch.setattr(cuda_peers, "Region", HostRegion)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return Worker()
+
+
+def test_rows_of_who_died_are_counted_and_told_after_they_were_sent_again(worker):
+    worker.send(1, [[0, 1], [2, 0], [1, 2]])  # four rows for rank 1, two for rank 2
+    worker.answer(2)
+    worker.warden.dead.add(1)
+    worker.experts.attend(Outcome.ATTEND)
+    assert worker.word(1, FLAG_AT, 4) == 0, "it is not waited for"
+    assert worker.told == [("suspect", 1, 1, "died")]
+    assert worker.heal(1, 1), "they must be sent again"
+    assert worker.experts.num_replayed_rows == 4
+    assert worker.tell() == [("suspect", 1, 1, "died"), ("replay", 1, LAYERS[1], 4)]
+    assert worker.peers.place_of_LN[1].tolist() == [8, 9, 10, 11], "all at rank 2"
+    assert worker.tell() == []
+
+
+def test_who_refuses_is_suspected(worker):
+    worker.send(0, [[1, 3]])
+    worker.answer(2, status=3)
+    assert worker.heal(0, 2)
+    (suspicion, replay) = worker.tell()
+    assert suspicion[:3] == ("suspect", 2, 1) and suspicion[3].startswith("refused") and replay == ("replay", 2, 0, 2)
+    worker.experts.end_step()
+    worker.join(2, incarnation=2)
+    assert worker.peers.num_stale == 0, "it was not late"
+
+
+def test_a_flag_that_was_written_for_nothing(worker):
+    worker.send(0, [[0, 1]])
+    assert not worker.heal(0, 1) and worker.experts.num_replayed_rows == 0 and worker.tell() == []
+
+
+def test_an_expert_without_a_place(worker):
+    worker.send(0, [[0, 1]])
+    with pytest.raises(StepAbandoned):
+        worker.heal(0, missing=4)
+
+
+@pytest.mark.parametrize("comes_late", [False, True])
+def test_a_late_answer_is_seen_when_its_lane_goes(worker, comes_late):
+    worker.send(0, [[0, 1]])
+    worker.warden.dead.add(1)
+    worker.experts.attend(Outcome.ATTEND)
+    worker.heal(0, 1)
+    worker.experts.end_step()
+    if comes_late:
+        worker.answer(1)
+    worker.join(1, incarnation=2)
+    assert worker.peers.num_stale == comes_late
+    worker.join(1, incarnation=3)
+    assert worker.peers.num_stale == comes_late, "once"
+
+
+def test_what_is_rehearsed_changes_nothing(worker):
+    worker.experts.rehearse()
+    for rank in EXPERTS:
+        assert worker.word(rank, POSITION_AT, 4) == -1 and worker.word(rank, FLAG_AT, 4) == 0
+    assert not worker.words.missing.item() and not worker.told
