@@ -18,6 +18,7 @@ load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time
 incident.py  one killed worker, told from the typed events
 analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
-report.py    where and with what it ran; tables and files
-failover_report.py, scaling_report.py, overhead_report.py, restore_report.py, plot.py   summaries, tables, pictures
+report.py    where and with what it ran; tables and files (show.py: the tables of earlier results once more)
+decode_report.py, failover_report.py, scaling_report.py, overhead_report.py, restore_report.py, plot.py   summaries,
+             tables, pictures
 """

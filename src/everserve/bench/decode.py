@@ -10,14 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from everserve.bench import report
+from everserve.bench import decode_report, report
 from everserve.bench.device_shapes import floor_bytes, write_shape
 from everserve.datapath.cuda.local import LocalCudaExperts
 from everserve.engine.engine import Engine
@@ -56,23 +56,8 @@ def run(settings: Settings, out: Path | None) -> None:
                 _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
             )
             results += [_row(shape, ours, theirs, batch, bandwidth) for batch in settings.batches]
-    report.print_table(
-        f"decode of one process, {settings.context} tokens of context; a copy moves {bandwidth / 1e12:.2f} TB/s",
-        ["shape", "streams", "ms per step", "tokens/s", "of the memory floor", "transformers ms", "times faster"],
-        [
-            [
-                f"{row['shape']}, {row['num_layers']} layers",
-                str(row["batch"]),
-                f"{row['step_ms']:.2f}",
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['share_of_floor']:.0%}",
-                f"{row['baseline_ms']:.1f}" if row["baseline_ms"] else "-",
-                f"{row['baseline_ms'] / row['step_ms']:.1f}" if row["baseline_ms"] else "-",
-            ]
-            for row in results
-        ],
-    )
-    print(f"written to {report.write('decode', {'bandwidth': bandwidth, 'rows': results}, out)}")
+    result = {"settings": asdict(settings), "bandwidth": bandwidth, "rows": results}
+    decode_report.show(result, report.write("decode", result, out))
 
 
 def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, bandwidth: float) -> dict[str, Any]:

@@ -50,7 +50,19 @@ def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:
     return path
 
 
+_style = {"is_markdown": False}
+
+
+def use_markdown(is_wanted: bool) -> None:
+    """From now on, for all tables of this process."""
+    _style["is_markdown"] = is_wanted
+
+
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    if _style["is_markdown"]:
+        lines = [columns, ["---", *["--:"] * (len(columns) - 1)], *rows]
+        print(f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+        return
     table = Table(*columns, title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"

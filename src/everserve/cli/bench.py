@@ -261,3 +261,14 @@ def restore(
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
+
+
+@bench_app.command()
+def show(
+    files: Annotated[list[Path], typer.Argument(help="JSON that benchmarks have written.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="For a document.")] = False,
+) -> None:
+    """The tables of results that were written before."""
+    from everserve.bench import show as shower  # noqa: PLC0415 (torch)
+
+    shower.show(files, markdown)

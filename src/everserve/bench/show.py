@@ -1,0 +1,51 @@
+"""`everserve bench show`: the tables of results that were written before; as Markdown, for a document."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everserve.bench import (
+    checkpoint,
+    decode_report,
+    failover_report,
+    overhead_report,
+    report,
+    restore_report,
+    scaling_report,
+)
+from everserve.errors import ConfigError
+
+Show = Callable[[dict[str, Any], Path], None]
+_SHOW: dict[str, Show] = {
+    "decode": decode_report.show,
+    "failover": lambda result, path: failover_report.show(result, path, _plot_beside(path)),
+    "scaling": lambda result, path: scaling_report.show(result, path, _plot_beside(path)),
+    "overhead": overhead_report.show,
+    "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
+    "restore": restore_report.show,
+}
+
+
+def show(paths: list[Path], is_markdown: bool) -> None:
+    """One after the other. What a file holds is told by its name: checkpoint-long.json is of `bench checkpoint`."""
+    unknown = [path for path in paths if not path.is_file() or _name(path) not in _SHOW]
+    if unknown:
+        raise ConfigError(f"{unknown[0]} is no result of {', '.join(f'bench {name}' for name in _SHOW)}")
+    report.use_markdown(is_markdown)
+    for path in paths:
+        result = report.read_json(path)
+        if is_markdown:
+            print(f"\n### {path.stem}\n\n    {result['environment']['command']}\n")
+        try:
+            _SHOW[_name(path)](result, path)
+        except KeyError as error:
+            raise ConfigError(f"{path} was written by another version: it has no {error}") from error
+
+
+def _name(path: Path) -> str:
+    return path.stem.split("-")[0] if path.suffix == ".json" else ""
+
+
+def _plot_beside(path: Path) -> Path | None:
+    plot = path.with_suffix(".png")
+    return plot if plot.is_file() else None

@@ -1,0 +1,51 @@
+"""`everserve bench show`: what was measured, once more."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from everserve.bench import report, show
+from everserve.errors import ConfigError
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+
+
+@pytest.fixture(autouse=True)
+def plain():
+    yield
+    report.use_markdown(False)
+
+
+@pytest.mark.parametrize("name", ["failover", "overhead", "checkpoint", "restore"])
+def test_results_of_this_repository(name, capsys):
+    show.show([RESULTS / f"{name}.json"], is_markdown=True)
+    told = capsys.readouterr().out
+    assert f"### {name}" in told and f"    everserve bench {name}" in told
+    assert "| --- | --: |" in told, "a table"
+    show.show([RESULTS / f"{name}.json"], is_markdown=False)
+    assert "| --- |" not in capsys.readouterr().out
+
+
+def test_decode(tmp_path, capsys):
+    row = {"shape": "mixtral", "num_layers": 16, "batch": 64, "step_ms": 13.9, "tokens_per_s": 4604.0}
+    row |= {"floor_ms": 11.4, "share_of_floor": 0.82, "baseline_ms": None, "baseline_error": "16 streams: too slow"}
+    result = {"environment": {"command": "everserve bench decode"}, "settings": {"context": 512}}
+    path = tmp_path / "decode.json"
+    path.write_text(json.dumps(result | {"bandwidth": 4.2e12, "rows": [row]}))
+    show.show([path], is_markdown=True)
+    told = capsys.readouterr().out
+    assert "| mixtral, 16 layers | 64 | 13.90 | 4,604 | 82% | - | - |" in told
+    assert "transformers: 16 streams: too slow" in told and "4.20 TB/s" in told
+
+
+def test_what_cannot_be_shown(tmp_path):
+    other = tmp_path / "weather.json"
+    other.write_text("{}")
+    old = tmp_path / "failover-old.json"
+    old.write_text(json.dumps({"environment": {"command": ""}, "faults": {}}))
+    for path, line in ((other, "is no result of bench decode"), (tmp_path / "failover.json", "is no result")):
+        with pytest.raises(ConfigError, match=line):
+            show.show([path], is_markdown=False)
+    with pytest.raises(ConfigError, match="was written by another version: it has no 'settings'"):
+        show.show([old], is_markdown=False)
