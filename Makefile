@@ -11,12 +11,12 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
 
-# What only computes first, on all cores; then whatever starts servers, one test after the other.
+# First what may share the cores with others; then clusters whose workers die under load, one test after the other.
 test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels tests/serving
 	$(BIN)/python -m pytest tests/browser tests/chaos tests/gpu tests/process
 endif
 
