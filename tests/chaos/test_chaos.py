@@ -17,7 +17,7 @@ from everserve.chaos.verdict import Verdict
 from everserve.client import Event
 from everserve.progress import Progress
 from tests.chaos.proxy import Events, Proxy, encode, passed_on
-from tests.unit.chaos_toy import DONE, Asked, event, serving
+from tests.unit.chaos_toy import DONE, Asked, serving
 
 SECONDS, SEED = 90, 20250
 FEW = 8  # requests in the catalogue of those who only look for one mistake
@@ -37,7 +37,7 @@ def test_no_token_is_lost_in_a_storm(tmp_path):
     assert verdict["environment"]["commit"] is not None and verdict["leaks"]["after"] is not None
 
 
-# -- it can fail ---------------------------------------------------------------------------------
+# -- it can fail: one flaw of each kind; all others in tests/unit/test_chaos_compare.py and test_chaos_talk.py -----
 
 
 def check(server, stall_limit_s: float = 30.0, **flaw: Any) -> Verdict:
@@ -116,11 +116,6 @@ async def cut(events: Events) -> AsyncIterator[bytes]:
     yield encode(await anext(events))
 
 
-async def refused(events: Events) -> AsyncIterator[bytes]:
-    yield encode(await anext(events))
-    yield event({"error": {"message": "the worker is gone"}})
-
-
 def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Events], AsyncIterator[bytes]]:
     """Every event's data goes through this."""
 
@@ -136,25 +131,9 @@ def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Events], Asyn
     return flawed
 
 
-def wrong_reason(data: dict[str, Any]) -> None:
-    for choice in data["choices"]:
-        if choice["finish_reason"]:
-            choice["finish_reason"] = "stop" if choice["finish_reason"] == "length" else "length"
-
-
-def wrong_usage(data: dict[str, Any]) -> None:
-    if data.get("usage"):
-        data["usage"]["completion_tokens"] -= 1
-
-
 def wrong_text(data: dict[str, Any]) -> None:
     for choice in data["choices"]:
         choice["text"] += "!"
-
-
-def wrong_score(data: dict[str, Any]) -> None:
-    for choice in data["choices"]:
-        choice["logprobs"]["token_logprobs"] = [value - 0.01 for value in choice["logprobs"]["token_logprobs"]]
 
 
 @pytest.mark.parametrize(
@@ -162,31 +141,13 @@ def wrong_score(data: dict[str, Any]) -> None:
     [
         (silent, "hang"),
         (cut, "error"),
-        (refused, "error"),
-        (changed(wrong_reason), "ending"),
-        (changed(wrong_usage), "ending"),
         (changed(wrong_text), "ending"),
     ],
-    ids=["silent", "cut", "refused", "reason", "usage", "text"],
+    ids=["silent", "cut", "text"],
 )
 def test_whatever_else_is_wrong_with_a_stream(server, flaw, kind):
     verdict = check(server, flaw=flaw, is_for=is_long, stall_limit_s=5.0 if flaw is silent else 30.0)
     assert {finding.kind for finding in verdict.findings} == {kind}, told(verdict)
-
-
-def test_a_wrong_logprob_is_enough(server):
-    verdict = check(server, flaw=changed(wrong_score), is_for=lambda asked: "logprobs" in asked.body)
-    assert {finding.kind for finding in verdict.findings} == {"logprobs"}, told(verdict)
-
-
-def test_an_answer_in_one_piece_is_looked_at_too(server):
-    def change(path: str, data: Any) -> Any:
-        if path == "/v1/completions":
-            data["choices"][-1]["token_ids"][-1] ^= 1
-        return data
-
-    verdict = check(server, change_json=change)
-    assert {finding.kind for finding in verdict.findings} == {"divergence"}, told(verdict)
 
 
 def test_a_stream_that_begins_again_instead_of_going_on(server):
@@ -200,7 +161,6 @@ def test_a_stream_that_begins_again_instead_of_going_on(server):
     [
         (lambda view: view["workers"][0].update(running=1), "not idle"),
         (lambda view: view["degraded"].append("a worker is missing"), "strength"),
-        (lambda view: view["workers"].append({**view["workers"][0], "rank": 7, "state": "starting"}), "strength"),
     ],
 )
 def test_what_is_wrong_with_the_server_itself(server, monkeypatch, change, kind):
