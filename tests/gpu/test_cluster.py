@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -23,6 +24,7 @@ ASKS = [
     Ask([(7 * i + 13 * j) % 4000 + 5 for j in range(40 + 9 * i)], 300, {"seed": i, "temperature": 0.8} if i % 2 else {})
     for i in range(12)
 ]
+LONG_ASKS = [replace(ask, max_tokens=3000) for ask in ASKS[:8]]
 
 
 @contextmanager
@@ -32,8 +34,8 @@ def cluster(attention: int, expert: int, *flags: str) -> Iterator[LocalServer]:
         yield server
 
 
-def run(server: LocalServer) -> list[Stream]:
-    streams = asyncio.run(send_all(server, ASKS))
+def run(server: LocalServer, asks: list[Ask] = ASKS) -> list[Stream]:
+    streams = asyncio.run(send_all(server, asks))
     assert not [stream.error for stream in streams if stream.error]
     return streams
 
@@ -42,10 +44,10 @@ def tokens(streams: list[Stream]) -> list[list[int]]:
     return [stream.token_ids for stream in streams]
 
 
-def kill_under_load(server: LocalServer, rank: int) -> list[Stream]:
+def kill_under_load(server: LocalServer, rank: int, asks: list[Ask] = ASKS) -> list[Stream]:
     """In the middle of all streams; back at full strength afterwards."""
     fault = c.Fault(server, rank, signal.SIGKILL)
-    streams = c.run_with(server, ASKS, c.in_decode, fault)
+    streams = c.run_with(server, asks, c.in_decode, fault)
     assert not [stream.error for stream in streams if stream.error]
     fault.assert_landed()
     c.wait_until(lambda: c.is_whole(server), 60, "full strength")
@@ -99,3 +101,20 @@ def test_streams_go_on_from_the_log(attention: int, expert: int, kv_log: str, ex
             assert tokens(kill_under_load(server, rank)) == expected
             assert c.metric(server, "everserve_tokens_restored_total") > before
         assert "Traceback" not in server.log_text(), server.log_text()
+
+
+def test_successors_join_in_the_middle_of_streams() -> None:
+    """Both ends of a new lane begin to use it when they like, and nothing that was sent is lost."""
+    with cluster(2, 2, "--kv-log", "anchor", "--kv-cache-memory-bytes", str(1 << 30)) as server:
+        undisturbed = tokens(run(server, LONG_ASKS))
+        for rank in (2, 0, 3, 1):
+            num_before = num_ready(server, rank)
+            streams = kill_under_load(server, rank, LONG_ASKS)
+            assert tokens(streams) == undisturbed
+            assert num_ready(server, rank, until_s=min(stream.arrivals_s[-1] for stream in streams)) > num_before
+
+
+def num_ready(server: LocalServer, rank: int, until_s: float = float("inf")) -> int:
+    """How often this seat has had a worker that was ready, by then."""
+    ready = [event for event in server.events(f"worker-{rank}") if event["event"] == "worker_became_ready"]
+    return sum(event["at_s"] < until_s for event in ready)

@@ -106,7 +106,7 @@ def test_the_flag_says_that_an_answer_is_due(device) -> None:
     cluster.attention[0].send(0)
     assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == -1
     assert cluster.word(0, 0, REQUEST_AT).item() == 1 << 16
-    assert cluster.word(0, 0, POSITION_AT, torch.int32).item() == 1
+    assert cluster.word(0, 0, POSITION_AT, torch.int32).item() == 1 + 1
     cluster.experts[0].serve()
     assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == 0
     assert cluster.word(0, 0, ANSWER_AT).item() == 1
@@ -119,7 +119,7 @@ def test_who_gets_no_rows_is_not_asked_but_told_where_we_are(device) -> None:
     worker.ids_TK.masked_fill_(worker.ids_TK % 2 == 1, -1)  # the odd ones are at rank 1
     worker.send(1)
     assert cluster.word(0, 1, REQUEST_AT).item() == 0 and cluster.word(0, 1, FLAG_AT, torch.int32).item() == 0
-    assert cluster.word(0, 1, POSITION_AT, torch.int32).item() == 2
+    assert cluster.word(0, 1, POSITION_AT, torch.int32).item() == 1 + 2
     assert cluster.experts[1].serve() == -1 and cluster.experts[0].serve() == 1
     worker.finish(1)
     assert worker.state.stop.item() == 0
@@ -132,7 +132,7 @@ def test_a_step_without_rows_asks_nobody(device) -> None:
     worker.send(LAST)
     assert torch.equal(worker.finish(LAST), worker.residual_TD)
     assert worker.state.sent_E.tolist() == [0, 0]
-    assert cluster.word(0, 0, POSITION_AT, torch.int32).item() == -1
+    assert cluster.word(0, 0, POSITION_AT, torch.int32).item() == 0
 
 
 def test_nothing_to_do_changes_nothing(device) -> None:

@@ -41,7 +41,7 @@ class HostDriver:
 
 
 class HostRegion:
-    """What is needed of a `Region`; a lane begins with what the one before it has left."""
+    """What is needed of a `Region`; every lane is new."""
 
     def __init__(self, driver: HostDriver, num_places: int, place_bytes: int) -> None:
         self.bytes = np.zeros(num_places * place_bytes, np.uint8)
@@ -56,6 +56,7 @@ class HostRegion:
     def map(self, fd: int, place: int) -> int:
         assert os.fstat(fd) and place not in self.mapped
         self.mapped.add(place)
+        self.bytes[place * self.place_bytes : (place + 1) * self.place_bytes] = 0
         return self.address(place)
 
     def unmap(self, place: int) -> None:
@@ -207,5 +208,18 @@ def test_a_late_answer_is_seen_when_its_lane_goes(worker, comes_late):
 def test_what_is_rehearsed_changes_nothing(worker):
     worker.experts.rehearse()
     for rank in EXPERTS:
-        assert worker.word(rank, POSITION_AT, 4) == -1 and worker.word(rank, FLAG_AT, 4) == 0
+        assert worker.word(rank, POSITION_AT, 4) == 0 and worker.word(rank, FLAG_AT, 4) == 0
     assert not worker.words.missing.item() and not worker.told
+
+
+@pytest.mark.parametrize("comes_at_once", [False, True])
+def test_a_flag_that_was_written_for_nothing_is_put_back(worker, comes_at_once):
+    """Or the step would be launched again and again, and whoever never answers never be noticed."""
+    worker.send(0, [[0, 1]])
+    worker.answer(2)
+    worker.peers.release(Rank(1))
+    if comes_at_once:
+        worker.answer(1)
+    assert not worker.experts.heal(0, missing=0, absent=1 << 1), "nothing is lost"
+    assert worker.word(1, FLAG_AT, 4) == (0 if comes_at_once else -1)
+    assert not worker.told

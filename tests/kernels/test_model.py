@@ -1,11 +1,15 @@
 """The whole model on a GPU's kernels against transformers, however a sequence is cut into steps."""
 
+import sys
 from itertools import accumulate, pairwise
+from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from everserve.datapath.cuda.local import LocalCudaExperts
 from everserve.engine.batching import Rows
@@ -54,6 +58,13 @@ class Model:
 
     def step(self, chunks: dict[int, list[int]]) -> dict[int, Tensor]:
         """Append these tokens to these sequences; logits of all new rows, by sequence."""
+        sizes = self.fill(chunks)
+        hidden_TD = self.decoder.run(self.staging.batch, self.pool, self.experts)
+        logits_TV = self.decoder.logits(hidden_TD, torch.arange(sum(sizes), device=hidden_TD.device))
+        return dict(zip(chunks, logits_TV.cpu().split(sizes), strict=True))
+
+    def fill(self, chunks: dict[int, list[int]]) -> list[int]:
+        """Bring them to the device; how many rows each has."""
         positions = [self.lengths.get(seq, 0) + i for seq, tokens in chunks.items() for i in range(len(tokens))]
         sizes = [len(tokens) for tokens in chunks.values()]
         for seq, tokens in chunks.items():
@@ -67,9 +78,7 @@ class Model:
         starts = np.array([0, *accumulate(sizes)], np.int32)
         tokens_T = np.array([token for tokens in chunks.values() for token in tokens], np.int32)
         self.staging.fill(Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, []))
-        hidden_TD = self.decoder.run(self.staging.batch, self.pool, self.experts)
-        logits_TV = self.decoder.logits(hidden_TD, torch.arange(len(positions), device=hidden_TD.device))
-        return dict(zip(chunks, logits_TV.cpu().split(sizes), strict=True))
+        return sizes
 
     def alone(self, seq: int, sizes: list[int], tokens: list[int] = TOKENS) -> Tensor:
         bounds = pairwise(accumulate(sizes, initial=0))
@@ -120,3 +129,44 @@ def test_a_sequence_does_not_notice_its_neighbours(device: torch.device) -> None
     first = model.step({1: others[1][:8], 0: TOKENS[:10], 2: others[2]})[0]
     second = model.step({0: TOKENS[10:11], 1: others[1][8:]})[0]
     assert torch.equal(torch.cat([first, second]), alone)
+
+
+class NothingComputed(TorchDispatchMode):
+    """Torch may make tensors and look at them differently; whatever it would compute is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_on = False
+        self.computed: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if self.is_on and not name.startswith(("empty", "new_empty")) and not func.is_view and not _in_a_kernel():
+            self.computed.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _in_a_kernel() -> bool:
+    """Triton's interpreter uses torch to get at a kernel's arguments."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.endswith("triton/runtime/interpreter.py"):
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_torch_computes_nothing_in_a_step_that_may_have_stopped(device: torch.device) -> None:
+    """Its kernels do not look at the word that stops a step. They would write where the step needs what it had, to go
+    on from where it stopped: tensors of a step share memory."""
+    model = Model("qwen3-moe-mixed", device)
+    model.step({0: TOKENS[:1]})  # what is made once and kept may be computed
+    model.fill({0: TOKENS[1:2]})
+
+    def experts(*args: Any) -> Tensor:
+        mode.is_on = True
+        return model.experts(*args)
+
+    with NothingComputed() as mode:
+        hidden_TD = model.decoder.run(model.staging.batch, model.pool, experts)
+        assert mode.is_on
+        model.ops.greedy(model.decoder.logits(hidden_TD, model.staging.batch.logits_rows_L))
+    assert mode.computed == []

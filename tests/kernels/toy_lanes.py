@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from everserve.datapath.cuda import send, serve
-from everserve.datapath.cuda.lane import CudaLaneShape
+from everserve.datapath.cuda.lane import NUM_BOXES, CudaLaneShape
 from everserve.datapath.cuda.send import SendState
 from everserve.datapath.cuda.serve import ServeState
 from everserve.model.ops.cuda.experts import combine, down, gate_up
@@ -110,9 +110,7 @@ def make_cluster(
     spread = SpreadLaneShape(num_tokens, TOP_K, HIDDEN_SIZE, NUM_EXPERTS, spread=num_experts)
     lane_bytes = shape.lane_bytes()
     memory = torch.full((num_attention * num_experts * lane_bytes,), 0x7F, dtype=torch.int8, device=device)
-    words = torch.frombuffer(bytearray(shape.new_words()), dtype=torch.int8).to(device)
-    for lane in memory.view(-1, lane_bytes):
-        lane[: len(words)] = words
+    memory.view(-1, lane_bytes)[:, : shape.counts_at(NUM_BOXES)] = 0  # of the rest nothing is expected
 
     arena, weights = make_arena(NUM_LAYERS, NUM_EXPERTS, HIDDEN_SIZE, EXPERT_SIZE, device)
     cluster = Cluster(memory, shape, [], [], weights)

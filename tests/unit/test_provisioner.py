@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from everserve.runtime import provisioner
 from everserve.runtime.memories import (
     by_kind,
     cell_name,
@@ -37,13 +39,13 @@ SETTINGS = WorkerSettings(
 NOBODY = 1 << 30  # more than any process's number can be
 
 
-def start(incarnation: int) -> StartWorker:
+def start(incarnation: int, device: str = "cpu") -> StartWorker:
     seat = (Rank(2), Incarnation(incarnation))
     return StartWorker(
         rank=seat[0],
         incarnation=seat[1],
         roles=(Role.ATTENTION,),
-        settings=SETTINGS,
+        settings=structs.replace(SETTINGS, device=device),
         num_workers=1,
         slots=None,
         detect_ms=0.0,
@@ -82,11 +84,11 @@ def num_fds() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def live(workers: Workers, incarnation: int, pid: int, sizes=(1, 10, 100)) -> None:
+def live(workers: Workers, incarnation: int, pid: int, sizes=(1, 10, 100), device: str = "cpu") -> None:
     memory = [os.memfd_create("m") for _ in sizes]
     for fd, size in zip(memory, sizes, strict=True):
         os.ftruncate(fd, size)
-    workers.provision(Provision(start=start(incarnation)), memory)
+    workers.provision(Provision(start=start(incarnation, device)), memory)
     workers.forked(WorkerForked(rank=Rank(2), incarnation=Incarnation(incarnation), pid=pid))
 
 
@@ -145,6 +147,21 @@ def test_one_worker_of_each_kind(workers):
     assert workers.kinds() == (start(2),)
     for pid in (NOBODY, NOBODY + 1):
         workers.exited(pid, -9)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_on_a_device_a_lifeline_is_closed_a_moment_after_its_worker(workers, device, monkeypatch):
+    """What must not end together with the worker is in it (runtime/cuda/parting.py)."""
+    now_s = 100.0
+    monkeypatch.setattr(provisioner.time, "monotonic", lambda: now_s)
+    live(workers, 1, pid=NOBODY, device=device)
+    lifeline = workers._processes[Rank(2), Incarnation(1)].lifeline
+    workers.exited(NOBODY, -9)
+    workers.flush()
+    assert (lifeline.fileno() >= 0) == (device == "cuda")
+    now_s += provisioner.PARTING_S
+    workers.flush()
+    assert lifeline.fileno() == -1
 
 
 def test_names():

@@ -8,7 +8,6 @@ experts does not cross it: its FFN is computed here, as a set of expert slots wi
 serves both.
 """
 
-import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
@@ -61,8 +60,7 @@ class AttentionHalf:
     def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """The rest of a layer without experts: hidden_TD."""
         assert self._dense is not None, f"layer {self.layer} has experts"
-        token_T = torch.arange(normed_TD.shape[0], dtype=torch.int32, device=normed_TD.device)
-        return residual_TD + self._ops.expert_rows(normed_TD, token_T, torch.zeros_like(token_T), self._dense)
+        return self._ops.feed_forward(normed_TD, self._dense, residual_TD)
 
 
 def _dense_slots(layer: int, weights: Weights, ops: Ops) -> ExpertSlots:

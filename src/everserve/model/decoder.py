@@ -76,6 +76,5 @@ class Decoder:
 
     def logits(self, hidden_TD: Tensor, rows_L: Tensor) -> Tensor:
         """logits_LV of these rows."""
-        hidden_LD = hidden_TD.index_select(0, rows_L)
-        normed_LD = self.ops.rms_norm(hidden_LD, self._final_norm_D, self.config.rms_norm_eps)
+        normed_LD = self.ops.rms_norm(hidden_TD, self._final_norm_D, self.config.rms_norm_eps, rows_L)
         return self.ops.head(normed_LD, self._lm_head_VD)

@@ -17,11 +17,13 @@ incarnation, and are kept once.
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from everserve.runtime import process
 from everserve.runtime.channel import Channel
+from everserve.runtime.cuda.parting import PARTING_S
 from everserve.runtime.messages import (
     Attach,
     ForkWorker,
@@ -88,6 +90,7 @@ class Workers:
     _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
+    _parting: list[tuple[float, Channel]] = field(default_factory=list)  # lifelines of the dead: when to close them
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -156,8 +159,11 @@ class Workers:
         self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
 
     def flush(self) -> None:
+        """Now and then."""
         for worker in self._processes.values():
             worker.lifeline.flush()
+        while self._parting and self._parting[0][0] <= time.monotonic():
+            self._parting.pop(0)[1].close()
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Workers:
                 del self._processes[seat]
                 cell_fd, *memory = worker.memory
                 os.close(cell_fd)
-                worker.lifeline.close()
+                self._part(worker)
                 for name, fd in zip(worker.start.memory, memory, strict=True):
                     self._keep(name, fd)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
@@ -180,6 +186,13 @@ class Workers:
         if self._births:  # it may be one of them; else it was a spare, whose pid may be another process's some day
             self._early_exits[pid] = status
         return None
+
+    def _part(self, worker: _Process) -> None:
+        """Its lifeline may hold what must outlast it for a moment (runtime/cuda/parting.py)."""
+        if worker.start.settings.device == "cuda":
+            self._parting.append((time.monotonic() + PARTING_S, worker.lifeline))
+        else:
+            worker.lifeline.close()
 
     def _keep(self, name: str, fd: int) -> None:
         if name in self._dropped:
@@ -215,6 +228,9 @@ class Workers:
         for worker in self._processes.values():
             _close(worker.memory)
             worker.lifeline.close()
+        for _, lifeline in self._parting:
+            lifeline.close()
+        self._parting.clear()
         self._processes.clear()
         for birth in self._births.values():
             birth.close()

@@ -167,6 +167,8 @@ class Worker:
                 num_slots=num_slots,
             )
         )
+        if self._start.settings.device == "cuda":
+            self._control.leave_behind()
         self._control.send(Ready())
         roles = " and ".join(self._start.roles)
         what = f"{num_blocks} KV blocks" if num_blocks else f"{num_slots} expert slots per layer"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from everserve.errors import ProtocolError
 from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.cuda.parting import leave_behind
 from everserve.runtime.messages import AnyMessage, OrchestratorAttached, Report
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class ControlEnd:
     def flush(self) -> None:
         if self._channel is not None:
             self._channel.flush()
+
+    def leave_behind(self) -> None:
+        """Whatever must not end together with us (runtime/cuda/parting.py)."""
+        leave_behind(self._lifeline.sock)
 
     def take_fd(self) -> int:
         """A descriptor that came with the message that is being handled."""

@@ -6,8 +6,8 @@ which the successor has given to other streams. Nobody would notice: words are m
 
     life word marked ──> the process lets go of the device ──> it is gone ──> quiet_s ──> the pool is ours
 
-When a process is gone, so is its work, if the device was its own. Under MPS the server ends the work of a client that
-died, and nothing says when. It is one step at most, and peers do not answer it any more: a second is plenty.
+When a process is gone, its work is not: what was queued is done while the supervisor still holds its descriptors
+(runtime/cuda/parting.py), and is over when it lets them go. It is one step at most: a second is plenty.
 
 Who has the pool stands in the first line of its log, where the header leaves room. All of the waiting is done beside
 the successor's own start, which takes longer.
@@ -24,10 +24,11 @@ from pathlib import Path
 from everserve.errors import EverserveError
 from everserve.kvlog.layout import HEADER
 from everserve.kvlog.log import Log
+from everserve.runtime.cuda.parting import PARTING_S
 
 PID_AT, BORN_AT = 48, 56
 assert HEADER.size <= PID_AT and BORN_AT + 8 <= 64, "the header's line has room for both"
-_QUIET_S = 1.0
+_QUIET_S = 2 * PARTING_S
 _GIVE_UP_S = 30.0  # a process that was killed, or is killed for not hearing that it is gone, is gone long before
 _LOOK_EVERY_S = 0.005
 

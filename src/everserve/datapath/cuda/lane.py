@@ -7,10 +7,11 @@
     answer    int64   the sequence number that was answered last
     status    int64   of that answer: 0 computed, otherwise why not (everserve.datapath.lane.STATUSES)
     request   int64   seq << 16 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
-    position  int32   the index, among layers with experts, that the attention worker is on its way to; -1: do not wait
+    position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
     counts    int32   for each slot: how many of the box's rows it is to compute; rows are sorted by slot
     x, y      bf16    max_tokens * top_k rows each
 
+A new lane is all zeros, and that is how it begins: neither end has to do anything before the other may use it.
 Words that are waited for are 128 bytes apart. x and y begin at whole numbers of rows from the beginning of the lane,
 and lanes of one process lie lane_bytes() apart, by rank: so any row is an index from the first lane's beginning.
 
@@ -81,12 +82,6 @@ class CudaLaneShape:
         """Can so many lanes be in one process?"""
         if num_lanes * self.lane_rows() > _MAX_INT32:
             raise ValueError(f"{num_lanes} lanes of {self} have more rows than an index can count")
-
-    def new_words(self) -> bytes:
-        """What a lane must begin with: nothing was sent, and nobody is on the way. The rest does not matter."""
-        words = bytearray(self.counts_at(NUM_BOXES))
-        words[POSITION_AT : POSITION_AT + _INT32_BYTES] = (-1).to_bytes(_INT32_BYTES, "little", signed=True)
-        return bytes(words)
 
 
 def _up(size: int, unit: int) -> int:

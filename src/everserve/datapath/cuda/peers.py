@@ -58,7 +58,6 @@ class CudaPeers(Peers):
         num_ranks, device = expert_ranks.stop, words.stop.device
         self._region = Region(driver, num_ranks, shape.lane_bytes())
         self._bells = Region(driver, num_ranks, driver.whole(BELL_BYTES))
-        self._new_words = shape.new_words()
         state = SendState.empty(shape, self._region.base, num_ranks, words.stop)
         self.state = replace(state, homeless=words.missing, missing=words.absent)
         num_layers, num_places = len(self.moe_layers), num_ranks * shape.num_slots
@@ -121,15 +120,20 @@ class CudaPeers(Peers):
         """Do not wait for an answer from there any longer. Whether it is there, `arrive` will see."""
         self._driver.write(self._region.address(rank) + FLAG_AT, _ZERO)
 
+    def await_again(self, rank: Rank) -> None:
+        """The flag was written for nothing: the answer is still to come. If it comes this very moment, we see it."""
+        self._driver.write(self._region.address(rank) + FLAG_AT, _AWAITED)
+        if self._has_answered(rank):
+            self.release(rank)
+
     def is_awaited(self, rank: Rank) -> bool:
         """Whether something was sent there that is not answered."""
         return self._driver.read(self._region.address(rank) + FLAG_AT, 4) == _AWAITED
 
     def has_refused(self, rank: Rank) -> int:
         """The status with which it has answered the last request; 0 if it has not, or has computed it."""
-        address = self._region.address(rank)
-        has_answered = self._last_answer(rank) == int(self.state.sent_E[rank].item())
-        return int.from_bytes(self._driver.read(address + STATUS_AT, 8), "little") if has_answered else 0
+        status = self._driver.read(self._region.address(rank) + STATUS_AT, 8)
+        return int.from_bytes(status, "little") if self._has_answered(rank) else 0
 
     def take_back(self, ranks: Sequence[Rank]) -> list[int]:
         """These have not answered in this layer, or have refused, and are not waited for any more: how many rows each
@@ -142,6 +146,9 @@ class CudaPeers(Peers):
         """What is in it now, whatever torch's streams do. (They have nothing to do: the step has stopped.)"""
         num_bytes = table.numel() * table.element_size()
         return np.frombuffer(self._driver.read(table.data_ptr(), num_bytes), dtype)
+
+    def _has_answered(self, rank: Rank) -> bool:
+        return self._last_answer(rank) == int(self.state.sent_E[rank].item())
 
     def _last_answer(self, rank: Rank) -> int:
         return int.from_bytes(self._driver.read(self._region.address(rank) + ANSWER_AT, 8), "little")
@@ -169,12 +176,10 @@ class CudaPeers(Peers):
             if region.is_mapped(rank):
                 region.unmap(rank)
             region.map(fd, rank)
-        lane = self._region.address(rank)
-        self._driver.write(lane, self._new_words)
         self.state.bell_E[rank] = bell_at(self._bells.address(rank), incarnation)
         self.state.sent_E[rank] = 0
         self.state.present_E[rank] = 1
-        return lane
+        return self._region.address(rank)
 
     def _retire(self, peer: Peer) -> None:
         """Its lane stays until another one takes its place; it may have been sent something in this very step."""

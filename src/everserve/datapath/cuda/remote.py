@@ -174,6 +174,8 @@ class CudaExperts:
             status = peers.has_refused(rank) if peer is not None else 0
             if peer is not None and status:
                 suspicions.append(peers.suspect(peer, f"refused: {STATUSES.get(status, status)}"))
+            elif peer is not None:
+                peers.await_again(rank)
         lost = [rank for rank in late if peers.trusted(rank) is None]
         peers.upload()
         # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.

@@ -231,7 +231,7 @@ def _post_kernel(
     is_asked = tl.load(rows + ranks, mask=ranks < E, other=0) > 0
     seq = tl.load(sent + ranks, mask=ranks < E, other=0) + 1
     request = (seq << 16) | (layer.to(tl.int64) << 1) | replay.to(tl.int64)
-    position = tl.zeros((EB,), tl.int32) + next_layer
+    position = tl.zeros((EB,), tl.int32) + next_layer + 1
     flag = tl.full((EB,), -1, tl.int32)
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, FLAG), flag, mask=is_asked, sem="relaxed", scope="sys")
     tl.atomic_xchg(words64(region, ranks, LANE_BYTES, REQUEST), request, mask=is_asked, sem="release", scope="sys")
@@ -267,5 +267,5 @@ def _announce_kernel(region, present, stop, layer, E: tl.constexpr, EB: tl.const
         return
     ranks = tl.arange(0, EB)
     is_there = tl.load(present + ranks, mask=ranks < E, other=0) != 0
-    position = tl.zeros((EB,), tl.int32) + layer
+    position = tl.zeros((EB,), tl.int32) + layer + 1
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, POSITION), position, mask=is_there, sem="release", scope="sys")

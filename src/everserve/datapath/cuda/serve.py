@@ -190,7 +190,7 @@ def _choose_kernel(
         urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
         first = tl.min(tl.where(is_new & (layers < L), urgency, _NOTHING))
         layer = first % _ORDINARY
-        is_coming = is_healthy & ((request >> 16) <= last) & (position >= 0) & (position <= layer)
+        is_coming = is_healthy & ((request >> 16) <= last) & (position > 0) & (position - 1 <= layer)
         limit = tl.where(layer == 0, first_patience, patience)
         waits = (first >= _ORDINARY) & (held < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)

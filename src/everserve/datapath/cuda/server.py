@@ -48,7 +48,6 @@ class CudaServer:
         self._bell = bell
         self._arena = arena
         self._region = Region(driver, num_ranks, shape.lane_bytes())
-        self._new_words = shape.new_words()
         stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._state = serve.ServeState.empty(
             shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell
@@ -66,7 +65,7 @@ class CudaServer:
         self.drain()
         if self._region.is_mapped(rank):
             self._region.unmap(rank)
-        self._driver.write(self._region.map(lane_fd, rank), self._new_words)
+        self._region.map(lane_fd, rank)
         self._state.taken_A[rank] = 0
         self._state.healthy_A[rank] = 1
         torch.cuda.synchronize()

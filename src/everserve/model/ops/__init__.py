@@ -72,8 +72,8 @@ class Ops(Protocol):
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits: `linear` with a float32 result."""
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm of each row, float32 inside."""
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        """Root-mean-square norm of each row, or of those that are named, float32 inside."""
 
     def rotate_and_store(
         self,
@@ -107,6 +107,9 @@ class Ops(Protocol):
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         """`expert_rows` in place: x is read, and y is written, where it lies in memory shared with others."""
+
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        """residual + the one expert of these slots applied to every row: a dense FFN."""
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""

@@ -215,7 +215,8 @@ class NativeOps:
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self.linear(x_LD, weight_VD)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        x_TD = x_TD if rows_L is None else x_TD.index_select(0, rows_L)
         num_rows, size = x_TD.shape
         weight_size, dtype = _vector(weight_D)
         assert size == weight_size and x_TD.dtype is _float32 and x_TD.is_contiguous()
@@ -317,6 +318,10 @@ class NativeOps:
         if wrong:
             raise _wrong_row(wrong, token_R, slot_R, num_tokens, slots)
         return y_RD
+
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        token_T = torch.arange(len(x_TD), dtype=torch.int32)
+        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         assert isinstance(slots, NativeExpertSlots)

@@ -60,7 +60,8 @@ class ReferenceOps:
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self.linear(x_LD, weight_VD)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        x_TD = x_TD if rows_L is None else x_TD.index_select(0, rows_L)
         return self._by_rows(lambda x: _rms_norm(x, weight_D, eps), x_TD)
 
     def rotate_and_store(
@@ -127,6 +128,10 @@ class ReferenceOps:
             x_rows = x_TD[token_R[rows].long()]
             y_RD[rows] = self._by_rows(partial(slots.apply, slot), x_rows)
         return y_RD
+
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        token_T = torch.arange(len(x_TD), dtype=torch.int32, device=x_TD.device)
+        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         if not rows.num_rows:

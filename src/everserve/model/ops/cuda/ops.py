@@ -2,6 +2,9 @@
 
 Weights and KV are bfloat16, sums float32, the residual stream float32. Rows come in a `DeviceBatch`, with padding.
 All of it is batch-invariant.
+
+Every kernel looks at `words.stop` before it writes, and torch itself computes nothing between the first experts and the
+last logits: a step that stopped goes on from there, over memory that later kernels of the same step share.
 """
 
 from collections.abc import Sequence
@@ -15,7 +18,7 @@ from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw, choose
 from everserve.model.ops.cuda import attention, choosing, gating, rows
 from everserve.model.ops.cuda.dense import Linear
-from everserve.model.ops.cuda.experts import ExpertArena, cut_for, down, gate_up, plan_local
+from everserve.model.ops.cuda.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
 from everserve.model.ops.cuda.words import Words
 
 
@@ -53,6 +56,7 @@ class CudaOps:
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._linears: dict[int, Linear] = {}
         self._allowed: dict[int, Tensor] = {}
+        self._dense_routes: dict[int, tuple[Tensor, Tensor]] = {}  # by number of rows: all of them to the one expert
         self._workspace: attention.Workspace | None = None
         self._positions_T = torch.empty(0)  # of the batch at hand
         self._greedy: tuple[int, list[int]] | None = None
@@ -65,8 +69,8 @@ class CudaOps:
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-        return rows.rms_norm(x_TD, weight_D, eps, self.words.stop)
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        return rows.rms_norm(x_TD, weight_D, eps, self.words.stop, rows_L)
 
     def rotate_and_store(
         self,
@@ -109,17 +113,24 @@ class CudaOps:
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         return ArenaSlots(num_slots, self.device)
 
-    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
         assert isinstance(slots, ArenaSlots) and slots.arena is not None
-        arena, stop, num_rows = slots.arena, self.words.stop, len(token_R)
-        slot_of_S = torch.arange(slots.num_slots, dtype=torch.int32, device=self.device)
-        plan = plan_local(slot_R.view(-1, 1), slot_of_S, slots.num_slots, cut_for(num_rows), stop)
-        h_RF = x_TD.new_empty(num_rows, arena.expert_size)
-        x_RD = x_TD.index_select(0, token_R)
-        gate_up(x_RD.data_ptr(), plan.src_R, arena, self._zero, plan.tiles, h_RF, stop)
-        y_RD = torch.empty_like(x_RD)
-        down(h_RF, arena, self._zero, plan.tiles, y_RD.data_ptr(), plan.src_R, stop)
-        return y_RD
+        arena, stop, num_rows = slots.arena, self.words.stop, len(x_TD)
+        if num_rows not in self._dense_routes:
+            self._dense_routes[num_rows] = (
+                torch.zeros(num_rows, 1, dtype=torch.int32, device=self.device),
+                torch.ones(num_rows, 1, dtype=torch.float32, device=self.device),
+            )
+        ids_T1, weights_T1 = self._dense_routes[num_rows]
+        plan = plan_local(ids_T1, self._zero, 1, cut_for(num_rows), stop)
+        h_TF = x_TD.new_empty(num_rows, arena.expert_size)
+        gate_up(x_TD.data_ptr(), plan.src_R, arena, self._zero, plan.tiles, h_TF, stop)
+        y_TD = torch.empty_like(x_TD)
+        down(h_TF, arena, self._zero, plan.tiles, y_TD.data_ptr(), None, stop)
+        return combine(y_TD.data_ptr(), plan.pos_TK, weights_T1, residual_TD, stop)
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        raise AssertionError("on a device rows are computed where they lie (datapath/cuda)")
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         raise AssertionError("on a device rows are moved and computed by kernels (datapath/cuda)")

@@ -9,14 +9,15 @@ import triton.language as tl
 from torch import Tensor
 
 
-def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor) -> Tensor:
-    """Root-mean-square norm of each row, float32 inside, bfloat16 outside."""
-    num_rows, size = x_TD.shape
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor, rows_L: Tensor | None = None) -> Tensor:
+    """Root-mean-square norm of each row, or of those that are named, float32 inside, bfloat16 outside."""
+    size = x_TD.shape[1]
+    num_rows = len(x_TD if rows_L is None else rows_L)
     out_TD = torch.empty(num_rows, size, dtype=torch.bfloat16, device=x_TD.device)
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](
-            x_TD, weight_D, out_TD, stop, eps, D=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
+            x_TD, rows_L, weight_D, out_TD, stop, eps, D=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
         )
     return out_TD
 
@@ -62,13 +63,16 @@ def _power_of_2_in(number: int) -> int:
 
 
 @triton.jit
-def _rms_norm(x, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(x, rows, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.constexpr):
     if tl.load(stop) != 0:
         return
     at = tl.program_id(0).to(tl.int64) * D
+    from_at = at
+    if rows is not None:
+        from_at = tl.load(rows + tl.program_id(0)).to(tl.int64) * D
     columns = tl.arange(0, BLOCK)
     mask = columns < D
-    row = tl.load(x + at + columns, mask=mask, other=0.0).to(tl.float32)
+    row = tl.load(x + from_at + columns, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
     normed = row * scale * tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + at + columns, normed.to(tl.bfloat16), mask=mask)

@@ -1,0 +1,59 @@
+"""What a worker on a shared device leaves behind, so that its death harms nobody.
+
+A process that is killed may have work queued on its device. The kernel closes its descriptors at once; the driver then
+takes the memory away from under that work, which faults, and under MPS a fault is everybody's. So a worker leaves
+copies of these descriptors with the supervisor, which closes them a moment after the worker's end. Until then nothing
+has happened as far as the driver knows, and what was queued comes to its end: what is left then waits for a word, and
+may be thrown away.
+
+    worker ── copies, as passengers of a byte in its lifeline that nobody reads ──> supervisor's end of the lifeline
+
+A descriptor on its way is open, even if nobody ever takes it. So all that the supervisor has to do is to close its end
+of the lifeline late.
+"""
+
+import logging
+import os
+import socket
+import struct
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+PARTING_S = 0.5  # a step takes some milliseconds, and nothing asks a dead worker for another one for longer than that
+_MOST_FDS = 250  # in one message: SCM_MAX_FD is 253
+_DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
+
+
+def leave_behind(lifeline: socket.socket) -> int:
+    """Copies of everything that ties us to the device, as it is now. Returns how many."""
+    fds = device_fds()
+    try:
+        for begin in range(0, len(fds), _MOST_FDS):
+            socket.send_fds(lifeline, [b"\0"], fds[begin : begin + _MOST_FDS])
+    except OSError as error:  # too many on their way (RLIMIT_NOFILE), or the supervisor is gone
+        log.warning("if this worker is killed, others on its device may be harmed: %s", error)
+    return len(fds)
+
+
+def device_fds() -> list[int]:
+    """The driver's own files, and its connections to the MPS daemon."""
+    return [fd for fd in (int(path.name) for path in Path("/proc/self/fd").iterdir()) if _is_device(fd)]
+
+
+def _is_device(fd: int) -> bool:
+    try:
+        target = str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:  # closed meanwhile
+        return False
+    return target.startswith(_DEVICES) or (target.startswith("socket:") and _is_mps(fd))
+
+
+def _is_mps(fd: int) -> bool:
+    """Whether the process at the other end is MPS's."""
+    try:
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            pid, _, _ = struct.unpack("3i", copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return Path(f"/proc/{pid}/comm").read_text().startswith(_MPS_NAME)
+    except OSError:
+        return False
