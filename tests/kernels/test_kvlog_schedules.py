@@ -6,6 +6,7 @@ queued on the side is done as late as possible.
 
 import ctypes
 from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,9 +133,28 @@ def stand_ins(monkeypatch) -> Callable[[bool], None]:
     return stand_in
 
 
+def step_late(self: test_restore.World, worker: test_restore.Worker) -> None:
+    """As workers on a device do: what a step has computed is logged while the next one computes."""
+
+    def tell() -> None:
+        worker.engine.log_step()
+        running = worker.engine.scheduler.running
+        worker.logged = {sequence.id: sequence.num_computed for sequence in running if sequence.num_computed}
+
+    result = worker.engine.step(meanwhile=tell)
+    for restored in result.restored:
+        assert restored.num_recomputed <= worker.promises.pop(restored.id, inf), "computed again, though logged"
+    self.deliver(result.outputs)
+    if not worker.engine.has_work:
+        worker.commit()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["after each step", "in the next step"])
 @pytest.mark.parametrize("is_in_place", [False, True], ids=["mirror", "anchor"])
-def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place):
+def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_late, monkeypatch):
     stand_ins(is_in_place)
+    if is_late:
+        monkeypatch.setattr(test_restore.World, "step", step_late)
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
     @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

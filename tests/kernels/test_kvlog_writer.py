@@ -249,6 +249,23 @@ def test_streams_go_on(is_in_place):
     assert streams == {request.id: run_alone(request) for request in specs}
 
 
+def test_what_is_restored_into_the_blocks_of_a_stream_that_has_just_ended_stays_in_the_log():
+    """The end of that one is logged late: not so late that its words are written over those of the other."""
+    old, toy, streams = DeviceToy(), DeviceToy(num_blocks=4, enable_prefix_caching=False), {}
+    ended, moved = spec("a", [*range(11)], max_tokens=3), spec("b", [*range(20, 33)], max_tokens=3)
+    old.engine.add(moved)
+    step(old, streams)
+    old.engine.log_step()
+    toy.engine.add(ended)
+    while toy.engine.has_work:
+        step(toy, streams)  # what the last one has computed is not settled
+    take_over(toy, old, moved, streams)
+    step(toy, streams)
+    toy.engine.log_step()
+    assert toy.engine.stats().num_restored_tokens == 13 and toy.engine.stats().log_lag_tokens == 0
+    toy.engine.check()
+
+
 # a mirror
 
 

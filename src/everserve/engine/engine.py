@@ -5,7 +5,7 @@ The engine owns its streams' tokens and KV. It knows nothing of processes, socke
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import NamedTuple
 
@@ -245,12 +245,16 @@ class Engine:
 
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> "list[tuple[Sequence, Choice | None]]":
         """Compute the chunks, logging what is computed."""
-        rows = lay_out(chunks, self.config.block_size)
-        if self._journal is not None:
-            self._journal.begin(chunks, rows)
+        rows, journal = lay_out(chunks, self.config.block_size), self._journal
+        if journal is None:
+            return self._read_logits(chunks, self._forward(rows, meanwhile))
+        if journal.writer.is_late:
+            # What `meanwhile` is about is the step before this one, and its end must be in the log first.
+            meanwhile = _both(meanwhile, partial(journal.begin, chunks, rows))
+        else:
+            journal.begin(chunks, rows)
         results = self._read_logits(chunks, self._forward(rows, meanwhile))
-        if self._journal is not None:
-            self._journal.finish()
+        journal.finish()
         return results
 
     def _abandon(self) -> None:
@@ -330,6 +334,14 @@ class Engine:
             if finish is not None:
                 self._end(sequence, is_delivered=False)
         return advanced, failed
+
+
+def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        then()
+
+    return both
 
 
 def _check(spec: RequestSpec, config: EngineConfig) -> None:

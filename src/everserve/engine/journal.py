@@ -9,6 +9,10 @@ A step's tokens go into the log while and after they are computed; the *record* 
     computed        ^^^^^^^^^^^^^^^^^^^^^        in the pool and, once the step is finished, in the log
     committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
 
+A writer may be *late* (on a device, whose KV stays as it is for a while): then a step is begun when it computes, and
+what is to be done about its end waits for the next one, or for whoever needs it done. Between two steps there is no
+time for any of this.
+
 A record never says more than what is in the log. It is cleared when its stream ends or is preempted: the blocks that it
 names will be somebody else's soon.
 
@@ -19,6 +23,7 @@ because their streams may be asked for; one that goes on here goes on in its old
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +47,15 @@ class Entry:
     num_chained: int = 0
 
 
+class _Part(NamedTuple):
+    """One stream's part in a step: its tokens from `first` to `end`, and the blocks that they are in."""
+
+    entry: Entry
+    first: int
+    end: int
+    blocks: list[int]
+
+
 class Journal:
     """Writes one log, for the engine whose pool the writer knows."""
 
@@ -54,7 +68,8 @@ class Journal:
         self.ended: list[int] = []  # indices of streams whose last output is on its way
         self._block_size = log.shape.block_size
         self._num_logged = [0] * log.shape.num_blocks  # leading slots of each block that are in the log
-        self._step: list[tuple[Entry, Chunk]] = []  # the current one
+        self._step: list[_Part] = []  # the current one, or one that is computed and not settled
+        self._is_computed = False
         if log.was_there:
             self._adopt()
 
@@ -67,6 +82,7 @@ class Journal:
         we die in this step, that much is not lost again. Not if they have an adopted record: it is as good, and must
         stay if this step is abandoned.
         """
+        self.settle()
         self._clear_ended()
         self._step = []
         chains_S: list[int] = []
@@ -74,35 +90,47 @@ class Journal:
         for chunk in chunks:
             sequence = chunk.sequence
             entry = self.entries.get(sequence.id) or self._entry(sequence)
-            self._step.append((entry, chunk))
-            is_chained = entry.num_chained == sequence.num_computed
+            first = sequence.num_computed
+            end = first + chunk.num_tokens
+            blocks = sequence.blocks[first // self._block_size : -(-end // self._block_size)]
+            self._step.append(_Part(entry, first, end, blocks))
+            is_chained = entry.num_chained == first
             chains_S.append(entry.chain if is_chained else self._chain(entry, sequence))
-            if entry.index is None and sequence.num_computed and entry.key not in self.adopted:
+            if entry.index is None and first and entry.key not in self.adopted:
                 starting.append(sequence)
         self._commit(starting)
         self.writer.begin(rows.tokens_T, rows.kv_slots_T, rows.query_starts_S, np.array(chains_S, np.uint64))
 
     def finish(self) -> None:
         """They were computed. (The engine does not count them as such yet.)"""
+        self._is_computed = True
+        if not self.writer.is_late:
+            self.settle()
+
+    def settle(self) -> None:
+        """See to it that a step that was computed gets into the log. Before any block is used for something else than
+        what the next step stores there."""
+        if not self._is_computed:
+            return
+        self._is_computed = False
         block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
-        for (entry, (sequence, num_tokens, _)), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
-            first = sequence.num_computed
-            end = first + num_tokens
+        for (entry, first, end, blocks), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
             entry.chain, entry.num_chained = chain, end
-            while first < end:
-                i, slot = divmod(first, block_size)
-                block, num_slots = sequence.blocks[i], min(end - i * block_size, block_size)
+            for i, block in enumerate(blocks, first // block_size):
+                slot, num_slots = max(first - i * block_size, 0), min(end - i * block_size, block_size)
                 if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
                     num_logged[block] = num_slots if block < reach else 0
-                first = i * block_size + num_slots
 
     def abandon(self, waiting: Iterable[Sequence]) -> None:
-        """The step never happened. Streams that wait, again or still, have no blocks."""
-        self.writer.abandon()
+        """The step never happened, if it was begun at all. Streams that wait, again or still, have no blocks."""
+        if not self._is_computed:
+            self.writer.abandon()
+        self.settle()
         self.clear(waiting)
 
     def commit(self, running: Iterable[Sequence]) -> None:
-        """The step's outputs are on their way: bring the records up to date."""
+        """The outputs of the last step that was computed are on their way: bring the records up to date."""
+        self.settle()
         self._clear_ended()
         self._commit(running)
 

@@ -43,6 +43,7 @@ class Restorer:
 
         Afterwards `sequence.saved` is None, unless there is more.
         """
+        self._journal.settle()
         began_s, saved, first = self._clock(), sequence.saved, sequence.num_computed
         assert saved is not None and first % self._pool.block_size == 0
         num_promised = min(saved.num_tokens, len(sequence.tokens) - 1) if not saved.log.closed else 0

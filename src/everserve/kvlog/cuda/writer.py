@@ -1,8 +1,8 @@
 """CudaLogWriter: the owner's side of a log whose pool is on a device.
 
     step N      |============|
-    finish()                  | one launch, on the side
-    step N + 1                 |============|      meanwhile the words of step N are written, and its streams committed
+    step N + 1                |============|     meanwhile: finish() of step N, which is one launch on the side, for its
+                                                 words; commits, when these are there; begin() of step N + 1
 
 What a step has computed stays as it is until a later step writes there, and the words of that one are written after
 these. So the side may lag, by one step at most: the next `finish` waits for it, and so does `commit_many`. Should a
@@ -54,6 +54,8 @@ class CudaLogWriter(LogWriter):
     pool_address == log.blocks_address: the pool, on the device, is the log's blocks. Otherwise these are a mirror in
     host memory, as far as `mirror` says that the device reaches it.
     """
+
+    is_late = True
 
     def __init__(
         self, log: Log, pool_address: int, words_address: int, max_rows: int, side: Side, mirror: Mirror | None = None
