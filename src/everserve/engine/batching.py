@@ -1,5 +1,6 @@
 """Scheduled chunks to the rows of a step: laid out as arrays, then as the tensors of a StepBatch."""
 
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -65,11 +66,11 @@ def _lay_out_single(chunks: list[Chunk], block_size: int) -> Rows:
 
 def _tables(chunks: list[Chunk]) -> NDArray[np.int32]:
     """The blocks of each chunk's sequence, and zeros."""
-    width = max(len(chunk.sequence.blocks) for chunk in chunks)
-    tables = np.zeros((len(chunks), width), np.int32)
-    for row_B, (sequence, _, _) in zip(tables, chunks, strict=True):
-        row_B[: len(sequence.blocks)] = sequence.blocks
-    return tables
+    blocks = [chunk[0].blocks for chunk in chunks]
+    width = max(map(len, blocks))
+    zeros = [0] * width
+    lines = [line + zeros[len(line) :] for line in blocks]
+    return np.array(list(chain.from_iterable(lines)), np.int32).reshape(len(chunks), width)
 
 
 def to_batch(rows: Rows, device: torch.device) -> StepBatch:

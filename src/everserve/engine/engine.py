@@ -3,9 +3,10 @@
 The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import repeat
 from time import monotonic
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
-from everserve.model.sampling import GREEDY, Choice, SamplingRow, sample, token_logprobs
+from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
@@ -48,6 +49,9 @@ class EngineConfig:
     @property
     def max_logits_rows(self) -> int:
         return max(1, _MAX_LOGITS_BYTES // (4 * self.vocab_size))
+
+
+_Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
 
 
 class _Advanced(NamedTuple):
@@ -243,7 +247,7 @@ class Engine:
                 self._num_prompt_tokens += chunk.num_prompt_tokens
                 self._num_known_tokens += chunk.num_known_tokens
 
-    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> "list[tuple[Sequence, Choice | None]]":
+    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
         """Compute the chunks, logging what is computed."""
         rows, journal = lay_out(chunks, self.config.block_size), self._journal
         if journal is None:
@@ -268,7 +272,7 @@ class Engine:
         if self._journal is not None:
             self._journal.end(sequence, is_delivered)
 
-    def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> "list[tuple[Sequence, Choice | None]]":
+    def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list[_Next]:
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
         completing: list[Sequence] = []
         last_rows: list[int] = []
@@ -287,14 +291,18 @@ class Engine:
                 completing.append(sequence)
         if not completing:
             return []
-        picked_LV = logits_LV if len(last_rows) == logits_LV.shape[0] else logits_LV[last_rows]
-        return list(zip(completing, self._sample(picked_LV, completing), strict=True))
+        return self._choose(completing, logits_LV if len(last_rows) == len(logits_LV) else logits_LV[last_rows])
 
-    def _sample(self, logits_LV: torch.Tensor, sequences: list[Sequence]) -> Iterable[Choice | None]:
-        if all(sequence.is_plain for sequence in sequences):
+    def _choose(self, sequences: list[Sequence], logits_LV: torch.Tensor) -> list[_Next]:
+        if all([sequence.is_plain for sequence in sequences]):  # noqa: C419 (a list is quicker)
             tokens = self._ops.choose(logits_LV, [GREEDY] * len(sequences))
-            return (Choice(token, None) if token >= 0 else None for token in tokens)
-        return sample(self._ops, logits_LV, [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences])
+            return list(zip(sequences, tokens, repeat(None)))
+        rows = [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences]
+        choices = sample(self._ops, logits_LV, rows)
+        return [
+            (sequence, choice.token, choice.logprobs) if choice is not None else (sequence, NOT_A_NUMBER, None)
+            for sequence, choice in zip(sequences, choices, strict=True)
+        ]
 
     def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> None:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
@@ -304,33 +312,32 @@ class Engine:
         scores = token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
         sequence.prompt_logprobs[first : first + len(scores)] = scores
 
-    def _advance(
-        self, results: "list[tuple[Sequence, Choice | None]]"
-    ) -> tuple[list[_Advanced], list[tuple[str, str]]]:
+    def _advance(self, results: list[_Next]) -> tuple[list[_Advanced], list[tuple[str, str]]]:
         """Extend streams by what the step found, and end those whose last token this was."""
         advanced: list[_Advanced] = []
         failed: list[tuple[str, str]] = []
-        for sequence, choice in results:
-            if choice is None:
+        max_model_len = self.config.max_model_len
+        for sequence, token, logprobs in results:
+            if token < 0:
                 failed.append(
                     (sequence.id, "the model's output is not a number: broken weights, or a dtype too narrow")
                 )
                 self.cancel(sequence.id)
                 continue
-            index, params = sequence.num_output, sequence.params
+            params, num_tokens = sequence.params, len(sequence.tokens)
+            index = num_tokens - sequence.num_prompt
             if params.max_tokens == 0:
-                advanced.append(_Advanced(sequence, index, None, "length", None, choice.logprobs))
+                advanced.append(_Advanced(sequence, index, None, "length", None, logprobs))
                 self._end(sequence, is_delivered=False)
                 continue
-            token = choice.token
             sequence.append(token)
             self._num_generated_tokens += 1
             finish = stop_id = None
             if token in params.stop_ids and index + 1 >= params.min_tokens:
                 finish, stop_id = "stop", token
-            elif index + 1 >= params.max_tokens or len(sequence.tokens) >= self.config.max_model_len:
+            elif index + 1 >= params.max_tokens or num_tokens + 1 >= max_model_len:
                 finish = "length"
-            advanced.append(_Advanced(sequence, index, token, finish, stop_id, choice.logprobs))
+            advanced.append(_Advanced(sequence, index, token, finish, stop_id, logprobs))
             if finish is not None:
                 self._end(sequence, is_delivered=False)
         return advanced, failed

@@ -63,8 +63,7 @@ class Staging:
         _put(views["tokens"], rows.tokens_T, 0)
         _put(views["positions"], rows.positions_T, -1)
         _put(views["kv_slots"], rows.kv_slots_T, -1)
-        lengths = np.diff(rows.query_starts_S)
-        _put(views["row_seqs"], np.repeat(np.arange(num_seqs, dtype=np.int32), lengths), 0)
+        _put(views["row_seqs"], _row_seqs(rows), 0)
         _put(views["logits_rows"], np.array(rows.logits_rows_L, np.int32), 0)
         views["small"][: small.size] = small.reshape(-1)
         views["large"][: large.size] = large.reshape(-1)
@@ -98,6 +97,14 @@ class Staging:
 
     def _tensor(self, name: str) -> torch.Tensor:
         return self._device[self._spans[name]]
+
+
+def _row_seqs(rows: Rows) -> NDArray[np.int32]:
+    """Which sequence each row is of."""
+    num_seqs = len(rows.block_tables_SB)
+    if len(rows.tokens_T) == num_seqs:  # a row each
+        return rows.query_starts_S[:-1]
+    return np.repeat(np.arange(num_seqs, dtype=np.int32), np.diff(rows.query_starts_S))
 
 
 def _put(view: NDArray[np.int32], values: NDArray[np.int32], padding: int) -> None:

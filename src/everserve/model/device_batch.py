@@ -54,6 +54,8 @@ def cut(
     Only the first `max_split` rows have room for partial results. (Decoding sequences come first; further back there
     may be a prompt's very last row.)
     """
+    if len(positions_T) == len(query_starts_S) - 1 <= max_split:  # nearly always: everybody decodes
+        return _one_per_segment(query_starts_S[:-1], positions_T // SEGMENT + 1), np.empty((0, 4), np.int32)
     starts, lengths = query_starts_S[:-1], np.diff(query_starts_S)
     single = starts[lengths == 1]
     num_segments = positions_T[single] // SEGMENT + 1

@@ -19,6 +19,7 @@ from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
+NOT_A_NUMBER = -1  # what `Ops.choose` says of a row without a most likely token
 _MASK64 = (1 << 64) - 1
 
 
