@@ -9,7 +9,8 @@ from everserve.model.ops import Ops
 from everserve.model.ops.choose import Draw
 from everserve.model.ops.native import NativeOps, unavailable
 from everserve.model.ops.reference import ReferenceOps
-from everserve.model.sampling import Penalties, SamplingRow, sample, token_logprobs, uniform
+from everserve.model.penalties import Penalties, apply
+from everserve.model.sampling import SamplingRow, sample, token_logprobs, uniform
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 
@@ -99,20 +100,33 @@ def test_uniform_depends_on_seed_and_index_alone_and_is_even():
     assert len(set(draws.tolist())) == 10_000
 
 
-def test_penalties():
-    spec = RequestSpec(
-        id="r",
-        prompt=[0, 1],
-        params=SamplingParams(max_tokens=1, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0),
-    )
-    penalties = Penalties.of(spec)
+def penalised(prompt: list[int], produced: list[int], **params: float) -> Penalties:
+    penalties = Penalties.of(RequestSpec(id="r", prompt=prompt, params=SamplingParams(max_tokens=1, **params)))
     assert penalties is not None
-    for token in (2, 2, 3):
+    for token in produced:
         penalties.count(token)
-    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 1.0])
-    penalties.apply(logits, spec.params)
-    expected = [2.0, -8.0, 2.0 - 2 * 0.25 - 0.5, -8.0 - 0.25 - 0.5, 1.0]
-    assert logits.tolist() == pytest.approx(expected)
+    return penalties
+
+
+def test_penalties():
+    """Repetition over prompt and output, the others over output alone; rows without any stay as they are."""
+    everything = penalised([0, 1], [2, 2, 3], presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0)
+    presence, nothing_said = penalised([0, 1], [4, 4], presence_penalty=1.5), penalised([0], [], frequency_penalty=1.0)
+    logits = torch.tensor([4.0, -4.0, 4.0, -4.0, 1.0]).repeat(4, 1)
+    apply(logits, {0: everything, 2: presence, 3: nothing_said})
+    assert logits[0].tolist() == pytest.approx([2.0, -8.0, 2.0 - 2 * 0.25 - 0.5, -8.0 - 0.25 - 0.5, 1.0])
+    assert logits[2].tolist() == [4.0, -4.0, 4.0, -4.0, -0.5]
+    assert logits[1].tolist() == logits[3].tolist() == [4.0, -4.0, 4.0, -4.0, 1.0]
+    apply(logits, {3: nothing_said})
+    assert logits[3].tolist() == [4.0, -4.0, 4.0, -4.0, 1.0]
+
+
+def test_penalties_of_a_long_stream():
+    """Many more tokens than there is room for at first."""
+    produced = [token for token in range(500) for _ in range(token % 3)]
+    logits = torch.zeros(1, 500)
+    apply(logits, {0: penalised([], produced, frequency_penalty=0.5)})
+    assert logits[0].tolist() == [-0.5 * (token % 3) for token in range(500)]
 
 
 def test_bias_and_min_tokens(ops):

@@ -22,7 +22,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from everserve.engine.saved import Saved
-from everserve.model.sampling import Penalties, is_plain
+from everserve.model.penalties import Penalties
+from everserve.model.sampling import is_plain
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec, SamplingParams
 

@@ -13,45 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from everserve.model import penalties
 from everserve.model.ops import Ops
 from everserve.model.ops.choose import Draw, order_keys
+from everserve.model.penalties import Penalties
 from everserve.tables.outputs import TokenLogprobs
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import SamplingParams
 
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
 NOT_A_NUMBER = -1  # what `Ops.choose` says of a row without a most likely token
 _MASK64 = (1 << 64) - 1
-
-
-class Penalties:
-    """What the penalties of one stream need: which tokens its prompt has, and how often each was produced."""
-
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt = sorted(set(prompt))
-        self.produced: dict[int, int] = {}
-
-    @classmethod
-    def of(cls, spec: RequestSpec) -> "Penalties | None":
-        """None when the stream has no penalties."""
-        params = spec.params
-        wanted = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        return cls(spec.prompt) if wanted else None
-
-    def count(self, token: int) -> None:
-        """One more token was produced."""
-        self.produced[token] = self.produced.get(token, 0) + 1
-
-    def apply(self, logits_V: Tensor, params: SamplingParams) -> None:
-        """Change one row of logits in place: repetition over prompt and output, the others over output alone."""
-        device = logits_V.device
-        if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted({*self.prompt, *self.produced}), device=device)
-            values, factor = logits_V[seen], params.repetition_penalty
-            logits_V[seen] = torch.where(values > 0, values / factor, values * factor)
-        if self.produced and (params.presence_penalty or params.frequency_penalty):
-            ids = torch.tensor(list(self.produced), device=device)
-            counts = torch.tensor(list(self.produced.values()), dtype=torch.float32, device=device)
-            logits_V[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
 @dataclass(frozen=True)
@@ -61,6 +32,11 @@ class SamplingRow:
     params: SamplingParams
     index: int
     penalties: Penalties | None
+
+    @property
+    def is_too_short(self) -> bool:
+        """It must not stop yet."""
+        return self.index < self.params.min_tokens and bool(self.params.stop_ids)
 
 
 class Choice(NamedTuple):
@@ -115,20 +91,19 @@ def _mix(x: int) -> int:
 
 def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
     """Logits after penalties, biases and the stop ids forbidden by min_tokens; a copy only if something changes."""
-    result = logits_LV
-    for i, row in enumerate(rows):
-        params = row.params
-        too_short = row.index < params.min_tokens and bool(params.stop_ids)
-        if row.penalties is None and not params.logit_bias and not too_short:
-            continue
-        if result is logits_LV:
-            result = logits_LV.clone()
-        if row.penalties is not None:
-            row.penalties.apply(result[i], params)
+    penalised = {i: row.penalties for i, row in enumerate(rows) if row.penalties is not None}
+    others = [i for i, row in enumerate(rows) if row.params.logit_bias or row.is_too_short]
+    if not penalised and not others:
+        return logits_LV
+    result = logits_LV.clone()
+    if penalised:
+        penalties.apply(result, penalised)
+    for i in others:
+        params = rows[i].params
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=result.device)
             result[i, ids] += torch.tensor(list(params.logit_bias.values()), device=result.device)
-        if too_short:
+        if rows[i].is_too_short:
             result[i, list(params.stop_ids)] = -torch.inf
     return result
 

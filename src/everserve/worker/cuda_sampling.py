@@ -7,7 +7,8 @@ another kind that it takes over.
 
 import torch
 
-from everserve.model.sampling import GREEDY, Penalties, SamplingRow, sample
+from everserve.model.penalties import Penalties
+from everserve.model.sampling import GREEDY, SamplingRow, sample
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.worker.cuda_build import Device
 

@@ -23,15 +23,16 @@ class Draw(NamedTuple):
 
 
 def choose(logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token per row; -1 where a logit is not a number."""
-    tokens: list[int] = logits_LV.argmax(dim=-1).tolist()
+    """One token per row; -1 where a logit is not a number. A device is asked once, at the end."""
+    tokens_L = logits_LV.argmax(dim=-1)
     sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0]
-    if sampled:
-        drawn = _draw(logits_LV[sampled].float(), [draws[i] for i in sampled])
-        for i, token in zip(sampled, drawn, strict=True):
-            tokens[i] = token
-    broken = logits_LV.isnan().any(dim=-1).tolist()
-    return [-1 if is_broken else token for token, is_broken in zip(tokens, broken, strict=True)]
+    if len(sampled) == len(draws):
+        tokens_L = _draw(logits_LV.float(), draws)
+    elif sampled:
+        rows = torch.tensor(sampled, device=logits_LV.device)
+        tokens_L[rows] = _draw(logits_LV[rows].float(), [draws[i] for i in sampled])
+    tokens: list[int] = torch.where(logits_LV.isnan().any(dim=-1), -1, tokens_L).tolist()
+    return tokens
 
 
 def order_keys(values_LV: Tensor) -> Tensor:
@@ -42,17 +43,17 @@ def order_keys(values_LV: Tensor) -> Tensor:
     return (ordered.to(torch.int64) << 32) | lower_id_first
 
 
-def _draw(logits_LV: Tensor, draws: list[Draw]) -> list[int]:
+def _draw(logits_LV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Inverse transform: over all ids in order where nothing is filtered, else over what is kept, best first."""
-    vocab = logits_LV.shape[-1]
-    temperatures, top_k, top_p, min_p, uniforms = (
-        torch.tensor(column, dtype=torch.float64, device=logits_LV.device).unsqueeze(-1)
-        for column in zip(*draws, strict=True)
-    )
+    num_rows, vocab = logits_LV.shape
+    if num_rows == 1 and logits_LV.is_cuda:  # of a single row torch would add up the masses in another order
+        return _draw(logits_LV.expand(2, -1), [*draws, *draws])[:1]
+    columns = torch.tensor(draws, dtype=torch.float64, device=logits_LV.device).T.unsqueeze(-1)
+    temperatures, top_k, top_p, min_p, uniforms = columns.unbind()
     probs_LV = torch.softmax(logits_LV / temperatures.float(), dim=-1).double()
+    if not any(draw.top_k > 0 or draw.top_p < 1 or draw.min_p > 0 for draw in draws):
+        return _invert(probs_LV.cumsum(dim=-1), uniforms).squeeze(-1)
     is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    if not bool(is_filtered.any()):
-        return _invert(probs_LV.cumsum(dim=-1), uniforms).squeeze(-1).tolist()
     by_id = torch.arange(vocab, device=logits_LV.device).expand_as(probs_LV)
     ids_LV = torch.where(is_filtered, order_keys(probs_LV).sort(dim=-1, descending=True).indices, by_id)
     sorted_LV = probs_LV.gather(-1, ids_LV)
@@ -60,12 +61,11 @@ def _draw(logits_LV: Tensor, draws: list[Draw]) -> list[int]:
     kept_LV = sorted_LV >= min_p * best_L1
     kept_LV &= torch.arange(vocab, device=logits_LV.device) < torch.where(top_k > 0, top_k, vocab)
     sorted_LV = torch.where(kept_LV, sorted_LV, 0.0)
-    before_LV = sorted_LV.cumsum(dim=-1) - sorted_LV
-    mass_L1 = sorted_LV.sum(dim=-1, keepdim=True)
-    kept_LV = (before_LV < top_p * mass_L1) | (top_p >= 1)
+    mass_LV = sorted_LV.cumsum(dim=-1)
+    kept_LV = (mass_LV - sorted_LV < top_p * mass_LV[:, -1:]) | (top_p >= 1)
     kept_LV[:, 0] |= is_filtered[:, 0]
     cumulative_LV = torch.where(kept_LV, sorted_LV, 0.0).cumsum(dim=-1)
-    return ids_LV.gather(-1, _invert(cumulative_LV, uniforms)).squeeze(-1).tolist()
+    return ids_LV.gather(-1, _invert(cumulative_LV, uniforms)).squeeze(-1)
 
 
 def _invert(cumulative_LV: Tensor, uniforms_L1: Tensor) -> Tensor:
