@@ -249,6 +249,36 @@ def test_streams_go_on(is_in_place):
     assert streams == {request.id: run_alone(request) for request in specs}
 
 
+@pytest.mark.parametrize("at_once", [8, 24, 1 << 20])
+def test_many_streams_in_few_launches(monkeypatch, at_once):
+    """Streams of all lengths; one is damaged in the middle, which is nobody else's loss."""
+    monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", at_once)
+    large = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_prefill_while_decoding": 64}
+    old, new, streams = DeviceToy(**large), DeviceToy(**large, enable_prefix_caching=False), {}
+    specs = [spec(f"r{i}", [*range(i, 3 * i + 5)], max_tokens=9, seed=i) for i in range(6)]
+    for request in specs:
+        old.engine.add(request)
+    for _ in range(3):
+        step(old, streams)
+    old.engine.log_step()
+    damaged = old.log.find(key_of("r4"))
+    words_of(old.log)[damaged.blocks[1] * old.shape.block_size + 2] ^= 1
+    launches, bring = [], kernels.bring
+    monkeypatch.setattr(kernels, "bring", lambda *arguments: launches.append(bring(*arguments)))
+    for request in specs:
+        take_over(new, old, request, streams)
+    num_known = {request.id: len(request.prompt) + len(streams[request.id]) - 1 for request in specs}
+    step(new, streams)
+    restored = {sequence.id: sequence.num_restored for sequence in new.engine.scheduler.running}
+    assert restored == num_known | {"r4": old.shape.block_size + 2}
+    assert len(launches) == 1 if at_once > 24 else len(launches) > 1
+    while new.engine.has_work:
+        step(new, streams)
+    new.engine.log_step()
+    new.engine.check()
+    assert streams == {request.id: run_alone(request) for request in specs}
+
+
 def test_what_is_restored_into_the_blocks_of_a_stream_that_has_just_ended_stays_in_the_log():
     """The end of that one is logged late: not so late that its words are written over those of the other."""
     old, toy, streams = DeviceToy(), DeviceToy(num_blocks=4, enable_prefix_caching=False), {}

@@ -522,3 +522,23 @@ def test_a_loop_that_never_commits(make):
                 streams.setdefault(output.id, []).append(output.token)
         toy.engine.check()
     assert streams == {request.id: run_alone(request) for request in specs}
+
+
+def test_a_newer_stream_makes_way_for_one_that_comes_back_in_parts(make):
+    """The pool is full, nobody else is scheduled, and the newest needs a block: it waits, and the older one goes on."""
+    old, streams = make(), {}
+    request, other = spec("a", list(range(40)), max_tokens=6), spec("b", [7, 8, 9], max_tokens=30)
+    old.engine.add(request)
+    for _ in range(4):
+        step(old, streams)
+    new = make(num_blocks=12, max_restored_while_serving=4, enable_prefix_caching=False)
+    new.engine.add(spec("d", [1, 2], max_tokens=30))
+    step(new)
+    take_over(new, old.log, request, streams)  # while another one decodes: a block in each step
+    new.engine.add(other)
+    step(new, streams)
+    step(new, streams)
+    new.engine.cancel("d")
+    drain(new, streams)
+    assert new.engine.stats().num_preemptions > 0
+    assert streams["a"] == run_alone(request) and streams["b"] == run_alone(other)

@@ -69,8 +69,9 @@ class BlockPool:
         self._undo.record(self._add_ref, block)
         if self.refs[block] == 0:
             before = self._head if self.hash_of[block] is not None else self._next[self._head]
+            links = self._prev[block], self._next[block]  # if it was taken in this step, `_relink` will need them
             self._link(block, before)
-            self._undo.record(self._unlink, block)
+            self._undo.record(self._unlink_again, block, *links)
 
     def publish(self, block: int, chain_hash: bytes) -> None:
         """The block is full and holds these tokens' KV: later prompts may find it."""
@@ -139,6 +140,11 @@ class BlockPool:
         before, after = self._next[block], self._prev[block]
         self._next[after], self._prev[before] = before, after
         self.num_free -= 1
+
+    def _unlink_again(self, block: int, prev: int, next: int) -> None:
+        """The inverse of `_link`, with the links that the block had before."""
+        self._unlink(block)
+        self._prev[block], self._next[block] = prev, next
 
     def _relink(self, block: int) -> None:
         """The inverse of `_unlink`: the block's own links still say where it stood."""

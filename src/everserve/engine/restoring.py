@@ -3,11 +3,16 @@
 All blocks at once, behind what the prefix cache had of it, up to the first token that is not what its record promised;
 at least one token stays pending, because its logits are needed. What comes back is in our own log too.
 
+A death leaves many streams, which are admitted one after the other. With the first of them the next ones are brought,
+too: on a device a copy takes much less time than to ask for it.
+
 Where the log is the memory that our own pool lies in (our predecessor's pool), a block that nobody has taken since is
 used where it lies. Whether it still holds these tokens is not a question of who had it: its words tell.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +22,17 @@ from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
+from everserve.kvlog.chains import chains as chains_of
+from everserve.kvlog.writer import Copy
+
+
+@dataclass(frozen=True)
+class _Brought:
+    """A stream's first tokens, from the first one on, in blocks that are nobody's yet."""
+
+    blocks: list[int]
+    chains: NDArray[np.uint64]
+    num_right: int
 
 
 class Restorer:
@@ -37,6 +53,19 @@ class Restorer:
         self._journal = journal
         self._enable_prefix_caching = enable_prefix_caching
         self._clock = clock
+        self._foreseen: deque[Sequence] = deque()
+        self._ahead: dict[str, _Brought] = {}  # by stream: what was brought together with another one
+
+    def foresee(self, waiting: Iterable[Sequence]) -> None:
+        """These will be restored in this step, in this order; or not, if there is no room for them."""
+        self._foreseen = deque(sequence for sequence in waiting if sequence.saved is not None)
+
+    def forget(self) -> None:
+        """The step needs nothing more."""
+        self._foreseen.clear()
+        for brought in self._ahead.values():
+            self._give_back(brought.blocks)
+        self._ahead.clear()
 
     def restore(self, sequence: Sequence, max_tokens: int) -> int:
         """Bring back at most so many tokens (rounded up to whole blocks), as far as blocks last; returns how many.
@@ -49,7 +78,12 @@ class Restorer:
         num_promised = min(saved.num_tokens, len(sequence.tokens) - 1) if not saved.log.closed else 0
         room = first + self._pool.num_free * self._pool.block_size
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
-        reached = self._bring(sequence, saved, end) if end > first else first
+        if sequence.id not in self._ahead:
+            self._bring_ahead(sequence, max_tokens)
+        if (brought := self._ahead.pop(sequence.id, None)) is not None:
+            reached = self._use_ahead(sequence, brought, end)
+        else:
+            reached = self._bring(sequence, saved, end) if end > first else first
         is_broken = reached < end
         self._undo.assign(
             sequence,
@@ -64,6 +98,43 @@ class Restorer:
             num_broken=self.num_broken + (num_promised - reached if is_broken else 0),
         )
         return reached - first
+
+    def _bring_ahead(self, sequence: Sequence, max_tokens: int) -> None:
+        """The streams from this one on, if they are foreseen and there is plenty of room."""
+        while self._foreseen and self._foreseen[0] is not sequence:
+            self._foreseen.popleft()
+        room = self._pool.num_free // 2
+        copies: dict[str, Copy] = {}
+        while self._foreseen:
+            saved, tokens = self._foreseen[0].saved, self._foreseen[0].tokens
+            if saved is None or saved.log.closed or saved.is_own:
+                break
+            num_tokens = min(saved.num_tokens, len(tokens) - 1)
+            num_blocks = -(-num_tokens // self._pool.block_size)
+            if num_tokens > max_tokens or num_blocks > room:
+                break
+            max_tokens, room = max_tokens - num_tokens, room - num_blocks
+            blocks = [self._pool.allocate() for _ in range(num_blocks)]
+            sources = saved.blocks[:num_blocks]
+            copies[self._foreseen.popleft().id] = Copy(
+                saved.log, sources, num_tokens, chains_of(tokens[:num_tokens]), blocks
+            )
+        num_right = self._journal.writer.copy_in_many(list(copies.values()))
+        for (id, copy), num in zip(copies.items(), num_right, strict=True):
+            self._ahead[id] = _Brought(list(copy.blocks), copy.chains, num)
+
+    def _use_ahead(self, sequence: Sequence, brought: _Brought, end: int) -> int:
+        """What was brought of this stream before it was asked for; returns up to which token all are right."""
+        first, block_size = sequence.num_computed, self._pool.block_size
+        reached = max(min(brought.num_right, end), first)
+        used = slice(first // block_size, -(-reached // block_size))
+        self._give_back(brought.blocks[used.stop :])
+        self._give_back(brought.blocks[: used.start])  # the prefix cache had these
+        if reached > first:
+            self._append(sequence, brought.blocks[used], reached - first)
+            self._publish(sequence, first, reached)
+            self._journal.note_chain(sequence, reached, int(brought.chains[reached - 1]))
+        return reached
 
     def _bring(self, sequence: Sequence, saved: Saved, end: int) -> int:
         """The tokens up to `end`, as many blocks at once as possible; returns up to which one all are right."""
@@ -132,11 +203,14 @@ class Restorer:
         are right. Blocks behind the first that is not are given back."""
         num_right = self._journal.writer.copy_in(saved.log, sources, len(chains), chains, blocks)
         num_kept = -(-num_right // self._pool.block_size)
-        for block in reversed(blocks[num_kept:]):
-            self._pool.release(block)
-            self._journal.note_logged(block, 0)
+        self._give_back(blocks[num_kept:])
         self._append(sequence, blocks[:num_kept], num_right)
         return num_right
+
+    def _give_back(self, blocks: list[int]) -> None:
+        for block in reversed(blocks):
+            self._pool.release(block)
+            self._journal.note_logged(block, 0)
 
     def _append(self, sequence: Sequence, blocks: list[int], num_right: int) -> None:
         for i, block in enumerate(blocks):

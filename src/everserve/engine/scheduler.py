@@ -99,7 +99,7 @@ class Scheduler:
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
-        if not self.preempted:
+        if not self.preempted and self.waiting:
             self._admit(budget, chunks)
         return chunks
 
@@ -142,7 +142,7 @@ class Scheduler:
             scheduled = {chunk.sequence.id for chunk in chunks}
             victim = next((s for s in reversed(self.running) if s.id not in scheduled), None)
             assert victim is not None, "this sequence itself is not scheduled yet"
-            if victim is sequence and chunks:
+            if victim is sequence and len(self.running) > 1:
                 if sequence.num_pending == 1:
                     self._preempt(sequence)  # the newest decoder makes way; a prompt just waits for the next step
                 return 0
@@ -153,8 +153,13 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Start waiting sequences, in order, while budget, seats and blocks last."""
-        if not self.waiting:
-            return
+        if self._restorer is not None:
+            self._restorer.foresee(self.waiting)
+        self._admit_some(budget, chunks)
+        if self._restorer is not None:
+            self._restorer.forget()
+
+    def _admit_some(self, budget: int, chunks: list[Chunk]) -> None:
         in_flight = self._prefixes_in_flight()
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
@@ -172,7 +177,8 @@ class Scheduler:
             if not self._restore(sequence, chunks):
                 return
             budget -= self._extend(sequence, budget, chunks)
-            in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
+            if self._enable_prefix_caching:
+                in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         """waiting -> running, holding the blocks of its cached prefix."""

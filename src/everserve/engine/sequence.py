@@ -60,9 +60,6 @@ class Sequence:
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.penalties = Penalties.of(spec)
-        if self.penalties is not None:
-            for token in spec.known:
-                self.penalties.count(token)
         self._block_size = block_size
         self._hashes: list[bytes] = []
 

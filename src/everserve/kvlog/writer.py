@@ -36,6 +36,16 @@ class Commit(NamedTuple):
     num_known_blocks: int
 
 
+class Copy(NamedTuple):
+    """See `Writer.copy_in`."""
+
+    source: Log
+    source_blocks: Sequence[int]
+    num_tokens: int
+    chains: NDArray[np.uint64]
+    blocks: Sequence[int]
+
+
 class Writer(Protocol):
     """Writes one log. There is one writer at a time: the process that owns the pool."""
 
@@ -82,6 +92,9 @@ class Writer(Protocol):
         Verified on arrival; returns how many leading tokens are right, and in our log with their words. What lies
         behind these in the pool's blocks is rubbish.
         """
+
+    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
+        """Several streams."""
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """`Log.count_intact` of our own log."""
@@ -205,6 +218,9 @@ class LogWriter:
         )
         assert num_right >= 0, "a log is closed"
         return num_right
+
+    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
+        return [self.copy_in(*copy) for copy in copies]
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         return self.log.count_intact(blocks, num_tokens, chains)

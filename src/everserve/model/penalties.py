@@ -3,6 +3,7 @@
 For all streams of a step in one go: on a device each call costs more than what it computes.
 """
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,21 +19,23 @@ _FIRST_CAPACITY = 64
 class Penalties:
     """Which tokens of one stream have penalties, and how often each of them was produced."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: list[int], known: list[int]) -> None:
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self._repetition = params.repetition_penalty
-        seen = sorted(set(prompt)) if self._repetition != 1.0 else []  # the others are over output alone
-        self._place = {token: i for i, token in enumerate(seen)}
-        capacity = max(_FIRST_CAPACITY, 2 * len(seen))
+        counts = Counter(dict.fromkeys(prompt, 0) if self._repetition != 1.0 else {})  # others are over output alone
+        counts.update(known)
+        num = len(counts)
+        self._place = dict(zip(counts, range(num), strict=True))
+        capacity = max(_FIRST_CAPACITY, 2 * num)
         self._ids, self._counts = np.zeros(capacity, np.int64), np.zeros(capacity, np.float32)
-        self._ids[: len(seen)] = seen
+        self._ids[:num], self._counts[:num] = list(counts), list(counts.values())
 
     @classmethod
     def of(cls, spec: RequestSpec) -> "Penalties | None":
         """None when the stream has no penalties."""
         params = spec.params
         wanted = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-        return cls(params, spec.prompt) if wanted else None
+        return cls(params, spec.prompt, spec.known) if wanted else None
 
     def count(self, token: int) -> None:
         """One more token was produced."""

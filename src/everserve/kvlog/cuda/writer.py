@@ -22,7 +22,7 @@ from everserve.kvlog.chains import chains as chains_of
 from everserve.kvlog.cuda import kernels
 from everserve.kvlog.cuda.side import Side
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
-from everserve.kvlog.writer import Commit, LogWriter
+from everserve.kvlog.writer import Commit, Copy, LogWriter
 
 _TOKENS_AT_ONCE = 8192  # brought from another log in one launch; rounded to whole blocks
 _BOUNCE_BYTES = 64 << 20
@@ -159,11 +159,61 @@ class CudaLogWriter(LogWriter):
             sources, wanted, targets = source_blocks[of_these], chains[start:end], blocks[of_these]
             words = source.words(sources, end - start)  # before the KV: whatever is written later will not fit
             if is_near:
-                return self._bring_some(source.blocks_address, sources, words, wanted, targets)
+                return _num_leading(self._bring_some(source.blocks_address, sources, words, wanted, targets))
             self._bounce_off(source, sources)
-            return self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets)
+            return _num_leading(self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets))
 
         return self._in_parts(num_tokens, at_once, bring)
+
+    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
+        """In as few launches as possible: each takes longer than what it does. Streams begin at whole blocks."""
+        num_right = [0] * len(copies)
+        for batch in self._batches(copies):
+            if len(batch) == 1:
+                num_right[batch[0]] = self.copy_in(*copies[batch[0]])
+            else:
+                for i, num in zip(batch, self._bring_together([copies[i] for i in batch]), strict=True):
+                    num_right[i] = num
+        return num_right
+
+    def _batches(self, copies: Sequence[Copy]) -> list[list[int]]:
+        """Which of them go together: out of one log that the device reaches, as many as there is room for."""
+        batches: list[list[int]] = []
+        last: Log | None = None
+        room = 0
+        for i, copy in enumerate(copies):
+            num_tokens = -(-copy.num_tokens // self.log.shape.block_size) * self.log.shape.block_size
+            if copy.source is last and last.elsewhere is not None and num_tokens <= room:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+                last, room = copy.source, self._at_once
+            room -= num_tokens
+        return batches
+
+    def _bring_together(self, copies: Sequence[Copy]) -> list[int]:
+        shape, source = self.log.shape, copies[0].source
+        assert source.shape.has_blocks_like(shape), "blocks of another kind"
+        self._note_reach()
+        sources: list[int] = []
+        targets: list[int] = []
+        words, wanted = np.zeros(self._at_once, np.uint64), np.zeros(self._at_once, np.uint64)
+        firsts = []
+        for copy in copies:
+            num_blocks, first = -(-copy.num_tokens // shape.block_size), len(sources) * shape.block_size
+            packed_blocks(copy.source_blocks, copy.num_tokens, source.shape)
+            packed_blocks(copy.blocks, copy.num_tokens, shape)
+            end = first + copy.num_tokens
+            words[first:end] = source.words(copy.source_blocks[:num_blocks], copy.num_tokens)
+            wanted[first:end] = checked_chains(copy.chains, copy.num_tokens)[: copy.num_tokens]
+            sources += copy.source_blocks[:num_blocks]
+            targets += copy.blocks[:num_blocks]
+            firsts.append(first)
+        num_slots = len(sources) * shape.block_size
+        is_right = self._bring_some(source.blocks_address, sources, words[:num_slots], wanted[:num_slots], targets)
+        return [
+            _num_leading(is_right[first : first + copy.num_tokens]) for first, copy in zip(firsts, copies, strict=True)
+        ]
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         self._side.wait()
@@ -207,7 +257,8 @@ class CudaLogWriter(LogWriter):
         words: NDArray[np.uint64],
         chains: NDArray[np.uint64],
         blocks: Sequence[int],
-    ) -> int:
+    ) -> NDArray[np.bool_]:
+        """Which of these tokens are right. A word is never 0: one that is 0 belongs to nobody."""
         mirror = self.log.blocks_address if self._mirror is not None else 0
         self._side.wait()
         self._sources_B.view[: len(source_blocks)] = source_blocks
@@ -219,7 +270,7 @@ class CudaLogWriter(LogWriter):
                 self._right_T.address,
             )
         )  # fmt: skip
-        return self._num_right(len(chains))
+        return self._are_right(len(chains))
 
     def _check_some(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> int:
         self._side.wait()
@@ -230,14 +281,18 @@ class CudaLogWriter(LogWriter):
                 len(chains), self._right_T.address,
             )
         )  # fmt: skip
-        return self._num_right(len(chains))
+        return _num_leading(self._are_right(len(chains)))
 
     def _stage(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> None:
         self._blocks_B.view[: len(blocks)] = blocks
         self._words_T.view[: len(words)] = words.view(np.int64)
         self._wanted_T.view[: len(chains)] = chains.view(np.int64)
 
-    def _num_right(self, num_tokens: int) -> int:
+    def _are_right(self, num_tokens: int) -> NDArray[np.bool_]:
         self._side.wait()
-        is_right = self._right_T.view[:num_tokens] != 0
-        return num_tokens if is_right.all() else int(is_right.argmin())
+        is_right: NDArray[np.bool_] = self._right_T.view[:num_tokens] != 0
+        return is_right
+
+
+def _num_leading(is_right: NDArray[np.bool_]) -> int:
+    return len(is_right) if is_right.all() else int(is_right.argmin())
