@@ -28,9 +28,10 @@ from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, Tiles, write_
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
-# A kernel that runs for long is a danger to others when its process dies, so `choose` looks only a few times. It may
-# wait much longer than that, over several launches; longest where a step begins: everybody is about to begin one.
-_LIMITS = (8, 64, 1024)
+# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
+# there is nothing. It may wait longer than that, over several launches: where a step begins everybody is about to.
+_LIMITS = (128, 64, 1024)
+_IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
 _EMPTY = tl.constexpr(NO_SUCH_SLOT)
 _ORDINARY = tl.constexpr(1 << 15)  # added to the layer of a request that is no replay; layers have 15 bits
@@ -196,7 +197,8 @@ def _choose_kernel(
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
         held = tl.where((first < _NOTHING) & waits, held + 1, 0)
         num_nonsense = tl.sum((is_new & (layers >= L)).to(tl.int32))
-        spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins - 1)
+        spins -= tl.where(first == _NOTHING, _IDLE_COST, 1)
+        spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins)
     tl.store(held_at, held)
     tl.store(layer_at, chosen)
 
