@@ -252,7 +252,7 @@ class Engine:
         rows, journal = lay_out(chunks, self.config.block_size), self._journal
         if journal is None:
             return self._read_logits(chunks, self._forward(rows, meanwhile))
-        if journal.writer.is_late:
+        if journal.writer.is_on_device:
             # What `meanwhile` is about is the step before this one, and its end must be in the log first.
             meanwhile = _both(meanwhile, partial(journal.begin, chunks, rows))
         else:

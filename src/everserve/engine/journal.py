@@ -9,9 +9,8 @@ A step's tokens go into the log while and after they are computed; the *record* 
     computed        ^^^^^^^^^^^^^^^^^^^^^        in the pool and, once the step is finished, in the log
     committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
 
-A writer may be *late* (on a device, whose KV stays as it is for a while): then a step is begun when it computes, and
-what is to be done about its end waits for the next one, or for whoever needs it done. Between two steps there is no
-time for any of this.
+On a device KV stays as it is for a while, and between two steps there is no time for any of this. So a step is begun
+there when it computes, and what is to be done about its end waits for the next one, or for whoever needs it done.
 
 A record never says more than what is in the log. It is cleared when its stream ends or is preempted: the blocks that it
 names will be somebody else's soon.
@@ -104,7 +103,7 @@ class Journal:
     def finish(self) -> None:
         """They were computed. (The engine does not count them as such yet.)"""
         self._is_computed = True
-        if not self.writer.is_late:
+        if not self.writer.is_on_device:
             self.settle()
 
     def settle(self) -> None:

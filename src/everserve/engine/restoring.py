@@ -3,16 +3,16 @@
 All blocks at once, behind what the prefix cache had of it, up to the first token that is not what its record promised;
 at least one token stays pending, because its logits are needed. What comes back is in our own log too.
 
-A death leaves many streams, which are admitted one after the other. With the first of them the next ones are brought,
-too: on a device a copy takes much less time than to ask for it.
+A death leaves many streams, which are admitted one after the other. On a device, where a copy takes much less time than
+to ask for it, the next ones are brought together with the first.
 
 Where the log is the memory that our own pool lies in (our predecessor's pool), a block that nobody has taken since is
 used where it lies. Whether it still holds these tokens is not a question of who had it: its words tell.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,22 +53,17 @@ class Restorer:
         self._journal = journal
         self._enable_prefix_caching = enable_prefix_caching
         self._clock = clock
-        self._foreseen: deque[Sequence] = deque()
         self._ahead: dict[str, _Brought] = {}  # by stream: what was brought together with another one
 
-    def foresee(self, waiting: Iterable[Sequence]) -> None:
-        """These will be restored in this step, in this order; or not, if there is no room for them."""
-        self._foreseen = deque(sequence for sequence in waiting if sequence.saved is not None)
-
     def forget(self) -> None:
-        """The step needs nothing more."""
-        self._foreseen.clear()
+        """The step restores nothing more."""
         for brought in self._ahead.values():
             self._give_back(brought.blocks)
         self._ahead.clear()
 
-    def restore(self, sequence: Sequence, max_tokens: int) -> int:
+    def restore(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence] = ()) -> int:
         """Bring back at most so many tokens (rounded up to whole blocks), as far as blocks last; returns how many.
+        `next_ones` are probably restored after this one, in this step.
 
         Afterwards `sequence.saved` is None, unless there is more.
         """
@@ -78,8 +73,8 @@ class Restorer:
         num_promised = min(saved.num_tokens, len(sequence.tokens) - 1) if not saved.log.closed else 0
         room = first + self._pool.num_free * self._pool.block_size
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
-        if sequence.id not in self._ahead:
-            self._bring_ahead(sequence, max_tokens)
+        if sequence.id not in self._ahead and not first and self._journal.writer.is_on_device:
+            self._bring_ahead(chain([sequence], next_ones), max_tokens)
         if (brought := self._ahead.pop(sequence.id, None)) is not None:
             reached = self._use_ahead(sequence, brought, end)
         else:
@@ -99,15 +94,13 @@ class Restorer:
         )
         return reached - first
 
-    def _bring_ahead(self, sequence: Sequence, max_tokens: int) -> None:
-        """The streams from this one on, if they are foreseen and there is plenty of room."""
-        while self._foreseen and self._foreseen[0] is not sequence:
-            self._foreseen.popleft()
+    def _bring_ahead(self, sequences: Iterable[Sequence], max_tokens: int) -> None:
+        """The first of these streams, as long as they have something in others' logs and there is plenty of room."""
         room = self._pool.num_free // 2
         copies: dict[str, Copy] = {}
-        while self._foreseen:
-            saved, tokens = self._foreseen[0].saved, self._foreseen[0].tokens
-            if saved is None or saved.log.closed or saved.is_own:
+        for sequence in sequences:
+            saved, tokens = sequence.saved, sequence.tokens
+            if saved is None or saved.log.closed or saved.is_own or sequence.id in self._ahead:
                 break
             num_tokens = min(saved.num_tokens, len(tokens) - 1)
             num_blocks = -(-num_tokens // self._pool.block_size)
@@ -115,10 +108,8 @@ class Restorer:
                 break
             max_tokens, room = max_tokens - num_tokens, room - num_blocks
             blocks = [self._pool.allocate() for _ in range(num_blocks)]
-            sources = saved.blocks[:num_blocks]
-            copies[self._foreseen.popleft().id] = Copy(
-                saved.log, sources, num_tokens, chains_of(tokens[:num_tokens]), blocks
-            )
+            sources, chains = saved.blocks[:num_blocks], chains_of(tokens[:num_tokens])
+            copies[sequence.id] = Copy(saved.log, sources, num_tokens, chains, blocks)
         num_right = self._journal.writer.copy_in_many(list(copies.values()))
         for (id, copy), num in zip(copies.items(), num_right, strict=True):
             self._ahead[id] = _Brought(list(copy.blocks), copy.chains, num)

@@ -99,8 +99,10 @@ class Scheduler:
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
-        if not self.preempted and self.waiting:
+        if not self.preempted:
             self._admit(budget, chunks)
+        if self._restorer is not None:
+            self._restorer.forget()
         return chunks
 
     def commit(self, chunks: list[Chunk]) -> None:
@@ -153,13 +155,8 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Start waiting sequences, in order, while budget, seats and blocks last."""
-        if self._restorer is not None:
-            self._restorer.foresee(self.waiting)
-        self._admit_some(budget, chunks)
-        if self._restorer is not None:
-            self._restorer.forget()
-
-    def _admit_some(self, budget: int, chunks: list[Chunk]) -> None:
+        if not self.waiting:
+            return
         in_flight = self._prefixes_in_flight()
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
@@ -208,7 +205,8 @@ class Scheduler:
         assert self._restorer is not None, "without a log of our own nothing is restored"
         if chunks and self._restoring_left <= 0:
             return False
-        self._restoring_left -= self._restorer.restore(sequence, self._restoring_left if chunks else sys.maxsize)
+        limit = self._restoring_left if chunks else sys.maxsize
+        self._restoring_left -= self._restorer.restore(sequence, limit, self.waiting)
         if sequence.saved is not None and chunks:
             return False
         self._undo.assign(sequence, saved=None)  # alone, and yet there is more: blocks are short, and it must go on

@@ -51,7 +51,7 @@ class Writer(Protocol):
 
     log: Log
     pool_is_in_log: bool  # then nothing is copied, only words are written
-    is_late: bool  # a step may be begun, and finished, when the next one computes
+    is_on_device: bool  # a step may be begun, and finished, when the next one computes; copies cost less together
     reach: int  # blocks with a lower number go into the log, others do not yet; it may grow with `begin` and `copy_in`
 
     def begin(
@@ -116,7 +116,7 @@ class _Writer(ctypes.Structure):
 class LogWriter:
     """`Writer` in C. pool_address == log.blocks_address: the pool is in the log."""
 
-    is_late = False
+    is_on_device = False
 
     def __init__(self, log: Log, pool_address: int) -> None:
         assert not log.closed

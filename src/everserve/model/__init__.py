@@ -12,6 +12,7 @@ attention_half.py  norms, attention, router, residual: owns KV
 expert_half.py     a pure function of expert slots and rows: stateless
 decoder.py         embedding, layers, final norm, logits: the whole model around the seam
 sampling.py        logits to tokens; randomness is a function of (seed, index)
+penalties.py       what a stream has said makes it less likely to be said again
 ops/               the arithmetic itself, one module per kind of device
 bundled.py, demo/  the bundled model and where it is
 """

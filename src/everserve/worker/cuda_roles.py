@@ -30,8 +30,7 @@ from everserve.worker.parts import AttentionParts, Seam, Surroundings
 
 def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
-    start = around.start
-    device = open_device(start, around.loading)
+    start, device = around.start, _open(around)
     logs = CudaLogs(device, around.memory)  # first: it may have to see somebody off meanwhile
     weights = SeatWeights(device, around.memory)
     decoder = build_decoder(device, weights)
@@ -58,8 +57,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
-    start = around.start
-    device = open_device(start, around.loading)
+    start, device = around.start, _open(around)
     weights = SeatWeights(device, around.memory)
     server = build_server(device, weights, around.memory[BELL])
     weights.complete()
@@ -67,6 +65,12 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         start, server, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
     return loop, device.ops.name
+
+
+def _open(around: Surroundings) -> Device:
+    device = open_device(around.start, around.loading)
+    around.control.leave_behind()  # also who dies before it is ready has something queued
+    return device
 
 
 def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> tuple[CudaPeers, CudaExperts]:

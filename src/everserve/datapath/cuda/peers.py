@@ -132,8 +132,9 @@ class CudaPeers(Peers):
 
     def has_refused(self, rank: Rank) -> int:
         """The status with which it has answered the last request; 0 if it has not, or has computed it."""
-        status = self._driver.read(self._region.address(rank) + STATUS_AT, 8)
-        return int.from_bytes(status, "little") if self._has_answered(rank) else 0
+        if not self._has_answered(rank):
+            return 0
+        return int.from_bytes(self._driver.read(self._region.address(rank) + STATUS_AT, 8), "little")
 
     def take_back(self, ranks: Sequence[Rank]) -> list[int]:
         """These have not answered in this layer, or have refused, and are not waited for any more: how many rows each

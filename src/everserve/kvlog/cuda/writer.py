@@ -55,7 +55,7 @@ class CudaLogWriter(LogWriter):
     host memory, as far as `mirror` says that the device reaches it.
     """
 
-    is_late = True
+    is_on_device = True
 
     def __init__(
         self, log: Log, pool_address: int, words_address: int, max_rows: int, side: Side, mirror: Mirror | None = None
