@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from everserve.client import Stream, complete
+from everserve.runtime.process import children_of
 from tests.process.cluster import is_alive, process_state, wait_until, wait_whole
 
 
@@ -256,3 +257,16 @@ def test_status_with_an_api_key(start_server):
         assert without.returncode == 2 and "--api-key" in without.stderr and "Traceback" not in without.stderr
         given = subprocess.run([*command, "--api-key", "secret", "--json"], capture_output=True, text=True, check=False)
         assert given.returncode == 0 and '"violations": []' in given.stdout
+
+
+@pytest.mark.parametrize("command", [["demo"], ["chaos", "--seconds", "60"], ["bench", "failover"]], ids=" ".join)
+def test_who_has_a_server_of_its_own_takes_it_along(command):
+    """SIGTERM, as `timeout` sends it."""
+    command = [sys.executable, "-m", "everserve.cli", *command]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as owner:
+        wait_until(lambda: children_of(owner.pid), 60, "its server")
+        servers = children_of(owner.pid)
+        wait_until(lambda: any(children_of(pid) for pid in servers), 60, "the server's own processes")
+        owner.terminate()
+        assert owner.wait(30) != 0
+    wait_until(lambda: not any(is_alive(pid) for pid in servers), 10, "the end of its server")

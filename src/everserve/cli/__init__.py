@@ -13,6 +13,7 @@ bench.py    one benchmark by name (the benchmarks themselves are in everserve.be
 version.py  print the version
 """
 
+import signal
 import sys
 
 import typer
@@ -34,6 +35,8 @@ def main() -> None:
     from everserve.cli import bench, chaos, demo, drain, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
 
     del bench, chaos, demo, drain, kill, serve, status, version
+    # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         app()
     except UserError as error:

@@ -1,6 +1,5 @@
 """`everserve bench NAME`: one benchmark; prints a table and writes JSON."""
 
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -21,8 +20,6 @@ KvLog = Annotated[str | None, typer.Option(help="As of `serve`. Default: as it d
 @bench_app.callback()
 def _bench() -> None:
     """Benchmarks, each with its baseline in the same run."""
-    # Whoever ends a benchmark by SIGTERM (`timeout`, for instance) does not want its servers to go on.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @bench_app.command()
