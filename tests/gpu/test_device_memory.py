@@ -198,6 +198,25 @@ def check_wait_and_write(pipe: Connection) -> None:
         driver.destroy_stream(stream)
 
 
+def check_wait_for_all(pipe: Connection) -> None:
+    driver = Driver()
+    fd = driver.create(MIB)
+    first = Mapping(driver, fd, MIB).address
+    words, stream = [first + 128 * i for i in range(3)], driver.create_stream()
+    for last in words:
+        for word in words:
+            driver.write(word, b"\xff" * 4)
+        driver.wait_all_geq(stream, words, 0)
+        for word in words:
+            if word != last:
+                driver.write(word, bytes(4))
+        time.sleep(0.05)
+        assert not driver.is_idle(stream), "one of them is missing"
+        driver.write(last, bytes(4))
+        driver.synchronize(stream)
+    driver.destroy_stream(stream)
+
+
 def check_host_registration(pipe: Connection) -> None:
     driver = Driver()
     memory = _host_memory(4 * MIB)
@@ -245,7 +264,14 @@ def check_other_threads(pipe: Connection) -> None:
     driver.close()
 
 
-ALONE = [check_create, check_out_of_memory, check_region, check_wait_and_write, check_host_registration]
+ALONE = [
+    check_create,
+    check_out_of_memory,
+    check_region,
+    check_wait_and_write,
+    check_wait_for_all,
+    check_host_registration,
+]
 
 
 @pytest.mark.parametrize("check", [*ALONE, check_other_threads], ids=lambda check: check.__name__)

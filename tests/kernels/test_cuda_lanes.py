@@ -86,6 +86,7 @@ def test_two_workers_are_served_in_one_batch_layer_after_layer(device) -> None:
     num_rows = sum(int((worker.ids_TK >= 0).sum()) for worker in cluster.attention)
     served = sum(expert.state.served for expert in cluster.experts)
     assert served.tolist() == [2 * 3, num_rows * 3, 0, 0]
+    assert all(worker.state.num_done.item() == 0 for worker in cluster.attention)
 
 
 def test_many_rows_are_computed_in_large_tiles(device) -> None:
@@ -99,6 +100,15 @@ def test_many_rows_are_computed_in_large_tiles(device) -> None:
     assert cluster.experts[0].state.large_tiles.num_tiles[0].item() == 4  # 2 slots, 160 rows each
     for a in range(2):
         assert_complete(cluster, a, 0)
+
+
+def test_nothing_is_sent_before_all_rows_are_there(device) -> None:
+    cluster = make_cluster(device)
+    worker, state = cluster.attention[0], cluster.attention[0].state
+    state.num_done.fill_(-1)  # as if one program had not done its part yet
+    worker.send(0)
+    assert state.num_done.item() == len(worker.x_TD) - 1 and state.sent_E.tolist() == [0, 0]
+    assert cluster.word(0, 0, REQUEST_AT).item() == cluster.word(0, 0, POSITION_AT, torch.int32).item() == 0
 
 
 def test_the_flag_says_that_an_answer_is_due(device) -> None:

@@ -62,6 +62,14 @@ def test_tiles_do_not_change_bits(device, stop, splits, monkeypatch):
     close(results[0], reference.linear(x.float(), linear.weight_OD, linear.bias_O), 1e-5)
 
 
+def test_shares_of_a_device_do_not_change_bits(device, stop):
+    x, weight = random(device, 40, 768), random(device, 1300, 768)
+    whole = Linear(weight)(x, stop, out_dtype=torch.float32)
+    assert all(
+        torch.equal(Linear(weight, share=share)(x, stop, out_dtype=torch.float32), whole) for share in (2, 3, 99)
+    )
+
+
 def test_splits_cover_the_sum_and_depend_on_the_weight_alone():
     assert [-(-d // choose_split_size(o, d)) for o, d in [(6144, 4096), (4096, 4096), (5120, 2048), (2048, 4096)]] == [
         3, 4, 3, 8,

@@ -14,7 +14,7 @@ from everserve.datapath.cuda import send, serve
 from everserve.datapath.cuda.lane import NUM_BOXES, CudaLaneShape
 from everserve.datapath.cuda.send import SendState
 from everserve.datapath.cuda.serve import ServeState
-from everserve.model.ops.cuda.experts import combine, down, gate_up
+from everserve.model.ops.cuda.experts import down, gate_up
 from tests.kernels.toy_experts import make_arena
 
 HIDDEN_SIZE, EXPERT_SIZE = 64, 96
@@ -47,12 +47,10 @@ class Attention:
     def send(self, layer: int, replay: bool = False) -> None:
         next_layer = layer + 1 if layer + 1 < NUM_LAYERS else -1
         self.y_row_TK = send.plan(self.state, self.ids_TK, self.place_of_LN[layer], self.expert_at_LP[layer], layer)
-        send.scatter(self.state, self.x_TD, self.y_row_TK)
-        send.post(self.state, layer, next_layer, replay)
+        send.post(self.state, self.x_TD, self.y_row_TK, layer, next_layer, replay)
 
     def finish(self, layer: int) -> Tensor:
-        send.arrive(self.state, layer)
-        return combine(self.state.region, self.y_row_TK, self.weights_TK, self.residual_TD, self.state.stop)
+        return send.collect(self.state, self.y_row_TK, self.weights_TK, self.residual_TD, layer)
 
     def route(self, rank_N: list[int], slot_N: list[int]) -> None:
         """The same in all layers."""

@@ -23,7 +23,7 @@ from everserve.model.bundled import DEMO_MODEL  # noqa: E402
 from everserve.model.checkpoint import Checkpoint  # noqa: E402
 from everserve.model.config import ModelConfig  # noqa: E402
 from everserve.model.decoder import Decoder  # noqa: E402
-from everserve.model.ops.cuda.experts import ExpertArena, combine, down, gate_up  # noqa: E402
+from everserve.model.ops.cuda.experts import ExpertArena, down, gate_up  # noqa: E402
 from everserve.model.ops.cuda.ops import CudaOps  # noqa: E402
 from everserve.plan.weights import PlannedTensor, WeightsPlan  # noqa: E402
 from everserve.tables.ids import Role  # noqa: E402
@@ -77,10 +77,8 @@ def run_steps(stop: int) -> None:
 
     def remote(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
         y_row_TK = send.plan(state, ids_TK, nowhere[: model.num_experts], nowhere, 0)
-        send.scatter(state, hidden_TD, y_row_TK)
-        send.post(state, 0, 0)
-        send.arrive(state, 0)
-        return combine(state.region, y_row_TK, weights_TK, residual_TD, ops.words.stop)
+        send.post(state, hidden_TD, y_row_TK, 0, 0)
+        return send.collect(state, y_row_TK, weights_TK, residual_TD, 0)
 
     group = model.num_heads // model.num_kv_heads
     for num_rows, is_mixed in ((1, False), (4, False), (20, True), (70, True)):

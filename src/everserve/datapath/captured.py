@@ -14,8 +14,9 @@ class CapturedExperts(ExpertIO, Protocol):
     def end_step(self) -> None:
         """The step has ended, well or not."""
 
-    def wait(self, address: int, want: int) -> int:
-        """Until the device has stored `want` there (Outcome.DONE), or there is something to attend to."""
+    def wait(self, address: int, want: int, due_ns: int) -> int:
+        """Until the device has stored `want` there (Outcome.DONE), which is due at `due_ns` of the monotonic clock, or
+        there is something to attend to."""
 
     def attend(self, outcome: int) -> None:
         """Look after others, so that the step can end: who is waited for in vain is given up."""

@@ -206,7 +206,7 @@ class Library:
             (self.brief.es_lane_answer, [pointer, int64], None),
             (
                 self.blocking.es_device_wait,
-                [pointer, int64, pointer, uint32, pointer, uint32, int64, int64],
+                [pointer, int64, pointer, uint32, pointer, uint32, int64, int64, int64],
                 int64,
             ),
         ]

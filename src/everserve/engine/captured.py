@@ -11,6 +11,7 @@ the word `stop` set and does nothing, so all that is needed to go on is where it
 the rows sent again (the chain's aside) and launches the rest of the chain.
 """
 
+import time
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,7 @@ class _Bucket:
         self.chain = chain
         self.hidden_TD = hidden_TD
         self.logits_LV = logits_LV
+        self.lasted_ns = 0  # the last step in it
 
 
 class CapturedForward:
@@ -83,9 +85,11 @@ class CapturedForward:
             self._experts.begin_step(len(rows.tokens_T))
             bucket.staging.fill(rows)
             self._launch(bucket, 0)
+        began_ns = time.monotonic_ns()
         meanwhile()
         try:
-            self._complete(bucket)
+            self._complete(bucket, due_ns=began_ns + bucket.lasted_ns)
+            bucket.lasted_ns = time.monotonic_ns() - began_ns
         finally:
             self._experts.end_step()
         num_logits = len(rows.logits_rows_L)
@@ -96,10 +100,10 @@ class CapturedForward:
         self._ops.note_greedy(logits_LV, self._report.tokens(num_logits))
         return logits_LV
 
-    def _complete(self, bucket: _Bucket) -> None:
+    def _complete(self, bucket: _Bucket, due_ns: int) -> None:
         """Until the step has ended as it should. StepAbandoned if it cannot."""
         while True:
-            outcome = self._experts.wait(self._report.address, self._num_reports)
+            outcome = self._experts.wait(self._report.address, self._num_reports, due_ns)
             if outcome != Outcome.DONE:
                 self._experts.attend(outcome)
             elif not self._report.stop:

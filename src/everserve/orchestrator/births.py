@@ -129,6 +129,7 @@ class Births:
             memory=tuple(names[1:]),
             device_index=max(self._design.device_of(rank), 0),
             num_attention=self._design.num_attention,
+            num_attention_on_device=self._design.num_attention_beside(rank),
             lane_slots=self._design.lane_slots,
         )
         self._supervisor.send(Provision(start=worker), fds=memory)

@@ -96,6 +96,11 @@ class Design:
         """The device that this worker computes on; ON_HOST without one."""
         return rank % self.num_devices if self.num_devices else ON_HOST
 
+    def num_attention_beside(self, rank: Rank) -> int:
+        """Attention workers on this worker's device, itself included."""
+        ranks = [seat.rank for seat in self.seats if Role.ATTENTION in seat.roles]
+        return sum(self.device_of(other) == self.device_of(rank) for other in ranks)
+
     def weights_of(self, rank: Rank) -> WeightsPlan:
         """What lies where in the memory for this seat's weights."""
         seat, slots = next(seat for seat in self.seats if seat.rank == rank), self.slots_of(rank)

@@ -469,6 +469,7 @@ class StartWorker(Message, frozen=True):
     memory: tuple[str, ...] = ()  # names of what comes along besides its cell (runtime/memories.py)
     device_index: int = 0  # which device is its own, or shared by it
     num_attention: int = 1  # of these workers; the others' ranks come after theirs
+    num_attention_on_device: int = 1  # of those, how many share its device
     lane_slots: int = 0  # expert slots per layer that lanes have room for
 
 

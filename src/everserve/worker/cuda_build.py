@@ -68,7 +68,12 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
     sizes = KvSizes.of(model, settings)
     torch.zeros(1, device=torch_device)  # the context
     driver = Driver(start.device_index)
-    ops = CudaOps(torch_device, max_num_seqs=settings.max_num_seqs, max_model_len=sizes.max_model_len)
+    ops = CudaOps(
+        torch_device,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        share=start.num_attention_on_device,
+    )
     return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
 
 

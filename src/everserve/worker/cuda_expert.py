@@ -71,7 +71,7 @@ class CudaExpertLoop(ExpertService):
         if self._is_needed:
             outcome = load().blocking.es_device_wait(
                 self._nothing.address, 1, self._cell.address, self._control_seen, self._warden.alarm_address,
-                self._alarm_seen, _TURN_NS, _NAP_NS,
+                self._alarm_seen, _TURN_NS, _NAP_NS, 0,
             )  # fmt: skip
             assert outcome != Outcome.DONE
             self._asked_s = time.monotonic()

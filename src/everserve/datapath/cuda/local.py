@@ -41,8 +41,8 @@ class LocalCudaExperts:
 
     def end_step(self) -> None: ...
 
-    def wait(self, address: int, want: int) -> int:
-        outcome: int = load().blocking.es_device_wait(address, want, None, 0, None, 0, _LOOK_EVERY_NS, _NAP_NS)
+    def wait(self, address: int, want: int, due_ns: int) -> int:
+        outcome: int = load().blocking.es_device_wait(address, want, None, 0, None, 0, _LOOK_EVERY_NS, _NAP_NS, due_ns)
         return outcome
 
     def attend(self, outcome: int) -> None:

@@ -1,10 +1,10 @@
 """CudaExperts: the experts are in other processes, which may die, hang or come back at any moment; rows go there and
 back without the host.
 
-Recorded, for each layer:   plan -> scatter -> post | wait for all flags -> arrive -> combine
+Recorded, for each layer:   plan -> post | wait for all flags -> collect
 
 The host waits for the end of the whole step. If somebody is suspected meanwhile, it writes that lane's flag, so that
-the device need not wait; `arrive` then sees that the answer is not there, and the step stops. Then:
+the device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
 
     the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
@@ -25,7 +25,6 @@ from everserve.datapath.cuda.peers import CudaPeers
 from everserve.datapath.lane import STATUSES, Outcome, load
 from everserve.datapath.trust import Suspicion
 from everserve.errors import StepAbandoned
-from everserve.model.ops.cuda.experts import combine
 from everserve.model.ops.cuda.ops import CudaOps
 from everserve.runtime.cuda.driver import Driver
 from everserve.tables.ids import Incarnation, Rank
@@ -82,25 +81,21 @@ class CudaExperts:
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
-        index, state, stop = self._index[layer], self._state, self._ops.words.stop
+        index = self._index[layer]
         y_row_TK = self._send(index, ids_TK, hidden_TD, is_replay=False)
 
         def send_again() -> None:
             y_row_TK.copy_(self._send(index, ids_TK, hidden_TD, is_replay=True))  # rows lie elsewhere now
 
         self._cut(send_again)
-        stream = torch.cuda.current_stream().cuda_stream
-        for flag in self._flags:
-            self._driver.wait_value32_geq(stream, flag, 0)
-        send.arrive(state, index)
-        return combine(state.region, y_row_TK, weights_TK, residual_TD, stop)
+        self._driver.wait_all_geq(torch.cuda.current_stream().cuda_stream, self._flags, 0)
+        return send.collect(self._state, y_row_TK, weights_TK, residual_TD, index)
 
     def _send(self, index: int, ids_TK: Tensor, hidden_TD: Tensor, is_replay: bool) -> Tensor:
         peers, state = self._peers, self._state
         y_row_TK = send.plan(state, ids_TK, peers.place_of_LN[index], peers.expert_at_LP[index], index)
-        send.scatter(state, hidden_TD, y_row_TK)
         # After the last layer comes the first one of the next step.
-        send.post(state, index, (index + 1) % len(self._index), replay=is_replay)
+        send.post(state, hidden_TD, y_row_TK, index, (index + 1) % len(self._index), replay=is_replay)
         return y_row_TK
 
     # -- step by step ----------------------------------------------------------------------------
@@ -132,13 +127,13 @@ class CudaExperts:
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
-    def wait(self, address: int, want: int) -> int:
+    def wait(self, address: int, want: int, due_ns: int) -> int:
         peers = self._peers
         while self._untold:
             self._untold.pop(0)()
         outcome: int = load().blocking.es_device_wait(
             address, want, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
-            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS,
+            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS, due_ns,
         )  # fmt: skip
         return outcome
 

@@ -1,15 +1,14 @@
 """The attention worker's kernels for one layer with experts.
 
     plan      where does each row go? counts into the boxes, y_row_TK for the others
-    scatter   x rows into the boxes
-    post      the requests, and our position
+    post      x rows into the boxes; then the requests, and our position
               (the stream waits until flag >= 0 in every lane that may have been sent something)
-    arrive    is every answer there? otherwise stop, and say who is missing
-    combine   (model/ops/cuda/experts.py) y rows straight out of the boxes, by y_row_TK
+    collect   is every answer there? then the sum of y rows, straight out of the boxes, by y_row_TK;
+              otherwise stop, and say who is missing
 
 All tables are contents of device memory, so that a captured graph follows every change of routes. A layer is sent
-again, after somebody died, by plan, scatter and post with new tables and `replay`: under new sequence numbers, into the
-other boxes. Experts are pure functions, so the result is the same bit for bit.
+again, after somebody died, by plan and post with new tables and `replay`: under new sequence numbers, into the other
+boxes. Experts are pure functions, so the result is the same bit for bit.
 
 A row whose expert has no place stops the step before anything is sent.
 """
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
-from everserve.model.ops.cuda.experts import chunk_of
+from everserve.model.ops.cuda.experts import chunk_of, combine_columns, combine_row
 
-_SCATTER_COLUMNS = 2048
+_POST_COLUMNS = 2048
 NOBODY = -1
 
 
@@ -58,6 +57,7 @@ class SendState:
     sent_E: Tensor  # int64: the last sequence number. 0 with a new lane
     bell_E: Tensor  # int64: where to ring once something was sent: an address, or 0
     rows_E: Tensor  # int32: how many rows of this layer went there
+    num_done: Tensor  # int32: programs of `post` that have done their part
     homeless: Tensor  # int32: an expert without a place, plus 1, if that is why the step stopped
     missing: Tensor  # int64: the ranks (as bits) without an answer, if that is why the step stopped
 
@@ -76,6 +76,7 @@ class SendState:
             sent_E=zeros(num_ranks, torch.int64),
             bell_E=zeros(num_ranks, torch.int64),
             rows_E=zeros(num_ranks),
+            num_done=zeros(1),
             homeless=zeros(1),
             missing=zeros(1, torch.int64),
         )
@@ -104,31 +105,31 @@ def plan(state: SendState, ids_TK: Tensor, place_of_N: Tensor, expert_at_P: Tens
     return y_row_TK
 
 
-def scatter(state: SendState, x_TD: Tensor, y_row_TK: Tensor) -> None:
-    """Each row of x into the boxes, once per expert."""
+def post(state: SendState, x_TD: Tensor, y_row_TK: Tensor, layer: int, next_layer: int, replay: bool = False) -> None:
+    """Each row of x into the boxes, once per expert; then send. We are on our way to `next_layer` then (-1: this was
+    the last one)."""
     num_tokens, hidden_size = x_TD.shape
     assert x_TD.dtype == torch.bfloat16 and hidden_size == state.shape.hidden_size
-    columns = min(_SCATTER_COLUMNS, triton.next_power_of_2(hidden_size))
-    _scatter_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
-        state.region, x_TD, y_row_TK, state.stop,
-        K=y_row_TK.shape[1], D=hidden_size, BD=columns, MAX_ROWS=state.shape.max_rows, num_warps=4,
+    columns = min(_POST_COLUMNS, triton.next_power_of_2(hidden_size))
+    _post_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
+        state.region, x_TD, y_row_TK, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.num_done,
+        state.stop, layer, next_layer, int(replay),
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, MAX_ROWS=state.shape.max_rows,
+        **_all_ranks(state), num_warps=4,
     )  # fmt: skip
 
 
-def post(state: SendState, layer: int, next_layer: int, replay: bool = False) -> None:
-    """Send: the boxes are full. We are on our way to `next_layer` then (-1: this was the last one)."""
-    _post_kernel[(1,)](
-        state.region, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.stop, layer, next_layer,
-        int(replay),
-        **_all_ranks(state), num_warps=1,
+def collect(state: SendState, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor, layer: int) -> Tensor:
+    """residual + the weighted sum of the answers. Stops unless every rank that got rows has computed them."""
+    num_tokens, hidden_size = residual_TD.shape
+    out_TD = torch.empty_like(residual_TD)
+    columns = combine_columns(hidden_size)
+    _collect_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
+        state.region, state.rows_E, state.sent_E, state.missing, y_row_TK, weights_TK, residual_TD, out_TD, state.stop,
+        layer,
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **_all_ranks(state), num_warps=4,
     )  # fmt: skip
-
-
-def arrive(state: SendState, layer: int) -> None:
-    """Stop unless every rank that got rows has computed them."""
-    _arrive_kernel[(1,)](
-        state.region, state.rows_E, state.sent_E, state.missing, state.stop, layer, **_all_ranks(state), num_warps=1
-    )
+    return out_TD
 
 
 def announce(state: SendState, layer: int) -> None:
@@ -202,30 +203,38 @@ def _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK:
         tl.store(stop, layer + 1)
 
 
-@triton.jit
-def _scatter_kernel(region, x, y_row, stop, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MAX_ROWS: tl.constexpr):
+@triton.jit(do_not_specialize=["layer", "next_layer", "replay"])
+def _post_kernel(
+    region, x, y_row, present, rows, sent, bell, num_done, stop, layer, next_layer, replay,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MAX_ROWS: tl.constexpr,
+    E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row. Whoever is the last to do its part sends, for all: a kernel more would take longer."""
     if tl.load(stop) != 0:
         return
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     x_D = tl.load(x + token * D + d, mask=d < D)
     boxes = tl.multiple_of(region.to(tl.pointer_type(tl.bfloat16)), 16)
-    rows = ()  # all of them are loaded before the first is waited for
+    rows_K = ()  # all of them are loaded before the first is waited for
     for k in tl.static_range(K):
-        rows += (tl.load(y_row + token * K + k).to(tl.int64),)  # type: ignore[assignment]
+        rows_K += (tl.load(y_row + token * K + k).to(tl.int64),)  # type: ignore[assignment]
     for k in tl.static_range(K):
-        tl.store(boxes + (rows[k] - MAX_ROWS) * D + d, x_D, mask=(d < D) & (rows[k] >= 0))
+        tl.store(boxes + (rows_K[k] - MAX_ROWS) * D + d, x_D, mask=(d < D) & (rows_K[k] >= 0))
+    tl.debug_barrier()  # what all threads have stored, before the word that says so
+    num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
+    if num_before == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(num_done, 0)
+        _send(region, present, rows, sent, bell, layer, next_layer, replay, E, EB, LANE_BYTES)
 
 
-@triton.jit(do_not_specialize=["layer", "next_layer", "replay"])
-def _post_kernel(
-    region, present, rows, sent, bell, stop, layer, next_layer, replay,
+@triton.jit
+def _send(
+    region, present, rows, sent, bell, layer, next_layer, replay,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """x and counts were written by kernels before this one. The flag comes before the request, since the answer to it
-    sets the flag; our position comes after it, since whoever sees that we have passed must also see what we sent."""
-    if tl.load(stop) != 0:
-        return
+    """x and counts are there. The flag comes before the request, since the answer to it sets the flag; our position
+    comes after it, since whoever sees that we have passed must also see what we sent."""
     ranks = tl.arange(0, EB)
     is_there = tl.load(present + ranks, mask=ranks < E, other=0) != 0
     is_asked = tl.load(rows + ranks, mask=ranks < E, other=0) > 0
@@ -234,7 +243,9 @@ def _post_kernel(
     position = tl.zeros((EB,), tl.int32) + next_layer + 1
     flag = tl.full((EB,), -1, tl.int32)
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, FLAG), flag, mask=is_asked, sem="relaxed", scope="sys")
+    tl.debug_barrier()
     tl.atomic_xchg(words64(region, ranks, LANE_BYTES, REQUEST), request, mask=is_asked, sem="release", scope="sys")
+    tl.debug_barrier()
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, POSITION), position, mask=is_there, sem="release", scope="sys")
     bells = tl.load(bell + ranks, mask=ranks < E, other=0)
     ring = tl.full((EB,), 1, tl.int32)
@@ -244,9 +255,12 @@ def _post_kernel(
 
 
 @triton.jit(do_not_specialize=["layer"])
-def _arrive_kernel(
-    region, rows, sent, missing, stop, layer, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr
-):
+def _collect_kernel(
+    region, rows, sent, missing, y_row, weights, residual, out, stop, layer,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row. Each program looks by itself. If some of them see an answer that others did not see yet,
+    the step stops all the same, and what they have stored is stored once more when it goes on."""
     if tl.load(stop) != 0:
         return
     ranks = tl.arange(0, EB)
@@ -259,6 +273,8 @@ def _arrive_kernel(
     if bits != 0:
         tl.store(missing, bits)
         tl.store(stop, layer + 1)
+    else:
+        combine_row(region, y_row, weights, residual, out, K, D, BD)
 
 
 @triton.jit(do_not_specialize=["layer"])

@@ -18,7 +18,7 @@ return while any other stream stands still, and so can release it.
 import ctypes
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ _POSIX_FD = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 _READ_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
-_WAIT_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_WAIT_VALUE_32, _WAIT_GEQ = 1, 0  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_WAIT_VALUE_GEQ
 _HOST_PORTABLE, _HOST_DEVICE_MAP = 1, 2  # CU_MEMHOSTREGISTER_*
 _MAX_DUMMY_BYTES = 32 << 20
 
@@ -98,6 +98,19 @@ class _Access(ctypes.Structure):
     _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
 
 
+class _WaitValue(ctypes.Structure):
+    """CUstreamBatchMemOpParams, as it is for a wait."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64),
+    ]
+
+
 class Library:
     """The functions of libcuda that we use."""
 
@@ -141,6 +154,7 @@ class Library:
             "cuStreamDestroy_v2": [stream],
             "cuStreamSynchronize": [stream],
             "cuStreamQuery": [stream],
+            "cuStreamBatchMemOp_v2": [stream, unsigned, to(_WaitValue), unsigned],
             "cuStreamWaitValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
             "cuStreamWriteValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
         }
@@ -352,6 +366,11 @@ class Driver:
     def wait_value32_geq(self, stream: int, address: int, value: int) -> None:
         """The stream stands still until the signed difference of the word there and `value` is not negative."""
         self._call("cuStreamWaitValue32_v2", stream, address, value & 0xFFFFFFFF, _WAIT_GEQ)
+
+    def wait_all_geq(self, stream: int, addresses: Sequence[int], value: int) -> None:
+        """The same for several words, in one go."""
+        waits = [_WaitValue(_WAIT_VALUE_32, address, value & 0xFFFFFFFF, _WAIT_GEQ) for address in addresses]
+        self._call("cuStreamBatchMemOp_v2", stream, len(waits), (_WaitValue * len(waits))(*waits), 0)
 
     def write_value32(self, stream: int, address: int, value: int) -> None:
         """When the stream gets there; what it has written before is visible to whoever sees this word."""

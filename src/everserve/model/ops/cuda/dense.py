@@ -39,14 +39,18 @@ class Tile(NamedTuple):
 
 
 class Linear:
-    """One weight. D is a multiple of 8; the weight is bfloat16 and contiguous, and must not move."""
+    """One weight. D is a multiple of 8; the weight is bfloat16 and contiguous, and must not move.
 
-    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None) -> None:
+    `share`: how many processes do the same at the same time on this device, and should not wait for each other.
+    """
+
+    def __init__(self, weight_OD: Tensor, bias_O: Tensor | None = None, share: int = 1) -> None:
         assert weight_OD.dtype is torch.bfloat16 and weight_OD.is_contiguous(), "weights are contiguous bfloat16"
         self.out_features, self.in_features = weight_OD.shape
         assert self.in_features % 8 == 0, f"rows of {self.in_features} elements: TMA wants multiples of 16 bytes"
         self.weight_OD, self.bias_O = weight_OD, bias_O
         self.split_size = choose_split_size(self.out_features, self.in_features)
+        self._share = share
         self._descriptors: dict[tuple[int, int], TensorDescriptor] = {}
 
     @property
@@ -97,8 +101,9 @@ class Linear:
         *,
         parallel: bool,
     ) -> None:
-        grid = min(num_tiles, tile.programs_per_sm * _num_sms(x_TD.device))
-        _product[(grid,)](
+        num_at_once = max(tile.programs_per_sm * _num_sms(x_TD.device) // self._share, 1)
+        num_rounds = -(-num_tiles // num_at_once)
+        _product[(-(-num_tiles // num_rounds),)](
             TensorDescriptor.from_tensor(x_TD, [tile.BM, tile.BK]), self._descriptor(tile.BN, tile.BK),
             bias_O, residual_TO, out, stop, len(x_TD),
             OUT=self.out_features, D=self.in_features, NUM_SPLITS=self.num_splits, SPLIT_SIZE=self.split_size,

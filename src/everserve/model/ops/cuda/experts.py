@@ -193,12 +193,18 @@ def combine(y_at: int, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor
     """residual + the sum over k, in its order, of weights * y; rows of y with the index -1 contribute nothing."""
     num_tokens, hidden_size = residual_TD.shape
     out_TD = torch.empty_like(residual_TD)
-    columns = min(_COMBINE_COLUMNS, triton.next_power_of_2(hidden_size))
+    columns = combine_columns(hidden_size)
     _combine_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
         y_at, y_row_TK, weights_TK, residual_TD, out_TD, stop,
         K=y_row_TK.shape[1], D=hidden_size, BD=columns, num_warps=4,
     )  # fmt: skip
     return out_TD
+
+
+def combine_columns(hidden_size: int) -> int:
+    """How many columns a program of `combine_row` has."""
+    size: int = triton.next_power_of_2(hidden_size)
+    return min(_COMBINE_COLUMNS, size)
 
 
 def chunk_of(num_rows: int) -> int:
@@ -335,6 +341,12 @@ def _down_kernel(
 def _combine_kernel(y_at, y_row, weights, residual, out, stop, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     if tl.load(stop) != 0:
         return
+    combine_row(y_at, y_row, weights, residual, out, K, D, BD)
+
+
+@triton.jit
+def combine_row(y_at, y_row, weights, residual, out, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Of the row program_id(0), the columns that are program_id(1)'s."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)

@@ -43,17 +43,19 @@ class ArenaSlots:
 
 
 class CudaOps:
-    """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one."""
+    """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
+    shared by `share` processes that do the same."""
 
     name = "cuda"
     activation_dtype = torch.float32
     batch_invariant = True
 
-    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int) -> None:
+    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int, share: int = 1) -> None:
         self.device = device
         self.words = Words.on(device)
         self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._share = share
         self._linears: dict[int, Linear] = {}
         self._allowed: dict[int, Tensor] = {}
         self._dense_routes: dict[int, tuple[Tensor, Tensor]] = {}  # by number of rows: all of them to the one expert
@@ -161,5 +163,5 @@ class CudaOps:
     def _linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
         key = weight_OD.data_ptr()
         if key not in self._linears:
-            self._linears[key] = Linear(weight_OD, bias_O)
+            self._linears[key] = Linear(weight_OD, bias_O, self._share)
         return self._linears[key]
