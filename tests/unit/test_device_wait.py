@@ -1,5 +1,6 @@
 """Waiting for a device: what it returns for, and when it sleeps."""
 
+import ctypes
 import resource
 import time
 
@@ -14,10 +15,10 @@ MS = 1_000_000
 
 def wait(word: np.ndarray, want: int, timeout_ns: int, due_ns: int) -> tuple[int, int]:
     """The outcome, and how often the thread has slept."""
+    function = load().brief.es_device_wait  # does not let go of the interpreter, for which it would have to wait
+    function.argtypes, function.restype = load().blocking.es_device_wait.argtypes, ctypes.c_int64
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-    outcome = load().blocking.es_device_wait(
-        word.ctypes.data, want, None, 0, None, 0, timeout_ns, NAP_NS, time.monotonic_ns() + due_ns
-    )
+    outcome = function(word.ctypes.data, want, None, 0, None, 0, timeout_ns, NAP_NS, time.monotonic_ns() + due_ns)
     return outcome, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
 
 

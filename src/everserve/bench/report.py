@@ -36,8 +36,18 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "everserve": __version__,
-        "command": " ".join(["everserve", *sys.argv[1:]]),
+        "command": " ".join(["everserve", *_without_out(sys.argv[1:])]),
     }
+
+
+def _without_out(arguments: list[str]) -> list[str]:
+    """Where the result went is nobody's business."""
+    is_out = [argument == "--out" for argument in arguments]
+    return [
+        argument
+        for argument, here, before in zip(arguments, is_out, [False, *is_out], strict=False)
+        if not (here or before or argument.startswith("--out="))
+    ]
 
 
 def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:
