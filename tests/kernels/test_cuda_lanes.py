@@ -196,6 +196,53 @@ def test_the_first_layer_has_a_patience_of_its_own(device) -> None:
     assert [cluster.experts[0].serve() for _ in range(2)] == [-1, 0]
 
 
+def test_steps_begin_together(device) -> None:
+    cluster = make_cluster(device)
+    expert, (first, second) = cluster.experts[0], cluster.attention
+    expert.state.limits[2] = 100
+    second.send(1)
+    first.send(0)
+    assert (expert.serve(), taken(cluster)) == (1, [False, True]), "the other one is in the middle of its step"
+    assert expert.serve() == -1, "and is about to send its next layer"
+    for layer in (2, LAST):
+        second.send(layer)
+        assert (expert.serve(), taken(cluster)) == (layer, [False, True])
+    send.announce(second.state, 0)
+    assert expert.serve() == -1
+    second.send(0)
+    assert (expert.serve(), taken(cluster)) == (0, [True, True])
+    assert expert.state.num_passed.item() == expert.state.held.item() == 0
+
+
+def test_nobody_stands_back_for_one_who_does_not_go_on(device) -> None:
+    cluster = make_cluster(device)
+    cluster.experts[0].state.limits[2] = 10
+    send.announce(cluster.attention[1].state, 2)
+    cluster.attention[0].send(0)
+    assert [cluster.experts[0].serve() for _ in range(3)] == [-1, -1, 0]  # 4 polls each
+
+
+def test_nobody_stands_back_forever(device) -> None:
+    """Here the other one begins new steps without ever being at the beginning of one."""
+    cluster = make_cluster(device)
+    cluster.experts[0].state.limits[2] = 100
+    cluster.attention[0].send(0)
+    layers = []
+    for _ in range(2 * NUM_LAYERS + 1):
+        cluster.attention[1].send(1)
+        layers.append(cluster.experts[0].serve())
+    assert layers == [1] * (2 * NUM_LAYERS) + [0]
+    assert cluster.experts[0].state.num_passed.item() == 0
+
+
+def test_a_replay_never_stands_back(device) -> None:
+    cluster = make_cluster(device)
+    cluster.experts[0].state.limits[2] = 100
+    cluster.attention[1].send(1)
+    cluster.attention[0].send(0, replay=True)
+    assert [cluster.experts[0].serve() for _ in range(2)] == [0, 1]
+
+
 def test_a_laggard_joins_the_batch(device) -> None:
     cluster = make_cluster(device)
     cluster.experts[0].state.limits[1] = 100

@@ -2,10 +2,13 @@
 
     choose -> gather -> gate_up -> down -> answer          (the products: model/ops/cuda/experts.py)
 
-`choose` looks for requests and decides as worker/batching.py does: replays at once, otherwise the lowest layer, and
-before it goes ahead it waits a moment for those who are on their way to this layer or to an earlier one. It takes the
-counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after that, or has
-written before, costs it a request, not us a crash.
+`choose` looks for requests and decides much as worker/batching.py does: replays at once, otherwise the lowest layer,
+and before it goes ahead it waits a moment for those who are on their way to this layer or to an earlier one. And steps
+begin together: whoever is to begin one *stands back* until the others have ended theirs. Otherwise two workers that are
+half a step apart stay so, and all weights are read twice.
+
+It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
+that, or has written before, costs it a request, not us a crash.
 
 If there is nothing to do there are no tiles, and the other kernels fall through.
 
@@ -29,8 +32,9 @@ from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, Tiles, write_
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
 # A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
-# there is nothing. It may wait longer than that, over several launches: where a step begins everybody is about to.
-_LIMITS = (128, 64, 1024)
+# there is nothing. It may wait longer than that, over several launches: where a step begins everybody is about to, when
+# tokens are chosen and handed over.
+_LIMITS = (128, 64, 8192)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
 _EMPTY = tl.constexpr(NO_SUCH_SLOT)
@@ -56,7 +60,8 @@ class ServeState:
     taken_A: Tensor  # int64: the last request that was answered. 0 with a new lane
     filled_LS: Tensor  # int32, 1: there is an expert in this slot
     limits: Tensor  # int32: max_spins, patience, first_patience, in polls of about 1.5 us
-    held: Tensor  # int32: how long the oldest request has waited for company, in polls
+    held: Tensor  # int32: how long there has been nothing but waiting for company, in polls
+    num_passed: Tensor  # int32: batches since somebody stands back
     layer: Tensor  # int32: the layer of this batch, or -1
     seq_A: Tensor  # int64: the requests that are answered with this batch, or 0
     status_A: Tensor  # int64: the answers
@@ -99,6 +104,7 @@ class ServeState:
             filled_LS=zeros(num_layers, num_slots),
             limits=torch.tensor(_LIMITS, dtype=torch.int32, device=device),
             held=zeros(1),
+            num_passed=zeros(1),
             layer=zeros(1),
             seq_A=zeros(num_ranks, dtype=torch.int64),
             status_A=zeros(num_ranks, dtype=torch.int64),
@@ -121,7 +127,7 @@ def choose(state: ServeState) -> None:
     shape, (num_layers, num_slots) = state.shape, state.filled_LS.shape
     _choose_kernel[(1,)](
         state.region, state.bell, state.healthy_A, state.taken_A, state.filled_LS, state.limits, state.held,
-        state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
+        state.num_passed, state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
         **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0, num_warps=4,
@@ -160,8 +166,20 @@ def _layers_of(request):
 
 
 @triton.jit
+def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexpr):
+    """The urgency of what comes first among what was asked for, or _NOTHING; and how many stand back."""
+    layers = _layers_of(request)
+    urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
+    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 0)
+    stands_back = is_new & (urgency == _ORDINARY) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
+    first = tl.min(tl.where(is_new & (layers < L) & (stands_back == 0), urgency, _NOTHING))
+    return first, tl.sum(stands_back.to(tl.int32))
+
+
+@triton.jit
 def _choose_kernel(
-    region, bell, healthy, taken, filled, limits, held_at, layer_at, seq_A, status_A, counts_AS, served, stop,
+    region, bell, healthy, taken, filled, limits, held_at, num_passed_at,
+    layer_at, seq_A, status_A, counts_AS, served, stop,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
@@ -177,29 +195,32 @@ def _choose_kernel(
     patience = tl.load(limits + 1)
     first_patience = tl.load(limits + 2)
     held = tl.load(held_at)
+    num_passed = tl.load(num_passed_at)
     requests = words64(region, ranks, LANE_BYTES, REQUEST)
     positions = words32(region, ranks, LANE_BYTES, POSITION)
 
     request = tl.zeros((AB,), tl.int64)
     chosen = -1
+    num_back = 0
     while spins > 0:
         # The position first: whoever has passed has also sent what it had to send, and we see it below.
         position = tl.atomic_add(positions, 0, mask=is_healthy, sem="acquire", scope="sys")
         request = tl.atomic_add(requests, 0, mask=is_healthy, sem="acquire", scope="sys")
         is_new = is_healthy & ((request >> 16) > last)
-        layers = _layers_of(request)
-        urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
-        first = tl.min(tl.where(is_new & (layers < L), urgency, _NOTHING))
+        may_stand_back = (held < first_patience) & (num_passed < A * L)
+        first, num_back = _first(request, position, is_healthy, is_new, may_stand_back, L)
         layer = first % _ORDINARY
-        is_coming = is_healthy & ((request >> 16) <= last) & (position > 0) & (position - 1 <= layer)
+        is_coming = is_healthy & (is_new == 0) & (position > 0) & (position - 1 <= layer)
         limit = tl.where(layer == 0, first_patience, patience)
         waits = (first >= _ORDINARY) & (held < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
-        held = tl.where((first < _NOTHING) & waits, held + 1, 0)
-        num_nonsense = tl.sum((is_new & (layers >= L)).to(tl.int32))
-        spins -= tl.where(first == _NOTHING, _IDLE_COST, 1)
+        is_idle = (first == _NOTHING) & (num_back == 0)
+        held = tl.where((chosen >= 0) | is_idle, 0, held + 1)
+        num_nonsense = tl.sum((is_new & (_layers_of(request) >= L)).to(tl.int32))
+        spins -= tl.where(is_idle, _IDLE_COST, 1)
         spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins)
     tl.store(held_at, held)
+    tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
     tl.store(layer_at, chosen)
 
     seq = request >> 16

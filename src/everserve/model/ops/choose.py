@@ -1,8 +1,8 @@
 """Choosing tokens, in plain PyTorch: what `Ops.choose` means, and how `ReferenceOps` does it.
 
-Every choice among tokens goes by (weight, then lower id first) as one integer key without ties, so that the result does
-not depend on the algorithm that sorts. min-p comes first, then the best top_k of what is left, then of those the fewest
-that reach top_p of their mass.
+Every choice among tokens goes by (weight, then lower id first), without ties, so that the result does not depend on the
+algorithm that sorts. min-p comes first, then the best top_k of what is left, then of those the fewest that reach top_p
+of their mass.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ def _draw(logits_LV: Tensor, draws: Sequence[Draw]) -> Tensor:
         return _invert(probs_LV.cumsum(dim=-1), uniforms).squeeze(-1)
     is_filtered = (top_k > 0) | (top_p < 1) | (min_p > 0)
     by_id = torch.arange(vocab, device=logits_LV.device).expand_as(probs_LV)
-    ids_LV = torch.where(is_filtered, order_keys(probs_LV).sort(dim=-1, descending=True).indices, by_id)
+    best_first_LV = probs_LV.float().sort(dim=-1, descending=True, stable=True).indices
+    ids_LV = torch.where(is_filtered, best_first_LV, by_id)
     sorted_LV = probs_LV.gather(-1, ids_LV)
     best_L1 = probs_LV.amax(dim=-1, keepdim=True)
     kept_LV = sorted_LV >= min_p * best_L1
