@@ -36,8 +36,10 @@ def engine(
 
 @bench_app.command()
 def decode(
-    shape: Annotated[list[str] | None, typer.Option(help="mixtral, qwen3; repeatable. Default: both.")] = None,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)] = None,
+    shape: Annotated[
+        list[str] | None, typer.Option(help="mixtral, qwen3; repeatable. Default: both, the first with 16 layers.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has. With --shape.", min=1)] = None,
     streams: Annotated[
         list[int] | None, typer.Option(help="Side by side; repeatable. Default: 1, 16, 64, 128, 256.", min=1, max=256)
     ] = None,
@@ -52,9 +54,11 @@ def decode(
     unknown = set(shape or ()) - set(SHAPES)
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}: choose {' or '.join(SHAPES)}", param_hint="--shape")
+    if layers is not None and not shape:
+        raise typer.BadParameter("of which shape? Say --shape too", param_hint="--layers")
     defaults = benchmark.Settings()
     settings = benchmark.Settings(
-        shapes=tuple((name, layers) for name in shape or SHAPES),
+        shapes=tuple((name, layers) for name in shape) if shape else defaults.shapes,
         batches=tuple(streams or defaults.batches),
         context=context,
         has_baseline=baseline,
