@@ -6,11 +6,11 @@ from everserve.bench import variants
 from everserve.bench.variants import SLICES, Settings
 from everserve.errors import ConfigError
 
-SETTINGS = Settings(streams=(2,), prompt=16, max_tokens=48, rounds=2)
+SETTINGS = Settings(streams=(2,), prompt=16, max_tokens=48, rounds=1)
 
 
 def test_one_at_a_time():
-    """Each is started anew in each round; one that does not start says why and stops nobody else."""
+    """Each is started anew; one that does not start says why and stops nobody else."""
     flags = {"plain": (), "no log": ("--kv-log", "off"), "wrong": ("--kv-log", "nowhere")}
     found = variants.compare("test", flags, "plain", SETTINGS, at_once=False)
     assert found.model == "bundled model"

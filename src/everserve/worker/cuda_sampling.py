@@ -1,8 +1,8 @@
 """Every way of choosing a token once, for nobody.
 
-On a device torch loads each of its kernels when it is first used, which takes a while, and may wait for everything that
-runs. A worker whose streams were all greedy so far would do that in the middle of a failover, with the first stream of
-another kind that it takes over.
+On a device a kernel is loaded, and ours are compiled, when it is first used. This takes a while, and may wait for
+everything that runs. A worker whose streams were all greedy so far would do that in the middle of a failover, with the
+first stream of another kind that it takes over.
 """
 
 import torch
@@ -23,16 +23,16 @@ _PENALISED = SamplingParams(
     logit_bias={0: 1.0},
     logprobs=1,
 )
-_FILTERED = SamplingParams(max_tokens=2, temperature=0.7, top_p=0.9, top_k=2, min_p=0.01, logprobs=0)
-_FREE = SamplingParams(max_tokens=2, temperature=1.0)
+_DRAWN = SamplingParams(max_tokens=2, temperature=0.7, logprobs=0)
 
 
 def rehearse_sampling(device: Device) -> None:
-    """Some kernels differ for one row and for several."""
+    """One kernel draws, whatever is filtered; those of torch that report probabilities may differ for one row and for
+    several."""
     ops, vocab_size = device.ops, device.model.vocab_size
-    logits_LV = torch.zeros(3, vocab_size, device=device.torch_device)
+    logits_LV = torch.zeros(2, vocab_size, device=device.torch_device)
     ops.choose(logits_LV, [GREEDY] * len(logits_LV))
-    for params in ([_FREE], [_FREE, _FREE], [_FILTERED], [_PENALISED, _FILTERED, _FREE]):
+    for params in ([_DRAWN], [_PENALISED, _DRAWN]):
         sample(ops, logits_LV[: len(params)], [_row(each) for each in params])
 
 

@@ -23,7 +23,7 @@ class Draw(NamedTuple):
 
 
 def choose(logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token per row; -1 where a logit is not a number. A device is asked once, at the end."""
+    """One token per row; -1 where a logit is not a number."""
     tokens_L = logits_LV.argmax(dim=-1)
     sampled = [i for i, draw in enumerate(draws) if draw.temperature > 0]
     if len(sampled) == len(draws):
@@ -45,9 +45,7 @@ def order_keys(values_LV: Tensor) -> Tensor:
 
 def _draw(logits_LV: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Inverse transform: over all ids in order where nothing is filtered, else over what is kept, best first."""
-    num_rows, vocab = logits_LV.shape
-    if num_rows == 1 and logits_LV.is_cuda:  # of a single row torch would add up the masses in another order
-        return _draw(logits_LV.expand(2, -1), [*draws, *draws])[:1]
+    vocab = logits_LV.shape[1]
     columns = torch.tensor(draws, dtype=torch.float64, device=logits_LV.device).T.unsqueeze(-1)
     temperatures, top_k, top_p, min_p, uniforms = columns.unbind()
     probs_LV = torch.softmax(logits_LV / temperatures.float(), dim=-1).double()

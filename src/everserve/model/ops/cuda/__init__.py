@@ -5,12 +5,14 @@
     attention.py   attention over the paged KV pool
     gating.py      which experts a row goes to
     choosing.py    the token with the highest logit
+    sampling.py    a drawn token
     experts.py     the expert networks: rows sorted by slot, one grouped product per matrix
     words.py       the word `stop`, and why it was set
     ops.py         CudaOps: all of it behind `Ops`
 
-Every kernel takes a pointer to the int32 word `stop` and does nothing if it is not 0: what is queued behind a step that
-had to stop falls through. Sizes of a batch are contents of memory, so that one captured graph serves many batches.
+Every kernel of a step takes a pointer to the int32 word `stop` and does nothing if it is not 0: what is queued behind a
+step that had to stop falls through. Sizes of a batch are contents of memory, so that one captured graph serves many
+batches.
 
 A row's bits depend on that row and its sequence alone: no sum is ever split in a way that depends on the batch.
 

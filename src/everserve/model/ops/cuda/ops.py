@@ -15,8 +15,8 @@ from torch import Tensor
 from everserve.model.batch import StepBatch
 from everserve.model.device_batch import SEGMENT, DeviceBatch
 from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
-from everserve.model.ops.choose import Draw, choose
-from everserve.model.ops.cuda import attention, choosing, gating, rows
+from everserve.model.ops.choose import Draw
+from everserve.model.ops.cuda import attention, choosing, gating, rows, sampling
 from everserve.model.ops.cuda.dense import Linear
 from everserve.model.ops.cuda.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
 from everserve.model.ops.cuda.words import Words
@@ -154,7 +154,7 @@ class CudaOps:
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         noted, self._greedy = self._greedy, None
         if any(draw.temperature > 0 for draw in draws):
-            return choose(logits_LV, draws)
+            return sampling.sample(logits_LV, draws)
         if noted is not None and noted[0] == logits_LV.data_ptr() and len(noted[1]) == len(draws):
             return noted[1]
         tokens: list[int] = self.greedy(logits_LV).tolist()
