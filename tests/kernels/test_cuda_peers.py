@@ -186,8 +186,10 @@ def test_a_flag_that_was_written_for_nothing(worker):
 
 def test_an_expert_without_a_place(worker):
     worker.send(0, [[0, 1]])
+    assert all(worker.word(rank, POSITION_AT, 4) > 0 for rank in EXPERTS)
     with pytest.raises(StepAbandoned):
         worker.heal(0, missing=4)
+    assert all(worker.word(rank, POSITION_AT, 4) == 0 for rank in EXPERTS), "nobody should wait for us"
 
 
 @pytest.mark.parametrize("comes_late", [False, True])

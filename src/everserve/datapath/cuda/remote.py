@@ -123,7 +123,7 @@ class CudaExperts:
             self._peers.has_refused(rank)
 
     def rest(self) -> None:
-        """There is nothing to compute for a while: nobody should wait for us."""
+        """There is nothing to compute for a while, or a step is given up: nobody should wait for us."""
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
@@ -160,7 +160,7 @@ class CudaExperts:
         self._state.homeless.zero_()
         if missing:
             peers.reconsider()
-            peers.cell.position = -1
+            self.rest()
             raise StepAbandoned(layer, (missing - 1,))
         late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
         suspicions: list[Suspicion] = []
