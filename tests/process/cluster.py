@@ -49,7 +49,7 @@ def asks(num: int, num_prompt: int, max_tokens: int) -> list[Ask]:
 
 
 DECODE = asks(6, num_prompt=12, max_tokens=160)
-PREFILL = asks(4, num_prompt=3000, max_tokens=24)
+PREFILL = asks(4, num_prompt=1800, max_tokens=24)
 
 
 def run_all(server: LocalServer, wanted: list[Ask]) -> list[list[int]]:
