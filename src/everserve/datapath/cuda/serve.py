@@ -167,31 +167,11 @@ def _layers_of(request):
 
 
 @triton.jit
-def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexpr):
-    """The urgency of what comes first among what was asked for, or _NOTHING; and how many stand back."""
-    layers = _layers_of(request)
-    urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
-    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 0)
-    stands_back = is_new & (urgency == _ORDINARY) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
-    first = tl.min(tl.where(is_new & (layers < L) & (stands_back == 0), urgency, _NOTHING))
-    return first, tl.sum(stands_back.to(tl.int32))
-
-
-@triton.jit
-def _choose_kernel(
-    region, bell, healthy, taken, filled, limits, held_at, num_passed_at,
-    layer_at, seq_A, status_A, counts_AS, served, stop,
-    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
-    LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
-    LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
+def _look(
+    region, ranks, is_healthy, last, limits, held_at, num_passed_at,
+    A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(stop) != 0:
-        return
-    if HAS_BELL:
-        tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 0, sem="acq_rel", scope="sys")
-    ranks = tl.arange(0, AB)
-    is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
-    last = tl.load(taken + ranks, mask=ranks < A, other=0)
+    """The layer to compute, or -1; and what everybody has asked for last."""
     spins = tl.load(limits)
     patience = tl.load(limits + 1)
     first_patience = tl.load(limits + 2)
@@ -222,6 +202,36 @@ def _choose_kernel(
         spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins)
     tl.store(held_at, held)
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
+    return chosen, request
+
+
+@triton.jit
+def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexpr):
+    """The urgency of what comes first among what was asked for, or _NOTHING; and how many stand back."""
+    layers = _layers_of(request)
+    urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
+    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 0)
+    stands_back = is_new & (urgency == _ORDINARY) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
+    first = tl.min(tl.where(is_new & (layers < L) & (stands_back == 0), urgency, _NOTHING))
+    return first, tl.sum(stands_back.to(tl.int32))
+
+
+@triton.jit
+def _choose_kernel(
+    region, bell, healthy, taken, filled, limits, held_at, num_passed_at,
+    layer_at, seq_A, status_A, counts_AS, served, stop,
+    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
+    LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
+    LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
+):  # fmt: skip
+    if tl.load(stop) != 0:
+        return
+    if HAS_BELL:
+        tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 0, sem="acq_rel", scope="sys")
+    ranks = tl.arange(0, AB)
+    is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
+    last = tl.load(taken + ranks, mask=ranks < A, other=0)
+    chosen, request = _look(region, ranks, is_healthy, last, limits, held_at, num_passed_at, A, AB, L, LANE_BYTES)
     tl.store(layer_at, chosen)
 
     seq = request >> 16
