@@ -259,14 +259,22 @@ def test_status_with_an_api_key(start_server):
         assert given.returncode == 0 and '"violations": []' in given.stdout
 
 
-@pytest.mark.parametrize("command", [["demo"], ["chaos", "--seconds", "60"], ["bench", "failover"]], ids=" ".join)
-def test_who_has_a_server_of_its_own_takes_it_along(command):
-    """SIGTERM, as `timeout` sends it."""
+@pytest.mark.parametrize(
+    ("command", "number"),
+    [
+        (["demo"], signal.SIGTERM),  # as `timeout` sends it
+        (["chaos", "--seconds", "60"], signal.SIGTERM),
+        (["bench", "failover"], signal.SIGTERM),
+        (["demo"], signal.SIGKILL),
+    ],
+)
+def test_who_has_a_server_of_its_own_takes_it_along(command, number):
     command = [sys.executable, "-m", "everserve.cli", *command]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as owner:
         wait_until(lambda: children_of(owner.pid), 60, "its server")
         servers = children_of(owner.pid)
         wait_until(lambda: any(children_of(pid) for pid in servers), 60, "the server's own processes")
-        owner.terminate()
+        processes = servers + [pid for server in servers for pid in children_of(server)]
+        owner.send_signal(number)
         assert owner.wait(30) != 0
-    wait_until(lambda: not any(is_alive(pid) for pid in servers), 10, "the end of its server")
+    wait_until(lambda: not any(is_alive(pid) for pid in processes), 10, "the end of its server")

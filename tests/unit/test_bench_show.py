@@ -27,6 +27,12 @@ def test_results_of_this_repository(name, capsys):
     assert "| --- |" not in capsys.readouterr().out
 
 
+def test_where_a_result_went_is_not_told(monkeypatch):
+    for out in (["--out", "/some/where"], ["--out=/some/where"]):
+        monkeypatch.setattr("sys.argv", ["everserve", "bench", "decode", *out, "--context", "7"])
+        assert report.environment()["command"] == "everserve bench decode --context 7"
+
+
 def test_decode(tmp_path, capsys):
     row = {"shape": "mixtral", "num_layers": 16, "batch": 64, "step_ms": 13.9, "tokens_per_s": 4604.0}
     row |= {"floor_ms": 11.4, "share_of_floor": 0.82, "baseline_ms": None, "baseline_error": "16 streams: too slow"}

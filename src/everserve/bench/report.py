@@ -20,6 +20,7 @@ from everserve import __version__
 
 RESULTS = Path("bench/results")
 _NUMBERS = re.compile(r"\[[-+\d.eE,\s]*\]")  # a list of numbers, for one line instead of thousands
+_OUT = re.compile(r" --out[= ]\S+")  # where a result went is nobody's business
 
 
 def environment() -> dict[str, Any]:
@@ -36,18 +37,8 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "everserve": __version__,
-        "command": " ".join(["everserve", *_without_out(sys.argv[1:])]),
+        "command": _OUT.sub("", " ".join(["everserve", *sys.argv[1:]])),
     }
-
-
-def _without_out(arguments: list[str]) -> list[str]:
-    """Where the result went is nobody's business."""
-    is_out = [argument == "--out" for argument in arguments]
-    return [
-        argument
-        for argument, here, before in zip(arguments, is_out, [False, *is_out], strict=False)
-        if not (here or before or argument.startswith("--out="))
-    ]
 
 
 def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:

@@ -5,6 +5,7 @@ It learns the address and everything else from the server's typed events, never 
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -12,11 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from everserve.errors import EverserveError
+from everserve.runtime.process import die_with
 
 
 class LocalServer:
@@ -48,6 +51,8 @@ class LocalServer:
             stdout=self._log,
             stderr=self._log,
             start_new_session=True,  # Ctrl-C is for whoever uses the server; that one stops it in order
+            # Whoever is killed cannot. (noqa: threads that hold locks do not matter to a single call of the kernel.)
+            preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
         )
         try:
             self.url = self._wait_for("serving")["url"]

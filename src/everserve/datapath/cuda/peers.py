@@ -117,7 +117,7 @@ class CudaPeers(Peers):
     # -- in the middle of one --------------------------------------------------------------------
 
     def release(self, rank: Rank) -> None:
-        """Do not wait for an answer from there any longer. Whether it is there, `arrive` will see."""
+        """Do not wait for an answer from there any longer. Whether it is there, `collect` will see."""
         self._driver.write(self._region.address(rank) + FLAG_AT, _ZERO)
 
     def await_again(self, rank: Rank) -> None:
