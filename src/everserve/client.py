@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -174,6 +174,11 @@ async def _read_events(connection: Connection, stream: Stream) -> None:
             stream.text += choice.get("text", "")
             stream.arrivals_s += [event.at_s] * len(ids)
             stream.finish_reason = choice.get("finish_reason") or stream.finish_reason
+
+
+async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of them. As a task this may be left behind when a program is interrupted; a bare `gather` complains."""
+    await asyncio.gather(*works)
 
 
 def complete_all(url: str, model: str, prompts: list[list[int]], max_tokens: int, **params: Any) -> list[Stream]:

@@ -17,6 +17,7 @@ def use_interpreter() -> None:
     if getattr(interpreter.InterpreterBuilder.create_dot, "__module__", None) == __name__:
         return  # done before
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter.InterpreterBuilder.create_int_to_ptr = _create_int_to_ptr
     interpreter.InterpreterBuilder.cast_impl = _with_rounding(interpreter.InterpreterBuilder.cast_impl)
     interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
 
@@ -33,6 +34,13 @@ def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num
     for k in range(0, a64.shape[-1], 16):
         total = (total + a64[..., k : k + 16] @ b64[..., k : k + 16, :]).astype(d.data.dtype)
     return TensorHandle(total, d.dtype.scalar)
+
+
+def _create_int_to_ptr(self: Any, address: Any, pointer_type: Any) -> Any:
+    """Triton takes an address below 4 GiB for an int32, and cannot make a pointer of it. A heap may begin that low."""
+    from triton.runtime.interpreter import TensorHandle  # noqa: PLC0415
+
+    return TensorHandle(address.data.astype(np.uint64), pointer_type.scalar)
 
 
 def _float64(handle: Any) -> np.ndarray:

@@ -115,7 +115,8 @@ def test_the_flag_says_that_an_answer_is_due(device) -> None:
     cluster = make_cluster(device)
     cluster.attention[0].send(0)
     assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == -1
-    assert cluster.word(0, 0, REQUEST_AT).item() == 1 << 16
+    assert cluster.word(0, 0, REQUEST_AT).item() == 1 << 16 | 1 << 15
+    assert cluster.word(0, 1, REQUEST_AT).item() == 1 << 16
     assert cluster.word(0, 0, POSITION_AT, torch.int32).item() == 1 + 1
     cluster.experts[0].serve()
     assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == 0
@@ -176,7 +177,7 @@ def test_replays_come_before_everything(device) -> None:
     assert taken(cluster) == [False, True]
 
 
-@pytest.mark.parametrize("position, is_waited_for", [(0, True), (2, True), (3, False), (-1, False)])
+@pytest.mark.parametrize("position, is_waited_for", [(2, True), (3, False), (1, False), (0, False), (-1, False)])
 def test_whoever_is_on_the_way_is_waited_for(device, position, is_waited_for) -> None:
     cluster = make_cluster(device)
     cluster.experts[0].state.limits[1] = 10
@@ -200,18 +201,63 @@ def test_steps_begin_together(device) -> None:
     cluster = make_cluster(device)
     expert, (first, second) = cluster.experts[0], cluster.attention
     expert.state.limits[2] = 100
-    second.send(1)
+    second.send(2)
     first.send(0)
-    assert (expert.serve(), taken(cluster)) == (1, [False, True]), "the other one is in the middle of its step"
+    assert (expert.serve(), taken(cluster)) == (2, [False, True]), "the other one is in the middle of its step"
     assert expert.serve() == -1, "and is about to send its next layer"
-    for layer in (2, LAST):
-        second.send(layer)
-        assert (expert.serve(), taken(cluster)) == (layer, [False, True])
+    second.send(LAST)
+    assert (expert.serve(), taken(cluster)) == (LAST, [False, True])
     send.announce(second.state, 0)
     assert expert.serve() == -1
     second.send(0)
     assert (expert.serve(), taken(cluster)) == (0, [True, True])
     assert expert.state.num_passed.item() == expert.state.held.item() == 0
+
+
+def test_whoever_has_just_begun_is_caught_up_with(device) -> None:
+    cluster = make_cluster(device)
+    cluster.experts[0].state.limits[1:] = 100
+    cluster.attention[1].send(1)
+    cluster.attention[0].send(0)
+    assert (cluster.experts[0].serve(), taken(cluster)) == (0, [True, False])
+    assert cluster.experts[0].serve() == -1
+    cluster.attention[0].send(1)
+    assert (cluster.experts[0].serve(), taken(cluster)) == (1, [True, True])
+
+
+def test_only_the_lead_lets_somebody_stand_back(device) -> None:
+    """The others go on with those who are further ahead as if it was not there."""
+    cluster = make_cluster(device)
+    for expert in cluster.experts:
+        expert.state.limits[1:] = 100
+    cluster.attention[1].send(2)
+    cluster.attention[0].send(0)
+    assert [expert.serve() for expert in cluster.experts] == [2, 0]
+    assert cluster.experts[1].serve() == 2
+
+
+def test_the_lead_is_asked_without_rows(device) -> None:
+    cluster = make_cluster(device)
+    worker = cluster.attention[0]
+    worker.ids_TK.masked_fill_(worker.ids_TK % 2 == 0, -1)  # the even ones are at rank 0
+    worker.send(0)
+    assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == -1
+    assert [expert.serve() for expert in cluster.experts] == [0, 0]
+    assert cluster.word(0, 0, FLAG_AT, torch.int32).item() == 0
+    worker.finish(0)
+    assert worker.state.stop.item() == 0
+    assert [expert.state.served[0].item() for expert in cluster.experts] == [0, 1], "nothing was computed for it"
+
+
+def test_a_step_goes_on_without_the_leads_leave(device) -> None:
+    """It is dead. It had no rows, so nobody misses them."""
+    cluster = make_cluster(device)
+    worker = cluster.attention[0]
+    worker.ids_TK.masked_fill_(worker.ids_TK % 2 == 0, -1)
+    worker.send(0)
+    cluster.experts[1].serve()
+    worker.finish(0)
+    assert worker.state.stop.item() == 0
 
 
 def test_nobody_stands_back_for_one_who_does_not_go_on(device) -> None:
@@ -229,30 +275,30 @@ def test_nobody_stands_back_forever(device) -> None:
     cluster.attention[0].send(0)
     layers = []
     for _ in range(2 * NUM_LAYERS + 1):
-        cluster.attention[1].send(1)
+        cluster.attention[1].send(2)
         layers.append(cluster.experts[0].serve())
-    assert layers == [1] * (2 * NUM_LAYERS) + [0]
+    assert layers == [2] * (2 * NUM_LAYERS) + [0]
     assert cluster.experts[0].state.num_passed.item() == 0
 
 
 def test_a_replay_never_stands_back(device) -> None:
     cluster = make_cluster(device)
     cluster.experts[0].state.limits[2] = 100
-    cluster.attention[1].send(1)
+    cluster.attention[1].send(2)
     cluster.attention[0].send(0, replay=True)
-    assert [cluster.experts[0].serve() for _ in range(2)] == [0, 1]
+    assert [cluster.experts[0].serve() for _ in range(2)] == [0, 2]
 
 
 def test_a_laggard_joins_the_batch(device) -> None:
     cluster = make_cluster(device)
     cluster.experts[0].state.limits[1] = 100
-    send.announce(cluster.attention[1].state, 1)
-    cluster.attention[0].send(2)
-    assert cluster.experts[0].serve() == -1
     send.announce(cluster.attention[1].state, 2)
+    cluster.attention[0].send(3)
     assert cluster.experts[0].serve() == -1
-    cluster.attention[1].send(2)
-    assert cluster.experts[0].serve() == 2
+    send.announce(cluster.attention[1].state, 3)
+    assert cluster.experts[0].serve() == -1
+    cluster.attention[1].send(3)
+    assert cluster.experts[0].serve() == 3
     assert taken(cluster) == [True, True]
 
 

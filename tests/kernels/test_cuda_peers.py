@@ -225,3 +225,18 @@ def test_a_flag_that_was_written_for_nothing_is_put_back(worker, comes_at_once):
     assert not worker.experts.heal(0, missing=0, absent=1 << 1), "nothing is lost"
     assert worker.word(1, FLAG_AT, 4) == (0 if comes_at_once else -1)
     assert not worker.told
+
+
+def test_the_lead_is_the_first_who_has_an_expert(worker):
+    """Whoever has none may not serve yet, and would be waited for."""
+    worker.send(0, [[0, 1]])
+    assert worker.peers.state.lead.item() == 1
+    assert [worker.word(rank, REQUEST_AT) >> 15 & 1 for rank in EXPERTS] == [1, 0]
+    worker.warden.dead.add(1)
+    worker.experts.attend(Outcome.ATTEND)
+    worker.heal(0, 1)
+    assert worker.peers.state.lead.item() == 2
+    worker.experts.end_step()
+    worker.peers.leave(Rank(2), Incarnation(1))
+    worker.send(0, [[-1, -1]])
+    assert worker.peers.state.lead.item() not in EXPERTS

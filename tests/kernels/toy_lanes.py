@@ -101,9 +101,14 @@ class Cluster:
 
 
 def make_cluster(
-    device: torch.device, *, num_tokens: int = 12, max_rows: int | None = None, max_spins: int = 4
+    device: torch.device,
+    *,
+    num_attention: int = 2,
+    num_experts: int = 2,
+    num_tokens: int = 12,
+    max_rows: int | None = None,
+    max_spins: int = 4,
 ) -> Cluster:
-    num_attention, num_experts = 2, 2
     shape = CudaLaneShape(num_tokens, TOP_K, HIDDEN_SIZE, NUM_EXPERTS)
     spread = SpreadLaneShape(num_tokens, TOP_K, HIDDEN_SIZE, NUM_EXPERTS, spread=num_experts)
     lane_bytes = shape.lane_bytes()
@@ -116,6 +121,7 @@ def make_cluster(
         stop = torch.zeros(1, dtype=torch.int32, device=device)
         state = SendState.empty(shape, memory.data_ptr() + a * num_experts * lane_bytes, num_experts, stop)
         state.present_E.fill_(1)
+        state.lead.fill_(0)
         cluster.attention.append(_make_attention(state, num_tokens, device))
     for e in range(num_experts):
         arena, _ = make_arena(NUM_LAYERS, NUM_EXPERTS, HIDDEN_SIZE, EXPERT_SIZE, device)
@@ -134,7 +140,7 @@ def make_cluster(
 
 
 def _make_attention(state: SendState, num_tokens: int, device: torch.device) -> Attention:
-    """The last two rows are padding. Expert n is at rank n % 2."""
+    """The last two rows are padding. Expert n is at rank n % E."""
     num_places = state.num_ranks * state.shape.num_slots
     ids_TK = torch.rand(num_tokens, NUM_EXPERTS).argsort(dim=1)[:, :TOP_K].to(torch.int32).contiguous()
     ids_TK[-2:] = -1
@@ -147,6 +153,6 @@ def _make_attention(state: SendState, num_tokens: int, device: torch.device) -> 
         weights_TK=torch.rand(num_tokens, TOP_K, device=device),
         residual_TD=torch.randn(num_tokens, HIDDEN_SIZE, device=device),
     )
-    ranks = [n % 2 for n in range(NUM_EXPERTS)]
+    ranks = [n % state.num_ranks for n in range(NUM_EXPERTS)]
     worker.route(ranks, [(n + rank) % NUM_EXPERTS for n, rank in enumerate(ranks)])
     return worker

@@ -12,7 +12,7 @@ SETTINGS = Settings(streams=(2,), prompt=16, max_tokens=48, rounds=1)
 def test_one_at_a_time():
     """Each is started anew; one that does not start says why and stops nobody else."""
     flags = {"plain": (), "no log": ("--kv-log", "off"), "wrong": ("--kv-log", "nowhere")}
-    found = variants.compare("test", flags, "plain", SETTINGS, at_once=False)
+    (found,) = variants.compare("test", flags, "plain", SETTINGS, at_once=False)
     assert found.model == "bundled model"
     assert {key: len(slices) for key, slices in found.samples.items()} == {
         ("plain", 2): SETTINGS.rounds * SLICES,
@@ -27,4 +27,4 @@ def test_one_at_a_time():
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_reference_that_does_not_start(at_once):
     with pytest.raises(ConfigError, match=r"variant 'wrong' .* does not start: .*nowhere"):
-        variants.compare("test", {"wrong": ("--kv-log", "nowhere")}, "wrong", SETTINGS, at_once=at_once)
+        list(variants.compare("test", {"wrong": ("--kv-log", "nowhere")}, "wrong", SETTINGS, at_once=at_once))

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everserve.bench.analysis import Verdict, compare
-from everserve.client import Stream, complete
+from everserve.client import Stream, complete, together
 from everserve.errors import EverserveError
 from everserve.runtime.local_server import LocalServer
 
@@ -65,7 +65,7 @@ class Load:
         self._patience_s = patience_s(asks)
         self._is_finishing = False
         self.streams: list[list[Stream]] = [[] for _ in asks]  # of each request, one after the other
-        self._work = asyncio.gather(*(self._repeat(i) for i in range(len(asks))))
+        self._work = asyncio.create_task(together(self._repeat(i) for i in range(len(asks))))
 
     async def flow(self, num_tokens: int = 5) -> None:
         """Until every stream has so many tokens: all prompts are computed."""

@@ -63,8 +63,9 @@ def run(settings: Settings, out: Path | None) -> bool:
     flags = _chosen(settings)
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
-    found = variants.compare("overhead", flags, REFERENCE, settings, at_once=not is_for_gpu(settings.shape))
-    result = overhead_report.result_of(found, flags, settings)
+    for found in variants.compare("overhead", flags, REFERENCE, settings, at_once=not is_for_gpu(settings.shape)):
+        result = overhead_report.result_of(found, flags, settings)
+        report.keep("overhead", result, out)
     overhead_report.show(result, report.write("overhead", result, out))
     return found.num_different == 0
 

@@ -51,6 +51,14 @@ def write(name: str, result: dict[str, Any], directory: Path | None) -> Path:
     return path
 
 
+def keep(name: str, result: dict[str, Any], directory: Path | None) -> None:
+    """What there is so far: a run that is cut short leaves it. Where it ran is said by `write`, at the end, because to
+    ask a GPU for its name is to use it, beside a server that shares it by MPS."""
+    directory = directory or RESULTS
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / f"{name}.json").write_text(json.dumps(result))
+
+
 _style = {"is_markdown": False}
 
 

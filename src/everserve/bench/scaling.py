@@ -6,13 +6,11 @@ the kill do not begin again: the large cells take long enough. One server does a
 
 A cell that does not fit is a finding, not an error: its streams need more KV than there is, or are refused.
 
-The JSON is written after each cell: a run that is cut short leaves what it has. Where it ran is added at the end,
-because to ask a GPU for its name is to use it, beside a server that shares it by MPS.
+The JSON is written after each cell: a run that is cut short leaves what it has.
 """
 
 import contextlib
 import gc
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,17 +82,10 @@ def run(settings: Settings, out: Path | None) -> bool:
         for one in _measure(settings, served, measured):
             found.append(one)
             result |= scaling_report.summarize(found)
-            _keep(result, out)
+            report.keep("scaling", result, out)
     path = report.write("scaling", result, out)
     scaling_report.show(result, path, plot.write_scaling(result, path.with_suffix(".png")))
     return scaling_report.is_passed(result)
-
-
-def _keep(result: dict[str, Any], out: Path | None) -> None:
-    """What there is so far."""
-    directory = out or report.RESULTS
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "scaling.json").write_text(json.dumps(result))
 
 
 def _too_long(cell: Cell, served: Subject) -> Found:

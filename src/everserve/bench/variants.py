@@ -15,7 +15,7 @@ the machine does.
 import contextlib
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from everserve.bench import analysis, processes
@@ -62,15 +62,18 @@ class Found:
 
 def compare(
     what: str, flags: Mapping[str, tuple[str, ...]], reference: str, settings: Settings, *, at_once: bool
-) -> Found:
-    """Start a server for each variant, and measure them all. `what` is for the progress line."""
+) -> Iterator[Found]:
+    """Start a server for each variant, and measure them all: what there is after each round. `what` is for the progress
+    line."""
     with subject(settings.shape, settings.num_layers) as served:
         check_gpu(settings.shape)
         room = _room_for(settings, served)
         all_flags = {name: (*served.flags, *found, *room) for name, found in flags.items()}
         tally = Tally(reference, all_flags, settings.streams)
-        idle = (_at_once if at_once else _one_at_a_time)(what, served, tally, settings)
-    return Found(served.title, tally.samples, tally.num_different(), idle, tally.num_repeated, tally.not_measured)
+        for idle in (_at_once if at_once else _one_at_a_time)(what, served, tally, settings):
+            yield Found(
+                served.title, tally.samples, tally.num_different(), idle, tally.num_repeated, tally.not_measured
+            )
 
 
 def _room_for(settings: Settings, served: Subject) -> tuple[str, ...]:
@@ -126,8 +129,8 @@ def _num_different(answer: list[list[int]], reference: list[list[int]]) -> int:
     return sum(analysis.compare(ours, theirs).num_different for ours, theirs in zip(answer, reference, strict=True))
 
 
-def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> dict[str, float]:
-    """Returns how many cores each server uses while nobody asks it anything."""
+def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> Iterator[dict[str, float]]:
+    """After each round: how many cores each server uses while nobody asks it anything."""
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, flags in tally.flags.items():
@@ -144,13 +147,13 @@ def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> di
                     for name in _shuffled(servers, f"{round_}/{num_streams}"):
                         tally.add(name, servers[name], prompts, settings.max_tokens, is_warm_up=round_ == 0)
                         progress.advance()
-        for name, server in servers.items():
-            tally.num_repeated[name] += server.num_repeated
-    return idle
+                tally.num_repeated |= {name: server.num_repeated for name, server in servers.items()}
+                if round_ > 0:
+                    yield idle
 
 
-def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings) -> dict[str, float]:
-    """Returns nothing: no server is there while another one is measured."""
+def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings) -> Iterator[dict[str, float]]:
+    """After each round: nothing, as no server is there while another one is measured."""
     total = settings.rounds * len(tally.flags) * len(settings.streams) * (1 + SLICES)
     with Progress().begin(what, total) as progress:
         for round_ in range(settings.rounds):
@@ -163,7 +166,7 @@ def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings)
                         tally.num_repeated[name] += server.num_repeated
                 except (EverserveError, OSError) as error:
                     tally.give_up(name, str(error))
-    return {}
+            yield {}
 
 
 def _measure_round(

@@ -36,7 +36,7 @@ def main() -> None:
 
     del bench, chaos, demo, drain, kill, serve, status, version
     # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         app()
     except UserError as error:

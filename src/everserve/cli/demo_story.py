@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import Any
 
-from everserve.client import Connection, Stream, complete
+from everserve.client import Connection, Stream, complete, together
 from everserve.errors import EverserveError
 from everserve.runtime.local_server import LocalServer
 
@@ -86,7 +86,7 @@ class Story:
 
     async def play(self, look: Callable[[], None]) -> None:
         """Write all texts; kill on the way. `look` is called a few hundred times a second."""
-        work = asyncio.gather(*(self._write(i) for i in range(len(PROMPTS))))
+        work = asyncio.create_task(together(self._write(i) for i in range(len(PROMPTS))))
         due = list(self.kills)
         while not work.done():
             await asyncio.wait([work], timeout=_LOOK_EVERY_S)

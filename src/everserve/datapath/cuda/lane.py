@@ -6,7 +6,8 @@
                       Whoever wants to end the wait writes 0; whether the answer is there is for `answer` to say.
     answer    int64   the sequence number that was answered last
     status    int64   of that answer: 0 computed, otherwise why not (everserve.datapath.lane.STATUSES)
-    request   int64   seq << 16 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
+    request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
+                      begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
     counts    int32   for each slot: how many of the box's rows it is to compute; rows are sorted by slot
     x, y      bf16    max_tokens * top_k rows each

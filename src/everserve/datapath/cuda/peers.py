@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from everserve.datapath.cuda.lane import ANSWER_AT, FLAG_AT, STATUS_AT, CudaLaneShape
-from everserve.datapath.cuda.send import SendState, places
+from everserve.datapath.cuda.send import NOBODY, SendState, places
 from everserve.datapath.trust import Peer, Peers, Watcher
 from everserve.model.ops.cuda.words import Words
 from everserve.runtime.cuda.driver import Driver, Region
@@ -113,6 +113,9 @@ class CudaPeers(Peers):
             place_of, expert_at = places(owners, slots, self.state.num_ranks, self.state.shape.num_slots)
             self.place_of_LN.copy_(place_of)
             self.expert_at_LP.copy_(expert_at)
+            # The same for all attention workers, as soon as they follow the same routes and trust the same.
+            first_layer = self.owner_LN[0]
+            self.state.lead.fill_(int(first_layer[first_layer != NOBODY].min(initial=self.state.num_ranks)))
 
     # -- in the middle of one --------------------------------------------------------------------
 

@@ -11,6 +11,9 @@ again, after somebody died, by plan and post with new tables and `replay`: under
 boxes. Experts are pure functions, so the result is the same bit for bit.
 
 A row whose expert has no place stops the step before anything is sent.
+
+One of the expert workers, the *lead*, lets steps begin (serve.py): it is always asked in the first layer, for rows or
+not. What it has no rows for it need not answer: the step goes on if it dies.
 """
 
 from dataclasses import dataclass
@@ -56,6 +59,7 @@ class SendState:
     present_E: Tensor  # int32, 1: there is a lane. Where it is 0, nothing is mapped and nothing is touched
     sent_E: Tensor  # int64: the last sequence number. 0 with a new lane
     bell_E: Tensor  # int64: where to ring once something was sent: an address, or 0
+    lead: Tensor  # int32: who lets our steps begin; if there is no such rank, nobody
     rows_E: Tensor  # int32: how many rows of this layer went there
     num_done: Tensor  # int32: programs of `post` that have done their part
     homeless: Tensor  # int32: an expert without a place, plus 1, if that is why the step stopped
@@ -75,6 +79,7 @@ class SendState:
             present_E=zeros(num_ranks),
             sent_E=zeros(num_ranks, torch.int64),
             bell_E=zeros(num_ranks, torch.int64),
+            lead=zeros(1) - 1,
             rows_E=zeros(num_ranks),
             num_done=zeros(1),
             homeless=zeros(1),
@@ -112,8 +117,8 @@ def post(state: SendState, x_TD: Tensor, y_row_TK: Tensor, layer: int, next_laye
     assert x_TD.dtype == torch.bfloat16 and hidden_size == state.shape.hidden_size
     columns = min(_POST_COLUMNS, triton.next_power_of_2(hidden_size))
     _post_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
-        state.region, x_TD, y_row_TK, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.num_done,
-        state.stop, layer, next_layer, int(replay),
+        state.region, x_TD, y_row_TK, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.lead,
+        state.num_done, state.stop, layer, next_layer, int(replay),
         K=y_row_TK.shape[1], D=hidden_size, BD=columns, MAX_ROWS=state.shape.max_rows,
         **_all_ranks(state), num_warps=4,
     )  # fmt: skip
@@ -205,7 +210,7 @@ def _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK:
 
 @triton.jit(do_not_specialize=["layer", "next_layer", "replay"])
 def _post_kernel(
-    region, x, y_row, present, rows, sent, bell, num_done, stop, layer, next_layer, replay,
+    region, x, y_row, present, rows, sent, bell, lead, num_done, stop, layer, next_layer, replay,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MAX_ROWS: tl.constexpr,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -225,21 +230,22 @@ def _post_kernel(
     num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(num_done, 0)
-        _send(region, present, rows, sent, bell, layer, next_layer, replay, E, EB, LANE_BYTES)
+        _send(region, present, rows, sent, bell, lead, layer, next_layer, replay, E, EB, LANE_BYTES)
 
 
 @triton.jit
 def _send(
-    region, present, rows, sent, bell, layer, next_layer, replay,
+    region, present, rows, sent, bell, lead, layer, next_layer, replay,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """x and counts are there. The flag comes before the request, since the answer to it sets the flag; our position
     comes after it, since whoever sees that we have passed must also see what we sent."""
     ranks = tl.arange(0, EB)
     is_there = tl.load(present + ranks, mask=ranks < E, other=0) != 0
-    is_asked = tl.load(rows + ranks, mask=ranks < E, other=0) > 0
+    begins = is_there & (ranks == tl.load(lead)) & (layer == 0) & (replay == 0)
+    is_asked = (tl.load(rows + ranks, mask=ranks < E, other=0) > 0) | begins
     seq = tl.load(sent + ranks, mask=ranks < E, other=0) + 1
-    request = (seq << 16) | (layer.to(tl.int64) << 1) | replay.to(tl.int64)
+    request = (seq << 16) | (begins.to(tl.int64) << 15) | (layer.to(tl.int64) << 1) | replay.to(tl.int64)
     position = tl.zeros((EB,), tl.int32) + next_layer + 1
     flag = tl.full((EB,), -1, tl.int32)
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, FLAG), flag, mask=is_asked, sem="relaxed", scope="sys")

@@ -4,8 +4,10 @@
 
 `choose` looks for requests and decides much as worker/batching.py does: replays at once, otherwise the lowest layer,
 and before it goes ahead it waits a moment for those who are on their way to this layer or to an earlier one. And steps
-begin together: whoever is to begin one *stands back* until the others have ended theirs. Otherwise two workers that are
-half a step apart stay so, and all weights are read twice.
+begin together: whoever is to begin one *stands back* until the others have ended theirs, unless they have just begun
+and can be caught up with. Otherwise two workers that are half a step apart stay so, and all weights are read twice.
+That is up to one expert worker, whom the attention workers name (send.py): if two of them saw things differently, each
+would let another one begin, and so on for good.
 
 It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
 that, or has written before, costs it a request, not us a crash.
@@ -32,15 +34,19 @@ from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, Tiles, write_
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
 # A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
-# there is nothing. It may wait longer than that, over several launches: in the middle of a step for as long as a layer
-# takes, and where one begins for as long as it takes to choose tokens and hand them over. Whoever waits too long loses
-# that once; whoever goes ahead too soon is out of step with the others from then on.
-_LIMITS = (128, 1024, 65536)
+# there is nothing. It may wait longer than that, over several launches: in the middle of a step for as long as it takes
+# to notice that another expert worker is dead and ask again, and where one begins for as long as it takes to choose
+# tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead too soon, all weights are
+# read once more in every layer until the step ends.
+_LIMITS = (128, 4096, 65536)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
 _EMPTY = tl.constexpr(NO_SUCH_SLOT)
-_ORDINARY = tl.constexpr(1 << 15)  # added to the layer of a request that is no replay; layers have 15 bits
+_ORDINARY = tl.constexpr(1 << 15)  # added to the layer of a request that is no replay; layers have 14 bits
 _NOTHING = tl.constexpr(1 << 16)
+# The position of one that has sent its first layer. Whoever is there, or not even there, may have to stand back for
+# those who are further than the next layer: these do not wait for it.
+_BEGINNING = tl.constexpr(2)
 _NEVER = 1 << 30
 
 
@@ -87,7 +93,7 @@ class ServeState:
     ) -> "ServeState":
         """`max_rows`: of a batch; at least what one lane can bring."""
         shape.check(num_ranks)
-        assert max_rows >= shape.max_rows and num_layers < 1 << 15
+        assert max_rows >= shape.max_rows and num_layers < 1 << 14
         device, num_slots = stop.device, shape.num_slots
 
         def zeros(*size: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -163,7 +169,7 @@ def _all_ranks(state: ServeState) -> dict[str, int]:
 
 @triton.jit
 def _layers_of(request):
-    return ((request >> 1) & 0x7FFF).to(tl.int32)
+    return ((request >> 1) & 0x3FFF).to(tl.int32)
 
 
 @triton.jit
@@ -192,6 +198,7 @@ def _look(
         first, num_back = _first(request, position, is_healthy, is_new, may_stand_back, L)
         layer = first % _ORDINARY
         is_coming = is_healthy & (is_new == 0) & (position > 0) & (position - 1 <= layer)
+        is_coming &= (position > _BEGINNING) | (layer <= 1)
         limit = tl.where(layer == 0, first_patience, patience)
         waits = (first >= _ORDINARY) & (held < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
@@ -210,8 +217,8 @@ def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexp
     """The urgency of what comes first among what was asked for, or _NOTHING; and how many stand back."""
     layers = _layers_of(request)
     urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
-    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 0)
-    stands_back = is_new & (urgency == _ORDINARY) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
+    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 1)
+    stands_back = is_new & ((request >> 15) & 1 == 1) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
     first = tl.min(tl.where(is_new & (layers < L) & (stands_back == 0), urgency, _NOTHING))
     return first, tl.sum(stands_back.to(tl.int32))
 

@@ -67,8 +67,7 @@ class CudaServer:
             self._region.unmap(rank)
         self._region.map(lane_fd, rank)
         self._state.taken_A[rank] = 0
-        self._state.healthy_A[rank] = 1
-        torch.cuda.synchronize()
+        self._set_healthy(rank, True)
 
     def close(self, rank: Rank) -> None:
         self.drain()
@@ -80,8 +79,7 @@ class CudaServer:
     def set_healthy(self, rank: Rank, is_healthy: bool) -> None:
         """Who is not is neither served nor waited for."""
         self.drain()
-        self._state.healthy_A[rank] = int(is_healthy)
-        torch.cuda.synchronize()
+        self._set_healthy(rank, is_healthy)
 
     def top_up(self, may_be_large: bool) -> None:
         """Queue graphs, as many as there should be. Whoever asks for much is served sooner by those that expect it."""
@@ -110,6 +108,12 @@ class CudaServer:
         """Since the beginning."""
         batches, rows, refusals, replayed = self._state.served.tolist()
         return Served(batches, rows, replayed, refusals + self._num_dropped)
+
+    def _set_healthy(self, rank: Rank, is_healthy: bool) -> None:
+        """It may have asked and rung already, while nobody looked at its lane: that ring is gone."""
+        self._state.healthy_A[rank] = int(is_healthy)
+        torch.cuda.synchronize()
+        self._driver.write(self._bell, _RING)
 
     def _has_asked(self, rank: Rank) -> bool:
         """Whether it has sent a request that is not answered. Nothing of ours may be running."""
