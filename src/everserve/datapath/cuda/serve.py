@@ -36,8 +36,8 @@ _ROWS_AT_A_TIME = 64
 # A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
 # there is nothing. It may wait longer than that, over several launches: in the middle of a step (1.5 ms) for as long as
 # it takes to notice that another expert worker is dead and ask again, and where one begins (6 ms) for as long as it
-# takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead too soon, all
-# weights are read once more in every layer until the step ends.
+# takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead too soon,
+# all weights are read once more in every layer until the step ends.
 _LIMITS = (128, 1024, 4096)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
