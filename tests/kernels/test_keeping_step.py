@@ -53,7 +53,7 @@ class Steps:
         send.post(state, worker.x_TD, y_row_TK, layer, (layer + 1) % NUM_LAYERS)
 
 
-@pytest.mark.parametrize("seed", range(2 if IS_SLOW else 20))
+@pytest.mark.parametrize("seed", [1] if IS_SLOW else range(20))
 def test_steps_begin_together_whoever_is_where(device, seed) -> None:
     rng = random.Random(seed)
     cluster = make_cluster(device, num_attention=NUM_WORKERS, num_experts=NUM_WORKERS, num_tokens=4, max_spins=1)
