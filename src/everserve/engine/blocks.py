@@ -111,9 +111,13 @@ class BlockPool:
 
     def _take(self, block: int) -> None:
         self._unlink(block)
-        self._undo.record(self._relink, block)
         self._add_ref(block)
-        self._undo.record(self._drop_ref, block)
+        self._undo.record(self._leave, block)
+
+    def _leave(self, block: int) -> None:
+        """The inverse of `_take`."""
+        self._drop_ref(block)
+        self._relink(block)
 
     def _add_ref(self, block: int) -> None:
         self.refs[block] += 1

@@ -204,9 +204,9 @@ class Restorer:
             self._journal.note_logged(block, 0)
 
     def _append(self, sequence: Sequence, blocks: list[int], num_right: int) -> None:
+        self._undo.record(_cut, sequence.blocks, len(sequence.blocks))
+        sequence.blocks += blocks
         for i, block in enumerate(blocks):
-            sequence.blocks.append(block)
-            self._undo.record(sequence.blocks.pop)
             self._journal.note_logged(block, min(num_right - i * self._pool.block_size, self._pool.block_size))
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
@@ -215,3 +215,8 @@ class Restorer:
             block_size, hashes = self._pool.block_size, sequence.block_hashes()
             for i in range(first // block_size, end // block_size):
                 self._pool.publish(sequence.blocks[i], hashes[i])
+
+
+def _cut(blocks: list[int], length: int) -> None:
+    """Back to so many, in place: others know the list."""
+    del blocks[length:]
