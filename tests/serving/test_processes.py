@@ -280,10 +280,14 @@ def test_who_has_a_server_of_its_own_takes_it_along(command, number):
     wait_until(lambda: not any(is_alive(pid) for pid in processes), 10, "the end of its server")
 
 
-def test_a_demo_that_is_interrupted_says_nothing_about_it():
+@pytest.mark.parametrize("on_ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
+def test_a_demo_that_is_interrupted_says_nothing_about_it(on_ctrl_c):
     command = [sys.executable, "-m", "everserve.cli", "demo"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
-        while "being written" not in demo.stdout.readline():
+    before = signal.signal(signal.SIGINT, on_ctrl_c)  # as a shell's children have it
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
+    with demo:
+        while "SIGKILL to" not in demo.stdout.readline():
             assert demo.poll() is None
         demo.send_signal(signal.SIGTERM)
         _, errors = demo.communicate(timeout=30)

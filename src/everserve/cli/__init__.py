@@ -15,6 +15,7 @@ version.py  print the version
 
 import signal
 import sys
+from types import FrameType
 
 import typer
 
@@ -30,13 +31,19 @@ app = typer.Typer(
 )
 
 
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """What Ctrl-C would do just now (asyncio cancels what it runs), even where Ctrl-C is ignored: in the background."""
+    handler = signal.getsignal(signal.SIGINT)
+    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     from everserve.cli import bench, chaos, demo, drain, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
 
     del bench, chaos, demo, drain, kill, serve, status, version
     # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         app()
     except UserError as error:
