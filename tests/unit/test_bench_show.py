@@ -27,6 +27,15 @@ def test_results_of_this_repository(name, capsys):
     assert "| --- |" not in capsys.readouterr().out
 
 
+def test_a_run_that_was_cut_short(tmp_path, capsys):
+    result = json.loads((RESULTS / "overhead.json").read_text())
+    del result["environment"]
+    report.keep("overhead", result, tmp_path)
+    for is_markdown in (True, False):
+        show.show([tmp_path / "overhead.json"], is_markdown)
+        assert "This run was cut short." in capsys.readouterr().out
+
+
 def test_where_a_result_went_is_not_told(monkeypatch):
     for out in (["--out", "/some/where"], ["--out=/some/where"]):
         monkeypatch.setattr("sys.argv", ["everserve", "bench", "decode", *out, "--context", "7"])

@@ -26,6 +26,9 @@ _SHOW: dict[str, Show] = {
 }
 
 
+_CUT_SHORT = "This run was cut short."
+
+
 def show(paths: list[Path], is_markdown: bool) -> None:
     """One after the other. What a file holds is told by its name: checkpoint-long.json is of `bench checkpoint`."""
     unknown = [path for path in paths if not path.is_file() or _name(path) not in _SHOW]
@@ -34,8 +37,11 @@ def show(paths: list[Path], is_markdown: bool) -> None:
     report.use_markdown(is_markdown)
     for path in paths:
         result = report.read_json(path)
+        environment = result.get("environment")  # none if the run was cut short
         if is_markdown:
-            print(f"\n### {path.stem}\n\n    {result['environment']['command']}\n")
+            print(f"\n### {path.stem}\n\n    {environment['command'] if environment else _CUT_SHORT}\n")
+        elif not environment:
+            print(_CUT_SHORT)
         try:
             _SHOW[_name(path)](result, path)
         except KeyError as error:
