@@ -34,7 +34,6 @@ def test_who_has_asked_and_rung_before_its_lane_was_opened_is_served(device) -> 
     arena, _ = make_arena(1, NUM_SLOTS, HIDDEN_SIZE, EXPERT_SIZE, device)
     filled_LS = torch.ones(1, NUM_SLOTS, dtype=torch.int32)
     server = CudaServer(driver, arena, shape, 1, filled_LS, bell.address, device)
-    server.top_up(may_be_large=False)
 
     lanes = Region(driver, 1, shape.lane_bytes())
     lanes.map(lane_fd, 0)
@@ -46,6 +45,8 @@ def test_who_has_asked_and_rung_before_its_lane_was_opened_is_served(device) -> 
     x_TD = torch.ones(2, HIDDEN_SIZE, dtype=torch.bfloat16, device=device)
     y_row_TK = send.plan(state, ids_TK, place_of_LN[0].to(device), expert_at_LP[0].to(device), 0)
     send.post(state, x_TD, y_row_TK, 0, 0)
+    torch.cuda.synchronize()
+    server.top_up(may_be_large=False)  # not before: kernels are loaded and memory is mapped while nothing waits
     wait_until(lambda: driver.read(bell.address, 4) == bytes(4), "the server has heard the bell, and seen nothing")
 
     server.open(Rank(0), lane_fd)

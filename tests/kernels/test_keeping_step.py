@@ -11,7 +11,7 @@ import torch
 
 from everserve.datapath.cuda import send, serve
 from everserve.datapath.cuda.lane import FLAG_AT
-from tests.kernels.toy_lanes import NUM_LAYERS, Cluster, make_cluster
+from tests.kernels.toy_lanes import NUM_EXPERTS, NUM_LAYERS, Cluster, make_cluster
 
 IS_SLOW = not torch.cuda.is_available()  # kernels are interpreted
 NUM_WORKERS = 2 if IS_SLOW else 3  # of each kind
@@ -45,10 +45,11 @@ class Steps:
             self._send()
 
     def _send(self) -> None:
-        """Rows for all expert workers but one."""
+        """Rows for all expert workers but one. Somebody has to be waited for: without that nobody keeps step."""
         worker, state, layer = self._worker, self._worker.state, self._layer
+        all_TK = torch.arange(worker.ids_TK.numel(), dtype=torch.int32, device=state.stop.device) % NUM_EXPERTS
         left_out = self._rng.randrange(NUM_WORKERS)
-        ids_TK = torch.where(worker.ids_TK % NUM_WORKERS == left_out, -1, worker.ids_TK)
+        ids_TK = torch.where(all_TK % NUM_WORKERS == left_out, -1, all_TK).view(worker.ids_TK.shape)
         y_row_TK = send.plan(state, ids_TK, worker.place_of_LN[layer], worker.expert_at_LP[layer], layer)
         send.post(state, worker.x_TD, y_row_TK, layer, (layer + 1) % NUM_LAYERS)
 
