@@ -88,8 +88,8 @@ def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None
         found = [row for row in result["variants"] if row["streams"] == num_streams]
         title = f"{num_streams} streams" if num_streams > 1 else "1 stream"
         report.print_table(
-            f"{title}, prompt {settings['prompt']}, output {settings['max_tokens']}, {settings['rounds']} rounds: "
-            "medians; ratios with their 95 % interval",
+            f"{title}, prompt {settings['prompt']}, output {settings['max_tokens']}: medians of {_num_slices(found)} "
+            "slices; ratios with their 95 % interval",
             columns,
             [_row(row, reference) for row in found],
         )
@@ -104,7 +104,7 @@ def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None
             f"{_interval(cost['tokens_per_s'])}, between tokens p50 {_interval(cost['itl_p50_ms'])}, core time "
             f"{_interval(cost['cpu_ms_per_token'])}"
         )
-    print("ratios are taken round by round; with fewer than 6 rounds the interval is their whole range")
+    print("ratios are taken slice by slice; with fewer than 6 slices the interval is their whole range")
     if result["idle_cores"]:
         print(f"all servers together, idle: {sum(result['idle_cores'].values()):.3f} cores")
     print(f"tokens that differ between variants: {result['num_different']}")
@@ -112,6 +112,11 @@ def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None
     if repeated:
         print(f"slices repeated because a process was declared gone without any fault: {repeated}")
     print(f"written to {path}")
+
+
+def _num_slices(rows: list[dict[str, Any]]) -> int:
+    """The same of all variants. Fewer than were asked for if the run was cut short."""
+    return len(rows[0]["rounds"]["tokens_per_s"])
 
 
 def _row(row: dict[str, Any], reference: str) -> list[str]:

@@ -57,7 +57,7 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
     setup = f"{result['model']}, {settings['num_attention']} attention and {settings['num_expert']} expert workers"
     for fault in FAULTS:
         report.print_table(
-            f"SIGKILL to an {TITLES[fault]}; {setup}; {settings['rounds']} kills in each cell: median (worst)",
+            f"SIGKILL to an {TITLES[fault]}; {setup}; kills in each cell: {settings['rounds']}; median (worst)",
             [
                 *("context", "streams", "gap ms", "over p99 ms", "p50 / p99 ms", "from a log"),
                 *("again", "noticed ms", "whole s", "inexact", "harmed"),

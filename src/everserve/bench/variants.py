@@ -27,7 +27,7 @@ from everserve.errors import ConfigError, EverserveError
 from everserve.progress import Progress
 
 IDLE_S = 2.0
-SLICES = 2  # of a server that is started for them
+SLICES = 4  # of a server that is started for them: to start it takes far longer than these
 _BLOCK = 64  # tokens of KV, on a GPU
 # Of RAM for the KV cache of each attention worker: by default each server would take a quarter.
 _SMALL_CACHE = ("--kv-cache-memory-bytes", str(128 << 20))
