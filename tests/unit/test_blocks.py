@@ -34,9 +34,16 @@ def test_any_step_can_be_taken_back(seed):
     for _ in range(6):  # steps, of which some happen
         before, used_before = state(pool), list(used)
         for _ in range(chance.randrange(12)):
-            what = chance.choice(["allocate", "allocate", "release", "share", "publish", "find"])
+            what = chance.choice(
+                ["allocate", "allocate", "many", "release", "share", "publish", "publish many", "find"]
+            )
             if what == "allocate" and pool.num_free:
                 used.append(pool.allocate())
+            elif what == "many":
+                num = chance.randrange(pool.num_free + 1)
+                expected = pool.free_list()[:num]
+                assert pool.allocate_many(num) == expected and pool.taken.issuperset(expected)
+                used += expected
             elif what == "release" and used:
                 pool.release(used.pop(chance.randrange(len(used))))
             elif what == "share" and used:
@@ -44,10 +51,14 @@ def test_any_step_can_be_taken_back(seed):
                 used.append(used[0])
             elif what == "publish" and used:
                 pool.publish(chance.choice(used), bytes([chance.randrange(20)]))
+            elif what == "publish many":
+                blocks = chance.sample(used, len(used) // 2)
+                pool.publish_many(blocks, [bytes([chance.randrange(20)]) for _ in blocks])
             elif what == "find" and (block := pool.find(bytes([chance.randrange(20)]))) is not None:
                 pool.share(block)
                 used.append(block)
             assert len(pool.free_list()) == pool.num_free
+            assert all(pool.hash_of[block] == hash_ for hash_, block in pool.block_of.items())
         if chance.random() < 0.5:
             undo.rollback()
             used = used_before

@@ -54,6 +54,26 @@ class BlockPool:
         self.taken.add(block)
         return block
 
+    def allocate_many(self, num: int) -> list[int]:
+        """The next victims, all at once: `num` of them are free. A stream that comes back needs hundreds."""
+        assert num <= self.num_free
+        blocks: list[int] = []
+        block = self._next[self._head]
+        while len(blocks) < num:
+            old_hash = self.hash_of[block]
+            if old_hash is not None:
+                self._forget(block, old_hash)
+                self._undo.record(self._remember, block, old_hash)
+            self.refs[block] = 1
+            blocks.append(block)
+            block = self._next[block]
+        if blocks:
+            self._next[self._head], self._prev[block] = block, self._head
+            self.num_free -= num
+            self.taken.update(blocks)
+            self._undo.record(self._leave_all, blocks)
+        return blocks
+
     def share(self, block: int) -> None:
         """One more user of a block that is in use or cached."""
         if self.refs[block] == 0:
@@ -78,6 +98,15 @@ class BlockPool:
         if self.hash_of[block] is None and chain_hash not in self.block_of:
             self._remember(block, chain_hash)
             self._undo.record(self._forget, block, chain_hash)
+
+    def publish_many(self, blocks: list[int], chain_hashes: list[bytes]) -> None:
+        """`publish` for each of them."""
+        published: list[tuple[int, bytes]] = []
+        for block, chain_hash in zip(blocks, chain_hashes, strict=True):
+            if self.hash_of[block] is None and chain_hash not in self.block_of:
+                self._remember(block, chain_hash)
+                published.append((block, chain_hash))
+        self._undo.record(self._forget_all, published)
 
     def withdraw(self, block: int) -> None:
         """The block no longer holds what it was published for."""
@@ -119,6 +148,14 @@ class BlockPool:
         self._drop_ref(block)
         self._relink(block)
 
+    def _leave_all(self, blocks: list[int]) -> None:
+        """The inverse of `allocate_many`: their own links still say where they stood, one behind the other."""
+        for block in blocks:
+            self.refs[block] = 0
+        self._next[self._prev[blocks[0]]] = blocks[0]
+        self._prev[self._next[blocks[-1]]] = blocks[-1]
+        self.num_free += len(blocks)
+
     def _add_ref(self, block: int) -> None:
         self.refs[block] += 1
 
@@ -132,6 +169,10 @@ class BlockPool:
     def _forget(self, block: int, chain_hash: bytes) -> None:
         self.hash_of[block] = None
         del self.block_of[chain_hash]
+
+    def _forget_all(self, published: list[tuple[int, bytes]]) -> None:
+        for block, chain_hash in published:
+            self._forget(block, chain_hash)
 
     def _link(self, block: int, before: int) -> None:
         """Put the block into the free list in front of `before`."""

@@ -308,7 +308,7 @@ class Engine:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
         sequence = chunk.sequence
         first = sequence.num_computed + 1
-        targets = sequence.tokens[first : min(first + chunk.num_tokens, sequence.num_prompt)]
+        targets = sequence.tokens[first : min(first + chunk.num_tokens, sequence.num_prompt)].tolist()
         scores = token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
         sequence.prompt_logprobs[first : first + len(scores)] = scores
 

@@ -149,6 +149,14 @@ class Journal:
         """The log has the first slots of this block, if it is in the writer's reach."""
         self._num_logged[block] = num_slots if block < self.writer.reach else 0
 
+    def note_all_logged(self, blocks: list[int], num_slots: int) -> None:
+        """The same of several, one behind the other: so many slots of all of them together."""
+        num_logged, reach, block_size = self._num_logged, self.writer.reach, self._block_size
+        for block in blocks:
+            num_logged[block] = block_size if block < reach else 0
+        if num_slots % block_size:
+            self.note_logged(blocks[-1], num_slots % block_size)
+
     def num_committed(self, sequence: Sequence) -> int:
         entry = self.entries.get(sequence.id)
         return entry.num_committed if entry is not None else 0

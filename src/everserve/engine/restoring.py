@@ -107,7 +107,7 @@ class Restorer:
             if num_tokens > max_tokens or num_blocks > room:
                 break
             max_tokens, room = max_tokens - num_tokens, room - num_blocks
-            blocks = [self._pool.allocate() for _ in range(num_blocks)]
+            blocks = self._pool.allocate_many(num_blocks)
             sources, chains = saved.blocks[:num_blocks], chains_of(tokens[:num_tokens])
             copies[sequence.id] = Copy(saved.log, sources, num_tokens, chains, blocks)
         num_right = self._journal.writer.copy_in_many(list(copies.values()))
@@ -206,15 +206,13 @@ class Restorer:
     def _append(self, sequence: Sequence, blocks: list[int], num_right: int) -> None:
         self._undo.record(_cut, sequence.blocks, len(sequence.blocks))
         sequence.blocks += blocks
-        for i, block in enumerate(blocks):
-            self._journal.note_logged(block, min(num_right - i * self._pool.block_size, self._pool.block_size))
+        self._journal.note_all_logged(blocks, num_right)
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
         """What is in full blocks may be found by others."""
         if self._enable_prefix_caching:
-            block_size, hashes = self._pool.block_size, sequence.block_hashes()
-            for i in range(first // block_size, end // block_size):
-                self._pool.publish(sequence.blocks[i], hashes[i])
+            full = slice(first // self._pool.block_size, end // self._pool.block_size)
+            self._pool.publish_many(sequence.blocks[full], sequence.block_hashes()[full])
 
 
 def _cut(blocks: list[int], length: int) -> None:

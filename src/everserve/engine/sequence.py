@@ -17,7 +17,7 @@ what is `saved` of its KV in a log is brought back when it is admitted (restorin
 """
 
 import hashlib
-import struct
+from array import array
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -45,7 +45,8 @@ class Sequence:
         self.is_plain = is_plain(spec.params)
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
-        self.tokens = spec.prompt + spec.known
+        self.tokens = array("i", spec.prompt)  # no list: its parts are copied, and hashed, without a look at each token
+        self.tokens.extend(spec.known)
         self.num_prompt = len(spec.prompt)
         # How many tokens another worker has certainly computed before. The last known one was sampled there, but
         # whether it was computed too, nobody knows.
@@ -85,13 +86,13 @@ class Sequence:
 
     def block_hashes(self) -> list[bytes]:
         """One hash per full block of tokens, each over everything before it too."""
-        for start in range(len(self._hashes) * self._block_size, len(self.tokens), self._block_size):
-            block_tokens = self.tokens[start : start + self._block_size]
-            if len(block_tokens) < self._block_size:
-                break
+        num_hashed, num_full, block_size = len(self._hashes), len(self.tokens) // self._block_size, self._block_size
+        if num_hashed < num_full:
             parent = self._hashes[-1] if self._hashes else b""
-            data = parent + struct.pack(f"<{self._block_size}i", *block_tokens)
-            self._hashes.append(hashlib.blake2b(data, digest_size=16).digest())
+            for start in range(num_hashed * block_size, num_full * block_size, block_size):
+                tokens = self.tokens[start : start + block_size].tobytes()
+                parent = hashlib.blake2b(parent + tokens, digest_size=16).digest()
+                self._hashes.append(parent)
         return self._hashes
 
     def note_start(self, now_s: float) -> None:

@@ -127,7 +127,7 @@ class Log:
 
     def words(self, blocks: Sequence[int], num_tokens: int) -> NDArray[np.uint64]:
         """What stands beside the first `num_tokens` tokens in these blocks, as it is now."""
-        assert self.layout.base and all(0 <= block < self.shape.num_blocks for block in blocks)
+        assert self.layout.base and are_blocks(blocks, self.shape)
         num_blocks, size = self.shape.num_blocks, self.shape.block_size
         memory = _bytes_at(self.layout.base + self.layout.words_at, 8 * num_blocks * size)
         words_NB = np.frombuffer(memory, np.uint64).reshape(num_blocks, size)
@@ -153,8 +153,12 @@ def checked_chains(chains: NDArray[np.uint64], num_tokens: int) -> NDArray[np.ui
 def packed_blocks(blocks: Sequence[int], num_tokens: int, shape: LogShape) -> bytes:
     """As C wants them, if these are blocks of such a log, and enough for so many tokens."""
     assert len(blocks) >= -(-num_tokens // shape.block_size), f"{num_tokens} tokens in {len(blocks)} blocks"
-    assert all(0 <= block < shape.num_blocks for block in blocks), "no blocks of this log"
+    assert are_blocks(blocks, shape), "no blocks of this log"
     return array("i", blocks).tobytes()
+
+
+def are_blocks(blocks: Sequence[int], shape: LogShape) -> bool:
+    return not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
 
 
 def _sign(base: int, shape: LogShape) -> bool:

@@ -35,7 +35,7 @@ from everserve.worker.loading import Loading
 from everserve.worker.placed_weights import PlacedWeights
 from everserve.worker.weights_state import WeightsState, identity_of
 
-_MAX_RESTORED = {"anchor": 32768, "mirror": 2048, "off": 0}  # tokens, while others wait: some TB/s, or some GB/s
+_MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while others wait: some TB/s, or some GB/s
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from everserve.kvlog.layout import LogShape
 
 NUM_PROGRAMS = 264  # of `log_rows`: two per multiprocessor; more rows than that are done one after the other
 _WORDS_AT_ONCE = 1024
+_TOKENS_AT_ONCE = 8192  # of `bring` and `check`: kernels are short, because others may have to wait for them if we die
 
 _ODD = tl.constexpr(0x9FB21C651E98DF25)
 _MIX = tl.constexpr(0xBF58476D1CE4E5B9)
@@ -82,17 +83,18 @@ def bring(
     reach: int,
     right_T: int,
 ) -> None:
-    """Tokens of one stream, from blocks at the address `source` into the pool, and into the mirror (0: there is none).
+    """Tokens from blocks at the address `source` into the pool, and into the mirror (0: there is none).
 
     What is checked is what has arrived. right_T (int32) gets 1 for each token that is right; these have their words in
     our log. Of that log only the first `reach` blocks are touched.
     """
     cut = _Cut.of(shape)
-    _bring[(num_tokens,)](
-        source, source_blocks_B, source_words_T, chains_T, pool, mirror, words, blocks_B, reach, right_T,
-        COPIES=True, HAS_MIRROR=mirror != 0, PIECES=cut.num_pieces, WORDS=cut.piece_words, BLOCK_SIZE=cut.block_size,
-        AT_ONCE=cut.pieces_at_once, LANES=cut.piece_lanes, num_warps=4,
-    )  # fmt: skip
+    for first in range(0, num_tokens, _TOKENS_AT_ONCE):
+        _bring[(min(num_tokens - first, _TOKENS_AT_ONCE),)](
+            source, source_blocks_B, source_words_T, chains_T, pool, mirror, words, blocks_B, reach, right_T, first,
+            COPIES=True, HAS_MIRROR=mirror != 0, PIECES=cut.num_pieces, WORDS=cut.piece_words,
+            BLOCK_SIZE=cut.block_size, AT_ONCE=cut.pieces_at_once, LANES=cut.piece_lanes, num_warps=4,
+        )  # fmt: skip
 
 
 def check(
@@ -100,11 +102,12 @@ def check(
 ) -> None:
     """As `bring`, but what is checked stays where it lies."""
     cut = _Cut.of(shape)
-    _bring[(num_tokens,)](
-        pool, blocks_B, words_T, chains_T, pool, 0, words_T, blocks_B, 0, right_T,
-        COPIES=False, HAS_MIRROR=False, PIECES=cut.num_pieces, WORDS=cut.piece_words, BLOCK_SIZE=cut.block_size,
-        AT_ONCE=cut.pieces_at_once, LANES=cut.piece_lanes, num_warps=4,
-    )  # fmt: skip
+    for first in range(0, num_tokens, _TOKENS_AT_ONCE):
+        _bring[(min(num_tokens - first, _TOKENS_AT_ONCE),)](
+            pool, blocks_B, words_T, chains_T, pool, 0, words_T, blocks_B, 0, right_T, first,
+            COPIES=False, HAS_MIRROR=False, PIECES=cut.num_pieces, WORDS=cut.piece_words,
+            BLOCK_SIZE=cut.block_size, AT_ONCE=cut.pieces_at_once, LANES=cut.piece_lanes, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["mirror", "first_row", "end_row"])
@@ -129,13 +132,13 @@ def _log_rows(
             tl.store(words.to(tl.pointer_type(tl.uint64)) + slot, _word_of(tl.sum(tl.sum(total, 1), 0), chain))
 
 
-@triton.jit(do_not_specialize=["mirror", "reach"])
+@triton.jit(do_not_specialize=["mirror", "reach", "first_token"])
 def _bring(
-    source, source_blocks_B, source_words_T, chains_T, pool, mirror, words, blocks_B, reach, right_T,
+    source, source_blocks_B, source_words_T, chains_T, pool, mirror, words, blocks_B, reach, right_T, first_token,
     COPIES: tl.constexpr, HAS_MIRROR: tl.constexpr, PIECES: tl.constexpr, WORDS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0)
+    token = first_token + tl.program_id(0)
     block, slot = token // BLOCK_SIZE, token % BLOCK_SIZE
     source_block = tl.load(source_blocks_B.to(tl.pointer_type(tl.int32)) + block).to(tl.int64)
     target_block = tl.load(blocks_B.to(tl.pointer_type(tl.int32)) + block).to(tl.int64)

@@ -24,7 +24,7 @@ from everserve.kvlog.cuda.side import Side
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
 from everserve.kvlog.writer import Commit, Copy, LogWriter
 
-_TOKENS_AT_ONCE = 8192  # brought from another log in one launch; rounded to whole blocks
+_TOKENS_AT_ONCE = 65536  # brought from another log before we wait for them; rounded to whole blocks
 _BOUNCE_BYTES = 64 << 20
 _COPIERS = 4  # threads; one alone would be a good deal slower than the memory
 # Kernels are short, because others may have to wait for them if we die: what goes to the host goes in smaller parts.
@@ -166,7 +166,7 @@ class CudaLogWriter(LogWriter):
         return self._in_parts(num_tokens, at_once, bring)
 
     def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
-        """In as few launches as possible: each takes longer than what it does. Streams begin at whole blocks."""
+        """As many at once as possible: to ask for it takes longer than to do it. Streams begin at whole blocks."""
         num_right = [0] * len(copies)
         for batch in self._batches(copies):
             if len(batch) == 1:
