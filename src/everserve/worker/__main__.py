@@ -111,14 +111,17 @@ class Zygote:
 
     def _fork_spare(self, device: int, like: Like) -> Spare:
         ours, theirs = Channel.pair()
+        left_behind, leaves = socket.socketpair()
 
         def live() -> int:
             ours.close()
-            return _be_spare(Channel(theirs), like)
+            left_behind.close()
+            return _be_spare(Channel(theirs), leaves, like)
 
         pid = self._fork_orphan(live)
         theirs.close()
-        return Spare(pid, device, Channel(ours))
+        leaves.close()
+        return Spare(pid, device, Channel(ours), left_behind)
 
     def _fork_orphan(self, live: Callable[[], int]) -> int:
         """Fork a process that forks another one and ends, so that the other one's parent is the supervisor. Its whole
@@ -131,8 +134,8 @@ class Zygote:
             if orphan == 0:
                 os.close(reader)
                 os.close(writer)
-                for channel in (self._control, *self._spares.channels):
-                    channel.close()  # or a spare would not see the end of the zygote
+                for end in (self._control, *self._spares.ends):
+                    end.close()  # or a spare would not see the end of the zygote
                 _live(live, middle, self._supervisor_pid)
             os.write(writer, _PID.pack(orphan))
             os._exit(0)
@@ -181,12 +184,13 @@ def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None
         os._exit(status)
 
 
-def _be_spare(zygote: Channel, like: Like) -> int:
+def _be_spare(zygote: Channel, lifeline: socket.socket, like: Like) -> int:
     """Until the zygote is gone, or there is something to become."""
     from everserve.worker import boot  # noqa: PLC0415
 
     process.set_name("es-spare")
-    boot.rehearse(like)
+    boot.rehearse(like, lifeline)
+    lifeline.close()
     zygote.send(Ready())
     try:
         message = zygote.receive()

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -40,12 +41,12 @@ def prepare() -> None:
     import_module("everserve.worker.cpu_roles")
 
 
-def rehearse(like: Iterable[StartWorker]) -> None:
+def rehearse(like: Iterable[StartWorker], lifeline: socket.socket) -> None:
     """In a spare: whatever takes time and is the same for all workers like these. On CPUs nothing is left to do."""
     on_devices = [start for start in like if start.settings.device == "cuda"]
     if on_devices:
         _roles(on_devices[0])
-        import_module("everserve.worker.cuda_rehearsal").rehearse(on_devices)
+        import_module("everserve.worker.cuda_rehearsal").rehearse(on_devices, lifeline)
 
 
 def run(start: StartWorker, fds: list[int]) -> int:
