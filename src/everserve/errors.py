@@ -8,7 +8,7 @@
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
     ├── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
-    └── WorkerDied           every request of that worker (HTTP 500 / an error event in the stream; retry)
+    └── ServerEnded          requests that still run when the server ends (HTTP 500 / an error event in the stream)
 
 Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
 """
@@ -59,5 +59,5 @@ class StepAbandoned(EverserveError):
         self.experts = experts
 
 
-class WorkerDied(EverserveError):
-    """The worker that owned these requests is gone."""
+class ServerEnded(EverserveError):
+    """The server ends, and with it whatever still runs."""

@@ -132,7 +132,7 @@ def serve(
         str | None,
         typer.Option(
             help="Where KV outlives its worker. mirror: a copy; anchor: the cache itself is memory that survives;"
-            " off: nowhere, streams of a dead worker are computed again. Default: mirror on a CPU, off on a GPU."
+            " off: nowhere, streams of a dead worker are computed again. Default: mirror on a CPU, anchor on a GPU."
         ),
     ] = None,
     enable_prefix_caching: Annotated[bool, typer.Option(help="Reuse the KV of equal prefixes.")] = True,

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from everserve.errors import UserError, WorkerDied
+from everserve.errors import UserError, ServerEnded
 from everserve.gateway.app import create_app
 from everserve.gateway.errors import HttpError
 from everserve.gateway.feed import EventFeed
@@ -104,7 +104,7 @@ class GatewayProcess:
         deadline_s = asyncio.get_running_loop().time() + grace_s
         while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
-        gateway.fleet.close(WorkerDied("The server was shut down before this request had finished."))
+        gateway.fleet.close(ServerEnded("The server was shut down before this request had finished."))
         gateway.feed.close()
         gateway.live.close()
         self._server.should_exit = True

@@ -57,7 +57,7 @@ class ShutdownBegan(Event, frozen=True):
 
 
 class BadBytes(Event, frozen=True):
-    """Frames arrived that are not one of our messages; they were dropped (said once per channel)."""
+    """Frames arrived that are not one of our messages; they were dropped (said once)."""
 
     num_dropped: int
 

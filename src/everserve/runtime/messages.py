@@ -24,9 +24,11 @@
 
     supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
                                    ProcessSignalled, EventHappened, Shutdown
-    gateway -> supervisor          Ready, Failed, SignalProcess, EventHappened
+    gateway -> supervisor          Ready, Failed, SignalProcess
 
-    supervisor -> anchor, worker   OrchestratorAttached
+    supervisor -> anchor           OrchestratorAttached, Shutdown
+    anchor -> supervisor           Ready
+    supervisor -> worker           OrchestratorAttached
 
 Tensors never travel here: they go through lanes (datapath/lane.py), and so never wait behind a message, nor the other
 way round. "+ fds" says which descriptors come along.

@@ -57,4 +57,4 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_batches: int = 0
     num_rows: int = 0
     num_replayed_rows: int = 0
-    num_stale: int = 0  # requests dropped because their sender or their epoch is no longer valid
+    num_stale: int = 0  # requests dropped: their sender is gone, or they were refused

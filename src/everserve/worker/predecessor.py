@@ -10,7 +10,7 @@ When a process is gone, its work is not: what was queued is done while the super
 (runtime/cuda/parting.py), and is over when it lets them go. It is one step at most: a second is plenty.
 
 Who has the pool stands in the first line of its log, where the header leaves room. All of the waiting is done beside
-the successor's own start, which takes longer.
+the successor's own start; if that was a spare, it is what takes longest.
 
 Streams that others take over need none of this: what they copy is checked after it has arrived.
 """
