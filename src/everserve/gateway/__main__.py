@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from everserve.errors import UserError, ServerEnded
+from everserve.errors import ServerEnded, UserError
 from everserve.gateway.app import create_app
 from everserve.gateway.errors import HttpError
 from everserve.gateway.feed import EventFeed
