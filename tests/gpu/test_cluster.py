@@ -114,6 +114,22 @@ def test_successors_join_in_the_middle_of_streams() -> None:
             assert num_ready(server, rank, until_s=min(stream.arrivals_s[-1] for stream in streams)) > num_before
 
 
+def test_logprobs_of_a_prompt_with_more_rows_than_streams() -> None:
+    """Its logits are computed beside the graph."""
+    prompt = [(7 * i) % 4000 + 5 for i in range(600)]
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 4, "echo": True, "logprobs": 0, "temperature": 0}
+    with cluster(1, 1) as server:
+        before = workers(server)
+        first, second = (httpx.post(f"{server.url}/v1/completions", json=body, timeout=120) for _ in range(2))
+        assert first.status_code == 200, first.text
+        scores = first.json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert len(scores) == 604 and scores[0] is None and all(score <= 0 for score in scores[1:])
+        assert second.json()["choices"] == first.json()["choices"]
+        assert {rank: worker["pid"] for rank, worker in workers(server).items()} == {
+            rank: worker["pid"] for rank, worker in before.items()
+        }
+
+
 def num_ready(server: LocalServer, rank: int, until_s: float = float("inf")) -> int:
     """How often this seat has had a worker that was ready, by then."""
     ready = [event for event in server.events(f"worker-{rank}") if event["event"] == "worker_became_ready"]

@@ -63,7 +63,7 @@ class Model:
         logits_TV = self.decoder.logits(hidden_TD, torch.arange(sum(sizes), device=hidden_TD.device))
         return dict(zip(chunks, logits_TV.cpu().split(sizes), strict=True))
 
-    def fill(self, chunks: dict[int, list[int]]) -> list[int]:
+    def fill(self, chunks: dict[int, list[int]], logits_rows: list[int] | None = None) -> list[int]:
         """Bring them to the device; how many rows each has."""
         positions = [self.lengths.get(seq, 0) + i for seq, tokens in chunks.items() for i in range(len(tokens))]
         sizes = [len(tokens) for tokens in chunks.values()]
@@ -77,7 +77,7 @@ class Model:
         slots = tables[rows_of, position_T // BLOCK_SIZE] * BLOCK_SIZE + position_T % BLOCK_SIZE
         starts = np.array([0, *accumulate(sizes)], np.int32)
         tokens_T = np.array([token for tokens in chunks.values() for token in tokens], np.int32)
-        self.staging.fill(Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, []))
+        self.staging.fill(Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, logits_rows or []))
         return sizes
 
     def alone(self, seq: int, sizes: list[int], tokens: list[int] = TOKENS) -> Tensor:
@@ -129,6 +129,19 @@ def test_a_sequence_does_not_notice_its_neighbours(device: torch.device) -> None
     first = model.step({1: others[1][:8], 0: TOKENS[:10], 2: others[2]})[0]
     second = model.step({0: TOKENS[10:11], 1: others[1][8:]})[0]
     assert torch.equal(torch.cat([first, second]), alone)
+
+
+def test_logits_of_more_rows_than_a_graph_has_room_for(device: torch.device) -> None:
+    """A prompt's logprobs: as many as there are sequences are computed in the step, all of them can be asked for
+    afterwards."""
+    model = Model("qwen3-moe", device)
+    expected = Model("qwen3-moe", device).alone(0, WHOLE)
+    model.fill({0: TOKENS}, logits_rows=[*range(18)])
+    assert model.staging.batch.logits_rows_L.tolist() == [0, 1, 2]
+    hidden_TD = model.decoder.run(model.staging.batch, model.pool, model.experts)
+    few_LV = model.decoder.logits(hidden_TD, model.staging.batch.logits_rows_L)
+    all_LV = model.decoder.logits(hidden_TD, torch.arange(18, dtype=torch.int32, device=device))
+    assert torch.equal(all_LV.cpu(), expected) and torch.equal(few_LV.cpu(), expected[:3])
 
 
 class NothingComputed(TorchDispatchMode):

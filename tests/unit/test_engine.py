@@ -183,6 +183,27 @@ def test_prompt_logprobs(budget, max_tokens):
         assert all(o.prompt_logprobs is None for o in outputs[1:])
 
 
+def test_a_step_has_no_more_logits_of_prompts_than_one_chunk():
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=64)
+    engine.scheduler._max_logits_rows = most = 5
+    schedule, wanted = engine.scheduler.schedule, []
+
+    def noting():
+        chunks = schedule()
+        wanted.append(sum(chunk.num_tokens for chunk in chunks if chunk.sequence.wants_prompt_logprobs))
+        return chunks
+
+    engine.scheduler.schedule = noting
+    specs = [spec(f"s{i}", [*range(i, i + 9)], max_tokens=3, prompt_logprobs=1 if i < 3 else None) for i in range(4)]
+    for one in specs:
+        engine.add(one)
+    outputs = drain(engine)
+    assert max(wanted) == most and sum(wanted) == 3 * 9
+    for one in specs:
+        assert [output.token for output in outputs[one.id]] == run_alone(one)
+    assert [len(outputs[f"s{i}"][0].prompt_logprobs) for i in range(3)] == [9, 9, 9]
+
+
 def test_how_long_a_stream_waited():
     engine, _ = make_engine(max_num_seqs=1)
     now = 100.0

@@ -94,7 +94,7 @@ class CapturedForward:
             self._experts.end_step()
         num_logits = len(rows.logits_rows_L)
         if num_logits > len(bucket.logits_LV):  # logprobs of prompts: rare
-            wanted = torch.tensor(rows.logits_rows_L, device=self._ops.device)
+            wanted = torch.tensor(rows.logits_rows_L, dtype=torch.int32, device=self._ops.device)
             return self._decoder.logits(bucket.hidden_TD, wanted)
         logits_LV = bucket.logits_LV[:num_logits]
         self._ops.note_greedy(logits_LV, self._report.tokens(num_logits))

@@ -52,6 +52,7 @@ class Scheduler:
         self._undo = undo
         self._restorer = restorer
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
+        self._logits_left = 0  # rows of prompts whose logits the current step may still compute
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_prefill_while_decoding = max_prefill_while_decoding
@@ -79,7 +80,7 @@ class Scheduler:
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
-        self._restoring_left = self._max_restored_while_serving
+        self._restoring_left, self._logits_left = self._max_restored_while_serving, self._max_logits_rows
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
         decoding: list[Sequence] = []
@@ -140,6 +141,8 @@ class Scheduler:
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""
         num_tokens = min(self._chunk_limit(sequence), budget)
+        if num_tokens == 0:
+            return 0
         while (room := self._grow(sequence, num_tokens)) == 0:
             scheduled = {chunk.sequence.id for chunk in chunks}
             victim = next((s for s in reversed(self.running) if s.id not in scheduled), None)
@@ -151,6 +154,8 @@ class Scheduler:
             assert victim is not sequence, "one sequence alone must fit into the pool"
             self._preempt(victim)
         chunks.append(Chunk(sequence, room, completes=room == sequence.num_pending))
+        if sequence.wants_prompt_logprobs:
+            self._logits_left -= room
         return room
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
@@ -162,6 +167,8 @@ class Scheduler:
             if budget <= 0 or len(self.running) >= self._max_num_seqs:
                 return
             if sequence.saved is not None and chunks and self._restoring_left <= 0:
+                return
+            if self._chunk_limit(sequence) == 0:
                 return
             cached = self._cached_blocks(sequence)
             if self._worth_waiting(sequence, len(cached), in_flight):
@@ -246,10 +253,9 @@ class Scheduler:
         sequence.blocks.clear()
 
     def _chunk_limit(self, sequence: Sequence) -> int:
-        """Logits are dear when the vocabulary is large: prompts that want logprobs go in smaller chunks."""
-        return (
-            min(sequence.num_pending, self._max_logits_rows) if sequence.wants_prompt_logprobs else sequence.num_pending
-        )
+        """Logits are dear when the vocabulary is large: prompts that want logprobs go in smaller chunks, and no step
+        has more of them than a chunk."""
+        return min(sequence.num_pending, self._logits_left) if sequence.wants_prompt_logprobs else sequence.num_pending
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed."""

@@ -59,12 +59,13 @@ class Staging:
         views, num_rows, num_seqs = self._views, len(rows.tokens_T), len(rows.block_tables_SB)
         small, large = cut(rows.positions_T, rows.query_starts_S, self._group, self.num_seqs)
         assert num_rows <= self.num_rows and num_seqs <= self.num_seqs and (self.is_mixed or not len(large))
-        views["counts"][: len(_COUNTS)] = (len(small), len(large), num_rows, len(rows.logits_rows_L))
+        wanted = rows.logits_rows_L[: self.num_seqs]  # more than that: the caller has to ask for them afterwards
+        views["counts"][: len(_COUNTS)] = (len(small), len(large), num_rows, len(wanted))
         _put(views["tokens"], rows.tokens_T, 0)
         _put(views["positions"], rows.positions_T, -1)
         _put(views["kv_slots"], rows.kv_slots_T, -1)
         _put(views["row_seqs"], _row_seqs(rows), 0)
-        _put(views["logits_rows"], np.array(rows.logits_rows_L, np.int32), 0)
+        _put(views["logits_rows"], np.array(wanted, np.int32), 0)
         views["small"][: small.size] = small.reshape(-1)
         views["large"][: large.size] = large.reshape(-1)
         self._tables[:num_seqs, : rows.block_tables_SB.shape[1]] = rows.block_tables_SB
