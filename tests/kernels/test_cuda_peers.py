@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,9 +11,10 @@ import torch
 
 from everserve.anchor.memory import create_memory
 from everserve.datapath.cuda import peers as cuda_peers
+from everserve.datapath.cuda import remote as cuda_remote
 from everserve.datapath.cuda.lane import ANSWER_AT, FLAG_AT, POSITION_AT, REQUEST_AT, STATUS_AT, CudaLaneShape
 from everserve.datapath.cuda.peers import CudaPeers
-from everserve.datapath.cuda.remote import CudaExperts
+from everserve.datapath.cuda.remote import _GIVE_UP, CudaExperts
 from everserve.datapath.lane import Outcome
 from everserve.errors import StepAbandoned
 from everserve.model.ops.cuda.words import Words
@@ -120,6 +122,10 @@ class Worker:
         ids_TK = torch.tensor(ids, dtype=torch.int32)
         self.experts._send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=False)
 
+    def send_again(self, index: int, ids: list[list[int]]) -> None:
+        ids_TK = torch.tensor(ids, dtype=torch.int32)
+        self.experts._send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=True)
+
     def word(self, rank: int, at: int, size: int = 8) -> int:
         data = self.driver.read(self.peers._region.address(rank) + at, size)
         return int.from_bytes(data, "little", signed=True)
@@ -190,6 +196,55 @@ def test_an_expert_without_a_place(worker):
     with pytest.raises(StepAbandoned):
         worker.heal(0, missing=4)
     assert all(worker.word(rank, POSITION_AT, 4) == 0 for rank in EXPERTS), "nobody should wait for us"
+
+
+def test_who_never_answers_is_given_up(worker):
+    worker.send(0, [[0, 1]])
+    worker.answer(1)
+    worker.driver.write(worker.peers._region.address(1) + FLAG_AT, bytes(4))
+    for _ in range(_GIVE_UP - 1):
+        worker.experts.attend(Outcome.TIMEOUT)
+    assert not worker.told
+    worker.experts.attend(Outcome.TIMEOUT)
+    assert worker.told == [("suspect", 2, 1, "deaf")] and worker.word(2, FLAG_AT, 4) == 0
+
+
+def test_who_answers_now_and_then_is_not(worker):
+    """A long step: it is awaited at every look, but not for the same thing."""
+    worker.send(0, [[0, 1]])
+    for _ in range(3 * _GIVE_UP):
+        worker.answer(1)
+        worker.answer(2)
+        worker.send_again(0, [[0, 1]])
+        worker.experts.attend(Outcome.TIMEOUT)
+    assert not worker.told
+
+
+def test_who_never_answers_is_given_up_also_while_somebody_is_dead(worker, monkeypatch):
+    """Flags of the dead are written every moment; the others are looked at every detect_ms all the same."""
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr(cuda_remote, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
+    worker.send(0, [[0, 1]])
+    worker.warden.dead.add(1)
+    worker.experts.attend(Outcome.ATTEND)
+    assert worker.heal(0, 1)
+    worker.send_again(0, [[0, 1]])
+    worker.tell()
+    num_attended = 0
+    while not worker.told:
+        now_ns += 200_000
+        num_attended += 1
+        worker.experts.attend(Outcome.TIMEOUT)
+    assert worker.told == [("suspect", 2, 1, "deaf")]
+    assert num_attended == _GIVE_UP * 50, "looks are 10 ms apart"
+
+
+def test_a_place_where_nobody_is_stops_the_step(worker):
+    """The tables should not say so. If they do, nothing is sent, and nothing is summed up that nobody has computed."""
+    worker.peers.state.present_E[2] = 0
+    worker.send(0, [[0, 1]])
+    assert worker.words.stop.item() == 1 and worker.words.missing.item() == 1 + 1
+    assert all(worker.word(rank, REQUEST_AT) == 0 for rank in EXPERTS)
 
 
 @pytest.mark.parametrize("comes_late", [False, True])

@@ -23,6 +23,7 @@ from everserve.engine.batching import Rows
 from everserve.engine.recorder import Chain, Recorder
 from everserve.engine.report import Report
 from everserve.engine.staging import Staging
+from everserve.errors import StepAbandoned
 from everserve.model.decoder import Decoder
 from everserve.model.ops.cuda.ops import CudaOps
 
@@ -90,8 +91,10 @@ class CapturedForward:
         try:
             self._complete(bucket, due_ns=began_ns + bucket.lasted_ns)
             bucket.lasted_ns = time.monotonic_ns() - began_ns
-        finally:
+        except StepAbandoned:  # it has stopped. After anything else the device may wait for a flag that nobody sets
             self._experts.end_step()
+            raise
+        self._experts.end_step()
         num_logits = len(rows.logits_rows_L)
         if num_logits > len(bucket.logits_LV):  # logprobs of prompts: rare
             wanted = torch.tensor(rows.logits_rows_L, dtype=torch.int32, device=self._ops.device)

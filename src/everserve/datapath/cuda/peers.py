@@ -143,7 +143,7 @@ class CudaPeers(Peers):
         """These have not answered in this layer, or have refused, and are not waited for any more: how many rows each
         of them has."""
         rows_E, sent_E = self._contents(self.state.rows_E, np.int32), self._contents(self.state.sent_E, np.int64)
-        self._owed |= {rank: int(sent_E[rank]) for rank in ranks if self._last_answer(rank) != sent_E[rank]}
+        self._owed |= {rank: int(sent_E[rank]) for rank in ranks if self.last_answer(rank) != sent_E[rank]}
         return [int(rows_E[rank]) for rank in ranks]
 
     def _contents(self, table: Tensor, dtype: type[np.signedinteger[Any]]) -> NDArray[Any]:
@@ -152,9 +152,10 @@ class CudaPeers(Peers):
         return np.frombuffer(self._driver.read(table.data_ptr(), num_bytes), dtype)
 
     def _has_answered(self, rank: Rank) -> bool:
-        return self._last_answer(rank) == int(self.state.sent_E[rank].item())
+        return self.last_answer(rank) == int(self.state.sent_E[rank].item())
 
-    def _last_answer(self, rank: Rank) -> int:
+    def last_answer(self, rank: Rank) -> int:
+        """The number of the request that it has answered last."""
         return int.from_bytes(self._driver.read(self._region.address(rank) + ANSWER_AT, 8), "little")
 
     @property
@@ -175,7 +176,7 @@ class CudaPeers(Peers):
         assert not self.is_in_step and bell_fd is not None
         torch.cuda.synchronize()
         owed = self._owed.pop(rank, None)
-        self._num_stale += owed is not None and self._last_answer(rank) == owed
+        self._num_stale += owed is not None and self.last_answer(rank) == owed
         for region, fd in ((self._region, lane_fd), (self._bells, bell_fd)):
             if region.is_mapped(rank):
                 region.unmap(rank)
@@ -183,6 +184,7 @@ class CudaPeers(Peers):
         self.state.bell_E[rank] = bell_at(self._bells.address(rank), incarnation)
         self.state.sent_E[rank] = 0
         self.state.present_E[rank] = 1
+        torch.cuda.synchronize()  # the step is on another stream, which would not wait for this
         return self._region.address(rank)
 
     def _retire(self, peer: Peer) -> None:

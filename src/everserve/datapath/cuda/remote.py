@@ -13,6 +13,7 @@ A flag that was written for nothing does no harm: the step stops, and goes on wa
 about all that is told when the rows are on their way: words can wait, rows cannot.
 """
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -72,7 +73,8 @@ class CudaExperts:
             self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
         ]
         self._must_release = False
-        self._num_looks: dict[Rank, int] = {}  # at those who do not answer
+        self._looks: dict[Rank, tuple[int, int]] = {}  # at those who do not answer: how many, after which answer
+        self._looked_ns = 0
         self._alarm_seen = self._control_seen = 0
         self._untold: list[Callable[[], None]] = []
 
@@ -105,7 +107,8 @@ class CudaExperts:
         peers.upload()
         peers.is_in_step = True
         peers.cell.position = int(num_rows > LARGE_STEP)
-        self._num_looks.clear()
+        self._looks.clear()
+        self._looked_ns = time.monotonic_ns()
         self._wake_the_idle()
 
     def end_step(self) -> None:
@@ -143,7 +146,7 @@ class CudaExperts:
             # The words are read first: what comes later rings again.
             self._alarm_seen, self._control_seen = peers.warden.alarm, peers.cell.control
             suspicions = peers.look()
-        elif not self._must_release:
+        elif not self._must_release or time.monotonic_ns() - self._looked_ns >= self._timeout_ns:
             suspicions = self._look_at_the_silent()
         peers.warden.renew(self._lease_s)
         self._on_control()
@@ -181,14 +184,19 @@ class CudaExperts:
         return bool(lost)
 
     def _look_at_the_silent(self) -> list[Suspicion]:
-        """Nothing came for detect_ms. Somebody whose process lives may be stuck all the same."""
+        """Nothing came for detect_ms. Somebody whose process lives may be stuck all the same; not if it has answered
+        since the last look, in a step that takes long."""
+        self._looked_ns = time.monotonic_ns()
         suspicions: list[Suspicion] = []
         for rank, _ in self._peers.incarnations:
             peer = self._peers.trusted(rank)
             if peer is None:
                 continue
-            self._num_looks[rank] = self._num_looks.get(rank, 0) + 1 if self._peers.is_awaited(rank) else 0
-            if self._num_looks[rank] >= _GIVE_UP:
+            answer = self._peers.last_answer(rank)
+            num_looks, before = self._looks.get(rank, (0, answer))
+            is_stuck = self._peers.is_awaited(rank) and answer == before
+            self._looks[rank] = num_looks + 1 if is_stuck else 0, answer
+            if self._looks[rank][0] >= _GIVE_UP:
                 suspicions.append(self._peers.suspect(peer, "deaf"))
         return suspicions
 

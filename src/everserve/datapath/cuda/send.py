@@ -187,6 +187,9 @@ def _plan_kernel(
                 row = first + count + tl.cumsum(is_own.to(tl.int32), 0) - 1
                 tl.store(y_row + r, row, mask=is_own)
                 count += tl.sum(is_own.to(tl.int32))
+            if (count > 0) & (is_there == 0):  # the tables contradict each other: stop, as if it had no place
+                tl.store(homeless, expert + 1)
+                tl.store(stop, layer + 1)
             if slot == S - 1:
                 tl.store(rows + rank, tl.where(is_there, before + count, 0))
         counts_at = region + rank.to(tl.int64) * LANE_BYTES + COUNTS_AT + box * COUNTS_BYTES + slot * 4

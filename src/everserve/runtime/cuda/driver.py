@@ -389,10 +389,21 @@ class Mapping:
         handle = driver.import_handle(fd)
         try:
             self.address = driver.reserve(self.num_bytes)
-            driver.map_handle(self.address, self.num_bytes, handle)
-            driver.allow(self.address, self.num_bytes)
+            try:
+                self._map(handle)
+            except CudaError:
+                driver.free_addresses(self.address, self.num_bytes)
+                raise
         finally:
             driver.release_handle(handle)
+
+    def _map(self, handle: int) -> None:
+        self._driver.map_handle(self.address, self.num_bytes, handle)
+        try:
+            self._driver.allow(self.address, self.num_bytes)
+        except CudaError:  # the memory is on a device that ours does not reach
+            self._driver.unmap_handle(self.address, self.num_bytes)
+            raise
 
     def close(self) -> None:
         self._driver.unmap_handle(self.address, self.num_bytes)
