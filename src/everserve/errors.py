@@ -5,10 +5,9 @@
     │   ├── ConfigError      flags or config file        (the process does not start)
     │   ├── ModelError       model directory             (the process does not start)
     │   └── RequestError     one request                 (HTTP 400; nobody else is affected)
-    ├── OverloadedError      one request                 (HTTP 503 with Retry-After; retry later)
+    ├── OverloadedError      one request                 (HTTP 503 with Retry-After, or an error event; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
-    ├── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
-    └── ServerEnded          requests that still run when the server ends (HTTP 500 / an error event in the stream)
+    └── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
 
 Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
 """
@@ -57,7 +56,3 @@ class StepAbandoned(EverserveError):
         super().__init__(f"layer {layer}: no place for the experts {', '.join(map(str, experts))}")
         self.layer = layer
         self.experts = experts
-
-
-class ServerEnded(EverserveError):
-    """The server ends, and with it whatever still runs."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,15 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everserve.engine.engine import EngineConfig
+from everserve.kvlog.chains import key_of
 from everserve.kvlog.cuda import kernels
 from everserve.kvlog.cuda import writer as cuda_writer
 from everserve.kvlog.cuda.writer import CudaLogWriter
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
+from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import words_address
 from tests.kernels.test_kvlog_writer import Late
 from tests.property import test_restore
-from tests.toy import LoggedToy
+from tests.toy import LoggedToy, StepAbandoned, make_config, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 
@@ -133,20 +136,79 @@ def stand_ins(monkeypatch) -> Callable[[bool], None]:
     return stand_in
 
 
+def tell(worker: test_restore.Worker) -> None:
+    """Log what the last step has computed, while the next one computes, which may be abandoned."""
+    worker.engine.log_step()
+    certain = worker.engine.scheduler.certain()
+    worker.logged = {sequence.id: sequence.num_computed for sequence in certain if sequence.num_computed}
+
+
+def abandon_late(self: test_restore.Worker) -> None:
+    self.model.fail_next = True
+    with pytest.raises(StepAbandoned):
+        self.engine.step(meanwhile=lambda: tell(self))
+    for sequence in self.engine.scheduler.waiting:
+        self.logged.pop(sequence.id, None)  # its blocks were taken
+
+
 def step_late(self: test_restore.World, worker: test_restore.Worker) -> None:
     """As workers on a device do: what a step has computed is logged while the next one computes."""
-
-    def tell() -> None:
-        worker.engine.log_step()
-        running = worker.engine.scheduler.running
-        worker.logged = {sequence.id: sequence.num_computed for sequence in running if sequence.num_computed}
-
-    result = worker.engine.step(meanwhile=tell)
+    result = worker.engine.step(meanwhile=lambda: tell(worker))
     for restored in result.restored:
         assert restored.num_recomputed <= worker.promises.pop(restored.id, inf), "computed again, though logged"
     self.deliver(result.outputs)
     if not worker.engine.has_work:
         worker.commit()
+
+
+def toy_and_its_stream(is_in_place: bool, **config: int) -> tuple[LoggedToy, RequestSpec]:
+    """A worker, and what a client of it has of a stream in the middle of its answer."""
+    toy, request = LoggedToy(make_config(num_blocks=64, **config), is_in_place), spec("b", [*range(40)], max_tokens=20)
+    toy.engine.add(request)
+    known = [output.token for _ in range(6) for output in toy.engine.step(meanwhile=toy.engine.log_step).outputs]
+    toy.engine.log_step()
+    return toy, msgspec.structs.replace(request, known=known)
+
+
+def abandon(toy: LoggedToy) -> None:
+    toy.model.fail_next = True
+    with pytest.raises(StepAbandoned):
+        toy.engine.step(meanwhile=toy.engine.log_step)
+    toy.engine.check()
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+def test_a_stream_that_comes_back_in_several_steps_of_which_one_is_abandoned(stand_ins, num_steps):
+    """The record must not say what that step had restored: somebody goes, and the next try has other blocks."""
+    stand_ins(is_in_place=True)
+    old, request = toy_and_its_stream(True, max_restored_while_serving=8)
+    left = on_a_device(Log(old.photograph(), old.shape))
+    toy = LoggedToy(old.engine.config, True)
+    for other in (spec("a", [5, 6, 7], max_tokens=20), spec("c", [9] * 9, max_tokens=20)):
+        toy.engine.add(other)
+    toy.engine.step(meanwhile=toy.engine.log_step)
+    toy.engine.add(request, toy.find(left, "b"))
+    for _ in range(num_steps):
+        toy.engine.step(meanwhile=toy.engine.log_step)
+    abandon(toy)
+    toy.engine.cancel("c")
+    while toy.engine.has_work:
+        toy.engine.step(meanwhile=toy.engine.log_step)
+        toy.engine.log_step()
+        toy.engine.check()
+
+
+def test_an_adopted_record_outlives_an_abandoned_step(stand_ins):
+    """Whoever comes after us may need it."""
+    stand_ins(is_in_place=True)
+    old, request = toy_and_its_stream(True)
+    toy = LoggedToy(old.engine.config, True, old.photograph())
+    num_tokens = toy.log.find(key_of("b")).num_tokens
+    toy.engine.add(spec("a", [5, 6, 7], max_tokens=40))
+    toy.engine.step(meanwhile=toy.engine.log_step)
+    toy.engine.add(request, toy.find(on_a_device(Log(toy.memory, toy.shape)), "b"))
+    abandon(toy)
+    assert toy.log.find(key_of("b")).num_tokens == num_tokens
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["after each step", "in the next step"])
@@ -155,6 +217,7 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
     stand_ins(is_in_place)
     if is_late:
         monkeypatch.setattr(test_restore.World, "step", step_late)
+        monkeypatch.setattr(test_restore.Worker, "abandon", abandon_late)
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
     @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from everserve.errors import ServerEnded
+from everserve.errors import OverloadedError
 from everserve.gateway.app import create_app
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
@@ -367,7 +367,7 @@ class ToyServer:
             end.channel.close()
         self.gateway.keeper.close()
         self.gateway.orchestrator.close()
-        self.gateway.fleet.close(ServerEnded("the test is over"))
+        self.gateway.fleet.close(OverloadedError("the test is over"))
 
     def begin(
         self,

@@ -59,8 +59,19 @@ def test_what_cannot_be_shown(tmp_path):
     other.write_text("{}")
     old = tmp_path / "failover-old.json"
     old.write_text(json.dumps({"environment": {"command": ""}, "faults": {}}))
-    for path, line in ((other, "is no result of bench decode"), (tmp_path / "failover.json", "is no result")):
+    for path, line in ((other, "its name should begin with"), (tmp_path / "failover.json", "no such file")):
         with pytest.raises(ConfigError, match=line):
             show.show([path], is_markdown=False)
     with pytest.raises(ConfigError, match="was written by another version: it has no 'settings'"):
         show.show([old], is_markdown=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [("junk", "is not JSON"), ("\xff", "is not JSON"), ("[]", "is no result"), ("null", "is no result")],
+)
+def test_what_is_no_result(tmp_path, content, line):
+    path = tmp_path / "failover.json"
+    path.write_bytes(content.encode("latin-1"))
+    with pytest.raises(ConfigError, match=line):
+        show.show([path], is_markdown=False)

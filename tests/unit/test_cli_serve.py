@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,12 @@ def test_the_defaults_are_fine():
         ({"load_format": "pt"}, "--load-format pt: choose auto or dummy"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization must be above 0 and at most 1"),
         ({"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization must be above 0 and at most 1"),
+        ({"api_key": ["a", ""]}, "--api-key is empty: leave it out if everybody may ask"),
+        ({"served_model_name": [""]}, "--served-model-name is empty"),
+        (
+            {"event_log": Path("/proc/nope")},
+            "--event-log /proc/nope: nothing can be written there: No such file or directory",
+        ),
     ],
 )
 def test_values_that_are_never_right(changes, line):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everserve.errors import ServerEnded
+from everserve.errors import OverloadedError
 from everserve.gateway.http import MAX_BODY_BYTES, MAX_BODY_COMMAS
 from everserve.runtime.events import ProcessStarted
 from everserve.tables.outputs import Output
@@ -341,9 +341,9 @@ def test_shutting_down_ends_streams_that_wait() -> None:
             await until(lambda: not server.gateway.fleet.ready_links())
             task, answer, _ = server.begin("POST", "/v1/completions", {"prompt": "a", "stream": True})
             await until(lambda: server.gateway.fleet.num_waiting == 1)
-            server.gateway.fleet.close(ServerEnded("shut down"))
+            server.gateway.fleet.close(OverloadedError("shut down"))
             await asyncio.wait_for(task, 5)
-            assert answer.status == 500 and answer.error["message"] == "shut down"
+            assert answer.status == 503 and answer.error["message"] == "shut down"
 
     run(test)
 

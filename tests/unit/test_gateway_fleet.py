@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from everserve.errors import OverloadedError, RequestError, ServerEnded
+from everserve.errors import OverloadedError, RequestError
 from everserve.gateway.streams import StreamBroken
 from everserve.plan.spread import Room
 from everserve.runtime.events import RequestResumed, StaleDropped, StreamDiverged, StreamMoved
@@ -533,7 +533,7 @@ def test_closing_ends_running_and_waiting_streams() -> None:
             toy.submit()
         toy.lose(b)
         assert toy.fleet.num_waiting == CAPACITY
-        toy.fleet.close(ServerEnded("over"))
+        toy.fleet.close(OverloadedError("over"))
         assert all(len(stream.listener.errors) == 1 for stream in toy.streams)
         assert toy.fleet.num_streams == 0 and toy.events == []
         a.receive()

@@ -31,12 +31,14 @@ _CUT_SHORT = "This run was cut short."
 
 def show(paths: list[Path], is_markdown: bool) -> None:
     """One after the other. What a file holds is told by its name: checkpoint-long.json is of `bench checkpoint`."""
-    unknown = [path for path in paths if not path.is_file() or _name(path) not in _SHOW]
-    if unknown:
-        raise ConfigError(f"{unknown[0]} is no result of {', '.join(f'bench {name}' for name in _SHOW)}")
+    for path in paths:
+        if not path.is_file():
+            raise ConfigError(f"{path}: there is no such file")
+        if _name(path) not in _SHOW:
+            raise ConfigError(f"{path}: its name should begin with one of {', '.join(_SHOW)}, as it was written")
     report.use_markdown(is_markdown)
     for path in paths:
-        result = report.read_json(path)
+        result = _read(path)
         environment = result.get("environment")  # none if the run was cut short
         if is_markdown:
             print(f"\n### {path.stem}\n\n    {environment['command'] if environment else _CUT_SHORT}\n")
@@ -46,6 +48,18 @@ def show(paths: list[Path], is_markdown: bool) -> None:
             _SHOW[_name(path)](result, path)
         except KeyError as error:
             raise ConfigError(f"{path} was written by another version: it has no {error}") from error
+        except (AttributeError, TypeError, IndexError) as error:
+            raise ConfigError(f"{path} is no result of `everserve bench`: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = report.read_json(path)
+    except ValueError as error:  # no JSON, or no text
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(result, dict):
+        raise ConfigError(f"{path} is no result of `everserve bench`")
+    return result
 
 
 def _name(path: Path) -> str:

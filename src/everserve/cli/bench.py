@@ -6,11 +6,19 @@ from typing import Annotated
 import typer
 
 from everserve.cli import app
+from everserve.cli.files import check_directory
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, each with its baseline in the same run.")
 app.add_typer(bench_app, name="bench")
 
-Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.")]
+
+def _check_out(path: Path | None) -> Path | None:
+    """Now, and not when everything is measured."""
+    check_directory(path or Path("bench/results"), "--out")
+    return path
+
+
+Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.", callback=_check_out)]
 Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3.")]
 Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)]
 Spares = Annotated[int | None, typer.Option(help="As of `serve`. Default: as it does by itself.", min=0, max=8)]

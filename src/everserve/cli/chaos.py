@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from everserve.cli import app
+from everserve.cli.files import check_directory
 from everserve.errors import ConfigError
 
 _WIDTH = 140  # of the verdict where there is no terminal
@@ -45,6 +46,8 @@ def chaos(
     Starts a server of its own, unless --url names one. Exit status 1 if anything was lost, doubled or changed, hangs or
     leaks.
     """
+    if json_file is not None:
+        check_directory(json_file.parent, "--json")
     from everserve.chaos import run  # noqa: PLC0415 (only those who use it pay for it)
     from everserve.chaos.target import Target  # noqa: PLC0415
     from everserve.progress import Progress  # noqa: PLC0415

@@ -28,7 +28,7 @@ def drain(
 ) -> None:
     """Restart workers under load: each moves its streams to others live, exits, and a new process takes its seat."""
     if every == bool(ranks):
-        raise ConfigError("drain: name the ranks, or say --all")
+        raise ConfigError("drain: either name the ranks, or say --all")
     if every and not wait:
         raise ConfigError("drain --all --wait 0 would restart everything at once; leave --wait out")
     for rank in ranks or [worker["rank"] for worker in fetch_cluster(url, api_key)["workers"]]:

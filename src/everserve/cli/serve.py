@@ -9,6 +9,7 @@ import yaml
 
 from everserve.cli import app
 from everserve.cli.devices import choose
+from everserve.cli.files import read_text
 from everserve.cli.serve_settings import (
     Flags,
     check_compiler,
@@ -31,12 +32,12 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
     if path is None:
         return None
     try:
-        values = yaml.safe_load(path.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ConfigError(f"--config {path}: {str(error).splitlines()[0]}") from error
+        values = yaml.safe_load(read_text(path, "--config")) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected `flag: value` lines")
-    known = {parameter.name for parameter in context.command.params if parameter.name}
+    known = {parameter.name for parameter in context.command.params if parameter.name} - {"config"}
     named = {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
     unknown = sorted(set(named) - known)
     if unknown:

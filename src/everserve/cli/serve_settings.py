@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import structs
 
 from everserve.cli.devices import Chosen, dtype_on, kv_cache_bytes
+from everserve.cli.files import check_directory, read_text
 from everserve.datapath import lane
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
@@ -90,6 +91,12 @@ def check_values(flags: Flags) -> None:
         raise ConfigError(f"--load-format {flags.load_format}: choose auto or dummy")
     if flags.gpu_memory_utilization is not None and not 0 < flags.gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
+    if not all(flags.api_key or ["-"]):
+        raise ConfigError("--api-key is empty: leave it out if everybody may ask")
+    if not all(flags.served_model_name or ["-"]):
+        raise ConfigError("--served-model-name is empty")
+    if flags.event_log is not None:
+        check_directory(flags.event_log, "--event-log")
 
 
 def resolve_model(model: str) -> Path:
@@ -181,7 +188,7 @@ def gateway_settings(flags: Flags, directory: Path) -> StartGateway:
         enable_chaos=flags.enable_chaos,
         seed=flags.seed,
         max_logprobs=flags.max_logprobs,
-        chat_template=_read(flags.chat_template),
+        chat_template=read_text(flags.chat_template, "--chat-template") if flags.chat_template is not None else None,
         event_log=_text(flags.event_log),
         resume_window_s=flags.resume_window,
     )
@@ -198,13 +205,6 @@ def _fixed_routes(flags: Flags, model: ModelConfig) -> tuple[int, int]:
     if not flags.expert_workers or model.num_experts % flags.expert_workers:
         raise ConfigError("--fixed-routes needs --expert-workers that divide the number of experts")
     return model.num_experts // flags.expert_workers, flags.attention_workers
-
-
-def _read(path: Path | None) -> str | None:
-    try:
-        return path.read_text() if path is not None else None
-    except OSError as error:
-        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
 
 
 def _text(path: Path | None) -> str | None:

@@ -206,9 +206,10 @@ class Engine:
         return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
 
     def log_step(self) -> None:
-        """Say in the log how far streams have come. After each step, as soon as its outputs are on their way."""
+        """Say in the log how far streams have come. After each step, as soon as its outputs are on their way; that may
+        be in the middle of the next one."""
         if self._journal is not None:
-            self._journal.commit(self.scheduler.running)
+            self._journal.commit(self.scheduler.certain())
 
     def forget_adopted(self) -> None:
         """No stream that our predecessor in this log had will come to us any more, but those that came."""
@@ -264,7 +265,7 @@ class Engine:
     def _abandon(self) -> None:
         self.scheduler.abandon()
         if self._journal is not None:
-            self._journal.abandon(self.scheduler.waiting)
+            self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
 
     def _end(self, sequence: Sequence, is_delivered: bool) -> None:
         del self._sequences[sequence.id]

@@ -120,12 +120,14 @@ class Journal:
                 if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
                     num_logged[block] = num_slots if block < reach else 0
 
-    def abandon(self, waiting: Iterable[Sequence]) -> None:
-        """The step never happened, if it was begun at all. Streams that wait, again or still, have no blocks."""
+    def abandon(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> None:
+        """The step never happened, if it was begun at all. Streams that wait, again or still, have no blocks; one that
+        was coming back in several steps has not come as far as was committed when this one began."""
         if not self._is_computed:
             self.writer.abandon()
         self.settle()
         self.clear(waiting)
+        self.clear(sequence for sequence in running if self.num_committed(sequence) > sequence.num_computed)
 
     def commit(self, running: Iterable[Sequence]) -> None:
         """The outputs of the last step that was computed are on their way: bring the records up to date."""

@@ -106,6 +106,14 @@ class Scheduler:
             self._restorer.forget()
         return chunks
 
+    def certain(self) -> list[Sequence]:
+        """Who runs; in the middle of a step without those that it has started or restored: should it be abandoned, it
+        has not."""
+        if not len(self._undo):
+            return self.running
+        uncertain = {sequence.id for sequence in self.started} | {restored.id for restored in self.restored}
+        return [sequence for sequence in self.running if sequence.saved is None and sequence.id not in uncertain]
+
     def commit(self, chunks: list[Chunk]) -> None:
         """The step happened: its tokens are computed, and blocks that became full may be shared from now on."""
         block_size = self.pool.block_size

@@ -22,7 +22,7 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from everserve.errors import ServerEnded, UserError
+from everserve.errors import OverloadedError, UserError
 from everserve.gateway.app import create_app
 from everserve.gateway.errors import HttpError
 from everserve.gateway.feed import EventFeed
@@ -104,7 +104,8 @@ class GatewayProcess:
         deadline_s = asyncio.get_running_loop().time() + grace_s
         while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
-        gateway.fleet.close(ServerEnded("The server was shut down before this request had finished."))
+        ended = "The server was shut down before this request had finished."
+        gateway.fleet.close(OverloadedError(ended, retry_after_s=5))
         gateway.feed.close()
         gateway.live.close()
         self._server.should_exit = True

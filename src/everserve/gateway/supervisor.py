@@ -5,7 +5,7 @@ from collections.abc import Callable
 from everserve.gateway.questions import Questions
 from everserve.runtime.messages import ProcessSignalled, SignalProcess
 
-PROCESSES = ("gateway", "orchestrator", "anchor", "zygote")  # whose parent the supervisor is
+PROCESSES = ("orchestrator", "anchor", "zygote")  # that may die. With the gateway the instance ends
 
 
 class SupervisorLink:

@@ -8,6 +8,7 @@ import asyncio
 import inspect
 import json
 import os
+import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,10 +176,12 @@ def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:
             hf_tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, use_fast=True)
     except Exception as error:  # transformers raises many kinds; all mean that these files are no tokenizer
         state = "broken" if (directory / "tokenizer.json").is_file() else "missing"
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise ModelError(f"cannot load a tokenizer from {directory} (tokenizer.json is {state}): {reason}") from error
     if not getattr(hf_tokenizer, "is_fast", False):
         raise ModelError(f"the tokenizer in {directory} has no fast version (tokenizer.json)")
+    if not hf_tokenizer.encode("text", add_special_tokens=False):  # an empty one is made where there are no files
+        raise ModelError(f"there is no tokenizer in {directory}: tokenizer.json is missing")
     if chat_template is not None:
         hf_tokenizer.chat_template = chat_template
     tokenizer = ModelTokenizer(hf_tokenizer, read_json(directory / "tokenizer_config.json"))

@@ -21,7 +21,8 @@ def num_kv_blocks(
         needed = blocks_per_stream * block_size * bytes_per_token
         raise ConfigError(
             f"the KV cache needs {_mib(needed)} for one request of --max-model-len {max_model_len}, "
-            f"but only {_mib(budget_bytes)} are available: lower --max-model-len or raise --gpu-memory-utilization"
+            f"but only {_mib(budget_bytes)} are available: lower --max-model-len, or raise "
+            "--gpu-memory-utilization or --kv-cache-memory-bytes, if you gave it"
         )
     return min(affordable, blocks_per_stream * (max_num_seqs + 1))
 

@@ -4,12 +4,16 @@ Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-l
 gateway, through the orchestrator or the supervisor, for `/events`.
 """
 
+import io
+import logging
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+log = logging.getLogger(__name__)
 
 
 def _snake(name: str) -> str:
@@ -329,16 +333,40 @@ class EventLog:
 
     def __init__(self, process: str, directory: str | None, tell: Callable[[AnyEvent], None] | None = None) -> None:
         self.process = process
+        self.num_lost = 0  # events that could not be written
         self._tell = tell
-        self._file = None
-        if directory is not None:
-            path = Path(directory)
-            path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / f"{process}-{os.getpid()}.jsonl").open("ab", buffering=0)
+        self._file = _open(directory, process) if directory is not None else None
+        self._is_torn = False  # the last line is half a line
 
     def append(self, event: AnyEvent) -> None:
-        """Record an event of this process, or pass on one of another process."""
+        """Record an event of this process, or pass on one of another process. A full disk costs the record, no more."""
         if self._file is not None and event.process == self.process:
-            self._file.write(msgspec.json.encode(event) + b"\n")
+            self._write(self._file, msgspec.json.encode(event) + b"\n")
         if self._tell is not None:
             self._tell(event)
+
+    def _write(self, file: io.FileIO, line: bytes) -> None:
+        line = b"\n" + line if self._is_torn else line
+        try:
+            num_written = file.write(line)
+        except OSError as error:
+            num_written, reason = 0, error.strerror
+        else:
+            reason = "no space left"
+        if num_written == len(line):
+            self._is_torn = False
+            return
+        self._is_torn |= num_written > 0
+        self.num_lost += 1
+        if self.num_lost == 1:
+            log.warning("events cannot be written to %s: %s", file.name, reason)
+
+
+def _open(directory: str, process: str) -> io.FileIO | None:
+    path = Path(directory) / f"{process}-{os.getpid()}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        log.warning("events are not written: %s: %s", path, error.strerror)
+        return None
