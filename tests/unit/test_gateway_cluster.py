@@ -370,7 +370,7 @@ def test_a_fault_without_an_orchestrator() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("process", ["gateway", "orchestrator", "anchor", "zygote"])
+@pytest.mark.parametrize("process", ["orchestrator", "anchor", "zygote"])
 def test_processes_that_are_not_workers_get_their_signals_from_the_supervisor(process: str) -> None:
     async def test() -> None:
         async with toy_server(enable_chaos=True) as server:
