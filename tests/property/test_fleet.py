@@ -7,11 +7,13 @@ and never while somebody does. Once things calm down, every client that stayed h
 """
 
 import asyncio
+from unittest.mock import patch
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from everserve.gateway import suspects
 from everserve.gateway.streams import Stream
 from everserve.tables.ids import LogId
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
@@ -263,3 +265,11 @@ async def live(events: list[tuple]) -> None:
 @given(events)
 def test_every_client_sees_its_stream_exactly_once(events):
     asyncio.run(live(events))
+
+
+@settings(max_examples=100, deadline=None)
+@given(events)
+def test_also_if_whoever_lost_a_worker_is_a_suspect(events):
+    """Only few of them may run at once; nobody is forgotten."""
+    with patch.multiple(suspects, _FREE_LOSSES=1, _AT_ONCE=4, MAX_LOSSES=1000):
+        asyncio.run(live(events))

@@ -162,7 +162,7 @@ def lose(stream: Stream) -> Stream:
 
 def test_the_line_is_in_order_with_lost_streams_in_front_and_siblings_together() -> None:
     line = WaitingLine()
-    assert line.first() == [] and len(line) == 0
+    assert line.group() == [] and len(line) == 0
     new, lost = [make_stream(f"n{i}") for i in range(3)], [lose(make_stream(f"l{i}")) for i in range(3)]
     for i, stream in enumerate(new):
         stream.group = i
@@ -171,8 +171,9 @@ def test_the_line_is_in_order_with_lost_streams_in_front_and_siblings_together()
     for stream in (*new, *lost):
         line.add(stream)
     assert len(line) == 6
-    assert line.first() == [lost[0], lost[2]]
+    assert line.group() == [lost[0], lost[2]]
     assert line.remove(lost[2]) and not line.remove(lost[2])
-    assert line.first() == [lost[0]]
+    assert line.group() == [lost[0]]
+    assert line.group(1) == [lost[1]] and line.group(2) == [new[0]] and line.group(5) == []
     assert line.remove_all() == [lost[0], lost[1], *new]
-    assert len(line) == 0 and line.first() == []
+    assert len(line) == 0 and line.group() == []

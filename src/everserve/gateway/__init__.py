@@ -39,6 +39,7 @@
     links.py        the channel to one incarnation of one worker; fencing
     fleet.py        all workers and all streams: which worker gets which stream, and what happens when it is lost
     waiting.py      streams without a worker, in order
+    suspects.py     streams that may be what ends their workers
     settling.py     whose KV logs streams still need
     tokenizer.py    the model's tokenizer and chat template; the only importer of transformers
     detokenizer.py  exact text, token by token

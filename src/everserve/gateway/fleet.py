@@ -2,7 +2,7 @@
 
 Streams are bound late: a stream is given to a worker when one has room, and waits here until then. Losing a worker is
 no event for its clients: its streams wait again, in front of the others, and go on elsewhere after the tokens that
-were delivered. Only their own end, their client or `close` ends them.
+were delivered. Only their own end, their client or `close` ends them; or that they end their workers (suspects.py).
 
 A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
 whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from everserve.errors import EverserveError, OverloadedError, RequestError
+from everserve.gateway import suspects
 from everserve.gateway.links import WorkerLink
 from everserve.gateway.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.settling import LostLogs
-from everserve.gateway.streams import Stream, count_blocks
+from everserve.gateway.streams import Stream, StreamBroken, count_blocks
 from everserve.gateway.waiting import WaitingLine
 from everserve.plan import spread
 from everserve.runtime.events import (
@@ -173,7 +174,7 @@ class Fleet:
 
     def longest_wait_s(self, now_s: float) -> float:
         """How long the client that waits longest for its next token has waited. First tokens are another matter."""
-        streams = itertools.chain(self._waiting, *(link.streams for link in self._links.values()))
+        streams = itertools.chain(self._waiting, self._running())
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
     def check_room(self, num_streams: int) -> None:
@@ -281,28 +282,48 @@ class Fleet:
             link.metrics.add_past(link.stats)
         for stream in link.streams.remove_all():
             stream.mark_lost(link.rank, now_s)
-            self.logs.need(stream, link.log)
-            self._waiting.add(stream)
+            if stream.num_losses >= suspects.MAX_LOSSES:
+                self._give_up(stream, link)
+            else:
+                self.logs.need(stream, link.log)
+                self._waiting.add(stream)
         self.logs.lose(link.log)
         self._bind_waiting(now_s)
+
+    def _give_up(self, stream: Stream, link: WorkerLink) -> None:
+        """It may be what ends them."""
+        error = StreamBroken(
+            f"{stream.num_losses} workers in a row have died while they ran this request, before its next token."
+        )
+        self.logs.release(stream)
+        self.on_broken(link, stream, error)
+        stream.listener.on_failure(error)
 
     def _bind_waiting(self, now_s: float) -> None:
         """Give waiting streams to workers with room, in order."""
         parted: list[Stream] = []
-        while siblings := self._waiting.first():
-            link = self._choose(siblings)
+        num_passed_over = 0
+        while siblings := self._waiting.group(num_passed_over):
+            allowed = suspects.are_allowed(siblings, self._running())
+            if not allowed:
+                num_passed_over += 1
+                continue
+            link = self._choose(allowed)
             if link is None:
-                break
-            siblings = siblings[: link.room.num_streams_free]
-            for stream in siblings:
+                break  # nobody else overtakes
+            bound = allowed[: link.room.num_streams_free]
+            for stream in bound:
                 self._waiting.remove(stream)
                 if stream.moved_s is not None or stream.lost_s is not None:
                     parted.append(stream)
                 elif not stream.is_first:
                     stream.waited_s = now_s - stream.submitted_s
-            link.submit(siblings)
+            link.submit(bound)
         for stream in parted:  # after all of them are on their way
             self._count_parted(stream, now_s)
+
+    def _running(self) -> Iterable[Stream]:
+        return itertools.chain.from_iterable(link.streams for link in self._links.values())
 
     def _choose(self, siblings: list[Stream]) -> WorkerLink | None:
         links = self.ready_links()

@@ -43,8 +43,8 @@ class Stream:
     """One token stream, from its client's request to its end."""
 
     __slots__ = (
-        *("group", "is_first", "last_s", "link", "listener", "lost_s", "metrics", "moved_s", "num_unanswered"),
-        *("parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
+        *("group", "is_first", "last_s", "link", "listener", "lost_s", "metrics", "moved_s", "num_losses"),
+        *("num_unanswered", "parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
     def __init__(self, spec: RequestSpec, listener: Listener) -> None:
@@ -58,7 +58,8 @@ class Stream:
         self.submitted_s = 0.0
         self.waited_s = 0.0  # before it was given to its first worker
         self.last_s: float | None = None  # when its last token came
-        # These five are about a stream that had a worker, until it goes on: until the next output.
+        # These six are about a stream that had a worker, until it goes on: until the next output.
+        self.num_losses = 0  # workers (suspects.py)
         self.is_first = False  # its client is in the middle of an answer: it is bound before streams that are new
         self.lost_s: float | None = None  # when it lost its worker
         self.moved_s: float | None = None  # when its worker gave it back
@@ -73,6 +74,7 @@ class Stream:
     def mark_lost(self, rank: Rank, now_s: float) -> None:
         """Its worker is gone. A second loss before it went on belongs to the same stall."""
         self.is_first, self.parted_rank, self.moved_s = True, rank, None
+        self.num_losses += 1
         if self.lost_s is None:
             self.lost_s = now_s
 
@@ -84,7 +86,7 @@ class Stream:
 
     def mark_going_on(self) -> None:
         """The first output from its worker, or nobody waits for one any more."""
-        self.is_first, self.lost_s, self.moved_s = False, None, None
+        self.is_first, self.lost_s, self.moved_s, self.num_losses = False, None, None, 0
 
 
 def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:

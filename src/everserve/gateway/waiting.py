@@ -4,6 +4,7 @@ First come, first served; but streams that go on stand before new ones: their cl
 Siblings (the choices of one prompt) stand together, because on one worker they compute their prompt once.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -43,20 +44,16 @@ class WaitingLine:
         self._num_streams -= 1
         return True
 
-    def first(self) -> list[Stream]:
-        """The siblings whose turn it is; empty if nobody waits."""
-        for line in (self._first, self._new):
-            if line:
-                return list(next(iter(line.values())))
-        return []
+    def group(self, index: int = 0) -> list[Stream]:
+        """The siblings whose turn it is, after so many groups that are passed over; empty if there are none."""
+        groups = itertools.chain(self._first.values(), self._new.values())
+        return list(next(itertools.islice(groups, index, None), []))
 
     def remove_all(self) -> list[Stream]:
         """Everybody, in order."""
-        streams: list[Stream] = []
-        while siblings := self.first():
-            streams += siblings
-            for stream in siblings:
-                self.remove(stream)
+        streams = list(self)
+        for stream in streams:
+            self.remove(stream)
         return streams
 
     def _line_of(self, stream: Stream) -> OrderedDict[int, list[Stream]]:
