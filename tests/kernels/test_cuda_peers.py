@@ -212,7 +212,7 @@ def test_who_never_answers_is_given_up(worker):
 def test_who_answers_now_and_then_is_not(worker):
     """A long step: it is awaited at every look, but not for the same thing."""
     worker.send(0, [[0, 1]])
-    for _ in range(3 * _GIVE_UP):
+    for _ in range(_GIVE_UP + 2):
         worker.answer(1)
         worker.answer(2)
         worker.send_again(0, [[0, 1]])
