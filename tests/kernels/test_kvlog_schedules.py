@@ -220,7 +220,7 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
         monkeypatch.setattr(test_restore.Worker, "abandon", abandon_late)
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
-    @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(test_restore.rounds, test_restore.configs, st.booleans())
     def run(rounds: list, config: EngineConfig, two: bool) -> None:
         inner(rounds, config, is_in_place, two)
