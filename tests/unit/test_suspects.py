@@ -5,7 +5,7 @@ import random
 import pytest
 
 from everserve.gateway.streams import Stream, StreamBroken
-from everserve.gateway.suspects import MAX_LOSSES, are_allowed
+from everserve.gateway.suspects import MAX_LOSSES, may_run
 from everserve.tables.requests import RequestSpec, SamplingParams
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream, with_fleet
 
@@ -23,12 +23,12 @@ def make_streams(*num_losses: int) -> list[Stream]:
 
 def test_the_more_workers_they_have_lost_the_fewer_at_once():
     streams = make_streams(0, 2, 3, 8, 9, 5)
-    assert are_allowed(streams, []) == [streams[i] for i in (0, 1, 2, 5)], "one runs: the others are not alone"
-    assert are_allowed(streams[3:5], []) == [streams[3]]
-    assert are_allowed(streams[3:5], make_streams(3)) == []
-    assert are_allowed(make_streams(5), make_streams(*[5] * 7)) != []
-    assert are_allowed(make_streams(5), make_streams(*[5] * 8)) == []
-    assert len(are_allowed(make_streams(*[0] * 9), make_streams(*[5] * 8))) == 9
+    assert may_run(streams, []) == [streams[i] for i in (0, 1, 2, 5)], "one runs: the others are not alone"
+    assert may_run(streams[3:5], []) == [streams[3]]
+    assert may_run(streams[3:5], make_streams(3)) == []
+    assert may_run(make_streams(5), make_streams(*[5] * 7)) != []
+    assert may_run(make_streams(5), make_streams(*[5] * 8)) == []
+    assert len(may_run(make_streams(*[0] * 9), make_streams(*[5] * 8))) == 9
 
 
 class Incident:
@@ -77,6 +77,24 @@ def test_who_ends_its_workers_is_found_and_the_others_go_on(seed, num_streams):
         assert incident.num_deaths == MAX_LOSSES
         assert [event for event in toy.kinds() if event == "stream_broke"] == ["stream_broke"]
         assert toy.fleet.num_streams == 0 and not toy.fleet.logs.unsettled
+
+    with_fleet(test)
+
+
+def test_who_is_told_may_cancel_the_others():
+    """As a request with several choices does when one of them fails."""
+
+    async def test(toy: ToyFleet) -> None:
+        worker = await toy.join(0)
+        toy.submit(n=3)
+        for stream in toy.streams:
+            stream.num_losses = MAX_LOSSES - 1
+        first, *others = toy.streams
+        first.listener.on_failure = lambda error: [toy.fleet.cancel(stream) for stream in others]
+        worker.die()
+        await toy.settle()
+        assert toy.fleet.num_streams == 0 and not toy.fleet.logs.unsettled
+        assert all(not stream.listener.errors for stream in others), "they were cancelled before"
 
     with_fleet(test)
 

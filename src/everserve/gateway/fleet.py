@@ -280,14 +280,15 @@ class Fleet:
         now_s = self.clock()
         if link.stats is not None:
             link.metrics.add_past(link.stats)
-        for stream in link.streams.remove_all():
+        streams = link.streams.remove_all()
+        for stream in streams:
             stream.mark_lost(link.rank, now_s)
-            if stream.num_losses >= suspects.MAX_LOSSES:
-                self._give_up(stream, link)
-            else:
-                self.logs.need(stream, link.log)
-                self._waiting.add(stream)
+            self.logs.need(stream, link.log)
+            self._waiting.add(stream)
         self.logs.lose(link.log)
+        for stream in streams:  # when all of them wait: whoever is told may cancel others
+            if stream.num_losses >= suspects.MAX_LOSSES and self._waiting.remove(stream):
+                self._give_up(stream, link)
         self._bind_waiting(now_s)
 
     def _give_up(self, stream: Stream, link: WorkerLink) -> None:
@@ -304,7 +305,7 @@ class Fleet:
         parted: list[Stream] = []
         num_passed_over = 0
         while siblings := self._waiting.group(num_passed_over):
-            allowed = suspects.are_allowed(siblings, self._running())
+            allowed = suspects.may_run(siblings, self._running())
             if not allowed:
                 num_passed_over += 1
                 continue

@@ -21,7 +21,7 @@ _FREE_LOSSES = 3
 _AT_ONCE = 256
 
 
-def are_allowed(siblings: Sequence[Stream], running: Iterable[Stream]) -> list[Stream]:
+def may_run(siblings: Sequence[Stream], running: Iterable[Stream]) -> list[Stream]:
     """Those of them that may be given to a worker now; `running` are all streams that have one."""
     if max(stream.num_losses for stream in siblings) < _FREE_LOSSES:
         return list(siblings)
