@@ -3,6 +3,7 @@
 serve.py    serve a model (serve_settings.py what its flags mean to whom)
 starting.py bars while it starts
 devices.py  what it is served on
+files.py    files that flags name, looked at before anything long begins
 demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)
 status.py   who is here, and is the instance valid
 watch.py    ... as it changes (`status --watch`)
