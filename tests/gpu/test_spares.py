@@ -2,10 +2,14 @@
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from everserve.client import Stream
+from everserve.runtime import process
 from everserve.runtime.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.process import cluster as c
@@ -66,3 +70,59 @@ def test_the_same_tokens(servers):
     wait_spare(servers["with"])
     replace(servers["with"], 0)
     assert c.run_all(servers["with"], c.DECODE) == expected
+
+
+def test_a_spare_that_dies_while_it_rehearses_harms_nobody(servers):
+    """It shares the device with workers in the middle of their streams, and has launched kernels of its own."""
+    server = servers["with"]
+    expected = c.run_all(server, c.DECODE)
+    before = [(worker["pid"], worker["incarnation"]) for worker in c.cluster(server)["workers"]]
+    rehearsal_s = time_rehearsal(server)
+    end(wait_spare(server))  # the next one follows after two seconds; then after 4, 8, 16
+    for part in (0.7, 0.1, 0.4):
+        c.wait_until(lambda: rehearsing(server), 60, "a rehearsal")
+        time.sleep(part * rehearsal_s)
+        streams, killed = kill_under_load(server)
+        c.assert_equal(streams, expected)
+        assert killed, f"the rehearsal was over before {part} of {rehearsal_s:.2f} s"
+    wait_spare(server)
+    assert [(worker["pid"], worker["incarnation"]) for worker in c.cluster(server)["workers"]] == before
+
+
+def time_rehearsal(server: LocalServer) -> float:
+    end(wait_spare(server))
+    c.wait_until(lambda: rehearsing(server), 60, "a rehearsal")
+    began = time.monotonic()
+    wait_spare(server)
+    return time.monotonic() - began
+
+
+def rehearsing(server: LocalServer) -> list[int]:
+    """Spares that are not ready yet."""
+    ready = {p["pid"] for p in c.cluster(server)["processes"] if p["name"].startswith("spare-")}
+    return [pid for pid in process.children_of(server.process.pid) if pid not in ready and is_named(pid, "es-spare")]
+
+
+def kill_under_load(server: LocalServer) -> tuple[list[Stream], list[int]]:
+    """The streams, and who rehearsed in their middle and was killed."""
+    killed: list[int] = []
+
+    def kill() -> None:
+        for pid in rehearsing(server):
+            end(pid)
+            killed.append(pid)
+
+    return c.run_with(server, c.DECODE, c.in_decode, kill), killed
+
+
+def end(pid: int) -> None:
+    """Kill it; back when it is gone, which takes a while with a device."""
+    os.kill(pid, signal.SIGKILL)
+    c.wait_until(lambda: not c.is_alive(pid), 30, f"the end of {pid}")
+
+
+def is_named(pid: int, name: str) -> bool:
+    try:
+        return c.is_alive(pid) and Path(f"/proc/{pid}/comm").read_text().strip() == name
+    except (FileNotFoundError, ProcessLookupError):
+        return False
