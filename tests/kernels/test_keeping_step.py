@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from everserve.datapath.cuda import send, serve
+from everserve.datapath.cuda import send
 from everserve.datapath.cuda.lane import FLAG_AT
 from tests.kernels.toy_lanes import NUM_EXPERTS, NUM_LAYERS, Cluster, make_cluster
 
@@ -67,11 +67,10 @@ def test_steps_begin_together_whoever_is_where(device, seed) -> None:
         if i < NUM_WORKERS:
             workers[i].turn()
             continue
-        state = cluster.experts[i - NUM_WORKERS].state
-        serve.choose(state)
-        serve.answer(state)
-        if state.layer.item() >= 0:
-            batches[i - NUM_WORKERS].append((int(state.layer.item()), int((state.seq_A > 0).sum().item())))
+        expert = cluster.experts[i - NUM_WORKERS]
+        layer = expert.answer()
+        if layer >= 0:
+            batches[i - NUM_WORKERS].append((layer, int((expert.state.seq_A > 0).sum().item())))
 
     begun = batches[0].index((0, NUM_WORKERS))
     assert begun <= NUM_WORKERS * NUM_LAYERS, f"{batches[0]}: all should have come together in their first steps"

@@ -76,10 +76,16 @@ class Expert:
         serve.gather(state)
         for tiles in (state.tiles, state.large_tiles):
             gate_up(state.region, state.x_row_R, self.arena, state.layer, tiles, self.h_RF, state.stop)
-        for tiles in (state.tiles, state.large_tiles):
-            down(self.h_RF, self.arena, state.layer, tiles, state.region, state.y_row_R, state.stop)
-        serve.answer(state)
+        down(self.h_RF, self.arena, state.layer, state.tiles, state.region, state.y_row_R, state.stop)
+        serve.down_and_answer(state, self.h_RF, self.arena, state.large_tiles)
         return int(state.layer.item())
+
+    def answer(self) -> int:
+        """Like `serve`, but nothing is computed."""
+        serve.choose(self.state)
+        self.state.tiles.num_tiles.zero_()
+        serve.down_and_answer(self.state, self.h_RF, self.arena, self.state.tiles)
+        return int(self.state.layer.item())
 
 
 @dataclass

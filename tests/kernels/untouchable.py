@@ -100,8 +100,8 @@ def serve_nobody() -> None:
     serve.gather(state)
     for tiles in (state.tiles, state.large_tiles):
         gate_up(region, state.x_row_R, arena, state.layer, tiles, h_RF, stop)
-        down(h_RF, arena, state.layer, tiles, region, state.y_row_R, stop)
-    serve.answer(state)
+    down(h_RF, arena, state.layer, state.tiles, region, state.y_row_R, stop)
+    serve.down_and_answer(state, h_RF, arena, state.large_tiles)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The expert worker's kernels: one batch of one layer, out of the lanes of all attention workers.
 
-    choose -> gather -> gate_up -> down -> answer          (the products: model/ops/cuda/experts.py)
+    choose -> gather -> gate_up -> down and answer         (the products: model/ops/cuda/experts.py)
 
 `choose` looks for requests and decides much as worker/batching.py does: replays at once, otherwise the lowest layer,
 and before it goes ahead it waits a moment for those who are on their way to this layer or to an earlier one. And steps
@@ -15,9 +15,11 @@ that, or has written before, costs it a request, not us a crash.
 If there is nothing to do there are no tiles, and the other kernels fall through.
 
 A stream that has nothing to do waits for its *bell*: a word that everybody sets who has sent it something. `choose`
-takes it back before it looks, and sets it again if it leaves something for the next time.
+takes it back before it looks, and sets it again if it leaves something for the next time; also if more is to come from
+a step that goes on, since looking for it is faster than to be woken.
 
 One graph may serve batches of all sizes: then both products are queued for two cuts, of which `gather` chooses one.
+Then too it is the last kernel that answers.
 """
 
 from dataclasses import dataclass
@@ -29,15 +31,23 @@ from torch import Tensor
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
-from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, Tiles, write_tiles
+from everserve.model.ops.cuda.experts import (
+    MANY_ROWS,
+    SOME_ROWS,
+    ExpertArena,
+    Tiles,
+    down_launch,
+    down_tiles,
+    write_tiles,
+)
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
 # A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
-# there is nothing. It may wait longer than that, over several launches: in the middle of a step (1.5 ms) for as long as
-# it takes to notice that another expert worker is dead and ask again, and where one begins (6 ms) for as long as it
-# takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead too soon,
-# all weights are read once more in every layer until the step ends.
+# there is nothing and nobody is in the middle of a step. It may wait longer than that, over several launches: in the
+# middle of a step (1.5 ms) for as long as it takes to notice that another expert worker is dead and ask again, and
+# where one begins (6 ms) for as long as it takes to choose tokens and hand them over. Whoever waits too long loses that
+# once; if somebody goes ahead too soon, all weights are read once more in every layer until the step ends.
 _LIMITS = (128, 1024, 4096)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
@@ -76,6 +86,7 @@ class ServeState:
     x_row_R: Tensor  # int32, in rows from the region's beginning
     y_row_R: Tensor
     num_rows: Tensor  # int32
+    num_done: Tensor  # int32: programs of the last kernel that have done their part
     tiles: Tiles  # of SOME_ROWS
     large_tiles: Tiles  # of MANY_ROWS; one of both is empty
     served: Tensor  # int64: batches, rows, refusals, and rows of replays since the beginning
@@ -119,6 +130,7 @@ class ServeState:
             x_row_R=zeros(max_rows),
             y_row_R=zeros(max_rows),
             num_rows=zeros(1),
+            num_done=zeros(1),
             tiles=tiles,
             large_tiles=tiles.alternative(MANY_ROWS),
             served=zeros(4, dtype=torch.int64),
@@ -155,11 +167,17 @@ def gather(state: ServeState, may_be_large: bool = True) -> None:
     )  # fmt: skip
 
 
-def answer(state: ServeState) -> None:
-    """The rows are where they belong: say so to everybody whose request this was."""
-    _answer_kernel[(1,)](
-        state.region, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served, state.stop,
-        **_all_ranks(state), LANE_BYTES=state.shape.lane_bytes(), num_warps=1,
+def down_and_answer(
+    state: ServeState, h_RF: Tensor, arena: ExpertArena, tiles: Tiles, slice_index: int = 0, num_slices: int = 1
+) -> None:
+    """The last product; whoever is the last to do its part of it says to all whose requests these were that the rows
+    are where they belong. (One kernel less between the last row and those who wait for it.)"""
+    programs, arguments, constants = down_launch(
+        h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, slice_index, num_slices
+    )
+    _down_and_answer_kernel[(programs,)](
+        *arguments, state.num_done, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served,
+        **constants, **_all_ranks(state), LANE_BYTES=state.shape.lane_bytes(),
     )  # fmt: skip
 
 
@@ -205,7 +223,8 @@ def _look(
         is_idle = (first == _NOTHING) & (num_back == 0)
         held = tl.where((chosen >= 0) | is_idle, 0, held + 1)
         num_nonsense = tl.sum((is_new & (_layers_of(request) >= L)).to(tl.int32))
-        spins -= tl.where(is_idle, _IDLE_COST, 1)
+        is_amid = is_healthy & (position >= _BEGINNING)
+        spins -= tl.where(is_idle & (tl.sum(is_amid.to(tl.int32)) == 0), _IDLE_COST, 1)
         spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins)
     tl.store(held_at, held)
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
@@ -262,7 +281,7 @@ def _choose_kernel(
     is_served = is_ours & (status == 0) & fits
     is_answered = is_served | ((is_ours | is_nonsense) & (status != 0))
     if HAS_BELL:  # noqa: SIM102 (a constant of the kernel, and a value)
-        if tl.sum((is_new & (is_answered == 0)).to(tl.int32)) > 0:
+        if (tl.sum((is_new & (is_answered == 0)).to(tl.int32)) > 0) | ((chosen >= 0) & (chosen < L - 1)):
             tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
     num_replayed = tl.sum(tl.where(is_served & ((request & 1) == 1), num_rows, 0))
     if num_replayed > 0:
@@ -317,21 +336,41 @@ def _gather_kernel(
         tl.store(y_row + first_row + i, row + LANE_MAX_ROWS, mask=i < own)
 
 
-@triton.jit
-def _answer_kernel(
-    region, seq_A, status_A, taken, num_rows, served, stop,
+@triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
+def _down_and_answer_kernel(
+    h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    num_done, seq_A, status_A, taken, num_rows, served,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """y was written by kernels before this one. The flag comes last: it starts whoever looks at the others."""
+    down_tiles(
+        h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+        S, D, F, BM, BN, BK, STAGES,
+    )  # fmt: skip
     if tl.load(stop) != 0:
         return
+    tl.debug_barrier()  # what all threads have stored, before the word that says so
+    num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
+    if num_before == tl.num_programs(0) - 1:
+        tl.store(num_done, 0)
+        _answer(region, seq_A, status_A, taken, num_rows, served, A, AB, LANE_BYTES)
+
+
+@triton.jit
+def _answer(
+    region, seq_A, status_A, taken, num_rows, served, A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr
+):  # fmt: skip
+    """All y are written. The flag comes last: it starts whoever looks at the others."""
     ranks = tl.arange(0, AB)
     seq = tl.load(seq_A + ranks, mask=ranks < A, other=0)
     status = tl.load(status_A + ranks, mask=ranks < A, other=0)
     is_answered = seq > 0
     flag = tl.zeros((AB,), tl.int32)
     tl.store(words64(region, ranks, LANE_BYTES, STATUS), status, mask=is_answered)
+    tl.debug_barrier()
     tl.atomic_xchg(words64(region, ranks, LANE_BYTES, ANSWER), seq, mask=is_answered, sem="release", scope="sys")
+    tl.debug_barrier()
     tl.atomic_xchg(words32(region, ranks, LANE_BYTES, FLAG), flag, mask=is_answered, sem="release", scope="sys")
     tl.store(taken + ranks, seq, mask=is_answered)
     rows = tl.load(num_rows).to(tl.int64)

@@ -146,6 +146,6 @@ class CudaServer:
         serve.gather(state, may_be_large)
         for tiles, i, num_slices in cuts:
             gate_up(state.region, state.x_row_R, arena, state.layer, tiles, h_RF, state.stop, i, num_slices)
-        for tiles, i, num_slices in cuts:
+        for tiles, i, num_slices in cuts[:-1]:
             down(h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, i, num_slices)
-        serve.answer(state)
+        serve.down_and_answer(state, h_RF, arena, *cuts[-1])

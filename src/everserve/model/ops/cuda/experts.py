@@ -22,7 +22,7 @@ No sum is split along its length, so a row's bits depend neither on its neighbou
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -179,14 +179,35 @@ def down(
     num_slices: int = 1,
 ) -> None:
     """down h for the sorted rows; row r goes to y's row y_row_R[r], or, without that, to row r."""
+    programs, arguments, constants = down_launch(
+        h_RF, arena, layer_at, tiles, y_at, y_row_R, stop, slice_index, num_slices
+    )
+    _down_kernel[(programs,)](*arguments, **constants)
+
+
+def down_launch(
+    h_RF: Tensor,
+    arena: ExpertArena,
+    layer_at: Tensor,
+    tiles: Tiles,
+    y_at: int,
+    y_row_R: Tensor | None,
+    stop: Tensor,
+    slice_index: int,
+    num_slices: int,
+) -> tuple[int, tuple[Any, ...], dict[str, int]]:
+    """How a kernel around `down_tiles` is launched: how many programs, its first arguments, its constants."""
     product, size = tiles.cut.down, arena.expert_size
-    _down_kernel[(_num_programs(h_RF.device, product),)](
+    arguments = (
         TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
         arena.down(product.columns, product.depth), y_at, y_row_R, layer_at,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
-        S=arena.num_slots, D=arena.hidden_size, F=size,
-        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, num_warps=product.warps,
     )  # fmt: skip
+    constants = {
+        "S": arena.num_slots, "D": arena.hidden_size, "F": size, "BM": tiles.cut.rows, "BN": product.columns,
+        "BK": product.depth, "STAGES": product.stages, "num_warps": product.warps,
+    }  # fmt: skip
+    return _num_programs(h_RF.device, product), arguments, constants
 
 
 def combine(y_at: int, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor, stop: Tensor) -> Tensor:
@@ -316,6 +337,19 @@ def _down_kernel(
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    down_tiles(
+        h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+        S, D, F, BM, BN, BK, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def down_tiles(
+    h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """This program's share."""
     num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (D + BN - 1) // BN)
     layer = tl.load(layer_at)
     y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)
