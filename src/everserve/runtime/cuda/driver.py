@@ -157,6 +157,12 @@ class Library:
             "cuStreamBatchMemOp_v2": [stream, unsigned, to(_WaitValue), unsigned],
             "cuStreamWaitValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
             "cuStreamWriteValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
+            "cuGraphCreate": [to(pointer), unsigned],
+            "cuGraphAddChildGraphNode": [to(pointer), pointer, to(pointer), size, pointer],
+            "cuGraphInstantiateWithFlags": [to(pointer), pointer, ctypes.c_ulonglong],
+            "cuGraphLaunch": [pointer, stream],
+            "cuGraphExecDestroy": [pointer],
+            "cuGraphDestroy": [pointer],
         }
         self._functions: dict[str, Any] = {}
         for name, arguments in signatures.items():
