@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "everserve": __version__,
-        "command": _OUT.sub("", " ".join(["everserve", *sys.argv[1:]])),
+        "command": _OUT.sub("", shlex.join(["everserve", *sys.argv[1:]])),
     }
 
 
