@@ -88,6 +88,20 @@ def test_a_second_signal_ends_everything_at_once(start_server):
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
+def test_a_signal_while_it_starts_ends_everything_at_once(tmp_path):
+    """There is nothing to finish: nobody is asked to."""
+    command = [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0", "--shutdown-timeout", "600"]
+    server = subprocess.Popen([*command, "--event-log", str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: len(children_of(server.pid)) == 4)
+    pids = children_of(server.pid)
+    server.send_signal(signal.SIGTERM)
+    _, said = server.communicate(timeout=20)
+    assert server.returncode == 0 and "Traceback" not in said, said
+    assert not any(is_alive(pid) for pid in pids)
+    events = [json.loads(line) for path in tmp_path.glob("supervisor*") for line in path.read_text().splitlines()]
+    assert {e["exit_status"] for e in events if e["event"] == "process_ended"} == {-signal.SIGKILL}
+
+
 def test_nobody_survives_the_supervisor(start_server):
     with start_server() as server:
         pids = children(server)

@@ -40,13 +40,18 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
-    from everserve.cli import bench, chaos, demo, drain, kill, serve, status, version  # noqa: PLC0415 (each registers its command)
-
-    del bench, chaos, demo, drain, kill, serve, status, version
-    # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
-    signal.signal(signal.SIGTERM, _interrupt)
     try:
+        _register()
+        # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
+        signal.signal(signal.SIGTERM, _interrupt)
         app()
     except UserError as error:
         print(f"everserve: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # so early that typer has not seen it
+        sys.exit(128 + signal.SIGINT)
+
+
+def _register() -> None:
+    """Each module registers its command. That takes a moment, which is why it is not done above."""
+    from everserve.cli import bench, chaos, demo, drain, kill, serve, status, version  # noqa: F401, PLC0415

@@ -271,10 +271,13 @@ class Supervisor:
         if signal.SIGCHLD in signums:
             self._reap()
         asked = [signum for signum in signums if signum != signal.SIGCHLD]
-        if asked and self._kill_at is None:
-            self._stop(f"received {signal.Signals(asked[0]).name}", self._grace_s)
-        elif asked:
-            self._kill_everything()  # asked twice: now
+        if not asked:
+            return
+        is_to_finish = self._is_serving and self._kill_at is None  # otherwise asked twice, or nothing has begun: now
+        if self._kill_at is None:
+            self._stop(f"received {signal.Signals(asked[0]).name}", self._grace_s if is_to_finish else 0.0)
+        if not is_to_finish:
+            self._kill_everything()
 
     # -- endings ---------------------------------------------------------------------------------
 
