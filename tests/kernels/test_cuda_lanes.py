@@ -1,5 +1,6 @@
 """Both ends of lanes in device memory, against each other and against the reference."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -109,6 +110,20 @@ def test_nothing_is_sent_before_all_rows_are_there(device) -> None:
     worker.send(0)
     assert state.num_done.item() == len(worker.x_TD) - 1 and state.sent_E.tolist() == [0, 0]
     assert cluster.word(0, 0, REQUEST_AT).item() == cluster.word(0, 0, POSITION_AT, torch.int32).item() == 0
+
+
+def test_the_bell_rings_again_while_a_step_goes_on(device) -> None:
+    """So that the next graph looks for the next layer, instead of being woken for it."""
+    cluster, bell = make_cluster(device, num_attention=1), torch.zeros(1, dtype=torch.int32, device=device)
+    expert, other = cluster.experts
+    expert.state = dataclasses.replace(expert.state, bell=bell.data_ptr())
+    for layer in range(NUM_LAYERS):
+        cluster.attention[0].send(layer)
+        bell.fill_(1)
+        assert expert.serve() == other.serve() == layer
+        assert bell.item() == (layer < LAST)
+        assert expert.serve() == -1, "nothing has come"
+        assert bell.item() == 0
 
 
 def test_the_flag_says_that_an_answer_is_due(device) -> None:
