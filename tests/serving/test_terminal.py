@@ -126,7 +126,7 @@ def write():
     while not over.is_set():
         print("2026-01-01 00:00:00 worker 1 says something", file=sys.stderr, flush=True)
 
-for _ in range(5):
+for _ in range(3):
     over = threading.Event()
     with FollowingBars("http://127.0.0.1:9", [], "a server") as bars:
         writer = threading.Thread(target=write)

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
 
 HERE = Path(__file__).parent
 
@@ -28,6 +29,7 @@ def evaluate(model: str, model_args: dict[str, Any], batch_size: int) -> dict[st
         model=model,
         model_args=model_args,
         tasks=[load_task("continuations"), load_task("paragraphs")],
+        task_manager=TaskManager(include_defaults=False),  # the harness's own are thousands of files
         batch_size=batch_size,
         bootstrap_iters=0,
         log_samples=True,
