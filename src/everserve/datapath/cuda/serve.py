@@ -31,15 +31,7 @@ from torch import Tensor
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
-from everserve.model.ops.cuda.experts import (
-    MANY_ROWS,
-    SOME_ROWS,
-    ExpertArena,
-    Tiles,
-    down_launch,
-    down_tiles,
-    write_tiles,
-)
+from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
@@ -172,12 +164,11 @@ def down_and_answer(
 ) -> None:
     """The last product; whoever is the last to do its part of it says to all whose requests these were that the rows
     are where they belong. (One kernel less between the last row and those who wait for it.)"""
-    programs, arguments, constants = down_launch(
-        h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, slice_index, num_slices
-    )
-    _down_and_answer_kernel[(programs,)](
-        *arguments, state.num_done, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served,
-        **constants, **_all_ranks(state), LANE_BYTES=state.shape.lane_bytes(),
+    down(
+        h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, slice_index, num_slices,
+        kernel=_down_and_answer_kernel,
+        arguments=(state.num_done, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served),
+        **_all_ranks(state), LANE_BYTES=state.shape.lane_bytes(),
     )  # fmt: skip
 
 

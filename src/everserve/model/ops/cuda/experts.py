@@ -177,37 +177,23 @@ def down(
     stop: Tensor,
     slice_index: int = 0,
     num_slices: int = 1,
+    kernel: Any = None,
+    arguments: tuple[Any, ...] = (),
+    **constants: int,
 ) -> None:
-    """down h for the sorted rows; row r goes to y's row y_row_R[r], or, without that, to row r."""
-    programs, arguments, constants = down_launch(
-        h_RF, arena, layer_at, tiles, y_at, y_row_R, stop, slice_index, num_slices
-    )
-    _down_kernel[(programs,)](*arguments, **constants)
+    """down h for the sorted rows; row r goes to y's row y_row_R[r], or, without that, to row r.
 
-
-def down_launch(
-    h_RF: Tensor,
-    arena: ExpertArena,
-    layer_at: Tensor,
-    tiles: Tiles,
-    y_at: int,
-    y_row_R: Tensor | None,
-    stop: Tensor,
-    slice_index: int,
-    num_slices: int,
-) -> tuple[int, tuple[Any, ...], dict[str, int]]:
-    """How a kernel around `down_tiles` is launched: how many programs, its first arguments, its constants."""
+    `kernel`: another one around `down_tiles`, with arguments and constants of its own.
+    """
     product, size = tiles.cut.down, arena.expert_size
-    arguments = (
+    (kernel or _down_kernel)[(_num_programs(h_RF.device, product),)](
         TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
         arena.down(product.columns, product.depth), y_at, y_row_R, layer_at,
-        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
+        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
+        S=arena.num_slots, D=arena.hidden_size, F=size,
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, num_warps=product.warps,
+        **constants,
     )  # fmt: skip
-    constants = {
-        "S": arena.num_slots, "D": arena.hidden_size, "F": size, "BM": tiles.cut.rows, "BN": product.columns,
-        "BK": product.depth, "STAGES": product.stages, "num_warps": product.warps,
-    }  # fmt: skip
-    return _num_programs(h_RF.device, product), arguments, constants
 
 
 def combine(y_at: int, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor, stop: Tensor) -> Tensor:
