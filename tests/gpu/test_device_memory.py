@@ -186,7 +186,7 @@ def check_wait_and_write(pipe: Connection) -> None:
     waiting, other = driver.create_stream(), driver.create_stream()
     for release in (lambda: driver.write(word, bytes(4)), lambda: driver.write_value32(other, word, 0)):
         driver.write(word, b"\xff" * 4)
-        driver.wait_value32_geq(waiting, word, 0)
+        driver.wait_all_geq(waiting, [word], 0)
         driver.write_value32(waiting, word + 128, 7)
         time.sleep(0.1)
         assert not driver.is_idle(waiting), "-1 is less than 0"
@@ -229,7 +229,7 @@ def check_host_registration(pipe: Connection) -> None:
     driver.read_async(stream, on_device.address + MIB, address + 2 * MIB, 5)
     driver.synchronize(stream)
     assert memory[2 * MIB : 2 * MIB + 5] == b"hello"
-    driver.wait_value32_geq(stream, address + 3 * MIB, 1)  # words of the host can be waited for, too
+    driver.wait_all_geq(stream, [address + 3 * MIB], 1)  # words of the host can be waited for, too
     time.sleep(0.05)
     assert not driver.is_idle(stream)
     memory[3 * MIB] = 1
@@ -374,7 +374,7 @@ def wait_for_word(pipe: Connection) -> None:
     fd = recv_handle(pipe)
     mapping = Mapping(driver, fd, SIZE)
     stream = driver.create_stream()
-    driver.wait_value32_geq(stream, mapping.address + 32, 1)
+    driver.wait_all_geq(stream, [mapping.address + 32], 1)
     pipe.send(("said", "waits"))
     driver.synchronize(stream)
 
@@ -412,7 +412,7 @@ def wait_and_write(pipe: Connection) -> None:
     fd = recv_handle(pipe)
     mapping = Mapping(driver, fd, SIZE)
     stream = driver.create_stream()
-    driver.wait_value32_geq(stream, mapping.address + 32, 1)
+    driver.wait_all_geq(stream, [mapping.address + 32], 1)
     driver.write_value32(stream, mapping.address, 0x64616564)
     pipe.send(("said", "waits"))
     driver.synchronize(stream)

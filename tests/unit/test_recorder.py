@@ -1,27 +1,85 @@
 """A chain of graphs: which are launched, and in which order."""
 
 import pytest
+import torch
 
+from everserve.engine import recorder
 from everserve.engine.recorder import Chain
+from everserve.runtime.cuda.driver import CudaError
+
+EVERYTHING = ["graph 0", "aside 0", "graph 1", "aside 1", "graph 2"]
 
 
 class Graph:
     def __init__(self, name: str, launched: list[str]) -> None:
-        self._name, self._launched = name, launched
+        self.name, self._launched = name, launched
 
     def replay(self) -> None:
-        self._launched.append(self._name)
+        self._launched.append(self.name)
+
+    def raw_cuda_graph(self) -> "Graph":
+        return self
 
 
-@pytest.mark.parametrize("num_cuts", [0, 2])
-def test_a_rehearsal_launches_everything_once(num_cuts):
-    launched: list[str] = []
-    chain = Chain()
-    chain.graphs = [Graph(f"graph {i}", launched) for i in range(num_cuts + 1)]
-    chain.asides = [Graph(f"aside {i}", launched) for i in range(num_cuts)]
-    chain.rehearse()
-    expected = ["graph 0", "aside 0", "graph 1", "aside 1", "graph 2"]
-    assert launched == expected[: 2 * num_cuts + 1]
+class Joined:
+    def __init__(self, graphs: list[Graph]) -> None:
+        self._graphs = graphs
+
+    def launch(self, stream: int) -> None:
+        self._graphs[0]._launched.append(f"all {len(self._graphs)} on {stream}")
+
+
+class Impossible:
+    def __init__(self, graphs: list[Graph]) -> None:
+        raise CudaError("cuGraphAddChildGraphNode", 801, "not supported")
+
+
+class Stream:
+    cuda_stream = 7
+
+
+@pytest.fixture
+def launched() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def make_chain(monkeypatch, launched):
+    def make(num_cuts: int, joined: type = Joined) -> Chain:
+        monkeypatch.setattr(recorder, "JoinedGraph", joined)
+        monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+        chain = Chain()
+        chain.graphs = [Graph(f"graph {i}", launched) for i in range(num_cuts + 1)]
+        chain.asides = [Graph(f"aside {i}", launched) for i in range(num_cuts)]
+        chain.join()
+        return chain
+
+    return make
+
+
+def test_a_rehearsal_launches_everything_once(make_chain, launched):
+    assert make_chain(2).rehearse() == 2
+    assert launched == [*EVERYTHING, "all 3 on 7"]
+
+
+def test_a_single_graph_is_the_whole(make_chain, launched):
+    chain = make_chain(0)
+    assert chain.rehearse() == 1 and launched == ["graph 0"]
+    chain.launch()
+    assert launched == ["graph 0"] * 2
+
+
+def test_a_step_is_launched_as_a_whole_and_taken_up_graph_by_graph(make_chain, launched):
+    chain = make_chain(2)
+    chain.launch()
+    chain.launch(1)
+    assert launched == ["all 3 on 7", "graph 1", "graph 2"]
+
+
+def test_what_cannot_be_joined_is_launched_one_by_one(make_chain, launched, caplog):
+    chain = make_chain(2, Impossible)
+    assert "one by one: cuGraphAddChildGraphNode: not supported" in caplog.text
+    assert chain.rehearse() == 1 and launched == EVERYTHING
     launched.clear()
-    chain.launch(num_cuts)
-    assert launched == [f"graph {num_cuts}"]
+    chain.launch()
+    assert launched == ["graph 0", "graph 1", "graph 2"]

@@ -148,8 +148,7 @@ class CapturedForward:
         with self._recorder.record() as chain:
             hidden_TD, logits_LV = self._run(staging)
         with torch.cuda.stream(self._stream):
-            chain.rehearse()  # for nobody too
-            self._num_reports += 1
+            self._num_reports += chain.rehearse()  # for nobody too
         torch.cuda.synchronize()
         return _Bucket(staging, chain, hidden_TD, logits_LV)
 

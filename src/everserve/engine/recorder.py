@@ -1,34 +1,58 @@
 """Recorder: one pass over the model, captured as a chain of graphs.
 
-The pass is cut wherever it may have to be taken up again (datapath/cuda: where it waits for others). A replay launches
-the whole chain at once; if the device stops in the middle, it goes on from a cut. At a cut something may be recorded
-*aside*: a graph for the case that what came before the cut must be done again, differently.
+The pass is cut wherever it may have to be taken up again (datapath/cuda: where it waits for others). Usually it is
+launched as a whole, which is the same graphs joined; if the device stops in the middle, it goes on from a cut. At a cut
+something may be recorded *aside*: a graph for the case that what came before the cut must be done again, differently.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from everserve.runtime.cuda.driver import CudaError
+from everserve.runtime.cuda.graphs import JoinedGraph
+
+_log = logging.getLogger(__name__)
+
 
 class Chain:
-    """Graphs in order; `asides[i]` belongs to the cut before graph i + 1."""
+    """Graphs in order; `asides[i]` belongs to the cut before graph i + 1. `whole`: all but the asides, joined."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.asides: list[torch.cuda.CUDAGraph] = []
+        self.whole: JoinedGraph | None = None
 
     def launch(self, first: int = 0) -> None:
         """On the current stream."""
+        if first == 0 and self.whole is not None:
+            self.whole.launch(torch.cuda.current_stream().cuda_stream)
+            return
         for graph in self.graphs[first:]:
             graph.replay()
 
-    def rehearse(self) -> None:
-        """Each graph once, asides too: the first launch brings it to the device, and takes longer than any other."""
+    def join(self) -> None:
+        """Make the whole. A single graph is one already. A driver that cannot do it costs time, nothing else."""
+        if len(self.graphs) == 1:
+            return
+        try:
+            self.whole = JoinedGraph([graph.raw_cuda_graph() for graph in self.graphs])
+        except CudaError as error:
+            _log.warning("graphs are launched one by one: %s", error)
+
+    def rehearse(self) -> int:
+        """Everything once, asides too: a first launch brings a graph to the device, and takes longer than any other.
+        Returns how many passes over the model that was."""
         for i, graph in enumerate(self.graphs):
             graph.replay()
             for aside in self.asides[i : i + 1]:
                 aside.replay()
+        if self.whole is None:
+            return 1
+        self.launch()
+        return 2
 
 
 class Recorder:
@@ -53,6 +77,7 @@ class Recorder:
             finally:
                 self._chain = None
                 chain.graphs.append(self._end())
+            chain.join()
 
     def cut(self, aside: Callable[[], None]) -> None:
         """Nothing happens while nothing is recorded."""
@@ -65,7 +90,7 @@ class Recorder:
         self._begin()
 
     def _begin(self) -> None:
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self.num_captures += 1
 

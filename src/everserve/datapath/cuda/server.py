@@ -133,7 +133,7 @@ class CudaServer:
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
-            self._driver.wait_value32_geq(self._stream.cuda_stream, self._bell, 1)
+            self._driver.wait_all_geq(self._stream.cuda_stream, [self._bell], 1)
             self._serve(may_be_large)
         return graph
 

@@ -155,8 +155,13 @@ class Library:
             "cuStreamSynchronize": [stream],
             "cuStreamQuery": [stream],
             "cuStreamBatchMemOp_v2": [stream, unsigned, to(_WaitValue), unsigned],
-            "cuStreamWaitValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
             "cuStreamWriteValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
+            "cuGraphCreate": [to(pointer), unsigned],
+            "cuGraphAddChildGraphNode": [to(pointer), pointer, to(pointer), size, pointer],
+            "cuGraphInstantiateWithFlags": [to(pointer), pointer, ctypes.c_ulonglong],
+            "cuGraphLaunch": [pointer, stream],
+            "cuGraphExecDestroy": [pointer],
+            "cuGraphDestroy": [pointer],
         }
         self._functions: dict[str, Any] = {}
         for name, arguments in signatures.items():
@@ -363,12 +368,8 @@ class Driver:
             self._call("cuStreamQuery", stream)  # says what is wrong
         return code == 0
 
-    def wait_value32_geq(self, stream: int, address: int, value: int) -> None:
-        """The stream stands still until the signed difference of the word there and `value` is not negative."""
-        self._call("cuStreamWaitValue32_v2", stream, address, value & 0xFFFFFFFF, _WAIT_GEQ)
-
     def wait_all_geq(self, stream: int, addresses: Sequence[int], value: int) -> None:
-        """The same for several words, in one go."""
+        """The stream stands still until, for each of these words, its signed difference to `value` is not negative."""
         waits = [_WaitValue(_WAIT_VALUE_32, address, value & 0xFFFFFFFF, _WAIT_GEQ) for address in addresses]
         self._call("cuStreamBatchMemOp_v2", stream, len(waits), (_WaitValue * len(waits))(*waits), 0)
 
