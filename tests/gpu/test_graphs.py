@@ -1,4 +1,4 @@
-"""Graphs that are joined: one launch, the same results, in the same order; they may still be launched one by one."""
+"""Graphs that are joined: fewer launches, the same results in the same order; they may still be launched one by one."""
 
 import torch
 
@@ -21,7 +21,7 @@ def test_joined_graphs_do_what_they_do_one_by_one() -> None:
         x.mul_(2)
         recorder.cut(lambda: y.copy_(x))
         x.add_(1)
-    assert chain.whole is not None and (len(chain.graphs), len(chain.asides)) == (3, 2)
+    assert chain.rest is not None and (len(chain.graphs), len(chain.asides)) == (3, 2)
 
     def after(first: int) -> int:
         x.fill_(5)

@@ -26,7 +26,8 @@ class Joined:
         self._graphs = graphs
 
     def launch(self, stream: int) -> None:
-        self._graphs[0]._launched.append(f"all {len(self._graphs)} on {stream}")
+        first = self._graphs[0]
+        first._launched.append(f"{first.name} and {len(self._graphs) - 1} more on {stream}")
 
 
 class Impossible:
@@ -59,21 +60,29 @@ def make_chain(monkeypatch, launched):
 
 def test_a_rehearsal_launches_everything_once(make_chain, launched):
     assert make_chain(2).rehearse() == 2
-    assert launched == [*EVERYTHING, "all 3 on 7"]
+    assert launched == [*EVERYTHING, "graph 0", "graph 1 and 1 more on 7"]
 
 
-def test_a_single_graph_is_the_whole(make_chain, launched):
-    chain = make_chain(0)
-    assert chain.rehearse() == 1 and launched == ["graph 0"]
+@pytest.mark.parametrize("num_cuts", [0, 1])
+def test_so_few_graphs_need_not_be_joined(make_chain, launched, num_cuts):
+    chain = make_chain(num_cuts)
+    assert chain.rehearse() == 1
+    launched.clear()
     chain.launch()
-    assert launched == ["graph 0"] * 2
+    assert launched == ["graph 0", "graph 1"][: num_cuts + 1]
 
 
-def test_a_step_is_launched_as_a_whole_and_taken_up_graph_by_graph(make_chain, launched):
-    chain = make_chain(2)
-    chain.launch()
-    chain.launch(1)
-    assert launched == ["all 3 on 7", "graph 1", "graph 2"]
+def test_a_step_is_launched_in_two_pieces_and_taken_up_anywhere(make_chain, launched):
+    chain = make_chain(3)
+    for first, expected in (
+        (0, ["graph 0", "graph 1 and 2 more on 7"]),
+        (1, ["graph 1 and 2 more on 7"]),
+        (2, ["graph 2", "graph 3"]),
+        (3, ["graph 3"]),
+    ):
+        launched.clear()
+        chain.launch(first)
+        assert launched == expected
 
 
 def test_what_cannot_be_joined_is_launched_one_by_one(make_chain, launched, caplog):

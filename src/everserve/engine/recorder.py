@@ -1,8 +1,9 @@
 """Recorder: one pass over the model, captured as a chain of graphs.
 
 The pass is cut wherever it may have to be taken up again (datapath/cuda: where it waits for others). Usually it is
-launched as a whole, which is the same graphs joined; if the device stops in the middle, it goes on from a cut. At a cut
-something may be recorded *aside*: a graph for the case that what came before the cut must be done again, differently.
+launched in two pieces: the first graph, which is short and starts the device, and while that runs all others, joined.
+If the device stops in the middle, it goes on from a cut. At a cut something may be recorded *aside*: a graph for the
+case that what came before the cut must be done again, differently.
 """
 
 import logging
@@ -18,27 +19,30 @@ _log = logging.getLogger(__name__)
 
 
 class Chain:
-    """Graphs in order; `asides[i]` belongs to the cut before graph i + 1. `whole`: all but the asides, joined."""
+    """Graphs in order; `asides[i]` belongs to the cut before graph i + 1. `rest`: all graphs but the first, joined."""
 
     def __init__(self) -> None:
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.asides: list[torch.cuda.CUDAGraph] = []
-        self.whole: JoinedGraph | None = None
+        self.rest: JoinedGraph | None = None
 
     def launch(self, first: int = 0) -> None:
         """On the current stream."""
-        if first == 0 and self.whole is not None:
-            self.whole.launch(torch.cuda.current_stream().cuda_stream)
+        if first == 0:
+            self.graphs[0].replay()
+            first = 1
+        if first == 1 and self.rest is not None:
+            self.rest.launch(torch.cuda.current_stream().cuda_stream)
             return
         for graph in self.graphs[first:]:
             graph.replay()
 
     def join(self) -> None:
-        """Make the whole. A single graph is one already. A driver that cannot do it costs time, nothing else."""
-        if len(self.graphs) == 1:
+        """Make the rest, if there is something to join. A driver that cannot do it costs time, nothing else."""
+        if len(self.graphs) < 3:
             return
         try:
-            self.whole = JoinedGraph([graph.raw_cuda_graph() for graph in self.graphs])
+            self.rest = JoinedGraph([graph.raw_cuda_graph() for graph in self.graphs[1:]])
         except CudaError as error:
             _log.warning("graphs are launched one by one: %s", error)
 
@@ -49,7 +53,7 @@ class Chain:
             graph.replay()
             for aside in self.asides[i : i + 1]:
                 aside.replay()
-        if self.whole is None:
+        if self.rest is None:
             return 1
         self.launch()
         return 2
