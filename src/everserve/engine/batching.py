@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from everserve.engine.sequence import Chunk
+from everserve.engine.sequence import Chunk, Sequence
 from everserve.model.batch import StepBatch
 
 
@@ -20,6 +20,59 @@ class Rows(NamedTuple):
     query_starts_S: NDArray[np.int32]
     block_tables_SB: NDArray[np.int32]
     logits_rows_L: list[int]
+
+
+class Layout:
+    """`lay_out` for an engine, most of whose steps are the last one again, one token further: the scheduler then says
+    so by the very same list.
+
+    Arrays are never changed once they were given out, and as long as they hold they are given out again: whoever has
+    them need not look at them (staging.py).
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._chunks: list[Chunk] | None = None
+        self._rows: Rows
+        self._sequences: list[Sequence] = []
+        self._last_blocks: list[int] = []
+
+    def __call__(self, chunks: list[Chunk]) -> Rows:
+        if chunks is self._chunks:
+            self._rows = self._go_on(self._rows)
+        else:
+            self._chunks = chunks
+            self._sequences = [chunk[0] for chunk in chunks]
+            self._last_blocks = [sequence.blocks[-1] for sequence in self._sequences]
+            self._rows = lay_out(chunks, self._block_size)
+        return self._rows
+
+    def _go_on(self, before: Rows) -> Rows:
+        """Everybody is one token further. A block more is all that may have changed in anybody's table."""
+        sequences, block_size, tables = self._sequences, self._block_size, before.block_tables_SB
+        last_blocks = [sequence.blocks[-1] for sequence in sequences]
+        if last_blocks != self._last_blocks:
+            tables = self._extended(tables)
+            self._last_blocks = last_blocks
+        positions = before.positions_T + 1
+        assert positions[-1] == sequences[-1].num_computed
+        blocks = tables[before.query_starts_S[:-1], positions // block_size]
+        return before._replace(
+            tokens_T=np.array([sequence.tokens[-1] for sequence in sequences], np.int32),
+            positions_T=positions,
+            kv_slots_T=blocks * block_size + positions % block_size,
+            block_tables_SB=tables,
+        )
+
+    def _extended(self, before: NDArray[np.int32]) -> NDArray[np.int32]:
+        assert self._chunks is not None
+        if max(len(sequence.blocks) for sequence in self._sequences) > before.shape[1]:
+            return _tables(self._chunks)
+        tables = before.copy()
+        for i, (sequence, last) in enumerate(zip(self._sequences, self._last_blocks, strict=True)):
+            if sequence.blocks[-1] != last:
+                tables[i, len(sequence.blocks) - 1] = sequence.blocks[-1]
+        return tables
 
 
 def lay_out(chunks: list[Chunk], block_size: int) -> Rows:

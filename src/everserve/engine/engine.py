@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
 from time import monotonic
-from typing import NamedTuple
 
 import torch
 
 from everserve.engine import integrity
-from everserve.engine.batching import lay_out, wanted_rows
+from everserve.engine.batching import Layout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
@@ -54,30 +53,9 @@ class EngineConfig:
 _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
 
 
-class _Advanced(NamedTuple):
-    """A stream that has one more token, or has ended without one."""
-
-    sequence: Sequence
-    index: int  # type: ignore[assignment]  # a tuple has a method of that name
-    token: int | None
-    finish_reason: str | None
-    stop_id: int | None
-    logprobs: TokenLogprobs | None
-
-    def output(self) -> Output:
-        sequence, is_first = self.sequence, self.index == 0
-        wants_scores = is_first and sequence.params.prompt_logprobs is not None
-        return Output(
-            id=sequence.id,
-            index=self.index,
-            token=self.token,
-            finish_reason=self.finish_reason,
-            stop_id=self.stop_id,
-            logprobs=self.logprobs if self.token is not None else None,
-            prompt_logprobs=sequence.prompt_logprobs if wants_scores else None,
-            num_cached=sequence.num_cached if is_first else 0,
-            queued_s=sequence.queued_s if is_first else 0.0,
-        )
+# A stream that has one more token, or has ended without one: it, the token's index, the token, why it has ended (or
+# None), by which stop id, and logprobs. Plain tuples, since they are made between two tokens of every stream.
+_Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogprobs | None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +71,30 @@ class StepResult:
     @cached_property
     def outputs(self) -> list[Output]:
         """For the streams' clients. Made when they are asked for: the next step need not wait for it."""
-        return [advanced.output() for advanced in self.advanced]
+        return [_output(*advanced) for advanced in self.advanced]
+
+
+def _output(
+    sequence: Sequence,
+    index: int,
+    token: int | None,
+    finish_reason: str | None,
+    stop_id: int | None,
+    logprobs: TokenLogprobs | None,
+) -> Output:
+    is_first = index == 0
+    wants_scores = is_first and sequence.params.prompt_logprobs is not None
+    return Output(
+        id=sequence.id,
+        index=index,
+        token=token,
+        finish_reason=finish_reason,
+        stop_id=stop_id,
+        logprobs=logprobs if token is not None else None,
+        prompt_logprobs=sequence.prompt_logprobs if wants_scores else None,
+        num_cached=sequence.num_cached if is_first else 0,
+        queued_s=sequence.queued_s if is_first else 0.0,
+    )
 
 
 class Engine:
@@ -113,6 +114,7 @@ class Engine:
         self._clock = clock
         self._journal = journal
         self._undo = UndoLog()
+        self._layout = Layout(config.block_size)
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -250,7 +252,7 @@ class Engine:
 
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
         """Compute the chunks, logging what is computed."""
-        rows, journal = lay_out(chunks, self.config.block_size), self._journal
+        rows, journal = self._layout(chunks), self._journal
         if journal is None:
             return self._read_logits(chunks, self._forward(rows, meanwhile))
         if journal.writer.is_on_device:
@@ -275,12 +277,14 @@ class Engine:
 
     def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list[_Next]:
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
+        if all([chunk[1] == 1 and chunk[2] for chunk in chunks]):  # noqa: C419 (a list is quicker)
+            return self._choose([chunk[0] for chunk in chunks], logits_LV)  # nearly always: everybody decodes
         completing: list[Sequence] = []
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
             sequence, num_tokens, completes = chunk
-            if completes and num_tokens == 1:  # nearly always; whoever wants a prompt's logprobs has them by now
+            if completes and num_tokens == 1:  # whoever wants a prompt's logprobs has them by now
                 row += 1
             else:
                 num_rows = len(wanted_rows(chunk, 0))
@@ -328,7 +332,7 @@ class Engine:
             params, num_tokens = sequence.params, len(sequence.tokens)
             index = num_tokens - sequence.num_prompt
             if params.max_tokens == 0:
-                advanced.append(_Advanced(sequence, index, None, "length", None, logprobs))
+                advanced.append((sequence, index, None, "length", None, logprobs))
                 self._end(sequence, is_delivered=False)
                 continue
             sequence.append(token)
@@ -338,7 +342,7 @@ class Engine:
                 finish, stop_id = "stop", token
             elif index + 1 >= params.max_tokens or num_tokens + 1 >= max_model_len:
                 finish = "length"
-            advanced.append(_Advanced(sequence, index, token, finish, stop_id, logprobs))
+            advanced.append((sequence, index, token, finish, stop_id, logprobs))
             if finish is not None:
                 self._end(sequence, is_delivered=False)
         return advanced, failed

@@ -49,6 +49,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._round: list[Chunk] = []  # the last step, if everybody who ran decoded in it
         self._undo = undo
         self._restorer = restorer
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
@@ -76,11 +77,32 @@ class Scheduler:
         self._undo.commit()
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty if there is nothing to do."""
+        """The chunks of the next step; empty if there is nothing to do. The same list as before, if everybody just goes
+        on."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
         self._restoring_left, self._logits_left = self._max_restored_while_serving, self._max_logits_rows
+        chunks = self._round if self._goes_on() else self._distribute()
+        if self._restorer is not None:
+            self._restorer.forget()
+        return chunks
+
+    def _goes_on(self) -> bool:
+        """Whether everybody who runs has a token more to compute, as in the last step, and a slot for it; and nobody
+        else may run. (Lists, since this is done between any two tokens of every stream.)"""
+        if not self._round or (self.waiting and len(self.running) < self._max_num_seqs):
+            return False
+        if [chunk[0] for chunk in self._round] != self.running:
+            return False
+        if not all([len(sequence.tokens) - sequence.num_computed == 1 for sequence in self.running]):  # noqa: C419
+            return False
+        block_size = self.pool.block_size
+        short = [s for s in self.running if s.num_computed == len(s.blocks) * block_size]
+        return all(self._grow(sequence, 1) for sequence in short)
+
+    def _distribute(self) -> list[Chunk]:
+        """The budget, among those who run and those who wait."""
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
         decoding: list[Sequence] = []
@@ -102,8 +124,7 @@ class Scheduler:
                 budget -= self._extend(sequence, budget, chunks)
         if not self.preempted:
             self._admit(budget, chunks)
-        if self._restorer is not None:
-            self._restorer.forget()
+        self._round = chunks if len(chunks) == len(decoding) == len(self.running) else []
         return chunks
 
     def certain(self) -> list[Sequence]:
@@ -136,6 +157,7 @@ class Scheduler:
         Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
         preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
         """
+        self._round = []  # what it has taken may be taken by others
         overwritten, victims = self.pool.taken, self.preempted
         self._undo.rollback()
         for block in overwritten:

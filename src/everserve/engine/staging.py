@@ -11,9 +11,6 @@ from numpy.typing import NDArray
 from everserve.engine.batching import Rows
 from everserve.model.device_batch import NUM_COUNTS, SEGMENT, DeviceBatch, Items, cut
 
-_COUNTS = ("num_small", "num_large", "num_rows", "num_logits")
-assert len(_COUNTS) <= NUM_COUNTS
-
 
 class Staging:
     """The rows of one bucket: `num_rows` at most, of at most `num_seqs` sequences.
@@ -52,25 +49,43 @@ class Staging:
             at += _up(size)
         self._views = {name: self._host.numpy()[span] for name, span in self._spans.items()}
         self._tables = self._views["tables"].reshape(self.num_seqs, max_blocks)
+        self._filled: Rows | None = None  # in the last step
+        self._segments: NDArray[np.int32] = np.empty(0, np.int32)  # of each of these rows: the one that it is in
+        self._from, self._to = self._host, self._device  # as much of both as they take
         self.batch = self._make_batch(max_blocks)
 
     def fill(self, rows: Rows) -> None:
-        """Bring these rows to the device, in the order of its current stream."""
-        views, num_rows, num_seqs = self._views, len(rows.tokens_T), len(rows.block_tables_SB)
-        small, large = cut(rows.positions_T, rows.query_starts_S, self._group, self.num_seqs)
-        assert num_rows <= self.num_rows and num_seqs <= self.num_seqs and (self.is_mixed or not len(large))
-        wanted = rows.logits_rows_L[: self.num_seqs]  # more than that: the caller has to ask for them afterwards
-        views["counts"][: len(_COUNTS)] = (len(small), len(large), num_rows, len(wanted))
+        """Bring these rows to the device, in the order of its current stream.
+
+        What is the very same array as in the last step lies here already (batching.py: Layout).
+        """
+        num_rows, num_seqs = len(rows.tokens_T), len(rows.block_tables_SB)
+        assert num_rows <= self.num_rows and num_seqs <= self.num_seqs
+        before, self._filled = self._filled, rows
+        views, is_other_form = self._views, before is None or rows.query_starts_S is not before.query_starts_S
         _put(views["tokens"], rows.tokens_T, 0)
         _put(views["positions"], rows.positions_T, -1)
         _put(views["kv_slots"], rows.kv_slots_T, -1)
-        _put(views["row_seqs"], _row_seqs(rows), 0)
-        _put(views["logits_rows"], np.array(wanted, np.int32), 0)
-        views["small"][: small.size] = small.reshape(-1)
-        views["large"][: large.size] = large.reshape(-1)
-        self._tables[:num_seqs, : rows.block_tables_SB.shape[1]] = rows.block_tables_SB
-        end = self._spans["tables"].start + num_seqs * self._tables.shape[1]
-        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if is_other_form:
+            wanted = rows.logits_rows_L[: self.num_seqs]  # more than that: the caller has to ask for them afterwards
+            _put(views["row_seqs"], _row_seqs(rows), 0)
+            _put(views["logits_rows"], np.array(wanted, np.int32), 0)
+        segments = rows.positions_T // SEGMENT
+        if is_other_form or not np.array_equal(segments, self._segments):
+            self._segments = segments
+            self._put_items(rows)
+        if before is None or rows.block_tables_SB is not before.block_tables_SB:
+            self._tables[:num_seqs, : rows.block_tables_SB.shape[1]] = rows.block_tables_SB
+            end = self._spans["tables"].start + num_seqs * self._tables.shape[1]
+            self._from, self._to = self._host[:end], self._device[:end]
+        self._to.copy_(self._from, non_blocking=True)
+
+    def _put_items(self, rows: Rows) -> None:
+        small, large = cut(rows.positions_T, rows.query_starts_S, self._group, self.num_seqs)
+        assert self.is_mixed or not len(large)
+        self._views["counts"][:2] = (len(small), len(large))
+        self._views["small"][: small.size] = small.reshape(-1)
+        self._views["large"][: large.size] = large.reshape(-1)
 
     def _make_batch(self, max_blocks: int) -> DeviceBatch:
         of = self._tensor
@@ -91,6 +106,7 @@ class Staging:
 
     def clear(self) -> None:
         """Nothing but padding."""
+        self._filled = None
         self._host.zero_()
         for name in ("positions", "kv_slots"):
             self._views[name][:] = -1

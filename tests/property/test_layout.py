@@ -1,0 +1,114 @@
+"""Rows of a step that goes on from the last one, and what is filled of them, are what they would be from scratch."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.engine import batching, staging
+from everserve.engine.batching import Layout, Rows, lay_out
+from everserve.engine.sequence import Chunk
+from everserve.engine.staging import Staging
+from everserve.model import device_batch
+from tests.property.test_engine_schedules import events
+from tests.toy import StepAbandoned, make_engine, spec
+
+_SEGMENT, _MAX_BLOCKS, _BLOCK_SIZE, _MAX_ROWS = 8, 16, 4, 16
+
+
+class CheckedLayout:
+    """Compares every step, and everything that was given out before, with rows laid out from scratch."""
+
+    def __init__(self, inner: Layout) -> None:
+        self._inner = inner
+        self._given: list[tuple[Rows, list[np.ndarray]]] = []
+        self._staging = _make_staging()
+
+    def __call__(self, chunks: list[Chunk]) -> Rows:
+        rows = self._inner(chunks)
+        expected = lay_out(chunks, _BLOCK_SIZE)
+        _check_rows(rows, expected)
+        for before, copies in self._given[-3:]:
+            assert all(map(np.array_equal, before[:5], copies)), "an array that was given out has changed"
+        self._given.append((rows, [array.copy() for array in rows[:5]]))
+        if len(rows.tokens_T) <= _MAX_ROWS:
+            self._staging.fill(rows)
+            _check_filled(self._staging, expected, [chunk.sequence.blocks for chunk in chunks])
+        return rows
+
+
+def _make_staging() -> Staging:
+    return Staging(_MAX_ROWS, _MAX_ROWS, _MAX_BLOCKS, _BLOCK_SIZE, 2, is_mixed=True, device=torch.device("cpu"))
+
+
+def _check_rows(rows: Rows, expected: Rows) -> None:
+    for name, ours, theirs in zip(Rows._fields[:4], rows, expected, strict=False):
+        assert ours.dtype == np.int32 and np.array_equal(ours, theirs), name
+    width = expected.block_tables_SB.shape[1]
+    assert np.array_equal(rows.block_tables_SB[:, :width], expected.block_tables_SB)
+    assert rows.logits_rows_L == expected.logits_rows_L
+
+
+def _check_filled(ours: Staging, rows: Rows, blocks: list[list[int]]) -> None:
+    fresh = _make_staging()
+    fresh.fill(rows)
+    for name in ("tokens_T", "positions_T", "kv_slots_T", "row_seqs_T", "logits_rows_L"):
+        assert torch.equal(getattr(ours.batch, name), getattr(fresh.batch, name)), name
+    for mine, its in ((ours.batch.small, fresh.batch.small), (ours.batch.large, fresh.batch.large)):
+        num_items = int(its.num_items)
+        assert int(mine.num_items) == num_items
+        assert torch.equal(mine.items_W4[:num_items], its.items_W4[:num_items])
+    for line, expected in zip(ours.batch.block_tables_SB.tolist(), blocks, strict=False):
+        assert line[: len(expected)] == expected
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """So that streams of these lengths cross them."""
+    monkeypatch.setattr(device_batch, "SEGMENT", _SEGMENT)
+    monkeypatch.setattr(staging, "SEGMENT", _SEGMENT)
+
+
+@settings(max_examples=150, deadline=None)
+@given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]))
+def test_rows_are_what_they_would_be_from_scratch(events, num_blocks, budget):
+    engine, model = make_engine(
+        num_blocks=num_blocks, max_num_batched_tokens=budget, max_prefill_while_decoding=max(1, budget // 2)
+    )
+    engine._layout = CheckedLayout(engine._layout)
+    num_added = 0
+    for event in events:
+        if event[0] == "add":
+            engine.add(spec(f"r{num_added}", event[1], **event[2]))
+            num_added += 1
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                engine.step()
+        elif event[0] == "abandon" and engine.has_work:
+            model.fail_next = True
+            with pytest.raises(StepAbandoned):
+                engine.step()
+        elif event[0] == "cancel":
+            engine.cancel(f"r{event[1]}")
+    while engine.has_work:
+        engine.step()
+
+
+def test_streams_that_go_on_are_not_laid_out_again(monkeypatch):
+    """While nobody comes or goes, not even when they need blocks."""
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=16)
+    for i in range(3):
+        engine.add(spec(f"r{i}", list(range(1 + i)), max_tokens=30))
+    engine.step()
+    num_laid_out = 0
+
+    def counted(*args):
+        nonlocal num_laid_out
+        num_laid_out += 1
+        return lay_out(*args)
+
+    monkeypatch.setattr(batching, "lay_out", counted)
+    for _ in range(28):
+        engine.step()
+    assert num_laid_out == 1, "once, when all of them decode for the first time"
