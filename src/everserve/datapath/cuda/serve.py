@@ -35,12 +35,12 @@ from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, ExpertArena, 
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
-# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
-# there is nothing and nobody is in the middle of a step. It may wait longer than that, over several launches: in the
-# middle of a step (1.5 ms) for as long as it takes to notice that another expert worker is dead and ask again, and
-# where one begins (6 ms) for as long as it takes to choose tokens and hand them over. Whoever waits too long loses that
-# once; if somebody goes ahead too soon, all weights are read once more in every layer until the step ends.
-_LIMITS = (128, 1024, 4096)
+# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most (attention rarely takes
+# longer), and hardly at all if there is nothing and nobody is in the middle of a step. It may wait longer than that, over
+# several launches: in the middle of a step (0.6 ms) for company that is about to come, and where one begins (2.5 ms) for
+# as long as it takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead
+# too soon, all weights are read once more in every layer until the step ends.
+_LIMITS = (320, 1024, 4096)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
 _EMPTY = tl.constexpr(NO_SUCH_SLOT)
@@ -68,7 +68,7 @@ class ServeState:
     healthy_A: Tensor  # int32, 1: look at this lane. Where it is 0, nothing is touched
     taken_A: Tensor  # int64: the last request that was answered. 0 with a new lane
     filled_LS: Tensor  # int32, 1: there is an expert in this slot
-    limits: Tensor  # int32: max_spins, patience, first_patience, in polls of about 1.5 us
+    limits: Tensor  # int32: max_spins, patience, first_patience, in polls of about 0.6 us
     held: Tensor  # int32: how long there has been nothing but waiting for company, in polls
     num_passed: Tensor  # int32: batches since somebody stands back
     layer: Tensor  # int32: the layer of this batch, or -1
