@@ -35,11 +35,11 @@ from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, ExpertArena, 
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
 _ROWS_AT_A_TIME = 64
-# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most (attention rarely takes
-# longer), and hardly at all if there is nothing and nobody is in the middle of a step. It may wait longer than that, over
-# several launches: in the middle of a step (0.6 ms) for company that is about to come, and where one begins (2.5 ms) for
-# as long as it takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes ahead
-# too soon, all weights are read once more in every layer until the step ends.
+# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most (attention seldom takes
+# longer), and hardly at all if there is nothing and nobody is in the middle of a step. It may wait longer than that, in
+# several launches: in the middle of a step (0.6 ms) for company that is about to come, and where one begins (2.5 ms)
+# for as long as it takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes
+# ahead too soon, all weights are read once more in every layer until the step ends.
 _LIMITS = (320, 1024, 4096)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(BAD_REQUEST)
