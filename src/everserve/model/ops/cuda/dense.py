@@ -21,6 +21,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from everserve.model.ops.cuda.early import early, is_stopped
+
 SPLIT_UNIT = 128  # a split is a multiple of it, and every tile's BK divides it
 MIN_SPLIT = 512
 PROGRAMS = 132  # that a product of few rows should have, about: the SMs of the device these numbers were chosen on
@@ -85,7 +87,7 @@ class Linear:
         self._product(x_TD, stop, None, None, parts_STO, tile, num_tiles * self.num_splits, parallel=True)
         _finish[(triton.cdiv(out_TO.numel(), 1024),)](
             parts_STO, self.bias_O, residual_TO, out_TO, stop, num_rows,
-            OUT=self.out_features, NUM_SPLITS=self.num_splits, BLOCK=1024, num_warps=4,
+            OUT=self.out_features, NUM_SPLITS=self.num_splits, BLOCK=1024, **early(x_TD.device), num_warps=4,
         )  # fmt: skip
         return out_TO
 
@@ -107,7 +109,8 @@ class Linear:
             TensorDescriptor.from_tensor(x_TD, [tile.BM, tile.BK]), self._descriptor(tile.BN, tile.BK),
             bias_O, residual_TO, out, stop, len(x_TD),
             OUT=self.out_features, D=self.in_features, NUM_SPLITS=self.num_splits, SPLIT_SIZE=self.split_size,
-            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages, num_warps=tile.num_warps,
+            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages, **early(x_TD.device),
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
     def _descriptor(self, BN: int, BK: int) -> TensorDescriptor:
@@ -143,12 +146,12 @@ def _num_sms(device: torch.device) -> int:
 def _product(
     x, weight, bias, residual, out, stop, num_rows,
     OUT: tl.constexpr, D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, PARALLEL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the product, rows fastest: programs that run together share the weight's rows.
 
     PARALLEL: `out` is [NUM_SPLITS, T, O], one sum each, and nothing is added to it."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     NUM_N: tl.constexpr = (OUT + BN - 1) // BN
     num_m = tl.cdiv(num_rows, BM)
@@ -190,10 +193,11 @@ def _sum(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish(
-    parts, bias, residual, out, stop, num_rows, OUT: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    parts, bias, residual, out, stop, num_rows,
+    OUT: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds the splits, in the order in which `_product` would."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     size = num_rows * OUT
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.model.ops.cuda.early import early, is_stopped
+
 
 def route(
     logits_TN: Tensor, positions_T: Tensor, allowed_N: Tensor, top_k: int, renormalise: bool, stop: Tensor
@@ -22,7 +24,8 @@ def route(
         _route[(num_rows,)](
             logits_TN, positions_T, allowed_N, ids_TK, weights_TK, stop,
             N=num_experts, K=top_k, RENORMALISE=renormalise,
-            N2=triton.next_power_of_2(num_experts), K2=triton.next_power_of_2(top_k), num_warps=1,
+            N2=triton.next_power_of_2(num_experts), K2=triton.next_power_of_2(top_k),
+            **early(logits_TN.device), num_warps=1,
         )  # fmt: skip
     return ids_TK, weights_TK
 
@@ -31,8 +34,9 @@ def route(
 def _route(
     logits, positions, allowed, ids_out, weights_out, stop,
     N: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     row = tl.program_id(0)
     expert, choice = tl.arange(0, N2), tl.arange(0, K2)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.model.ops.cuda.early import early, is_stopped
+
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor, rows_L: Tensor | None = None) -> Tensor:
     """Root-mean-square norm of each row, or of those that are named, float32 inside, bfloat16 outside."""
@@ -17,8 +19,9 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor, rows_L: T
     if num_rows:
         block = triton.next_power_of_2(size)
         _rms_norm[(num_rows,)](
-            x_TD, rows_L, weight_D, out_TD, stop, eps, D=size, BLOCK=block, num_warps=min(max(block // 512, 1), 16)
-        )
+            x_TD, rows_L, weight_D, out_TD, stop, eps,
+            D=size, BLOCK=block, **early(x_TD.device), num_warps=min(max(block // 512, 1), 16),
+        )  # fmt: skip
     return out_TD
 
 
@@ -52,7 +55,7 @@ def rotate_and_store(
         _rotate_and_store[grid](
             qkv_TX, positions_T, kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps, q_THE, stop,
             L=num_layers, H=num_heads, G=num_kv_heads, BLOCK_SIZE=block_size, E=head_size,
-            HEADS=heads_at_once, num_warps=2,
+            HEADS=heads_at_once, **early(qkv_TX.device), num_warps=2,
         )  # fmt: skip
     return q_THE
 
@@ -63,8 +66,8 @@ def _power_of_2_in(number: int) -> int:
 
 
 @triton.jit
-def _rms_norm(x, rows, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.load(stop) != 0:
+def _rms_norm(x, rows, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if is_stopped(stop, EARLY):
         return
     at = tl.program_id(0).to(tl.int64) * D
     from_at = at
@@ -82,9 +85,10 @@ def _rms_norm(x, rows, weight, out, stop, eps, D: tl.constexpr, BLOCK: tl.conste
 def _rotate_and_store(
     qkv, positions, kv_slots, kv_pool, layer, cos, sin, q_norm, k_norm, eps, q_out, stop,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row, all of q, of k or of v. The halves of a head are kept apart: rotation mixes them."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     HALF: tl.constexpr = E // 2
     row = tl.program_id(0).to(tl.int64)
