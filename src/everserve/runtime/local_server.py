@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from everserve.errors import EverserveError
+from everserve.errors import ConfigError, EverserveError
 from everserve.runtime.process import die_with
 
 
@@ -33,6 +33,8 @@ class LocalServer:
         on_wait: Callable[[list[dict[str, Any]]], None] = lambda events: None,
     ) -> None:
         """`on_wait`: called again and again while it starts, with all events so far."""
+        if any(flag.split("=")[0] == "--event-log" for flag in flags):
+            raise ConfigError("--event-log: whoever starts this server reads its events, and says where they go")
         self.model = model
         self.url = ""
         self._flags = flags
