@@ -134,8 +134,7 @@ def collect(state: SendState, y_row_TK: Tensor, weights_TK: Tensor, residual_TD:
     _collect_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
         state.region, state.rows_E, state.sent_E, state.missing, y_row_TK, weights_TK, residual_TD, out_TD, state.stop,
         layer,
-        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **_all_ranks(state),
-        **early(residual_TD.device, after_kernel=False), num_warps=4,
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **_all_ranks(state), num_warps=4,
     )  # fmt: skip
     return out_TD
 
@@ -270,11 +269,10 @@ def _send(
 def _collect_kernel(
     region, rows, sent, missing, y_row, weights, residual, out, stop, layer,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row. Each program looks by itself. If some of them see an answer that others did not see yet,
     the step stops all the same, and what they have stored is stored once more when it goes on."""
-    if is_stopped(stop, EARLY):
+    if tl.load(stop) != 0:
         return
     ranks = tl.arange(0, EB)
     is_asked = tl.load(rows + ranks, mask=ranks < E, other=0) > 0

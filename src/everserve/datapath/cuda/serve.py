@@ -28,7 +28,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
@@ -144,7 +143,7 @@ def choose(state: ServeState) -> None:
         **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0,
-        ON_DEVICE=state.stop.is_cuda, **early(state.stop.device, after_kernel=False), num_warps=1,
+        ON_DEVICE=state.stop.is_cuda, num_warps=1,
     )  # fmt: skip
 
 
@@ -254,7 +253,7 @@ def _choose_kernel(
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
-    ON_DEVICE: tl.constexpr, EARLY: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     if tl.load(stop) != 0:
         return
@@ -266,8 +265,6 @@ def _choose_kernel(
     chosen, request = _look(
         region, ranks, is_healthy, last, limits, held_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
     )  # fmt: skip
-    if EARLY:
-        gdc_launch_dependents()  # not before: whoever waits here for us keeps others away
     tl.store(layer_at, chosen)
 
     seq = request >> 16

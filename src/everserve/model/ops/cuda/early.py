@@ -4,11 +4,12 @@ Between two kernels of a stream the device pauses: what the first one wrote is m
 brought to the multiprocessors. That takes a microsecond or two, a dozen times in every layer. A kernel that is launched
 *early* is brought there as soon as all programs of the one before have left, and waits for the rest where it is.
 
-It could come sooner still, while they work, if they asked for it (`gdc_launch_dependents`). Kernels do not, except
-`choose`, which is a single warp: programs that come one by one, wherever there is room, lie unevenly on the
-multiprocessors, and the persistent ones, with equal shares, then take up to a quarter longer.
+It could come sooner still, while they work, if they asked for it (`gdc_launch_dependents`). No kernel does: programs
+that come one by one, wherever there is room, lie unevenly on the multiprocessors, and the persistent ones, with equal
+shares, then take up to a quarter longer.
 
-Every kernel of a step begins with `is_stopped`, and is launched with `**early(device)`.
+A kernel that is launched with `**early(device)` begins with `is_stopped`: before that it must not touch anything. That
+is for kernels that follow a kernel; what follows a wait for another process (datapath/cuda) is launched as usual.
 """
 
 from functools import cache
@@ -22,11 +23,11 @@ from triton.language.extra.cuda import gdc_wait
 _SINCE = (9, 0)  # the first devices that can do it
 
 
-def early(device: torch.device, after_kernel: bool = True) -> dict[str, Any]:
-    """For a kernel's launch. Without `after_kernel` something else comes before it in its stream."""
+def early(device: torch.device) -> dict[str, Any]:
+    """For a kernel's launch."""
     if device.type != "cuda" or _capability(device) < _SINCE:
         return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": after_kernel}
+    return {"EARLY": True, "launch_pdl": True}
 
 
 @cache
