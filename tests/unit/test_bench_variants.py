@@ -1,5 +1,6 @@
 """What the overhead and checkpoint benchmarks start, and what they make of it. With real servers: tests/process."""
 
+import dataclasses
 import inspect
 
 import pytest
@@ -8,7 +9,7 @@ from everserve.bench import checkpoint, overhead, overhead_report
 from everserve.bench.overhead_report import ALL_OFF, ONE_PROCESS, REFERENCE
 from everserve.bench.slices import Slice, _reason
 from everserve.bench.subject import Subject
-from everserve.bench.variants import Found, Settings, Tally, _room_for
+from everserve.bench.variants import Difference, Found, Settings, Tally, _room_for
 from everserve.cli.serve import serve
 from everserve.errors import ConfigError, EverserveError
 
@@ -90,7 +91,9 @@ def test_tokens_are_compared_in_warm_ups_too():
     for is_warm_up in (True, False):
         for name, server in {"b": Answering(1, 2, 4), "a": Answering(1, 2, 3), "c": Answering(1, 2, 3)}.items():
             tally.add(name, server, [[5], [6]], 3, is_warm_up)
-    assert tally.num_different() == 2 * 2
+    assert tally.differences() == [
+        Difference("b", 2, slice_, stream, first=2, num_tokens=1) for slice_ in (0, 1) for stream in (0, 1)
+    ]
     assert {key: len(slices) for key, slices in tally.samples.items()} == {("a", 2): 1, ("b", 2): 1, ("c", 2): 1}
 
 
@@ -101,7 +104,24 @@ def test_a_variant_that_is_given_up_leaves_nothing_but_its_reason():
     tally.add("b", Answering(2), [[5], [6]], 1, is_warm_up=False)
     tally.give_up("b", "does not start: no memory")
     assert tally.not_measured == {"b": "does not start: no memory"}
-    assert list(tally.samples) == [("a", 2), ("c", 2)] and tally.num_different() == 0
+    assert list(tally.samples) == [("a", 2), ("c", 2)] and tally.differences() == []
+
+
+def test_where_streams_differ(tmp_path, capsys):
+    tally = make_tally()
+    for expected in ((1, 2, 3), (4, 5, 6)):
+        tally.add("a", Answering(*expected), [[5], [6]], 3, is_warm_up=False)
+        tally.add("b", Answering(*expected), [[5], [6]], 3, is_warm_up=False)
+        tally.add("c", Answering(4, 9), [[5], [6]], 3, is_warm_up=False)
+    assert [(found.slice, found.first, found.num_tokens) for found in tally.differences()] == [
+        (0, 0, 3), (0, 0, 3), (1, 1, 2), (1, 1, 2),
+    ]  # fmt: skip
+    found = Found("a model", tally.samples, tally.differences(), {}, {}, {})
+    settings = dataclasses.replace(SETTINGS, streams=(2,))
+    overhead_report.show(overhead_report.result_of(found, {}, settings, "a"), tmp_path / "x.json", "a")
+    shown = capsys.readouterr().out
+    assert "tokens that differ between variants: 10\n" in shown
+    assert "  c, slice 1: 2 of 2 streams, from token 1 on (the last of them from 1 on)\n" in shown
 
 
 def test_without_the_reference_there_is_nothing_to_say():
@@ -132,7 +152,7 @@ def test_the_price_of_dividing_and_what_is_missing(tmp_path, capsys):
         (REFERENCE, 8): [make_slice(ms) for ms in (10.4, 20.8)],
         ("4+4", 8): [make_slice(ms) for ms in (11.0, 22.0)],
     }
-    found = Found("a model", samples, 0, {}, dict.fromkeys(("2+2",), 0), {"8+8": "does not start: no memory"})
+    found = Found("a model", samples, [], {}, dict.fromkeys(("2+2",), 0), {"8+8": "does not start: no memory"})
     settings = Settings(streams=(8,), prompt=512, max_tokens=192, rounds=1, shape="mixtral")
     result = overhead_report.result_of(found, overhead.GPU_VARIANTS, settings)
     rows = {row["variant"]: row for row in result["variants"]}

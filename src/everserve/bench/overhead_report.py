@@ -1,7 +1,9 @@
 """What variants were found to cost: medians, and ratios round by round, as a dictionary and as a table."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +30,7 @@ def result_of(
         "flags": {name: " ".join(given) for name, given in flags.items()},
         "idle_cores": found.idle_cores,
         "num_different": found.num_different,
+        "differences": [asdict(difference) for difference in found.differences],
         "num_repeated": found.num_repeated,
         "not_measured": found.not_measured,
         **summarize(found.samples, reference),
@@ -108,10 +111,23 @@ def show(result: dict[str, Any], path: Path, reference: str = REFERENCE) -> None
     if result["idle_cores"]:
         print(f"all servers together, idle: {sum(result['idle_cores'].values()):.3f} cores")
     print(f"tokens that differ between variants: {result['num_different']}")
+    _show_differences(result.get("differences", []))
     repeated = {name: num for name, num in result["num_repeated"].items() if num}
     if repeated:
         print(f"slices repeated because a process was declared gone without any fault: {repeated}")
     print(f"written to {path}")
+
+
+def _show_differences(differences: list[dict[str, Any]]) -> None:
+    """A line for each slice that has some."""
+    for (variant, num_streams, slice_), found in itertools.groupby(
+        differences, key=itemgetter("variant", "num_streams", "slice")
+    ):
+        firsts = [difference["first"] for difference in found]
+        print(
+            f"  {variant}, slice {slice_}: {len(firsts)} of {num_streams} streams, from token {min(firsts)} on"
+            f" (the last of them from {max(firsts)} on)"
+        )
 
 
 def _num_slices(rows: list[dict[str, Any]]) -> int:

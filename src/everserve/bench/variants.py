@@ -13,6 +13,7 @@ the machine does.
 """
 
 import contextlib
+import itertools
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -49,15 +50,32 @@ Samples = dict[tuple[str, int], list[Slice]]  # by variant and number of streams
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A stream that is not what it is in the reference."""
+
+    variant: str
+    num_streams: int  # that ran beside it
+    slice: int  # warm-ups count
+    stream: int
+    first: int  # the first token that differs, or is missing
+    num_tokens: int  # that do
+
+
+@dataclass(frozen=True)
 class Found:
     """What all rounds brought."""
 
     model: str
     samples: Samples
-    num_different: int  # tokens that differ from the reference's
+    differences: list[Difference]
     idle_cores: dict[str, float]  # that each server uses while nobody asks it anything; none if one was alive at a time
     num_repeated: dict[str, int]  # slices in which a process was replaced: nothing was to fail here
     not_measured: dict[str, str]  # variants that are missing, and why
+
+    @property
+    def num_different(self) -> int:
+        """Tokens that differ from the reference's."""
+        return sum(found.num_tokens for found in self.differences)
 
 
 def compare(
@@ -71,9 +89,7 @@ def compare(
         all_flags = {name: (*served.flags, *found, *room) for name, found in flags.items()}
         tally = Tally(reference, all_flags, settings.streams)
         for idle in (_at_once if at_once else _one_at_a_time)(what, served, tally, settings):
-            yield Found(
-                served.title, tally.samples, tally.num_different(), idle, tally.num_repeated, tally.not_measured
-            )
+            yield Found(served.title, tally.samples, tally.differences(), idle, tally.num_repeated, tally.not_measured)
 
 
 def _room_for(settings: Settings, served: Subject) -> tuple[str, ...]:
@@ -116,17 +132,24 @@ class Tally:
         for key in [key for key in self.samples if key[0] == name]:
             del self.samples[key], self._answers[key]
 
-    def num_different(self) -> int:
-        """Tokens that differ from those of the reference, in all slices."""
-        return sum(
-            _num_different(answer, expected)
-            for (_, num_streams), answers in self._answers.items()
-            for answer, expected in zip(answers, self._answers[self.reference, num_streams], strict=True)
-        )
+    def differences(self) -> list[Difference]:
+        """In all slices, and all variants."""
+        return [
+            Difference(name, num_streams, slice_, stream, *found)
+            for (name, num_streams), answers in self._answers.items()
+            for slice_, both in enumerate(zip(answers, self._answers[self.reference, num_streams], strict=True))
+            for stream, (ours, theirs) in enumerate(zip(*both, strict=True))
+            if (found := _difference(ours, theirs))
+        ]
 
 
-def _num_different(answer: list[list[int]], reference: list[list[int]]) -> int:
-    return sum(analysis.compare(ours, theirs).num_different for ours, theirs in zip(answer, reference, strict=True))
+def _difference(token_ids: list[int], expected: list[int]) -> tuple[int, int] | None:
+    """The first token that differs, and how many do."""
+    if token_ids == expected:
+        return None
+    verdict = analysis.compare(token_ids, expected)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(token_ids, expected, strict=False))
+    return sum(1 for _ in same), verdict.num_different + verdict.num_lost
 
 
 def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> Iterator[dict[str, float]]:
