@@ -282,9 +282,9 @@ def test_status_with_an_api_key(start_server):
         (["demo"], signal.SIGKILL),
     ],
 )
-def test_who_has_a_server_of_its_own_takes_it_along(command, number):
-    command = [sys.executable, "-m", "everserve.cli", *command]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as owner:
+def test_who_has_a_server_of_its_own_takes_it_along(command, number, tmp_path):
+    command, environment = [sys.executable, "-m", "everserve.cli", *command], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as owner:
         wait_until(lambda: children_of(owner.pid), 60, "its server")
         servers = children_of(owner.pid)
         wait_until(lambda: any(children_of(pid) for pid in servers), 60, "the server's own processes")
@@ -292,6 +292,7 @@ def test_who_has_a_server_of_its_own_takes_it_along(command, number):
         owner.send_signal(number)
         assert owner.wait(30) != 0
     wait_until(lambda: not any(is_alive(pid) for pid in processes), 10, "the end of its server")
+    assert number == signal.SIGKILL or not list(tmp_path.iterdir()), "and its files"
 
 
 @pytest.mark.parametrize("on_ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
