@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from everserve.model.ops.cuda.gating import route
+from everserve.model.ops.cuda.sums import Sums
 from everserve.model.ops.reference import ReferenceOps
 
 reference = ReferenceOps()
@@ -17,7 +18,7 @@ def run(stop, logits_TN: Tensor, top_k: int, renormalise: bool = True, allowed=N
     device = stop.device
     allowed = torch.ones(num_experts) if allowed is None else torch.tensor(allowed)
     positions = torch.zeros(num_rows) if positions is None else torch.tensor(positions)
-    arguments = logits_TN.to(device), positions.int().to(device), allowed.int().to(device)
+    arguments = Sums(logits_TN.to(device)), positions.int().to(device), allowed.int().to(device)
     return [result.cpu() for result in route(*arguments, top_k, renormalise, stop)]
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from everserve.model.batch import StepBatch
 from everserve.model.ops.cuda.rows import rms_norm, rotate_and_store
+from everserve.model.ops.cuda.sums import Sums
 from everserve.model.ops.reference import ReferenceOps
 
 reference = ReferenceOps()
@@ -52,8 +53,8 @@ class Rows:
     def run(self, stop, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         pool = self.pool.clone()
         q = rotate_and_store(
-            self.qkv[rows].contiguous(), self.positions[rows], self.slots[rows], pool, self.layer, self.cos, self.sin,
-            *self.norms, EPS, self.heads, stop,
+            Sums(self.qkv[rows].contiguous()), self.positions[rows], self.slots[rows], pool, self.layer,
+            self.cos, self.sin, *self.norms, EPS, self.heads, stop,
         )  # fmt: skip
         return q, pool
 

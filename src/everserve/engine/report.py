@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.model.ops.cuda.early import await_before, early
 from everserve.model.ops.cuda.words import Words
 
 _ENDED, _STOP, _MISSING, _ABSENT, _FIRST_TOKEN = 0, 1, 2, 3, 8
@@ -53,12 +54,16 @@ class Report:
         """To be captured as the last thing of a step."""
         _report[(1,)](
             self._words, self._count, words.stop, words.missing, words.absent, tokens_L, len(tokens_L),
-            FIRST=_FIRST_TOKEN, BLOCK=256, num_warps=4,
+            FIRST=_FIRST_TOKEN, BLOCK=256, **early(tokens_L.device), num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
-def _report(words, count, stop, missing, absent, tokens_L, num_tokens, FIRST: tl.constexpr, BLOCK: tl.constexpr):
+def _report(
+    words, count, stop, missing, absent, tokens_L, num_tokens,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    await_before(EARLY)
     ended = tl.load(count) + 1
     tl.store(words + 1, tl.load(stop).to(tl.int64))
     tl.store(words + 2, tl.load(missing).to(tl.int64))

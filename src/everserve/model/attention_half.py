@@ -44,13 +44,14 @@ class AttentionHalf:
         """Write the rows' KV into the pool; return (residual_TD, normed_TD)."""
         ops, eps = self._ops, self._config.rms_norm_eps
         normed_TD = ops.rms_norm(hidden_TD, self._input_norm_D, eps)
-        qkv_TX = ops.linear(normed_TD, self._qkv_XD, self._qkv_bias_X)
-        q_THE = ops.rotate_and_store(
-            qkv_TX, batch, kv_pool, self.layer, *self._rope, self._q_norm_E, self._k_norm_E, eps
-        )
+        q_THE = ops.project_and_store(
+            normed_TD, self._qkv_XD, self._qkv_bias_X, batch, kv_pool, self.layer, *self._rope,
+            self._q_norm_E, self._k_norm_E, eps,
+        )  # fmt: skip
         attended_TX = ops.attend(q_THE, batch, kv_pool, self.layer, self._scale)
-        residual_TD = ops.linear(attended_TX, self._output_DX, self._output_bias_D, hidden_TD)
-        return residual_TD, ops.rms_norm(residual_TD, self._post_norm_D, eps)
+        return ops.project_and_norm(
+            attended_TX, self._output_DX, self._output_bias_D, hidden_TD, self._post_norm_D, eps
+        )
 
     def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Which experts each row goes to: ids_TK, weights_TK. Only for layers with experts."""

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
+from everserve.model.ops.cuda.early import early, is_stopped
 from everserve.model.ops.cuda.experts import chunk_of, combine_columns, combine_row
 
 _POST_COLUMNS = 2048
@@ -105,7 +106,8 @@ def plan(state: SendState, ids_TK: Tensor, place_of_N: Tensor, expert_at_P: Tens
         state.homeless, state.stop, num_rows, layer,
         P=len(expert_at_P), S=shape.num_slots, CHUNK=chunk_of(num_rows),
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
-        LANE_ROWS=shape.lane_rows(), FIRST_Y=shape.first_y(0), BOX_ROWS=shape.box_rows, num_warps=4,
+        LANE_ROWS=shape.lane_rows(), FIRST_Y=shape.first_y(0), BOX_ROWS=shape.box_rows,
+        **early(ids_TK.device), num_warps=4,
     )  # fmt: skip
     return y_row_TK
 
@@ -120,7 +122,7 @@ def post(state: SendState, x_TD: Tensor, y_row_TK: Tensor, layer: int, next_laye
         state.region, x_TD, y_row_TK, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.lead,
         state.num_done, state.stop, layer, next_layer, int(replay),
         K=y_row_TK.shape[1], D=hidden_size, BD=columns, MAX_ROWS=state.shape.max_rows,
-        **_all_ranks(state), num_warps=4,
+        **_all_ranks(state), **early(x_TD.device), num_warps=4,
     )  # fmt: skip
 
 
@@ -157,11 +159,11 @@ def _plan_kernel(
     region, ids, place_of, expert_at, present, sent, rows, y_row, homeless, stop, num_rows, layer,
     P: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
-    LANE_ROWS: tl.constexpr, FIRST_Y: tl.constexpr, BOX_ROWS: tl.constexpr,
+    LANE_ROWS: tl.constexpr, FIRST_Y: tl.constexpr, BOX_ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per place, and one for rows that have none. Each counts by itself what is before it in its box: that
     is faster than to wait for others. A place that no expert is routed to has little to do."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     place = tl.program_id(0)
     if place == P:
@@ -215,10 +217,10 @@ def _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK:
 def _post_kernel(
     region, x, y_row, present, rows, sent, bell, lead, num_done, stop, layer, next_layer, replay,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MAX_ROWS: tl.constexpr,
-    E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
+    E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row. Whoever is the last to do its part sends, for all: a kernel more would take longer."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)

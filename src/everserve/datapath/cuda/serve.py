@@ -31,6 +31,7 @@ from torch import Tensor
 
 from everserve.datapath.cuda.lane import CudaLaneShape
 from everserve.datapath.cuda.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
+from everserve.model.ops.cuda.early import await_before, early, is_stopped
 from everserve.model.ops.cuda.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
 
 BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.datapath.lane.STATUSES
@@ -141,7 +142,8 @@ def choose(state: ServeState) -> None:
         state.num_passed, state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
         **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
-        LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0, num_warps=4,
+        LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0,
+        ON_DEVICE=state.stop.is_cuda, num_warps=1,
     )  # fmt: skip
 
 
@@ -155,7 +157,7 @@ def gather(state: ServeState, may_be_large: bool = True) -> None:
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles, state.stop,
         **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots),
         LANE_ROWS=shape.lane_rows(), FIRST_X=shape.first_x(0), BOX_ROWS=shape.box_rows, LANE_MAX_ROWS=shape.max_rows,
-        BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, num_warps=4,
+        BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, **early(state.stop.device), num_warps=4,
     )  # fmt: skip
 
 
@@ -184,7 +186,7 @@ def _layers_of(request):
 @triton.jit
 def _look(
     region, ranks, is_healthy, last, limits, held_at, num_passed_at,
-    A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr,
+    A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """The layer to compute, or -1; and what everybody has asked for last."""
     spins = tl.load(limits)
@@ -217,9 +219,20 @@ def _look(
         is_amid = is_healthy & (position >= _BEGINNING)
         spins -= tl.where(is_idle & (tl.sum(is_amid.to(tl.int32)) == 0), _IDLE_COST, 1)
         spins = tl.where((chosen >= 0) | (num_nonsense > 0), 0, spins)
+        if ON_DEVICE:  # noqa: SIM102 (a constant of the kernel, and a value)
+            if spins > 0:
+                spins = _after_nap(spins)
     tl.store(held_at, held)
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
     return chosen, request
+
+
+@triton.jit
+def _after_nap(value):
+    """The same, a quarter of a microsecond later: others have work to do on this multiprocessor."""
+    return tl.inline_asm_elementwise(
+        "nanosleep.u32 250; mov.u32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -240,6 +253,7 @@ def _choose_kernel(
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
+    ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     if tl.load(stop) != 0:
         return
@@ -248,7 +262,9 @@ def _choose_kernel(
     ranks = tl.arange(0, AB)
     is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
     last = tl.load(taken + ranks, mask=ranks < A, other=0)
-    chosen, request = _look(region, ranks, is_healthy, last, limits, held_at, num_passed_at, A, AB, L, LANE_BYTES)
+    chosen, request = _look(
+        region, ranks, is_healthy, last, limits, held_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
+    )  # fmt: skip
     tl.store(layer_at, chosen)
 
     seq = request >> 16
@@ -288,10 +304,10 @@ def _gather_kernel(
     seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles, stop,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_X: tl.constexpr, BOX_ROWS: tl.constexpr, LANE_MAX_ROWS: tl.constexpr,
-    BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr,
+    BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per slot; each adds up all counts by itself."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     slot = tl.program_id(0)
     ranks = tl.arange(0, AB)
@@ -332,9 +348,10 @@ def _down_and_answer_kernel(
     h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     num_done, seq_A, status_A, taken, num_rows, served,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
+    await_before(EARLY)
     down_tiles(
         h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
         S, D, F, BM, BN, BK, STAGES,

@@ -1,6 +1,7 @@
 """The arithmetic of one kind of device, behind one small interface.
 
     reference.py   plain PyTorch: what every other set is tested against; runs anywhere
+    composed.py    the larger ops out of smaller ones
     choose.py      the part of it that chooses tokens
     native.py      C kernels for CPUs (csrc/*.c), compiled once per machine with the system's compiler
     cuda/          Triton kernels for NVIDIA GPUs
@@ -64,20 +65,17 @@ class Ops(Protocol):
     activation_dtype: torch.dtype
     batch_invariant: bool
 
-    def linear(
-        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
-    ) -> Tensor:
-        """x @ weight.T (+ bias) (+ residual)."""
-
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Logits: `linear` with a float32 result."""
+        """Logits: x @ weight.T, float32."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
         """Root-mean-square norm of each row, or of those that are named, float32 inside."""
 
-    def rotate_and_store(
+    def project_and_store(
         self,
-        qkv_TX: Tensor,
+        x_TD: Tensor,
+        qkv_XD: Tensor,
+        bias_X: Tensor | None,
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
@@ -87,11 +85,22 @@ class Ops(Protocol):
         k_norm_E: Tensor | None,
         eps: float,
     ) -> Tensor:
-        """Split qkv rows (H + G + G heads of size E), norm q and k per head if weights are given, rotate them by their
+        """qkv rows (H + G + G heads of size E); norm q and k per head if weights are given, rotate them by their
         positions, write k and v into the pool at batch.kv_slots, return q_THE."""
 
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         """Causal attention of every row over its own sequence in the pool, up to its own position; X = H * E."""
+
+    def project_and_norm(
+        self,
+        x_TX: Tensor,
+        weight_DX: Tensor,
+        bias_D: Tensor | None,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """x @ weight.T (+ bias) + residual, and the norm of that."""
 
     def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         """Softmax over experts, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""

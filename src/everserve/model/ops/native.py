@@ -33,6 +33,7 @@ from torch import Tensor
 from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw
+from everserve.model.ops.composed import Composed
 from everserve.native import BuildError, library
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -163,7 +164,7 @@ class NativeExpertSlots:
         self._weights[slot] = None
 
 
-class NativeOps:
+class NativeOps(Composed):
     """Ops on the CPU, by the kernels in csrc."""
 
     name = "native"

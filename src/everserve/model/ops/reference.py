@@ -17,6 +17,7 @@ from torch.nn.functional import linear, silu
 from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw, choose
+from everserve.model.ops.composed import Composed
 
 
 class ReferenceSlots:
@@ -40,7 +41,7 @@ class ReferenceSlots:
         return linear(silu(linear(x_RD, gate_FD)) * linear(x_RD, up_FD), down_DF)
 
 
-class ReferenceOps:
+class ReferenceOps(Composed):
     """The `Ops` interface, readable."""
 
     name = "reference"

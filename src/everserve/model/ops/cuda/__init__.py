@@ -1,6 +1,7 @@
 """The arithmetic on one NVIDIA GPU: Triton kernels, and the `Ops` over them.
 
     dense.py       x @ weight.T, weights through TMA descriptors
+    sums.py        what becomes of it: splits that the next kernel adds
     rows.py        what is done to each row by itself: norm, rotate and store
     attention.py   attention over the paged KV pool
     gating.py      which experts a row goes to
@@ -8,6 +9,7 @@
     sampling.py    a drawn token
     experts.py     the expert networks: rows sorted by slot, one grouped product per matrix
     words.py       the word `stop`, and why it was set
+    early.py       how a kernel begins, before the one in front of it has ended
     ops.py         CudaOps: all of it behind `Ops`
 
 Every kernel of a step takes a pointer to the int32 word `stop` and does nothing if it is not 0: what is queued behind a

@@ -29,6 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from everserve.model.device_batch import LARGE, SEGMENT, SMALL, DeviceBatch, Items
+from everserve.model.ops.cuda.early import early, is_stopped
 
 MAX_PROGRAMS = 1056  # eight per SM: more than run at once, so that long and short items even out
 
@@ -75,7 +76,7 @@ def attend(
             batch.block_tables_SB.shape[1], max_segments,
             L=num_layers, G=num_kv_heads, GROUP=group, BLOCK_SIZE=block_size, E=head_size,
             SEGMENT=SEGMENT, TILE=64 if head_size <= 128 else 32, BM=BM, STAGES=launch.num_stages,
-            num_warps=launch.num_warps if head_size <= 128 else 8, maxnreg=launch.max_registers,
+            **early(q_THE.device), num_warps=launch.num_warps if head_size <= 128 else 8, maxnreg=launch.max_registers,
         )  # fmt: skip
 
     if not num_rows:
@@ -85,7 +86,8 @@ def attend(
         run(batch.large, max(LARGE, triton.next_power_of_2(group)), LARGE_LAUNCH)
     _merge[(num_rows, num_kv_heads)](
         batch.positions_T, is_split_T, *parts, out_TX, stop, max_segments,
-        G=num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), E=head_size, SEGMENT=SEGMENT, num_warps=2,
+        G=num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), E=head_size, SEGMENT=SEGMENT,
+        **early(q_THE.device), num_warps=2,
     )  # fmt: skip
     return out_TX
 
@@ -96,9 +98,9 @@ def _attend(
     kv_pool, layer, scale, out, is_split, part_best, part_total, part_sum, stop,
     table_width, max_segments,
     L: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr,
-    SEGMENT: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
+    SEGMENT: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     m, columns = tl.arange(0, BM), tl.arange(0, E)[None, :]
     for unit in range(tl.program_id(0), tl.load(num_items) * G, tl.num_programs(0)):
@@ -184,9 +186,10 @@ def _finished(total, sum):
 def _merge(
     positions, is_split, part_best, part_total, part_sum, out, stop, max_segments,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, SEGMENT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One row and KV head: folds what its items left, if it was split; zeros if it is padding."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     row, kv_head = tl.program_id(0), tl.program_id(1)
     head, columns = tl.arange(0, HEADS), tl.arange(0, E)[None, :]

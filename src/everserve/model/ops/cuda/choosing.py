@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.model.ops.cuda.early import early, is_stopped
+
 CHUNK = 8192
 
 
@@ -23,18 +25,22 @@ def greedy(logits_LV: Tensor, stop: Tensor) -> Tensor:
     token_L = torch.empty(num_rows, dtype=torch.int32, device=logits_LV.device)
     if num_rows:
         _best_of_chunk[(num_rows, num_chunks)](
-            logits_LV, best_LC, token_LC, stop, V=vocab_size, C=num_chunks, CHUNK=CHUNK, num_warps=4
-        )
+            logits_LV, best_LC, token_LC, stop,
+            V=vocab_size, C=num_chunks, CHUNK=CHUNK, **early(logits_LV.device), num_warps=4,
+        )  # fmt: skip
         _best_of_row[(num_rows,)](
-            best_LC, token_LC, token_L, stop, C=num_chunks, C2=triton.next_power_of_2(num_chunks), num_warps=1
-        )
+            best_LC, token_LC, token_L, stop,
+            C=num_chunks, C2=triton.next_power_of_2(num_chunks), **early(logits_LV.device), num_warps=1,
+        )  # fmt: skip
     return token_L
 
 
 @triton.jit
-def _best_of_chunk(logits, best_out, token_out, stop, V: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr):
+def _best_of_chunk(
+    logits, best_out, token_out, stop, V: tl.constexpr, C: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """A chunk with a NaN in it has token -1."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     row, chunk = tl.program_id(0), tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -47,8 +53,8 @@ def _best_of_chunk(logits, best_out, token_out, stop, V: tl.constexpr, C: tl.con
 
 
 @triton.jit
-def _best_of_row(best_in, token_in, token_out, stop, C: tl.constexpr, C2: tl.constexpr):
-    if tl.load(stop) != 0:
+def _best_of_row(best_in, token_in, token_out, stop, C: tl.constexpr, C2: tl.constexpr, EARLY: tl.constexpr):
+    if is_stopped(stop, EARLY):
         return
     row = tl.program_id(0)
     chunk = tl.arange(0, C2)

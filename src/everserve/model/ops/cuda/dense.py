@@ -5,7 +5,7 @@ device busy reading. So the sum over D is cut into *splits*, whose number depend
 
                      D
           |  split 0  |  split 1  |  split 2  |
-    few rows     program     program     program     -> three partial sums in memory, added by `_finish`
+    few rows     program     program     program     -> three partial sums in memory, added by whoever needs them
     many rows    one program, one after the other    -> the same three sums, in registers
 
 Either way a result is ((0 + sum 0) + sum 1) + sum 2, and each of these sums is accumulated in ascending order of D, 16
@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from everserve.model.ops.cuda.early import early, is_stopped
+from everserve.model.ops.cuda.sums import Sums, summed
 
 SPLIT_UNIT = 128  # a split is a multiple of it, and every tile's BK divides it
 MIN_SPLIT = 512
@@ -67,27 +70,43 @@ class Linear:
         tile: Tile | None = None,
     ) -> Tensor:
         """The product, plus `residual_TO` (float32; then so is the result). `tile` is for measurements."""
+        sums = self.sums(x_TD, stop, residual_TO=residual_TO, out_dtype=out_dtype, tile=tile)
+        if not sums.num_splits:
+            return sums.data
+        out_dtype = out_dtype if residual_TO is None else torch.float32
+        out_TO = torch.empty(len(x_TD), self.out_features, dtype=out_dtype, device=x_TD.device)
+        _finish[(triton.cdiv(out_TO.numel(), 1024),)](
+            sums.data, self.bias_O, residual_TO, out_TO, stop, len(x_TD),
+            OUT=self.out_features, NUM_SPLITS=self.num_splits, BLOCK=1024, **early(x_TD.device), num_warps=4,
+        )  # fmt: skip
+        return out_TO
+
+    def sums(
+        self,
+        x_TD: Tensor,
+        stop: Tensor,
+        *,
+        residual_TO: Tensor | None = None,
+        out_dtype: torch.dtype = torch.bfloat16,
+        tile: Tile | None = None,
+    ) -> Sums:
+        """The same, for those who can add splits themselves, and round the result to `out_dtype`."""
         assert x_TD.dtype is torch.bfloat16 and x_TD.is_contiguous() and x_TD.shape[1] == self.in_features
         num_rows = len(x_TD)
         if residual_TO is not None:
             assert residual_TO.dtype is torch.float32 and residual_TO.is_contiguous()
             out_dtype = torch.float32
-        out_TO = torch.empty(num_rows, self.out_features, dtype=out_dtype, device=x_TD.device)
-        if not num_rows:
-            return out_TO
         tile = tile or choose_tile(num_rows, self.out_features)
         assert SPLIT_UNIT % tile.BK == 0, "a stage would reach into the next split"
         num_tiles = -(-num_rows // tile.BM) * -(-self.out_features // tile.BN)
-        if self.num_splits == 1 or num_tiles >= ENOUGH_TILES:
-            self._product(x_TD, stop, self.bias_O, residual_TO, out_TO, tile, num_tiles, parallel=False)
-            return out_TO
+        if self.num_splits == 1 or num_tiles >= ENOUGH_TILES or not num_rows:
+            out_TO = torch.empty(num_rows, self.out_features, dtype=out_dtype, device=x_TD.device)
+            if num_rows:
+                self._product(x_TD, stop, self.bias_O, residual_TO, out_TO, tile, num_tiles, parallel=False)
+            return Sums(out_TO)
         parts_STO = torch.empty(self.num_splits, num_rows, self.out_features, dtype=torch.float32, device=x_TD.device)
         self._product(x_TD, stop, None, None, parts_STO, tile, num_tiles * self.num_splits, parallel=True)
-        _finish[(triton.cdiv(out_TO.numel(), 1024),)](
-            parts_STO, self.bias_O, residual_TO, out_TO, stop, num_rows,
-            OUT=self.out_features, NUM_SPLITS=self.num_splits, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
-        return out_TO
+        return Sums(parts_STO, self.num_splits, self.bias_O, residual_TO)
 
     def _product(
         self,
@@ -107,7 +126,8 @@ class Linear:
             TensorDescriptor.from_tensor(x_TD, [tile.BM, tile.BK]), self._descriptor(tile.BN, tile.BK),
             bias_O, residual_TO, out, stop, len(x_TD),
             OUT=self.out_features, D=self.in_features, NUM_SPLITS=self.num_splits, SPLIT_SIZE=self.split_size,
-            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages, num_warps=tile.num_warps,
+            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages, **early(x_TD.device),
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
     def _descriptor(self, BN: int, BK: int) -> TensorDescriptor:
@@ -143,12 +163,12 @@ def _num_sms(device: torch.device) -> int:
 def _product(
     x, weight, bias, residual, out, stop, num_rows,
     OUT: tl.constexpr, D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, PARALLEL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the product, rows fastest: programs that run together share the weight's rows.
 
     PARALLEL: `out` is [NUM_SPLITS, T, O], one sum each, and nothing is added to it."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     NUM_N: tl.constexpr = (OUT + BN - 1) // BN
     num_m = tl.cdiv(num_rows, BM)
@@ -190,19 +210,14 @@ def _sum(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _finish(
-    parts, bias, residual, out, stop, num_rows, OUT: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr
+    parts, bias, residual, out, stop, num_rows,
+    OUT: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds the splits, in the order in which `_product` would."""
-    if tl.load(stop) != 0:
+    """Adds the splits."""
+    if is_stopped(stop, EARLY):
         return
     size = num_rows * OUT
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        total += tl.load(parts + size * split + at, mask=mask, other=0.0)
-    if bias is not None:
-        total += tl.load(bias + at % OUT, mask=mask, other=0.0).to(tl.float32)
-    if residual is not None:
-        total += tl.load(residual + at, mask=mask, other=0.0)
+    total = summed(parts, bias, residual, at, at % OUT, size, mask, NUM_SPLITS)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)

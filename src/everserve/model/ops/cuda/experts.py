@@ -30,6 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from everserve.model.ops.cuda.early import await_before, early, is_stopped
+
 _MAX_CHUNK = 2048  # (t, k) rows that one program of a plan looks at together
 _COMBINE_COLUMNS = 512  # 4 per thread: more, and the rows of 8 experts would not fit into registers at once
 _ALIGNMENT = 32  # of tables, in int32
@@ -137,7 +139,8 @@ def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop
     _plan_kernel[(num_slots + 1,)](
         ids_TK, slot_of_N, pos_TK, src_R,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, num_rows,
-        K=top_k, S=num_slots, SB=triton.next_power_of_2(num_slots), BM=cut.rows, CHUNK=chunk_of(num_rows), num_warps=4,
+        K=top_k, S=num_slots, SB=triton.next_power_of_2(num_slots), BM=cut.rows, CHUNK=chunk_of(num_rows),
+        **early(ids_TK.device), num_warps=4,
     )  # fmt: skip
     return LocalPlan(pos_TK, src_R, tiles)
 
@@ -163,7 +166,8 @@ def gate_up(
         x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
         S=arena.num_slots, D=arena.hidden_size, F=size,
-        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, num_warps=product.warps,
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        num_warps=product.warps,
     )  # fmt: skip
 
 
@@ -191,8 +195,8 @@ def down(
         arena.down(product.columns, product.depth), y_at, y_row_R, layer_at,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
         S=arena.num_slots, D=arena.hidden_size, F=size,
-        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, num_warps=product.warps,
-        **constants,
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        num_warps=product.warps, **constants,
     )  # fmt: skip
 
 
@@ -203,7 +207,7 @@ def combine(y_at: int, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor
     columns = combine_columns(hidden_size)
     _combine_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
         y_at, y_row_TK, weights_TK, residual_TD, out_TD, stop,
-        K=y_row_TK.shape[1], D=hidden_size, BD=columns, num_warps=4,
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **early(residual_TD.device), num_warps=4,
     )  # fmt: skip
     return out_TD
 
@@ -241,11 +245,11 @@ def _slots_of(ids, slot_of, r, num_rows):
 @triton.jit(do_not_specialize=["num_rows"])
 def _plan_kernel(
     ids, slot_of, pos, src, slot_M, row_M, size_M, num_tiles, stop, num_rows,
-    K: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
+    K: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per slot, and one for the rows that go nowhere. Each counts all slots by itself: that is faster than
     to wait for others."""
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     slot = tl.program_id(0)
     counts_S = tl.zeros((SB,), tl.int32)
@@ -286,8 +290,9 @@ def _share(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
 def _gate_up_kernel(
     x_at, x_row, weights, h, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_before(EARLY)
     num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (F + BN - 1) // BN)
     layer = tl.load(layer_at)
     x = tl.multiple_of(x_at.to(tl.pointer_type(tl.bfloat16)), 16)
@@ -321,8 +326,9 @@ def _gate_up_kernel(
 def _down_kernel(
     h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_before(EARLY)
     down_tiles(
         h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
         S, D, F, BM, BN, BK, STAGES,
@@ -358,8 +364,11 @@ def down_tiles(
 
 
 @triton.jit
-def _combine_kernel(y_at, y_row, weights, residual, out, stop, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    if tl.load(stop) != 0:
+def _combine_kernel(
+    y_at, y_row, weights, residual, out, stop,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if is_stopped(stop, EARLY):
         return
     combine_row(y_at, y_row, weights, residual, out, K, D, BD)
 

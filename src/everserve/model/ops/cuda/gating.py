@@ -9,36 +9,43 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.model.ops.cuda.early import early, is_stopped
+from everserve.model.ops.cuda.sums import Sums, summed
+
 
 def route(
-    logits_TN: Tensor, positions_T: Tensor, allowed_N: Tensor, top_k: int, renormalise: bool, stop: Tensor
+    logits: Sums, positions_T: Tensor, allowed_N: Tensor, top_k: int, renormalise: bool, stop: Tensor
 ) -> tuple[Tensor, Tensor]:
     """ids_TK int32, weights_TK float32; -1 and 0 where there is no expert to choose: padding, fewer than K allowed."""
-    num_rows, num_experts = logits_TN.shape
-    assert logits_TN.dtype is torch.float32 and logits_TN.is_contiguous() and allowed_N.dtype is torch.int32
-    ids_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=logits_TN.device)
-    weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=logits_TN.device)
+    num_rows, num_experts, device = logits.num_rows, logits.num_columns, logits.data.device
+    assert logits.data.dtype is torch.float32 and logits.data.is_contiguous() and allowed_N.dtype is torch.int32
+    assert logits.bias_O is None and logits.residual_TO is None
+    ids_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
+    weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=device)
     if num_rows:
         _route[(num_rows,)](
-            logits_TN, positions_T, allowed_N, ids_TK, weights_TK, stop,
-            N=num_experts, K=top_k, RENORMALISE=renormalise,
-            N2=triton.next_power_of_2(num_experts), K2=triton.next_power_of_2(top_k), num_warps=1,
+            logits.data, positions_T, allowed_N, ids_TK, weights_TK, stop, num_rows,
+            N=num_experts, K=top_k, RENORMALISE=renormalise, NUM_SPLITS=logits.num_splits,
+            N2=triton.next_power_of_2(num_experts), K2=triton.next_power_of_2(top_k),
+            **early(device), num_warps=1,
         )  # fmt: skip
     return ids_TK, weights_TK
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _route(
-    logits, positions, allowed, ids_out, weights_out, stop,
+    logits, positions, allowed, ids_out, weights_out, stop, num_rows,
     N: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(stop) != 0:
+    if is_stopped(stop, EARLY):
         return
     row = tl.program_id(0)
     expert, choice = tl.arange(0, N2), tl.arange(0, K2)
     open = tl.load(allowed + expert, mask=expert < N, other=0) != 0
     open = open & (tl.load(positions + row) >= 0)
-    logit = tl.load(logits + row.to(tl.int64) * N + expert, mask=open, other=float("-inf"))
+    logit = summed(logits, None, None, row * N + expert, expert, num_rows * N, open, NUM_SPLITS)
+    logit = tl.where(open, logit, float("-inf"))
     exponential = tl.where(open, tl.exp(logit - tl.max(logit, 0)), 0.0)
     total = tl.sum(exponential, 0)
     probability = exponential / total

@@ -63,20 +63,17 @@ class CudaOps:
         self._positions_T = torch.empty(0)  # of the batch at hand
         self._greedy: tuple[int, list[int]] | None = None
 
-    def linear(
-        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
-    ) -> Tensor:
-        return self._linear(weight_OD, bias_O)(x_TD, self.words.stop, residual_TO=residual_TO)
-
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
         return rows.rms_norm(x_TD, weight_D, eps, self.words.stop, rows_L)
 
-    def rotate_and_store(
+    def project_and_store(
         self,
-        qkv_TX: Tensor,
+        x_TD: Tensor,
+        qkv_XD: Tensor,
+        bias_X: Tensor | None,
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
@@ -87,9 +84,10 @@ class CudaOps:
         eps: float,
     ) -> Tensor:
         num_kv_heads, head_size = kv_pool.shape[3], kv_pool.shape[5]
-        num_heads = qkv_TX.shape[1] // head_size - 2 * num_kv_heads
+        num_heads = qkv_XD.shape[0] // head_size - 2 * num_kv_heads
         return rows.rotate_and_store(
-            qkv_TX, batch.positions_T, batch.kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps,
+            self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
+            batch.positions_T, batch.kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps,
             num_heads, self.words.stop,
         )  # fmt: skip
 
@@ -103,14 +101,24 @@ class CudaOps:
             )
         return attention.attend(q_THE, batch, kv_pool, layer, scale, self._workspace, self.words.stop)
 
+    def project_and_norm(
+        self,
+        x_TX: Tensor,
+        weight_DX: Tensor,
+        bias_D: Tensor | None,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        sums = self._linear(weight_DX, bias_D).sums(x_TX, self.words.stop, residual_TO=residual_TD)
+        return rows.add_and_norm(sums, norm_D, eps, self.words.stop)
+
     def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
         num_experts = router_ND.shape[0]
         if num_experts not in self._allowed:
             self._allowed[num_experts] = torch.ones(num_experts, dtype=torch.int32, device=self.device)
-        logits_TN = self._linear(router_ND, None)(x_TD, self.words.stop, out_dtype=torch.float32)
-        return gating.route(
-            logits_TN, self._positions_T, self._allowed[num_experts], top_k, renormalise, self.words.stop
-        )
+        logits = self._linear(router_ND, None).sums(x_TD, self.words.stop, out_dtype=torch.float32)
+        return gating.route(logits, self._positions_T, self._allowed[num_experts], top_k, renormalise, self.words.stop)
 
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         return ArenaSlots(num_slots, self.device)

@@ -1,0 +1,64 @@
+"""Composed: where the larger ops of a layer are smaller ones in a row. On a processor nothing is gained by more."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from everserve.model.batch import StepBatch
+
+
+class _Parts(Protocol):
+    def linear(
+        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+    ) -> Tensor:
+        """x @ weight.T (+ bias) (+ residual)."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor: ...
+
+    def rotate_and_store(
+        self,
+        qkv_TX: Tensor,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        cos_PE: Tensor,
+        sin_PE: Tensor,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        """Split qkv rows, norm q and k per head if weights are given, rotate them by their positions, write k and v
+        into the pool at batch.kv_slots, return q_THE."""
+
+
+class Composed:
+    """Half of an `Ops`; the other half has the smaller ones."""
+
+    def project_and_store(
+        self: _Parts,
+        x_TD: Tensor,
+        qkv_XD: Tensor,
+        bias_X: Tensor | None,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        cos_PE: Tensor,
+        sin_PE: Tensor,
+        q_norm_E: Tensor | None,
+        k_norm_E: Tensor | None,
+        eps: float,
+    ) -> Tensor:
+        qkv_TX = self.linear(x_TD, qkv_XD, bias_X)
+        return self.rotate_and_store(qkv_TX, batch, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps)
+
+    def project_and_norm(
+        self: _Parts,
+        x_TX: Tensor,
+        weight_DX: Tensor,
+        bias_D: Tensor | None,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        residual_TD = self.linear(x_TX, weight_DX, bias_D, residual_TD)
+        return residual_TD, self.rms_norm(residual_TD, norm_D, eps)
