@@ -17,8 +17,8 @@ from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.runtime.cuda.driver import Driver, Mapping
+from tests.gpu.actors import Actor
 from tests.gpu.needs import DEVICE
-from tests.gpu.test_device_memory import Actor
 from tests.logs import Heir, kv_of, new_log
 
 pytestmark = [*DEVICE, pytest.mark.timeout(180)]
