@@ -10,6 +10,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.ops.cuda.rows import rms_norm, rotate_and_store
 from everserve.model.ops.cuda.sums import Sums
 from everserve.model.ops.reference import ReferenceOps
+from everserve.model.rope import Rotation
 
 reference = ReferenceOps()
 EPS = 1e-5
@@ -43,8 +44,9 @@ class Rows:
         self.pool = self.pool.bfloat16().to(device)
         self.qkv = torch.randn(self.num_rows, (heads + 2 * kv_heads) * size).to(dtype).to(device)
         angle = torch.arange(40)[:, None] * 0.7 ** torch.arange(size // 2)
-        self.cos, self.sin = (torch.cat([f(angle)] * 2, 1).float().to(device) for f in (torch.cos, torch.sin))
-        self.norms = [(torch.rand(size) + 0.5).bfloat16().to(device) if norms else None for _ in range(2)]
+        tables = (torch.cat([f(angle)] * 2, 1).float().to(device) for f in (torch.cos, torch.sin))
+        weights = [(torch.rand(size) + 0.5).bfloat16().to(device) if norms else None for _ in range(2)]
+        self.rotation = Rotation(*tables, *weights, EPS)
         self.positions, self.slots = (torch.full((self.num_rows,), -1, dtype=torch.int32) for _ in range(2))
         self.positions[:-2] = torch.randint(40, (self.num_rows - 2,))
         self.slots[:-2] = torch.randperm(self.num_blocks * block_size)[: self.num_rows - 2]
@@ -54,7 +56,7 @@ class Rows:
         pool = self.pool.clone()
         q = rotate_and_store(
             Sums(self.qkv[rows].contiguous()), self.positions[rows], self.slots[rows], pool, self.layer,
-            self.cos, self.sin, *self.norms, EPS, self.heads, stop,
+            self.rotation, self.heads, stop,
         )  # fmt: skip
         return q, pool
 
@@ -70,7 +72,7 @@ class Rows:
             logits_rows_L=nothing,
         )
         qkv = self.qkv[rows].float()
-        q = reference.rotate_and_store(qkv, batch, pool, self.layer, self.cos, self.sin, *self.norms, EPS)
+        q = reference.rotate_and_store(qkv, batch, pool, self.layer, self.rotation)
         return q, pool
 
 

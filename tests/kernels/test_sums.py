@@ -9,6 +9,7 @@ from everserve.model.ops.cuda.dense import Linear
 from everserve.model.ops.cuda.gating import route
 from everserve.model.ops.cuda.rows import add_and_norm, rms_norm, rotate_and_store
 from everserve.model.ops.cuda.sums import Sums
+from everserve.model.rope import Rotation
 
 EPS = 1e-5
 
@@ -60,7 +61,7 @@ def test_rotation(device, stop, both, has_bias, has_norms):
     results = []
     for sums in both(linear, random(device, num_rows, 1024)):
         pool = torch.zeros(2, 1, 2, kv_heads, 16, size, dtype=torch.bfloat16, device=device)
-        q = rotate_and_store(sums, positions, slots, pool, 0, cos, sin, *norms, EPS, heads, stop)
+        q = rotate_and_store(sums, positions, slots, pool, 0, Rotation(cos, sin, *norms, EPS), heads, stop)
         results.append((q, pool))
     (q, pool), (expected_q, expected_pool) = results
     assert q.any() and torch.equal(q, expected_q)

@@ -16,6 +16,7 @@ from torch import Tensor
 from everserve.model.batch import StepBatch
 from everserve.model.ops import RowIndices, RowMemory, native
 from everserve.model.ops.reference import ReferenceOps
+from everserve.model.rope import Rotation
 from everserve.native import BuildError, library
 
 if native.unavailable():
@@ -336,10 +337,12 @@ class Sequences:
         )
         return batch, torch.cat([self.qkv[s][first:end] for s, first, end in pieces])
 
+    def rotation(self, norms: bool = False) -> Rotation:
+        return Rotation(self.cos, self.sin, *(self.norms if norms else (None, None)), 1e-6)
+
     def run(self, ops, pieces: list[tuple[int, int, int]], norms: bool = False) -> Tensor:
         batch, qkv = self.batch(pieces)
-        q_norm, k_norm = self.norms if norms else (None, None)
-        q = ops.rotate_and_store(qkv, batch, self.pool, 1, self.cos, self.sin, q_norm, k_norm, 1e-6)
+        q = ops.rotate_and_store(qkv, batch, self.pool, 1, self.rotation(norms))
         return ops.attend(q, batch, self.pool, 1, self.size**-0.5)
 
     def expected(self, sequence: int, norms: bool = False) -> Tensor:
@@ -395,7 +398,7 @@ def test_stored_keys_and_values_are_rounded_as_torch_does(ops):
         sequences = Sequences([40], 4, 2, 16, dtype)
         batch, qkv = sequences.batch([(0, 0, 40)])
         qkv[:4] *= torch.tensor([1e-6, 1e-8, 1e5, math.inf])[:, None]  # subnormal, zero, overflow, infinity in float16
-        ops.rotate_and_store(qkv, batch, sequences.pool, 0, sequences.cos, sequences.sin, None, None, 1e-6)
+        ops.rotate_and_store(qkv, batch, sequences.pool, 0, sequences.rotation())
         values = sequences.pool[:, 0, 1].transpose(1, 2).reshape(-1, 2, 16)[batch.kv_slots_T.long()]
         assert torch.equal(values, qkv[:, -32:].view(40, 2, 16).to(dtype))
         assert sequences.pool[:, 1].isnan().all(), "another layer was touched"
@@ -414,9 +417,7 @@ def test_inconsistent_batches_are_refused(ops):
         batch, qkv = sequences.batch([(0, 0, 40), (1, 0, 20)])
         fields = {**vars(batch), field: value}
         with pytest.raises(AssertionError, match=message):
-            ops.rotate_and_store(
-                qkv, StepBatch(**fields), sequences.pool, 0, sequences.cos, sequences.sin, None, None, 1e-6
-            )
+            ops.rotate_and_store(qkv, StepBatch(**fields), sequences.pool, 0, sequences.rotation())
 
 
 # processes and threads

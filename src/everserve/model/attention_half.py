@@ -14,7 +14,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import ExpertSlots, Ops
-from everserve.model.rope import RopeTables
+from everserve.model.rope import RopeTables, Rotation
 
 
 class AttentionHalf:
@@ -25,15 +25,14 @@ class AttentionHalf:
         self.is_moe = config.is_moe_layer(layer)
         self._config = config
         self._ops = ops
-        self._rope = rope
         self._scale = config.head_size**-0.5
 
         sources = weights.layout.attention(layer)
         self._input_norm_D = weights.load(sources.input_norm)
         self._qkv_XD = weights.merge(sources.qkv)
         self._qkv_bias_X = weights.merge(sources.qkv_bias) if sources.qkv_bias else None
-        self._q_norm_E = weights.load_optional(sources.q_norm)
-        self._k_norm_E = weights.load_optional(sources.k_norm)
+        q_norm_E, k_norm_E = weights.load_optional(sources.q_norm), weights.load_optional(sources.k_norm)
+        self._rotation = Rotation(*rope, q_norm_E, k_norm_E, config.rms_norm_eps)
         self._output_DX = weights.load(sources.output)
         self._output_bias_D = weights.load_optional(sources.output_bias)
         self._post_norm_D = weights.load(sources.post_norm)
@@ -45,9 +44,8 @@ class AttentionHalf:
         ops, eps = self._ops, self._config.rms_norm_eps
         normed_TD = ops.rms_norm(hidden_TD, self._input_norm_D, eps)
         q_THE = ops.project_and_store(
-            normed_TD, self._qkv_XD, self._qkv_bias_X, batch, kv_pool, self.layer, *self._rope,
-            self._q_norm_E, self._k_norm_E, eps,
-        )  # fmt: skip
+            normed_TD, self._qkv_XD, self._qkv_bias_X, batch, kv_pool, self.layer, self._rotation
+        )
         attended_TX = ops.attend(q_THE, batch, kv_pool, self.layer, self._scale)
         return ops.project_and_norm(
             attended_TX, self._output_DX, self._output_bias_D, hidden_TD, self._post_norm_D, eps

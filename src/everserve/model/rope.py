@@ -5,6 +5,7 @@ hold the same numbers, so that an op needs no index arithmetic:  x * cos + (-x[E
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,16 @@ from torch import Tensor
 from everserve.model.config import RopeConfig
 
 RopeTables = tuple[Tensor, Tensor]  # cos_PE, sin_PE
+
+
+class Rotation(NamedTuple):
+    """What a layer does to the heads of q and k before they meet: a norm if it has weights for it, then this."""
+
+    cos_PE: Tensor
+    sin_PE: Tensor
+    q_norm_E: Tensor | None
+    k_norm_E: Tensor | None
+    eps: float  # of these norms
 
 
 def rope_tables(rope: RopeConfig, head_size: int, max_len: int, device: torch.device) -> RopeTables:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from everserve.model.batch import StepBatch
 from everserve.model.ops.choose import Draw
+from everserve.model.rope import Rotation
 
 
 class ExpertSlots(Protocol):
@@ -79,14 +80,10 @@ class Ops(Protocol):
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
-        """qkv rows (H + G + G heads of size E); norm q and k per head if weights are given, rotate them by their
-        positions, write k and v into the pool at batch.kv_slots, return q_THE."""
+        """qkv rows (H + G + G heads of size E); norm and rotate q and k, write k and v into the pool at batch.kv_slots,
+        return q_THE."""
 
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         """Causal attention of every row over its own sequence in the pool, up to its own position; X = H * E."""

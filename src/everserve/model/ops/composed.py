@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
+from everserve.model.rope import Rotation
 
 
 class _Parts(Protocol):
@@ -21,14 +22,9 @@ class _Parts(Protocol):
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
-        """Split qkv rows, norm q and k per head if weights are given, rotate them by their positions, write k and v
-        into the pool at batch.kv_slots, return q_THE."""
+        """Split qkv rows, norm and rotate q and k, write k and v into the pool at batch.kv_slots, return q_THE."""
 
 
 class Composed:
@@ -42,14 +38,10 @@ class Composed:
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
         qkv_TX = self.linear(x_TD, qkv_XD, bias_X)
-        return self.rotate_and_store(qkv_TX, batch, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps)
+        return self.rotate_and_store(qkv_TX, batch, kv_pool, layer, rotation)
 
     def project_and_norm(
         self: _Parts,

@@ -34,6 +34,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw
 from everserve.model.ops.composed import Composed
+from everserve.model.rope import Rotation
 from everserve.native import BuildError, library
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -233,12 +234,9 @@ class NativeOps(Composed):
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
+        cos_PE, sin_PE, q_norm_E, k_norm_E, eps = rotation
         if batch is not self._batch or kv_pool is not self._pool:
             self._bind(batch, kv_pool)
         if cos_PE is not self._cos:

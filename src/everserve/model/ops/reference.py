@@ -18,6 +18,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw, choose
 from everserve.model.ops.composed import Composed
+from everserve.model.rope import Rotation
 
 
 class ReferenceSlots:
@@ -71,12 +72,9 @@ class ReferenceOps(Composed):
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
+        cos_PE, sin_PE, q_norm_E, k_norm_E, eps = rotation
         num_kv_heads, block_size, head_size = kv_pool.shape[3:]
         heads = qkv_TX.view(len(qkv_TX), -1, head_size)
         num_heads = heads.shape[1] - 2 * num_kv_heads

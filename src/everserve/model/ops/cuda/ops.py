@@ -20,6 +20,7 @@ from everserve.model.ops.cuda import attention, choosing, gating, rows, sampling
 from everserve.model.ops.cuda.dense import Linear
 from everserve.model.ops.cuda.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
 from everserve.model.ops.cuda.words import Words
+from everserve.model.rope import Rotation
 
 
 class ArenaSlots:
@@ -77,18 +78,13 @@ class CudaOps:
         batch: StepBatch,
         kv_pool: Tensor,
         layer: int,
-        cos_PE: Tensor,
-        sin_PE: Tensor,
-        q_norm_E: Tensor | None,
-        k_norm_E: Tensor | None,
-        eps: float,
+        rotation: Rotation,
     ) -> Tensor:
         num_kv_heads, head_size = kv_pool.shape[3], kv_pool.shape[5]
         num_heads = qkv_XD.shape[0] // head_size - 2 * num_kv_heads
         return rows.rotate_and_store(
             self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
-            batch.positions_T, batch.kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps,
-            num_heads, self.words.stop,
+            batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
         )  # fmt: skip
 
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everserve.model.ops.cuda.early import early, is_stopped
 from everserve.model.ops.cuda.sums import Sums, summed
+from everserve.model.rope import Rotation
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor, rows_L: Tensor | None = None) -> Tensor:
@@ -47,15 +48,11 @@ def rotate_and_store(
     kv_slots_T: Tensor,
     kv_pool: Tensor,
     layer: int,
-    cos_PE: Tensor,
-    sin_PE: Tensor,
-    q_norm_E: Tensor | None,
-    k_norm_E: Tensor | None,
-    eps: float,
+    rotation: Rotation,
     num_heads: int,
     stop: Tensor,
 ) -> Tensor:
-    """Norm q and k per head if weights are given, rotate them, write k and v into the pool, return q_THE in bfloat16.
+    """Norm and rotate q and k, write k and v into the pool, return q_THE in bfloat16.
     Sums that are not complete yet are rounded to bfloat16 first.
 
     Rows with slot -1 (padding) store nothing, and their q is 0.
@@ -64,15 +61,14 @@ def rotate_and_store(
     assert qkv.num_columns == (num_heads + 2 * num_kv_heads) * head_size and qkv.data.is_contiguous()
     assert qkv.residual_TO is None
     assert kv_pool.dtype is torch.bfloat16 and kv_pool.is_contiguous()
-    assert cos_PE.dtype is sin_PE.dtype is torch.float32
+    assert rotation.cos_PE.dtype is rotation.sin_PE.dtype is torch.float32
     num_rows, device = qkv.num_rows, qkv.data.device
     q_THE = torch.empty(num_rows, num_heads, head_size, dtype=torch.bfloat16, device=device)
     if num_rows:
         heads_at_once = min(_power_of_2_in(num_heads), _power_of_2_in(num_kv_heads), 8)
         grid = (num_rows, (num_heads + 2 * num_kv_heads) // heads_at_once)
         _rotate_and_store[grid](
-            qkv.data, qkv.bias_O, positions_T, kv_slots_T, kv_pool, layer, cos_PE, sin_PE, q_norm_E, k_norm_E, eps,
-            q_THE, stop, num_rows,
+            qkv.data, qkv.bias_O, positions_T, kv_slots_T, kv_pool, layer, *rotation, q_THE, stop, num_rows,
             L=num_layers, H=num_heads, G=num_kv_heads, BLOCK_SIZE=block_size, E=head_size, NUM_SPLITS=qkv.num_splits,
             HEADS=heads_at_once, **early(device), num_warps=2,
         )  # fmt: skip
