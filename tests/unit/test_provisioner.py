@@ -117,6 +117,22 @@ def test_a_seats_memory_is_kept_once(workers, told):
     assert kept(workers, told) == {"log-2.1": 10, "log-2.2": 10, "weights-2": 100}
 
 
+def test_what_a_worker_has_that_lives_is_not_kept_beside_it(workers, told):
+    """Else every seat that was ever lost would hold its descriptors twice."""
+    live(workers, 1, pid=NOBODY)
+    with_one = num_fds()
+    workers.exited(NOBODY, -9)
+    workers.drop("log-2.1")
+    live(workers, 2, pid=NOBODY)
+    assert kept(workers, told) == {} and num_fds() == with_one
+    live(workers, 3, pid=NOBODY + 1)  # the one before it was declared gone, and ends later
+    workers.drop("log-2.2")
+    workers.exited(NOBODY, -9)
+    assert kept(workers, told) == {} and num_fds() == with_one
+    workers.exited(NOBODY + 1, -9)
+    assert kept(workers, told) == {"log-2.3": 10, "weights-2": 100}
+
+
 def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
     live(workers, 1, pid=1001)
     workers.drop("log-2.1")

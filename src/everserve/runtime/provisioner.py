@@ -10,8 +10,8 @@ gone have nothing to live for.
 
 Orchestrators come and go too. What the next one needs is kept here: each worker's cell and memory, and a *lifeline* to
 it, through which it gets its channel to the new orchestrator. Memory (a log, a seat's weights) is kept by its name when
-its worker has exited, until the orchestrator says that nobody needs it. A seat's weights have the same name in every
-incarnation, and are kept once.
+its worker has exited, until the orchestrator says that nobody needs it, or a worker that lives has it: a seat's weights
+have the same name in every incarnation, and seats with the same weights share them.
 """
 
 import os
@@ -86,7 +86,7 @@ class Workers:
     to_gateway: Send
     _processes: dict[Seat, _Process] = field(default_factory=dict)
     _births: dict[Seat, _Birth] = field(default_factory=dict)
-    _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited
+    _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited, if no other worker has it
     _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
@@ -118,6 +118,8 @@ class Workers:
         memory = [os.dup(fd) for fd in birth.memory]
         worker = _Process(birth.start, message.pid, memory, Channel(birth.lifeline[0].dup()))
         self._processes[seat] = worker
+        for name in worker.start.memory:
+            self._let_go(name)
         self._introduce(worker, birth.control[0])
         if birth.tokens is not None:
             attach = Attach(rank=message.rank, incarnation=message.incarnation)
@@ -195,18 +197,26 @@ class Workers:
             worker.lifeline.close()
 
     def _keep(self, name: str, fd: int) -> None:
-        if name in self._dropped:
-            self._dropped.remove(name)
+        if name in self._dropped or self._lives_on(name):
+            self._dropped.discard(name)
             os.close(fd)
-            return
-        _close([self._kept[name]] if name in self._kept else [])
-        self._kept[name] = fd
+        else:
+            self._let_go(name)
+            self._kept[name] = fd
 
     def drop(self, name: str) -> None:
         """Nobody needs it any more. Its worker was declared gone, but its process may not have ended yet."""
-        if any(name in worker.start.memory for worker in self._processes.values()):
+        if self._lives_on(name):
             self._dropped.add(name)
-        elif (fd := self._kept.pop(name, None)) is not None:
+        else:
+            self._let_go(name)
+
+    def _lives_on(self, name: str) -> bool:
+        """A worker that exists has it, and is introduced to a new orchestrator with it."""
+        return any(name in worker.start.memory for worker in self._processes.values())
+
+    def _let_go(self, name: str) -> None:
+        if (fd := self._kept.pop(name, None)) is not None:
             os.close(fd)
 
     def signal(self, message: SignalWorker) -> None:
