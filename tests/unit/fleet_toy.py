@@ -62,6 +62,7 @@ class ToyWorker:
         self.incarnation = Incarnation(incarnation)
         self.specs: dict[str, RequestSpec] = {}  # all that it was ever given, in order
         self.sources: dict[str, LogId | None] = {}  # with each of them
+        self.following: list[int] = []  # how many were announced behind each of them
         self.tokens: dict[str, list[int]] = {}  # of those that run
         self.is_liar = False
         self.is_leaving = False
@@ -95,6 +96,7 @@ class ToyWorker:
             if isinstance(message, Submit):
                 self.specs[message.spec.id] = message.spec
                 self.sources[message.spec.id] = message.source
+                self.following.append(message.num_following)
                 if self.is_leaving:
                     self._channel.send(GivenBack(ids=[message.spec.id]))
                 else:

@@ -58,6 +58,29 @@ def test_siblings_go_together() -> None:
     with_fleet(test)
 
 
+def test_those_that_are_given_together_are_announced() -> None:
+    """Siblings, and streams of a lost worker, to each of those that get them."""
+
+    async def test(toy: ToyFleet) -> None:
+        lost = await toy.join(0)
+        toy.submit(n=3)
+        for _ in range(3):
+            toy.submit()
+        await toy.settle()
+        assert lost.following == [2, 1, 0, 0, 0, 0]
+        a, b = await toy.join(1), await toy.join(2)
+        toy.lose(lost)
+        await toy.settle()
+        assert (a.following, b.following) == ([2, 1, 0], [2, 1, 0])
+        for _ in range(4):
+            a.step()
+            b.step()
+            await toy.settle()
+        assert_complete(toy)
+
+    with_fleet(test)
+
+
 def test_siblings_wait_for_a_worker_with_room_for_all() -> None:
     async def test(toy: ToyFleet) -> None:
         a, b = await toy.join(0), await toy.join(1)

@@ -320,6 +320,8 @@ class Fleet:
                 elif not stream.is_first:
                     stream.waited_s = now_s - stream.submitted_s
             link.submit(bound)
+        for link in self._links.values():
+            link.send_submitted()
         for stream in parted:  # after all of them are on their way
             self._count_parted(stream, now_s)
 

@@ -80,6 +80,7 @@ class WorkerLink:
         self.is_fenced = False
         self.num_stale = 0  # messages since it was fenced
         self._num_blocks_given = 0  # to streams, since the last stats
+        self._unsent: list[Stream] = []  # submitted, and still to be sent
         self._owner = owner
         self._channel = Channel(sock)
         self._loop = asyncio.get_running_loop()
@@ -126,14 +127,20 @@ class WorkerLink:
         )
 
     def submit(self, siblings: Sequence[Stream]) -> None:
-        """Start streams, or continue them after the tokens that their client has."""
+        """Start streams, or continue them after the tokens that their client has. They are sent by `send_submitted`."""
         assert self.ready is not None
         self._num_blocks_given += count_blocks(siblings, self.ready.block_size)
         for stream in siblings:
             stream.link, stream.metrics = self, self.metrics
             self.streams.add(stream)
+        self._unsent += siblings
+
+    def send_submitted(self) -> None:
+        """Each says how many come behind it: the worker begins with all of them at once."""
+        unsent, self._unsent = self._unsent, []
+        for num_sent, stream in enumerate(unsent, start=1):
             spec = msgspec.structs.replace(stream.spec, known=stream.tokens) if stream.tokens else stream.spec
-            self._send(Submit(spec=spec, source=stream.source))
+            self._send(Submit(spec=spec, source=stream.source, num_following=len(unsent) - num_sent))
 
     def cancel(self, stream: Stream) -> None:
         """Nobody waits for this stream any more."""

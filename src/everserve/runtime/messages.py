@@ -55,10 +55,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 class Submit(Message, frozen=True):
     """Gateway to worker: start this stream, or go on with it. `source`: whose log may hold its KV, as far as the worker
-    that ran it last had come."""
+    that ran it last had come. `num_following`: so many more are sent right behind it."""
 
     spec: RequestSpec
     source: LogId | None = None
+    num_following: int = 0
 
 
 class Cancel(Message, frozen=True):

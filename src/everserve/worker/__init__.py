@@ -5,6 +5,7 @@ spares.py     processes that it has forked ahead of need
 boot.py       a worker from its first instruction to its loop
 parts.py      what a worker is made of
 attention.py  the loop of a worker that owns requests: receive -> handle -> step -> send
+arriving.py   streams that come together begin together
 expert_service.py  a worker that owns experts, apart from computing: whom it serves, when it ends
 control.py    the channel to the orchestrator, which may be replaced
 logs.py       other workers' logs, from which their streams are continued here

@@ -51,6 +51,7 @@ from everserve.runtime.messages import (
 )
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.outputs import EngineStats
+from everserve.worker.arriving import receive_together
 from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Surroundings
@@ -151,7 +152,7 @@ class AttentionLoop:
 
     def _read_gateway(self) -> None:
         try:
-            for message in self._gateway.receive_all():
+            for message in receive_together(self._gateway):
                 self._handle(message)
         except ChannelClosed:
             self._selector.unregister(self._gateway)
