@@ -16,6 +16,7 @@ from everserve.tables.ids import Incarnation, LogId, Rank, Role
 from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.requests import RequestSpec, SamplingParams
 
+CAPACITY = 4 + 4  # of a worker with 4 seats
 LIE = 1_000_000  # added to tokens that nobody may ever see
 
 
@@ -198,6 +199,13 @@ class ToyFleet:
         """The names of what happened."""
         return [str(event.__struct_config__.tag) for event in self.events]
 
+    async def run(self, *workers: ToyWorker, num_steps: int = 4) -> None:
+        """All of their streams, one step after the other."""
+        for _ in range(num_steps):
+            for worker in workers:
+                worker.step()
+            await self.settle()
+
     async def settle(self) -> None:
         """Everything that was sent is read: one turn of the loop finds the sockets readable, the next has read them.
 
@@ -213,6 +221,15 @@ class ToyFleet:
         self.fleet.close(EverserveError("the test is over"))
         for worker in self.workers:
             worker.die()
+
+
+def assert_complete(toy: ToyFleet, *indices: int) -> None:
+    """These clients (all, if none is named) have their whole streams, and nothing else."""
+    for stream in [toy.streams[i] for i in indices] or toy.streams:
+        recorder = stream.listener
+        assert isinstance(recorder, Recorder)
+        assert recorder.tokens == whole_stream(stream.spec) and recorder.finish_reason == "length"
+        assert not recorder.errors
 
 
 def engine_stats(**changes: Any) -> EngineStats:

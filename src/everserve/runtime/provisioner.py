@@ -201,7 +201,6 @@ class Workers:
             self._dropped.discard(name)
             os.close(fd)
         else:
-            self._let_go(name)
             self._kept[name] = fd
 
     def drop(self, name: str) -> None:
