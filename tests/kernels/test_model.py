@@ -20,13 +20,14 @@ from everserve.model.decoder import Decoder
 from everserve.model.layout import Source, Weights
 from everserve.model.ops.cuda.experts import ExpertArena
 from everserve.model.ops.cuda.ops import CudaOps
-from tests.models import MOE_KINDS, model_directory, random_tokens, transformers_model
+from tests.models import KINDS as ALL_KINDS
+from tests.models import model_directory, random_tokens, transformers_model
 
 pytest.importorskip("transformers")
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 12, 20
 TOKENS = random_tokens(18, seed=1)
 WHOLE, CHUNKED, DECODED = [18], [7, 11], [17, 1]
-KINDS = MOE_KINDS if torch.cuda.is_available() else ["qwen3-moe"]  # the interpreter takes its time
+KINDS = ALL_KINDS if torch.cuda.is_available() else ["qwen3-moe", "qwen3"]  # the interpreter takes its time
 
 
 class Copied(Weights):
@@ -92,7 +93,9 @@ class Model:
             self.num_taken += 1
 
 
-def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena:
+def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena | None:
+    if not config.moe_layers:
+        return None
     layers, experts = len(config.moe_layers), config.num_experts
     hidden, size = config.hidden_size, config.expert_intermediate_size
     gate_up = torch.empty(layers * experts * 2 * size, hidden, dtype=torch.bfloat16, device=device)

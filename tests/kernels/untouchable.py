@@ -62,13 +62,13 @@ class Untouchable:
 
 
 def run_steps(stop: int) -> None:
-    """Both ways over the seam."""
-    untouchable, model = Untouchable(), replace(ModelConfig.from_directory(DEMO_MODEL), num_layers=1, moe_layers=(0,))
+    """Both ways over the seam, and a layer without experts."""
+    untouchable, model = Untouchable(), replace(ModelConfig.from_directory(DEMO_MODEL), num_layers=2, moe_layers=(0,))
     ops = CudaOps(CPU, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN)
     ops.words.stop.fill_(stop)
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
     checkpoint = Checkpoint.open(DEMO_MODEL)
-    decoder = Decoder(model, PlacedWeights(model, checkpoint, CPU, plan.tensors, untouchable.view, True), ops, MAX_LEN)
+    decoder = Decoder(model, PlacedWeights(model, checkpoint, CPU, plan, untouchable.view, True), ops, MAX_LEN)
     pool = untouchable.tensor(*decoder.kv_shape(16, BLOCK_SIZE))
     local = LocalCudaExperts(ops, untouchable.arena(model, model.num_experts), model.moe_layers, model.num_experts)
     shape = CudaLaneShape(64, model.experts_per_token, model.hidden_size, NUM_SLOTS)

@@ -16,7 +16,7 @@ from everserve.worker.weights_state import WeightsState, identity_of
 
 MODEL = ModelConfig.from_directory(DEMO_MODEL)
 SLOTS = SeatSlots(rank=Rank(1), num_active=2, experts=((0, 1, 5),) * len(MODEL.moe_layers))
-ARGUMENTS = {"path": "/models/demo", "config": MODEL, "dtype": "bfloat16", "roles": (Role.EXPERT,), "slots": SLOTS}
+ARGUMENTS = {"source": "/models/demo", "config": MODEL, "dtype": "bfloat16", "roles": (Role.EXPERT,), "slots": SLOTS}
 IDENTITY = identity_of(**ARGUMENTS)
 
 
@@ -58,7 +58,7 @@ def test_what_a_writer_that_dies_leaves(fd, is_complete):
 def test_everything_that_decides_which_bytes_lie_where_is_in_the_identity():
     moved = SeatSlots(rank=Rank(1), num_active=2, experts=((1, 0, 5),) * len(MODEL.moe_layers))
     changes = [
-        {"path": "/models/other"},
+        {"source": "/models/other"},
         {"config": dataclasses.replace(MODEL, hidden_size=512)},
         {"dtype": "float32"},
         {"roles": (Role.ATTENTION, Role.EXPERT)},

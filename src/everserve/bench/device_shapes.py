@@ -32,6 +32,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "sliding_window": None,
     },
+    "llama": {  # Llama-3.1-8B: no experts
+        **_COMMON,
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
     "qwen3": {  # Qwen3-30B-A3B
         **_COMMON,
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -74,7 +95,10 @@ def floor_bytes(model: ModelConfig, num_streams: int, context: int) -> int:
     """
     hidden, head = model.hidden_size, model.head_size
     projections = hidden * (model.num_heads + 2 * model.num_kv_heads) * head + model.num_heads * head * hidden
-    used = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** num_streams)
-    experts = used * 3 * hidden * model.expert_intermediate_size + model.num_experts * hidden
     kv = 2 * model.num_kv_heads * head * context * num_streams
-    return int(2 * (model.num_layers * (projections + experts + kv) + model.vocab_size * hidden))
+    num_moe = len(model.moe_layers)
+    ffns = (model.num_layers - num_moe) * 3 * hidden * model.intermediate_size
+    if num_moe:
+        used = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** num_streams)
+        ffns += num_moe * (used * 3 * hidden * model.expert_intermediate_size + model.num_experts * hidden)
+    return int(2 * (model.num_layers * (projections + kv) + ffns + model.vocab_size * hidden))

@@ -43,8 +43,9 @@ def undisturbed(server: LocalServer, asks: list[Ask]) -> list[list[int]]:
 
 
 def victims(i: int, num_attention: int, num_expert: int) -> dict[str, int]:
-    """Whose turn it is in round `i`, one of each kind: its rank."""
-    return {"expert": num_attention + i % num_expert, "attention": i % num_attention}
+    """Which ranks are killed in round `i`, one of each kind that there is."""
+    attention = {"attention": i % num_attention}
+    return {"expert": num_attention + i % num_expert} | attention if num_expert else attention
 
 
 def kill_worker(

@@ -45,7 +45,8 @@ def engine(
 @bench_app.command()
 def decode(
     shape: Annotated[
-        list[str] | None, typer.Option(help="mixtral, qwen3; repeatable. Default: both, the first with 16 layers.")
+        list[str] | None,
+        typer.Option(help="mixtral, qwen3, llama; repeatable. Default: the first two, mixtral with 16 layers."),
     ] = None,
     layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has. With --shape.", min=1)] = None,
     streams: Annotated[
@@ -77,7 +78,7 @@ def decode(
 @bench_app.command()
 def failover(
     attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
-    expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Of the cluster; 0 for a dense model.", min=0, max=30)] = 2,
     streams: Annotated[int, typer.Option(help="Running side by side.", min=1, max=256)] = 8,
     prompt: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 32,
     tokens: Annotated[int, typer.Option(help="Length of each stream; one that ends begins again.", min=16)] = 1500,

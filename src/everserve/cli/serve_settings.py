@@ -18,6 +18,7 @@ from everserve.datapath import lane
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
+from everserve.model.fingerprint import fingerprint
 from everserve.native import BuildError
 from everserve.plan.placement import place_experts
 from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
@@ -175,6 +176,7 @@ def _worker_settings(flags: Flags, directory: Path, model: ModelConfig, device: 
         pause_checkpoint_every=flags.pause_checkpoint_every,
         device=device,
         load_format=flags.load_format,
+        fingerprint=fingerprint(directory),
     )
 
 

@@ -3,6 +3,7 @@
 config.py          ModelConfig: one Hugging Face config.json, checked
 fields.py          JSON fields, read with checks and clear errors
 checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
+fingerprint.py     telling a model's files from others under the same names
 layout.py          which tensor of which architecture is which weight of ours
 rope.py            rotary tables, scaled as the config says; what a layer does with them
 random_weights.py  weights that nobody trained, for `--load-format dummy`

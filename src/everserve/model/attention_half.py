@@ -13,7 +13,7 @@ from torch import Tensor
 from everserve.model.batch import StepBatch
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
-from everserve.model.ops import ExpertSlots, Ops
+from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
 
 
@@ -37,7 +37,7 @@ class AttentionHalf:
         self._output_bias_D = weights.load_optional(sources.output_bias)
         self._post_norm_D = weights.load(sources.post_norm)
         self._router_ND = weights.load(weights.layout.router(layer)) if self.is_moe else None
-        self._dense = None if self.is_moe else _dense_slots(layer, weights, ops)
+        self._dense = None if self.is_moe else weights.feed_forward(layer, ops)
 
     def attend(self, hidden_TD: Tensor, batch: StepBatch, kv_pool: Tensor) -> tuple[Tensor, Tensor]:
         """Write the rows' KV into the pool; return (residual_TD, normed_TD)."""
@@ -60,11 +60,3 @@ class AttentionHalf:
         """The rest of a layer without experts: hidden_TD."""
         assert self._dense is not None, f"layer {self.layer} has experts"
         return self._ops.feed_forward(normed_TD, self._dense, residual_TD)
-
-
-def _dense_slots(layer: int, weights: Weights, ops: Ops) -> ExpertSlots:
-    sources = weights.layout.dense(layer)
-    slots = ops.expert_slots(1)
-    gate_FD, up_FD = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
-    slots.fill(0, gate_FD, up_FD, weights.load_temporary(sources.down))
-    return slots

@@ -17,6 +17,7 @@ from torch import Tensor
 from everserve.errors import ConfigError, ModelError
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import DTYPES, Architecture, ModelConfig
+from everserve.model.ops import ExpertSlots, Ops
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -222,6 +223,13 @@ class Weights:
     def merge(self, sources: tuple[Source, ...]) -> Tensor:
         """Several weights on top of each other, copied into one."""
         return torch.cat([self.load(source) for source in sources])
+
+    def feed_forward(self, layer: int, ops: Ops) -> ExpertSlots:
+        """The FFN of a layer without experts, as a set of slots with a single slot."""
+        sources, slots = self.layout.dense(layer), ops.expert_slots(1)
+        gate_FD, up_FD = self.load_temporary(sources.gate), self.load_temporary(sources.up)
+        slots.fill(0, gate_FD, up_FD, self.load_temporary(sources.down))
+        return slots
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -457,6 +457,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
     device: str = "cpu"  # or "cuda"
     load_format: str = "auto"  # or "dummy": random weights
+    fingerprint: str = ""  # of the model's files when the instance was started (model/checkpoint.py); "": any will do
 
 
 class StartWorker(Message, frozen=True):

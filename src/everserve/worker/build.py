@@ -18,6 +18,7 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
@@ -44,6 +45,7 @@ def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     settings = start.settings
     model = ModelConfig.from_directory(Path(settings.model))
     checkpoint = Checkpoint.open(Path(settings.model))
+    check_unchanged(settings.model, settings.fingerprint)
     check_checkpoint(model, checkpoint)
     sizes = KvSizes.of(model, settings)
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores

@@ -21,7 +21,8 @@ from everserve.engine.sizing import KvSizes
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
-from everserve.model.layout import check_checkpoint
+from everserve.model.fingerprint import check_unchanged
+from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops.cuda.experts import ExpertArena
 from everserve.model.ops.cuda.ops import CudaOps
 from everserve.model.random_weights import RandomCheckpoint
@@ -90,10 +91,11 @@ class SeatWeights:
         for kind in (WEIGHTS, WEIGHTS_STATE):
             os.close(memory[kind])
         settings = start.settings
-        path = f"{settings.load_format}:{settings.model}"
-        self._identity = identity_of(path, model, settings.dtype, start.roles, start.slots)
+        source = f"{settings.load_format}:{settings.model}:{settings.fingerprint}"
+        self._identity = identity_of(source, model, settings.dtype, start.roles, start.slots)
         self.is_complete = self._state.holds(self._identity)
         if not self.is_complete:
+            check_unchanged(settings.model, settings.fingerprint)
             self._state.begin(self._identity)
 
     @staticmethod
@@ -107,17 +109,19 @@ class SeatWeights:
         """For a Decoder."""
         device = self._device
         return PlacedWeights(
-            device.model, device.checkpoint, device.torch_device, self.plan.tensors, self.view, self.is_complete
+            device.model, device.checkpoint, device.torch_device, self.plan, self.view, self.is_complete
         )
 
-    def arena(self) -> ExpertArena:
-        """The experts of this seat, loaded."""
+    def arena(self) -> ExpertArena | None:
+        """The experts of this seat, loaded; None if the model has none."""
         plan, model, slots = self.plan, self._device.model, self._device.start.slots
+        if not model.moe_layers:
+            return None
         gate_up, down = self.view(plan.tensor("expert_gate_up")), self.view(plan.tensor("expert_down"))
         arena = ExpertArena(gate_up, down, num_layers=len(model.moe_layers), num_slots=self.num_slots)
         if self.is_complete:
             return arena
-        weights = PlacedWeights(model, self._device.checkpoint, self._device.torch_device, (), self.view, False)
+        weights = Weights(model, self._device.checkpoint, "bfloat16", self._device.torch_device)
         places = [
             (index, layer, expert, slot)
             for index, layer in enumerate(model.moe_layers)
@@ -196,11 +200,13 @@ def build_forward(
 
 
 def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServer:
+    arena = weights.arena()
+    assert arena is not None, "an expert worker has experts"
     bell = Mapping(device.driver, bell_fd, BELL_BYTES)
     os.close(bell_fd)
     return CudaServer(
         device.driver,
-        weights.arena(),
+        arena,
         lane_shape(device, weights.num_slots),
         device.start.num_attention,
         weights.filled(),

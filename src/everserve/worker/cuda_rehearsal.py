@@ -86,13 +86,13 @@ def _rehearse_attention(device: Device) -> None:
     ops.words.stop.fill_(1)
     torch.cuda.synchronize()  # or another stream's kernels would not see it, and read what is not there
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
-    weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan.tensors, nowhere.view, is_complete=True)
+    weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan, nowhere.view, is_complete=True)
     decoder = Decoder(model, weights, ops, sizes.max_model_len)
     num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.block_size)
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
     if Role.EXPERT in start.roles:
-        arena = _arena(model, model.num_experts, nowhere)
+        arena = _arena(model, model.num_experts, nowhere) if model.moe_layers else None
         local = LocalCudaExperts(ops, arena, model.moe_layers, model.num_experts)
         build_forward(device, decoder, kv_pool, local, recorder)
         return

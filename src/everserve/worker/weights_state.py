@@ -35,10 +35,11 @@ _MAGIC_AT, _STATE_AT, _IDENTITY_AT = 0, 8, 64
 _IDENTITY_BYTES = hashlib.sha256().digest_size
 
 
-def identity_of(path: str, config: ModelConfig, dtype: str, roles: Sequence[Role], slots: SeatSlots | None) -> bytes:
-    """A hash of everything that decides which bytes lie where. `slots`: None where slot numbers are expert numbers."""
+def identity_of(source: str, config: ModelConfig, dtype: str, roles: Sequence[Role], slots: SeatSlots | None) -> bytes:
+    """A hash of everything that decides which bytes lie where. `source`: which files. `slots`: None where slot numbers
+    are expert numbers."""
     experts = [slots.num_active, slots.experts] if slots is not None else None
-    described = [path, dataclasses.asdict(config), dtype, list(roles), experts]
+    described = [source, dataclasses.asdict(config), dtype, list(roles), experts]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 

@@ -12,10 +12,16 @@ _NAP_NS = 20_000
 
 
 class LocalCudaExperts:
-    """`CapturedExperts` without anybody else: expert e is in slot e, and there is never anything to heal."""
+    """`CapturedExperts` in one process: expert e is in slot e, and there is never anything to heal.
 
-    def __init__(self, ops: CudaOps, arena: ExpertArena, moe_layers: tuple[int, ...], num_experts: int) -> None:
-        assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)
+    `arena` is None for a model without experts, which is never called.
+    """
+
+    def __init__(self, ops: CudaOps, arena: ExpertArena | None, moe_layers: tuple[int, ...], num_experts: int) -> None:
+        if arena is None:
+            assert not moe_layers
+        else:
+            assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)
         self._ops = ops
         self._arena = arena
         self._num_experts = num_experts
@@ -26,6 +32,7 @@ class LocalCudaExperts:
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
+        assert self._arena is not None, "this model has no experts"
         arena, stop, layer_at, num_rows = self._arena, self._ops.words.stop, self._layer_at[layer], ids_TK.numel()
         cut = cut_for(-(-2 * num_rows // self._num_experts))  # experts are not asked evenly
         plan = plan_local(ids_TK, self._slot_of_N, arena.num_slots, cut, stop)

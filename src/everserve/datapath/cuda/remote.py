@@ -148,7 +148,6 @@ class CudaExperts:
             suspicions = peers.look()
         elif not self._must_release or time.monotonic_ns() - self._looked_ns >= self._timeout_ns:
             suspicions = self._look_at_the_silent()
-        peers.warden.renew(self._lease_s)
         self._on_control()
         self._wake_the_idle()
         given_up = peers.given_up
@@ -184,20 +183,28 @@ class CudaExperts:
         return bool(lost)
 
     def _look_at_the_silent(self) -> list[Suspicion]:
-        """Nothing came for detect_ms. Somebody whose process lives may be stuck all the same; not if it has answered
-        since the last look, in a step that takes long."""
+        """Nothing came for detect_ms. A peer whose process lives may be stuck all the same; not if it has answered
+        since the last look, in a step that takes long.
+
+        Only waiting for a peer renews the lease: it ends when the peer is given up. If it is our own device that does
+        not come to an end, the lease does, and this worker is replaced."""
         self._looked_ns = time.monotonic_ns()
         suspicions: list[Suspicion] = []
+        is_waiting = False
         for rank, _ in self._peers.incarnations:
             peer = self._peers.trusted(rank)
             if peer is None:
                 continue
             answer = self._peers.last_answer(rank)
             num_looks, before = self._looks.get(rank, (0, answer))
-            is_stuck = self._peers.is_awaited(rank) and answer == before
+            is_awaited = self._peers.is_awaited(rank)
+            is_waiting |= is_awaited
+            is_stuck = is_awaited and answer == before
             self._looks[rank] = num_looks + 1 if is_stuck else 0, answer
             if self._looks[rank][0] >= _GIVE_UP:
                 suspicions.append(self._peers.suspect(peer, "deaf"))
+        if is_waiting:
+            self._peers.warden.renew(self._lease_s)
         return suspicions
 
     def _wake_the_idle(self) -> None:

@@ -117,7 +117,7 @@ class ExpertArena:
         assert self.hidden_size % 8 == 0 and self.expert_size % 8 == 0, "rows must begin at multiples of 16 bytes"
         assert gate_up.dtype == down.dtype == torch.bfloat16 and gate_up.is_contiguous() and down.is_contiguous()
         self._gate_up = gate_up
-        self._down = down
+        self.down_matrix = down
         self.gate_up = functools.cache(functools.partial(_descriptor, gate_up))
         self.down = functools.cache(functools.partial(_descriptor, down))
 
@@ -127,7 +127,7 @@ class ExpertArena:
         place = layer_index * self.num_slots + slot
         self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 0].copy_(gate_FD)
         self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 1].copy_(up_FD)
-        self._down.view(-1, self.hidden_size, self.expert_size)[place].copy_(down_DF)
+        self.down_matrix.view(-1, self.hidden_size, self.expert_size)[place].copy_(down_DF)
 
 
 def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop: Tensor) -> LocalPlan:
@@ -143,6 +143,17 @@ def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop
         **early(ids_TK.device), num_warps=4,
     )  # fmt: skip
     return LocalPlan(pos_TK, src_R, tiles)
+
+
+def tiles_of_one_slot(num_rows: int, cut: Cut, device: torch.device) -> tuple[Tensor, Tiles]:
+    """src_R and tiles for all rows in slot 0, in their order: what `plan_local` would find out, without a kernel."""
+    tiles = Tiles.empty(num_rows, 1, cut, device)
+    first = torch.arange(len(tiles.row_M), dtype=torch.int32, device=device) * cut.rows
+    tiles.slot_M.zero_()
+    tiles.row_M.copy_(first)
+    tiles.size_M.copy_((num_rows - first).clamp(0, cut.rows))
+    tiles.num_tiles.fill_(triton.cdiv(num_rows, cut.rows))
+    return torch.arange(num_rows, dtype=torch.int32, device=device), tiles
 
 
 def gate_up(

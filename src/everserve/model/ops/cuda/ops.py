@@ -18,18 +18,23 @@ from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
 from everserve.model.ops.choose import Draw
 from everserve.model.ops.cuda import attention, choosing, gating, rows, sampling
 from everserve.model.ops.cuda.dense import Linear
-from everserve.model.ops.cuda.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
+from everserve.model.ops.cuda.experts import ExpertArena, Tiles, cut_for, gate_up, tiles_of_one_slot
 from everserve.model.ops.cuda.words import Words
 from everserve.model.rope import Rotation
 
 
 class ArenaSlots:
-    """The slots of one layer, in memory of their own: the dense FFN of a layer without experts."""
+    """The slots of one layer: the dense FFN of a layer without experts."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, arena: ExpertArena | None = None) -> None:
         self.num_slots = num_slots
         self._device = device
-        self.arena: ExpertArena | None = None
+        self.arena = arena
+
+    @classmethod
+    def of(cls, gate_up: Tensor, down: Tensor) -> "ArenaSlots":
+        """One slot, which is full, and whose memory is the caller's."""
+        return cls(1, gate_up.device, ExpertArena(gate_up, down, num_layers=1, num_slots=1))
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         if self.arena is None:
@@ -59,7 +64,7 @@ class CudaOps:
         self._share = share
         self._linears: dict[int, Linear] = {}
         self._allowed: dict[int, Tensor] = {}
-        self._dense_routes: dict[int, tuple[Tensor, Tensor]] = {}  # by number of rows: all of them to the one expert
+        self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
         self._workspace: attention.Workspace | None = None
         self._positions_T = torch.empty(0)  # of the batch at hand
         self._greedy: tuple[int, list[int]] | None = None
@@ -120,20 +125,16 @@ class CudaOps:
         return ArenaSlots(num_slots, self.device)
 
     def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        """The experts' first product, with tiles that are known beforehand. The second one is a `Linear`: a single
+        slot has few columns for a sum that long, and only splits keep the device busy reading."""
         assert isinstance(slots, ArenaSlots) and slots.arena is not None
         arena, stop, num_rows = slots.arena, self.words.stop, len(x_TD)
-        if num_rows not in self._dense_routes:
-            self._dense_routes[num_rows] = (
-                torch.zeros(num_rows, 1, dtype=torch.int32, device=self.device),
-                torch.ones(num_rows, 1, dtype=torch.float32, device=self.device),
-            )
-        ids_T1, weights_T1 = self._dense_routes[num_rows]
-        plan = plan_local(ids_T1, self._zero, 1, cut_for(num_rows), stop)
+        if num_rows not in self._whole_batches:
+            self._whole_batches[num_rows] = tiles_of_one_slot(num_rows, cut_for(num_rows), self.device)
+        rows_T, tiles = self._whole_batches[num_rows]
         h_TF = x_TD.new_empty(num_rows, arena.expert_size)
-        gate_up(x_TD.data_ptr(), plan.src_R, arena, self._zero, plan.tiles, h_TF, stop)
-        y_TD = torch.empty_like(x_TD)
-        down(h_TF, arena, self._zero, plan.tiles, y_TD.data_ptr(), None, stop)
-        return combine(y_TD.data_ptr(), plan.pos_TK, weights_T1, residual_TD, stop)
+        gate_up(x_TD.data_ptr(), rows_T, arena, self._zero, tiles, h_TF, stop)
+        return self._linear(arena.down_matrix, None)(h_TF, stop, residual_TO=residual_TD)
 
     def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
         raise AssertionError("on a device rows are computed where they lie (datapath/cuda)")

@@ -1,0 +1,34 @@
+"""Telling a model's files from others that were written under the same names."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from everserve.errors import ModelError
+
+_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+
+
+def fingerprint(path: str | Path) -> str:
+    """A hash that tells these files from others under the same names: what config.json says, and of each file of
+    tensors its header, size and time of writing. Their contents would take minutes."""
+    directory, found = Path(path), hashlib.sha256()
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as stream:
+            status, length = os.fstat(stream.fileno()), stream.read(8)
+            header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+        found.update(json.dumps([file.name, status.st_size, status.st_mtime_ns]).encode() + length + header)
+    config = directory / "config.json"
+    found.update(config.read_bytes() if config.is_file() else b"")
+    return found.hexdigest()
+
+
+def check_unchanged(path: str | Path, expected: str) -> None:
+    """Raise ModelError if these are not the files of that fingerprint. An instance whose workers have loaded different
+    weights would change streams that move from one worker to another."""
+    if expected and fingerprint(path) != expected:
+        raise ModelError(
+            f"the files in {path} have changed since this server was started; restart it to serve the new ones, or put"
+            " the old ones back"
+        )
