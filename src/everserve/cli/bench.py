@@ -19,7 +19,7 @@ def _check_out(path: Path | None) -> Path | None:
 
 
 Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.", callback=_check_out)]
-Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3.")]
+Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3, llama (dense).")]
 Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)]
 Spares = Annotated[int | None, typer.Option(help="As of `serve`. Default: as it does by itself.", min=0, max=8)]
 KvLog = Annotated[str | None, typer.Option(help="As of `serve`. Default: as it does by itself.")]

@@ -1,0 +1,34 @@
+"""A dense model on a GPU: its workers share the weights of their device, die, and are replaced without loading them."""
+
+from pathlib import Path
+
+import pytest
+
+from everserve.bench.device_shapes import write_shape
+from everserve.bench.load import Ask
+from everserve.runtime.local_server import LocalServer
+from tests.gpu.needs import SERVER
+from tests.gpu.test_cluster import kill_under_load, run, tokens
+from tests.process import cluster as c
+
+pytestmark = [*SERVER, pytest.mark.timeout(300)]
+ASKS = [
+    Ask([(7 * i + 13 * j) % 4000 + 5 for j in range(40 + 9 * i)], 200, {"seed": i, "temperature": 0.8} if i % 2 else {})
+    for i in range(12)
+]
+
+
+@pytest.mark.parametrize("spares", ["0", "1"])
+def test_deaths_are_survived_exactly_and_nothing_is_loaded_again(tmp_path: Path, spares: str) -> None:
+    model = write_shape(tmp_path / "llama", "llama", num_layers=4)
+    flags = ["--device", "cuda", "--load-format", "dummy", "--attention-workers", "2", "--max-model-len", "1024"]
+    flags += ["--kv-cache-memory-bytes", str(1 << 30), "--enable-chaos", "--spares", spares]
+    with LocalServer(str(model), *flags, start_timeout_s=180) as server:
+        expected = tokens(run(server, ASKS))
+        for rank in (0, 1, 0):
+            before = c.metric(server, "everserve_tokens_restored_total")
+            assert tokens(kill_under_load(server, rank, ASKS)) == expected
+            assert c.metric(server, "everserve_tokens_restored_total") > before
+        loading = [event for event in server.events() if event["event"] == "worker_loading"]
+        assert {event["incarnation"] for event in loading} <= {1}
+        assert "Traceback" not in server.log_text(), server.log_text()
