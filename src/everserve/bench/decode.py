@@ -29,6 +29,7 @@ from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 _BLOCK_SIZE = 64
+_BATCHED_TOKENS = 1024
 _WARM_STEPS = 8
 
 
@@ -80,7 +81,9 @@ def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, b
 
 def _in_process(module: str, model: str, settings: Settings) -> dict[str, Any]:
     """In a process of its own: its memory is free afterwards."""
-    ask = {"model": model, "batches": settings.batches, "context": settings.context, "steps": settings.steps}
+    context, steps = settings.context, settings.steps
+    ask = {"model": model, "batches": settings.batches, "context": context, "steps": steps}
+    ask["num_tokens"] = {batch: num_tokens(batch, context, steps) for batch in settings.batches}
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(ask)], stdout=subprocess.PIPE, text=True, check=False
     )  # fmt: skip
@@ -112,18 +115,28 @@ def copy_bandwidth() -> float:
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
     """Median time of a step of the engine, everything included, for each number of streams."""
-    engine, model = build(ask["model"], max(ask["batches"]), ask["context"] + ask["steps"] + 2 * _WARM_STEPS)
+    most_tokens = num_tokens(max(ask["batches"]), ask["context"], ask["steps"])
+    engine, model = build(ask["model"], max(ask["batches"]), ask["context"] + most_tokens)
     step_ms: dict[str, float] = {}
     floors: dict[str, int] = {}
     for batch in ask["batches"]:
-        step_ms[str(batch)] = _decode(engine, batch, ask["context"], ask["steps"]) * 1e3
-        floors[str(batch)] = floor_bytes(model, batch, ask["context"] + ask["steps"] // 2)
+        step_s, mean_context = _decode(engine, batch, ask["context"], ask["steps"])
+        step_ms[str(batch)] = step_s * 1e3
+        floors[str(batch)] = floor_bytes(model, batch, round(mean_context))
     return {"step_ms": step_ms, "floor_bytes": floors, "num_layers": model.num_layers}
 
 
-def _decode(engine: Engine, batch: int, context: int, steps: int) -> float:
+def num_tokens(batch: int, context: int, steps: int) -> int:
+    """How long each stream must be so that the first one has not ended when the last one, whose prompt was computed
+    after all others, has been measured."""
+    num_prefill_steps = -(-2 * batch * context // _BATCHED_TOKENS)  # twice: rows that decode take some of each step
+    return steps + 2 * _WARM_STEPS + num_prefill_steps
+
+
+def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float, float]:
+    """Median time of a step in seconds, and the mean context of all streams meanwhile."""
     vocab_size = engine.config.vocab_size
-    params = SamplingParams(max_tokens=steps + 2 * _WARM_STEPS, temperature=0.0)
+    params = SamplingParams(max_tokens=num_tokens(batch, context, steps), temperature=0.0)
     for i in range(batch):
         prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
         engine.add(RequestSpec(id=f"{batch}-{i}", prompt=prompt, params=params))
@@ -134,8 +147,11 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> float:
         began = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - began)
+    running = engine.scheduler.running
+    assert len(running) == batch, f"{batch - len(running)} of {batch} streams have ended before the last measured step"
+    mean_context = context + sum(sequence.num_output for sequence in running) / batch - steps / 2
     engine.cancel_all()
-    return median(times)
+    return median(times), mean_context
 
 
 def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, Any]:
@@ -174,8 +190,8 @@ def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
         dtype="bfloat16",
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=1024,
-        max_prefill_while_decoding=1024,
+        max_num_batched_tokens=_BATCHED_TOKENS,
+        max_prefill_while_decoding=_BATCHED_TOKENS,
         block_size=_BLOCK_SIZE,
         kv_cache_bytes=1 << 60,  # all that the streams can use
         kv_log="off",

@@ -31,7 +31,7 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
 def _decode(model: Any, batch: int, ask: dict[str, Any]) -> float:
     vocab_size, context = model.config.vocab_size, ask["context"]
     prompts = [[(7919 * i + 31 * j) % vocab_size for j in range(context)] for i in range(batch)]
-    num_tokens = ask["steps"] + 2 * _WARM_TOKENS
+    num_tokens = ask["num_tokens"][str(batch)]
     generation = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1)
     with torch.no_grad():
         outputs = model.generate_batch(prompts, generation_config=generation, record_timestamps=True)
@@ -39,9 +39,9 @@ def _decode(model: Any, batch: int, ask: dict[str, Any]) -> float:
     # All of them decode from when the last one has begun until the first one ends.
     first, last = max(times[_WARM_TOKENS] for times in stamps), min(times[-1] for times in stamps)
     gaps = [b - a for times in stamps for a, b in pairwise(times) if first <= a and b <= last]
-    found: float = median(
-        gaps or [(times[-1] - times[_WARM_TOKENS]) / (len(times) - 1 - _WARM_TOKENS) for times in stamps]
-    )
+    if not gaps:
+        raise RuntimeError("the first stream ended before the last one began")
+    found: float = median(gaps)
     return found
 
 

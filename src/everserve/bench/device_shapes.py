@@ -97,7 +97,7 @@ def floor_bytes(model: ModelConfig, num_streams: int, context: int) -> int:
     projections = hidden * (model.num_heads + 2 * model.num_kv_heads) * head + model.num_heads * head * hidden
     kv = 2 * model.num_kv_heads * head * context * num_streams
     num_moe = len(model.moe_layers)
-    ffns = (model.num_layers - num_moe) * 3 * hidden * model.intermediate_size
+    ffns: float = (model.num_layers - num_moe) * 3 * hidden * model.intermediate_size
     if num_moe:
         used = model.num_experts * (1 - (1 - model.experts_per_token / model.num_experts) ** num_streams)
         ffns += num_moe * (used * 3 * hidden * model.expert_intermediate_size + model.num_experts * hidden)
