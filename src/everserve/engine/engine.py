@@ -25,6 +25,7 @@ from everserve.errors import RequestError
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
+from everserve.plan.steps import StepWork
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
@@ -44,6 +45,7 @@ class EngineConfig:
     vocab_size: int
     enable_prefix_caching: bool = True
     max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
+    work: StepWork | None = None  # bounds what prompts may cost in one step; None: only their tokens are counted
 
     @property
     def max_logits_rows(self) -> int:
@@ -132,6 +134,7 @@ class Engine:
             max_restored_while_serving=config.max_restored_while_serving,
             max_logits_rows=config.max_logits_rows,
             enable_prefix_caching=config.enable_prefix_caching,
+            work=config.work,
         )
 
     def _make_restorer(self, pool: BlockPool, journal: Journal) -> Restorer:

@@ -23,6 +23,7 @@ from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored
 from everserve.engine.sequence import Chunk, Sequence, Status
 from everserve.engine.undo import UndoLog
+from everserve.plan.steps import StepWork
 
 
 class Scheduler:
@@ -39,6 +40,7 @@ class Scheduler:
         max_restored_while_serving: int,
         max_logits_rows: int,
         enable_prefix_caching: bool,
+        work: StepWork | None = None,
     ) -> None:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -60,6 +62,8 @@ class Scheduler:
         self._max_restored_while_serving = max_restored_while_serving
         self._max_logits_rows = max_logits_rows
         self._enable_prefix_caching = enable_prefix_caching
+        self._work = work  # None: a step may take as long as its tokens take
+        self._work_left = 0.0  # for prompts, in the current step
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
@@ -83,6 +87,7 @@ class Scheduler:
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
         self._restoring_left, self._logits_left = self._max_restored_while_serving, self._max_logits_rows
+        self._work_left = self._work.most if self._work is not None else 0.0
         chunks = self._round if self._goes_on() else self._distribute()
         if self._restorer is not None:
             self._restorer.forget()
@@ -183,6 +188,8 @@ class Scheduler:
                 return 0
             assert victim is not sequence, "one sequence alone must fit into the pool"
             self._preempt(victim)
+        if self._work is not None and sequence.num_pending > 1:
+            self._work_left -= self._work.cost(sequence.num_computed, room)
         chunks.append(Chunk(sequence, room, completes=room == sequence.num_pending))
         if sequence.wants_prompt_logprobs:
             self._logits_left -= room
@@ -283,9 +290,15 @@ class Scheduler:
         sequence.blocks.clear()
 
     def _chunk_limit(self, sequence: Sequence) -> int:
-        """Logits are dear when the vocabulary is large: prompts that want logprobs go in smaller chunks, and no step
-        has more of them than a chunk."""
-        return min(sequence.num_pending, self._logits_left) if sequence.wants_prompt_logprobs else sequence.num_pending
+        """What a step can afford of a prompt. Logits are dear when the vocabulary is large: prompts that want logprobs
+        go in smaller chunks, and no step has more of them than a chunk."""
+        limit = sequence.num_pending
+        if sequence.wants_prompt_logprobs:
+            limit = min(limit, self._logits_left)
+        if self._work is not None and limit > 1:
+            affordable = self._work.affordable(sequence.num_computed, self._work_left)
+            limit = min(limit, affordable or int(self._work_left == self._work.most))  # the first prompt always goes on
+        return limit
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed."""

@@ -6,4 +6,5 @@ weights.py    where each weight of a seat lies in device memory
 placement.py  which experts live where, and how many deaths that survives
 routing.py    which places of an expert are used, in which order
 spread.py     which attention worker gets which streams
+steps.py      how much arithmetic one step may have
 """

@@ -26,6 +26,7 @@ from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops.cuda.experts import ExpertArena
 from everserve.model.ops.cuda.ops import CudaOps
 from everserve.model.random_weights import RandomCheckpoint
+from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.runtime.cuda.driver import Driver, Mapping
 from everserve.runtime.memories import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
@@ -227,6 +228,7 @@ def engine_config(device: Device) -> EngineConfig:
         vocab_size=device.model.vocab_size,
         enable_prefix_caching=settings.enable_prefix_caching,
         max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        work=StepWork.of(device.model, device.start.num_attention_on_device),
     )
 
 

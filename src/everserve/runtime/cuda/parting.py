@@ -20,7 +20,9 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PARTING_S = 0.5  # a step takes some milliseconds, and nothing asks a dead worker for another one for longer than that
+# A step takes some milliseconds, at most half of this if it has a long prompt (plan/steps.py), and nothing asks a dead
+# worker for another one.
+PARTING_S = 0.5
 _MOST_FDS = 250  # in one message: SCM_MAX_FD is 253
 _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 

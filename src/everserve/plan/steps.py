@@ -1,0 +1,42 @@
+"""How much arithmetic one step of an engine may have, so that none takes long on a device.
+
+A step that is queued cannot be taken back. The next tokens of all other streams wait for it; and when a worker is
+killed, its device memory may only be given back when its last step is over (runtime/cuda/parting.py). Tokens alone do
+not bound that: a token far back in a long prompt attends to everything before it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from everserve.plan.weights import ModelSizes
+
+_MAX_STEP_FLOP = 5e13  # a quarter of a second at 200 TFLOP/s, which is slow for a large product on a device of today
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What prompts cost, in floating-point operations. `most`: in one step."""
+
+    per_token: float
+    per_key: float  # that a token attends to
+    most: float
+
+    @classmethod
+    def of(cls, model: ModelSizes, num_sharing: int) -> "StepWork":
+        """For one of so many workers that compute on the same device at the same time."""
+        heads, hidden = model.num_heads * model.head_size, model.hidden_size
+        attention = hidden * (2 * heads + 2 * model.num_kv_heads * model.head_size)
+        num_moe = len(model.moe_layers)
+        dense = (model.num_layers - num_moe) * 3 * hidden * model.intermediate_size
+        experts = num_moe * model.experts_per_token * 3 * hidden * model.expert_intermediate_size
+        num_weights = model.num_layers * attention + dense + experts
+        return cls(2.0 * num_weights, 4.0 * heads * model.num_layers, _MAX_STEP_FLOP / num_sharing)
+
+    def cost(self, first: int, num_tokens: int) -> float:
+        """Of the tokens at these positions."""
+        return num_tokens * (self.per_token + self.per_key * (first + (num_tokens + 1) / 2))
+
+    def affordable(self, first: int, left: float) -> int:
+        """How many tokens from this position on cost at most `left`."""
+        linear = self.per_token + self.per_key * (first + 0.5)
+        return max(0, math.floor((math.sqrt(linear * linear + 2 * self.per_key * left) - linear) / self.per_key))
