@@ -34,8 +34,8 @@ class Pair:
         self.memory.allocate(name, num_bytes, then=then, otherwise=self.failed.append, device=device)
 
     def run(self) -> None:
-        for message in self.end.receive_all():
-            self.anchor._handle(message, self.end)
+        for message, fds in self.end.receive_frames():
+            self.anchor._handle(message, fds, self.end)
         self.memory.read()
 
 
@@ -104,8 +104,8 @@ def test_two_may_wait_for_the_same(no_driver):
     pair = Pair()
     pair.ask("weights-0", 5000, device=-1)
     pair.ask("weights-0", 5000, device=-1)
-    (asked,) = pair.end.receive_all()
-    pair.anchor._handle(asked, pair.end)
+    ((asked, fds),) = pair.end.receive_frames()
+    pair.anchor._handle(asked, fds, pair.end)
     pair.memory.read()
     assert pair.got == [8192, 8192] and not pair.failed
     for _ in range(2):

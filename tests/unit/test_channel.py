@@ -86,9 +86,10 @@ def test_descriptors_travel_with_their_message():
     reader, writer = os.pipe()
     a.send(Attach(rank=Rank(0), incarnation=Incarnation(1)), fds=[reader])
     os.close(reader)
-    assert isinstance(b.receive(timeout_s=1), Attach)
+    message, fds = b.receive_frame(timeout_s=1)
+    assert isinstance(message, Attach)
     os.write(writer, b"hello")
-    fd = b.take_fd()
+    (fd,) = fds.take()
     assert os.read(fd, 5) == b"hello"
     os.close(fd)
     os.close(writer)

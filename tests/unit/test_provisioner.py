@@ -1,12 +1,15 @@
 """What the supervisor keeps for the next orchestrator: memory of workers that have exited, by name."""
 
 import os
+import select
 from pathlib import Path
 
 import pytest
 from msgspec import structs
 
 from everserve.runtime import provisioner
+from everserve.runtime.channel import Channel
+from everserve.runtime.cuda import parting
 from everserve.runtime.memories import (
     by_kind,
     cell_name,
@@ -18,6 +21,7 @@ from everserve.runtime.memories import (
     weights_state_name,
 )
 from everserve.runtime.messages import (
+    ForkWorker,
     MemoryKept,
     Provision,
     StartWorker,
@@ -131,6 +135,70 @@ def test_what_a_worker_has_that_lives_is_not_kept_beside_it(workers, told):
     assert kept(workers, told) == {} and num_fds() == with_one
     workers.exited(NOBODY + 1, -9)
     assert kept(workers, told) == {"log-2.3": 10, "weights-2": 100}
+
+
+class OnDevice:
+    """A worker on a device, which leaves descriptors of a pipe with the supervisor."""
+
+    def __init__(self, workers: Workers, monkeypatch) -> None:
+        workers.to_zygote = self._fork
+        live(workers, 1, pid=NOBODY, device="cuda")
+        self._monkeypatch = monkeypatch
+
+    def _fork(self, message: ForkWorker, fds: list[int]) -> None:
+        _, _, lifeline_fd, *_ = fds
+        self.lifeline = Channel.of_fd(os.dup(lifeline_fd))
+
+    def entrust(self, num_left: int) -> int:
+        """Returns the pipe's other end, which is readable when nobody has any copy."""
+        reader, writer = os.pipe()
+        self._monkeypatch.setattr(parting, "device_fds", lambda: [writer] * num_left)
+        parting.entrust(self.lifeline)
+        os.close(writer)
+        return reader
+
+    def die(self, workers: Workers) -> None:
+        self.lifeline.close()
+        workers.exited(NOBODY, -9)
+
+
+def is_held(reader: int) -> bool:
+    return not select.select([reader], [], [], 0)[0]
+
+
+@pytest.mark.parametrize("num_left", [1, 600])
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_worker_on_a_device_left_is_held_for_a_moment_after_its_end(workers, monkeypatch, num_left, is_read):
+    monkeypatch.setattr(provisioner, "PARTING_S", 1000.0)
+    worker = OnDevice(workers, monkeypatch)
+    reader = worker.entrust(num_left)
+    before = num_fds()
+    if is_read:
+        workers.flush()
+        assert num_fds() == before + num_left, "none of them is in flight any more"
+    worker.die(workers)
+    workers.flush()
+    assert is_held(reader)
+    when, dead = workers._parting.pop()
+    workers._parting.append((when - 1000.0, dead))
+    workers.flush()
+    assert not is_held(reader)
+    os.close(reader)
+
+
+def test_what_it_leaves_later_takes_the_place_of_what_it_left_before(workers, monkeypatch):
+    worker = OnDevice(workers, monkeypatch)
+    first = worker.entrust(300)
+    workers.flush()
+    second = worker.entrust(600)
+    assert is_held(first) and is_held(second)
+    workers.flush()
+    assert not is_held(first) and is_held(second)
+    worker.die(workers)
+    workers.kill_all()
+    assert not is_held(second)
+    os.close(first)
+    os.close(second)
 
 
 def test_memory_may_be_dropped_before_its_worker_ends(workers, told):

@@ -5,7 +5,7 @@ import select
 
 import pytest
 
-from everserve.runtime.channel import Channel
+from everserve.runtime.channel import Channel, Descriptors
 from everserve.runtime.messages import AnyMessage, Fenced, Leave, LogLeft, OrchestratorAttached, PeerLeft, Ready, Report
 from everserve.tables.ids import Epoch, Incarnation, Rank
 from everserve.worker.control import ControlEnd
@@ -26,7 +26,7 @@ class World:
 
     def read(self) -> list[AnyMessage]:
         self.heard.clear()
-        self.end.read(self.heard.append)
+        self.end.read(lambda message, _: self.heard.append(message))
         return list(self.heard)
 
     def replace(self) -> Channel:
@@ -78,7 +78,7 @@ def test_the_last_words_of_the_old_one_are_heard_before_the_report(world):
     world.orchestrator.send(left)
     new = world.replace()
     world.orchestrator.close()
-    world.end.read(lambda message: seen.append(type(message).__name__))
+    world.end.read(lambda message, _: seen.append(type(message).__name__))
     assert seen == ["PeerLeft", "report"] and new.receive(timeout_s=5) == REPORT
 
 
@@ -87,7 +87,7 @@ def test_an_exception_in_its_last_words_gets_through(world):
     world.orchestrator.close()
     world.replace()
 
-    def handle(message: AnyMessage) -> None:
+    def handle(message: AnyMessage, _: Descriptors) -> None:
         raise RuntimeError(type(message).__name__)
 
     with pytest.raises(RuntimeError, match="Fenced"):

@@ -13,7 +13,7 @@ import sys
 
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
 from everserve.runtime import process
-from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.runtime.messages import (
     Adopt,
     Allocate,
@@ -42,15 +42,16 @@ class Anchor:
         self._supervisor.send(Ready())
         while not self._is_over:
             is_behind = self._orchestrator is not None and self._orchestrator.wants_write
-            for key, _ in self._selector.select(0.01 if is_behind else None):
+            for key, _ in self._selector.select(RETRY_S if is_behind else None):
                 key.data()
             if self._orchestrator is not None:
                 self._orchestrator.flush()
 
     def _read_supervisor(self) -> None:
-        for message in self._supervisor.receive_all():
+        for message, fds in self._supervisor.receive_frames():
             if isinstance(message, OrchestratorAttached):
-                self._attach(Channel.of_fd(self._supervisor.take_fd()))
+                (fd,) = fds.take()
+                self._attach(Channel.of_fd(fd))
             elif isinstance(message, Shutdown):
                 self._is_over = True
 
@@ -71,12 +72,12 @@ class Anchor:
         if self._orchestrator is None:
             return
         try:
-            for message in self._orchestrator.receive_all():
-                self._handle(message, self._orchestrator)
+            for message, fds in self._orchestrator.receive_frames():
+                self._handle(message, fds, self._orchestrator)
         except ChannelClosed:
             self._detach()
 
-    def _handle(self, message: AnyMessage, orchestrator: Channel) -> None:
+    def _handle(self, message: AnyMessage, fds: Descriptors, orchestrator: Channel) -> None:
         if isinstance(message, Allocate):
             try:
                 fd = self._memory.allocate(message.name, message.num_bytes, message.device)
@@ -85,7 +86,7 @@ class Anchor:
                 return
             orchestrator.send(Allocated(name=message.name), fds=[fd])
         elif isinstance(message, Adopt):
-            fd = orchestrator.take_fd()
+            (fd,) = fds.take()
             self._memory.adopt(message.name, fd)
             os.close(fd)
         elif isinstance(message, Release):

@@ -2,13 +2,17 @@
 
 A peer, as seen from here:
 
-    join ──> trusted ──died, silent, deaf, refused──> suspect ──use(routes), and it pulses──> trusted
+    join ──> trusted ──died, silent, deaf, refused──> suspect ──pardoned *and* pulsing, in either order──> trusted
                 │                                        │
                 └───────────────── leave ────────────────┴──> retired ──its process is dead──> forgotten
 
 Suspicion is local and immediate: the next candidate of the routes takes over, in the middle of a layer if need be. It
 is not a decision; only the orchestrator makes a peer leave. The lane of a retired peer stays mapped, because a process
 that was stopped may wake up and answer: that is counted, and never used.
+
+Routes that come after the suspicion are the pardon: the orchestrator knows of the peer and keeps it. Its warden and
+ours look at different moments, so the pardon may come while the peer is still silent for us. It is remembered then,
+and the next pulse ends the suspicion.
 
 How lanes are mapped depends on where they are: peers.py in host memory, cuda/peers.py in device memory.
 """
@@ -46,13 +50,15 @@ class Watcher(Protocol):
 
 @dataclass(eq=False)
 class Peer:
-    """One incarnation of an expert worker. `suspicion` is why it is not trusted, or None."""
+    """One incarnation of an expert worker. `suspicion` is why it is not trusted, or None. `is_pardoned`: only the
+    missing pulse still stands against it."""
 
     rank: Rank
     incarnation: Incarnation
     cell: Cell
     lane: int
     suspicion: str | None = None
+    is_pardoned: bool = False
 
 
 class Suspicion(NamedTuple):
@@ -142,7 +148,7 @@ class Peers(ABC):
         self._resolve()
 
     def use(self, routes: Routes) -> None:
-        """Follow these routes from now on, and trust suspects that live once more: the orchestrator knows of them."""
+        """Follow these routes from now on. They pardon all suspects: the orchestrator knows of them."""
         if routes.epoch < self.epoch:
             log.warning("routes of epoch %d came after those of epoch %d: dropped", routes.epoch, self.epoch)
             return
@@ -153,6 +159,8 @@ class Peers(ABC):
             raise ValueError(f"routes name a rank beyond {MAX_RANKS - 1}")
         self.epoch = routes.epoch
         self._candidates = candidates
+        for peer in self._peers.values():
+            peer.is_pardoned = peer.suspicion is not None
         self.reconsider()
 
     @property
@@ -173,12 +181,15 @@ class Peers(ABC):
         return peer if peer is not None and peer.suspicion is None else None
 
     def look(self) -> list[Suspicion]:
-        """After an alarm: suspect everyone who died or fell silent and was trusted so far."""
+        """After an alarm: suspect every trusted peer that died or fell silent; trust the pardoned that pulse again."""
         suspicions: list[Suspicion] = []
-        for rank in sorted({Rank(key) for key, _ in self.warden.changes()}):
-            peer = self.trusted(rank)
-            state = self.warden.state(rank) if peer is not None else PeerState.ALIVE  # now, not at that change
-            if peer is not None and state is not PeerState.ALIVE:
+        for rank in sorted({Rank(key) for key, _ in self.warden.changes()} & self._peers.keys()):
+            peer, state = self._peers[rank], self.warden.state(rank)  # now, not at that change
+            if state is PeerState.ALIVE:
+                if peer.is_pardoned:
+                    self._trust(peer)
+                    self._resolve()
+            elif peer.suspicion is None:
                 suspicions.append(self.suspect(peer, state.name.lower()))
         return suspicions
 
@@ -192,8 +203,11 @@ class Peers(ABC):
         """Trust every suspect again that pulses."""
         for peer in self._peers.values():
             if peer.suspicion is not None and self.warden.state(peer.rank) is PeerState.ALIVE:
-                peer.suspicion = None
+                self._trust(peer)
         self._resolve()
+
+    def _trust(self, peer: Peer) -> None:
+        peer.suspicion, peer.is_pardoned = None, False
 
     def _resolve(self) -> None:
         """Owners and slots: for each expert the first candidate that is trusted. Runs in the middle of a layer."""

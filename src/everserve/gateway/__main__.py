@@ -33,7 +33,7 @@ from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import load_tokenizer
 from everserve.gateway.tracing import make_tracing
 from everserve.runtime import process
-from everserve.runtime.channel import AsyncChannel, ChannelClosed
+from everserve.runtime.channel import AsyncChannel, ChannelClosed, Descriptors
 from everserve.runtime.events import EventLog
 from everserve.runtime.messages import (
     AnyMessage,
@@ -67,17 +67,18 @@ class GatewayProcess:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
         while True:
             try:
-                message = await self._control.receive()
+                message, fds = await self._control.receive_frame()
             except ChannelClosed:
                 os._exit(0 if self._draining else 1)
-            self._handle(message)
+            self._handle(message, fds)
 
-    def _handle(self, message: AnyMessage) -> None:
+    def _handle(self, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, Attach):
-            sock = socket.socket(fileno=self._control.take_fd())
-            self._gateway.fleet.attach(message.rank, message.incarnation, sock)
+            (fd,) = fds.take()
+            self._gateway.fleet.attach(message.rank, message.incarnation, socket.socket(fileno=fd))
         elif isinstance(message, OrchestratorAttached):
-            self._gateway.orchestrator.attach(socket.socket(fileno=self._control.take_fd()))
+            (fd,) = fds.take()
+            self._gateway.orchestrator.attach(socket.socket(fileno=fd))
         elif isinstance(message, ProcessesChanged):
             self._gateway.cluster.on_processes(message)
         elif isinstance(message, EventHappened):

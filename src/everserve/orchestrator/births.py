@@ -18,7 +18,6 @@ from everserve.runtime.events import EventLog, WorkerProvisioned
 from everserve.runtime.liveness import ORCHESTRATOR_WORD, Cell
 from everserve.runtime.memories import cell_name, kind_of, kv_name, log_name, log_of
 from everserve.runtime.messages import Provision, StartWorker, WorkerStarted
-from everserve.runtime.provisioner import take_memory
 from everserve.tables.ids import Rank
 
 
@@ -60,10 +59,10 @@ class Births:
         for name in (cell_name(seat), kv_name(seat), log_name(seat)):
             self._memory.release(name)
 
-    def take_in(self, message: WorkerStarted) -> WorkerEnd:
-        """A process exists; its descriptors have come with the message."""
-        start, channel = message.start, Channel.of_fd(self._supervisor.take_fd())
-        cell_fd, *memory = take_memory(self._supervisor, start)
+    def take_in(self, message: WorkerStarted, fds: list[int]) -> WorkerEnd:
+        """A process exists; its descriptors have come with the message, and are ours from now on."""
+        control_fd, cell_fd, *memory = fds
+        start, channel = message.start, Channel.of_fd(control_fd)
         seat = (start.rank, start.incarnation)
         cell_fd = self._memory.hold(cell_name(seat), cell_fd)
         end = WorkerEnd(start.rank, start.incarnation, start.roles, message.pid, cell_fd, Cell(cell_fd), channel)

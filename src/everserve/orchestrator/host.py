@@ -29,7 +29,7 @@ from everserve.orchestrator.memory import Memory
 from everserve.orchestrator.orders import Orders
 from everserve.orchestrator.recovery import Recovery
 from everserve.orchestrator.workers import WorkerEnds
-from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.runtime.events import EventLog, OrchestratorRecovered
 from everserve.runtime.messages import (
     AnchorAttached,
@@ -126,16 +126,18 @@ class Host:
     # -- the supervisor --------------------------------------------------------------------------
 
     def _read_supervisor(self) -> None:
-        for message in self._supervisor.receive_all():
+        for message, fds in self._supervisor.receive_frames():
             if isinstance(message, AnchorAttached):
                 self._drop_anchor()  # we may hear of the new one before the end of the old one
-                anchor = Channel.of_fd(self._supervisor.take_fd())
+                (anchor_fd,) = fds.take()
+                anchor = Channel.of_fd(anchor_fd)
                 self._selector.register(anchor, selectors.EVENT_READ, self._read_anchor)
                 self._memory.attach(anchor)
             elif isinstance(message, WorkerStarted):
-                self._on_started(message)
+                self._on_started(message, fds)
             elif isinstance(message, MemoryKept):
-                self._births.take_in_memory(message.name, self._supervisor.take_fd())
+                (memory_fd,) = fds.take()
+                self._births.take_in_memory(message.name, memory_fd)
             elif isinstance(message, WorkerExited):
                 self._on_exited(message)
             elif isinstance(message, Signalled):
@@ -145,9 +147,9 @@ class Host:
             else:
                 raise AssertionError(f"the supervisor does not send {type(message).__name__}")
 
-    def _on_started(self, message: WorkerStarted) -> None:
+    def _on_started(self, message: WorkerStarted, fds: Descriptors) -> None:
         """A new process; or, while we recover, one that we are introduced to."""
-        end = self._births.take_in(message)
+        end = self._births.take_in(message, fds.take())
         self._hearing.listen_to(end)
         if self._deciding.recovery is not None:
             end.cell.ring_control()  # it may be in the middle of something: look at your lifeline
@@ -222,12 +224,18 @@ class Host:
 
     def _flush(self) -> None:
         self._gateway.flush(self._deciding.tables() if self._deciding.recovery is None else None)
-        for channel in (self._supervisor, self._memory.anchor):
-            if channel is not None:
-                channel.flush()
+        for channel in self._helpers():
+            channel.flush()
         for end in self._ends:
             end.flush()
 
+    def _helpers(self) -> list[Channel]:
+        return [channel for channel in (self._supervisor, self._memory.anchor) if channel is not None]
+
+    def _channels(self) -> list[Channel]:
+        return self._helpers() + [end.control for end in self._ends if end.control is not None]
+
     def _timeout_s(self) -> float:
         deadline = self._deciding.next_deadline()
-        return 0.5 if deadline is None else min(0.5, max(0.0, deadline - time.monotonic()))
+        idle_s = RETRY_S if any(channel.wants_write for channel in self._channels()) else 0.5
+        return idle_s if deadline is None else min(idle_s, max(0.0, deadline - time.monotonic()))

@@ -82,9 +82,10 @@ class Memory:
     def read(self) -> None:
         """Handle what the anchor has sent; ChannelClosed if it is gone."""
         assert self.anchor is not None
-        for message in self.anchor.receive_all():
+        for message, fds in self.anchor.receive_frames():
             if isinstance(message, Allocated):
-                self._on_allocated(message.name, self.anchor.take_fd())
+                (fd,) = fds.take()
+                self._on_allocated(message.name, fd)
             elif isinstance(message, AllocationFailed):
                 wish = self._wishes.pop(message.name, None)
                 for _, otherwise in wish.waiting if wish is not None else ():

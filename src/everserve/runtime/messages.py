@@ -29,6 +29,7 @@
     supervisor -> anchor           OrchestratorAttached, Shutdown
     anchor -> supervisor           Ready
     supervisor -> worker           OrchestratorAttached
+    worker -> supervisor           DeviceDescriptors
 
 Tensors never travel here: they go through lanes (datapath/lane.py), and so never wait behind a message, nor the other
 way round. "+ fds" says which descriptors come along.
@@ -437,6 +438,14 @@ class OrchestratorAttached(Message, frozen=True):
     """Supervisor to gateway, anchor or worker: a (new) orchestrator. + fds: the channel to it."""
 
 
+class DeviceDescriptors(Message, frozen=True):
+    """Worker to supervisor, through its lifeline: what ties it to its device, to be held until a moment after its end
+    (runtime/cuda/parting.py). `num_following` more such messages belong to it; with the last one, what was held before
+    is let go. + fds: copies of the driver's descriptors."""
+
+    num_following: int
+
+
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What all workers of an instance have in common."""
 
@@ -583,6 +592,7 @@ AnyMessage = (
     | SignalProcess
     | ProcessSignalled
     | OrchestratorAttached
+    | DeviceDescriptors
     | StartWorker
     | StartGateway
     | Attach

@@ -6,12 +6,14 @@ their control channel, which is slower and does not reach a stopped process.
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_MOST_OPEN_FILES = 1 << 16
 
 
 def adopt_orphans() -> None:
@@ -26,6 +28,19 @@ def die_with(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it was gone before we asked
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_open_files() -> None:
+    """As many open files as we may have, for us and our children.
+
+    The limit is two limits: how many descriptors a process has, and how many a user without privileges may have on
+    their way through sockets. 16 attention workers and 16 expert workers need 1,300 on their way while they load, and
+    many systems begin with 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def set_name(name: str) -> None:

@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from everserve.errors import ProtocolError
 from everserve.runtime import process
-from everserve.runtime.channel import Channel
-from everserve.runtime.cuda.parting import PARTING_S
+from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
+from everserve.runtime.cuda.parting import PARTING_S, warn
 from everserve.runtime.messages import (
     Attach,
+    DeviceDescriptors,
     ForkWorker,
     FoundProcess,
     MemoryKept,
@@ -75,6 +77,29 @@ class _Process:
     pid: int
     memory: list[int]
     lifeline: Channel
+    held: list[Descriptors] = field(default_factory=list)  # what must outlast it (runtime/cuda/parting.py) ...
+    arriving: list[Descriptors] = field(default_factory=list)  # ... and its successor, which is not complete yet
+    is_unprotected: bool = False  # some of it was lost
+
+    def hold(self) -> None:
+        """Take in what it has left with us."""
+        try:
+            for message, fds in self.lifeline.receive_frames():
+                if isinstance(message, DeviceDescriptors):
+                    self.arriving.append(fds)
+                    if not message.num_following:
+                        self.held, self.arriving = self.arriving, []
+        except ChannelClosed:
+            pass  # its exit will be noticed
+        except ProtocolError as error:
+            if not self.is_unprotected:
+                warn(f"worker {self.start.rank}: {error}")
+            self.is_unprotected = True
+
+    def let_go(self) -> None:
+        self.lifeline.close()
+        for fds in (*self.held, *self.arriving):
+            fds.close()
 
 
 @dataclass
@@ -90,7 +115,7 @@ class Workers:
     _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
-    _parting: list[tuple[float, Channel]] = field(default_factory=list)  # lifelines of the dead: when to close them
+    _parting: list[tuple[float, _Process]] = field(default_factory=list)  # the dead: when to let go of what they left
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -164,8 +189,14 @@ class Workers:
         """Now and then."""
         for worker in self._processes.values():
             worker.lifeline.flush()
+            worker.hold()
         while self._parting and self._parting[0][0] <= time.monotonic():
-            self._parting.pop(0)[1].close()
+            self._parting.pop(0)[1].let_go()
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether `flush` should be called again soon (`Channel.is_held_back`)."""
+        return any(worker.lifeline.is_held_back for worker in self._processes.values())
 
     # -- ends ------------------------------------------------------------------------------------
 
@@ -192,9 +223,9 @@ class Workers:
     def _part(self, worker: _Process) -> None:
         """Its lifeline may hold what must outlast it for a moment (runtime/cuda/parting.py)."""
         if worker.start.settings.device == "cuda":
-            self._parting.append((time.monotonic() + PARTING_S, worker.lifeline))
+            self._parting.append((time.monotonic() + PARTING_S, worker))
         else:
-            worker.lifeline.close()
+            worker.let_go()
 
     def _keep(self, name: str, fd: int) -> None:
         if name in self._dropped or self._lives_on(name):
@@ -236,9 +267,9 @@ class Workers:
             os.waitpid(pid, 0)
         for worker in self._processes.values():
             _close(worker.memory)
-            worker.lifeline.close()
-        for _, lifeline in self._parting:
-            lifeline.close()
+            worker.let_go()
+        for _, worker in self._parting:
+            worker.let_go()
         self._parting.clear()
         self._processes.clear()
         for birth in self._births.values():
@@ -252,11 +283,6 @@ class Workers:
         birth = _Birth(start, memory, Channel.pair(), Channel.pair(), tokens)
         self._births[start.rank, start.incarnation] = birth
         self.to_zygote(ForkWorker(start=start), fds=birth.worker_fds)
-
-
-def take_memory(channel: Channel, start: StartWorker) -> list[int]:
-    """The descriptors that come with a worker: its cell, and its memory."""
-    return [channel.take_fd() for _ in range(1 + len(start.memory))]
 
 
 def _close(fds: Iterable[int]) -> None:

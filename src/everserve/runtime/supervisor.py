@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from everserve.runtime import process
-from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.runtime.cuda.mps import Mps
 from everserve.runtime.events import (
     EventLog,
@@ -60,7 +60,7 @@ from everserve.runtime.messages import (
     StartOrchestrator,
     WorkerForked,
 )
-from everserve.runtime.provisioner import Workers, take_memory
+from everserve.runtime.provisioner import Workers
 from everserve.runtime.signals import SignalPipe
 from everserve.tables.members import Process
 
@@ -136,6 +136,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
+        process.raise_open_files()
         mps = Mps.start() if self._share_device else None
         try:
             self._environment |= mps.environment if mps is not None else {}
@@ -210,7 +211,7 @@ class Supervisor:
     # -- the loop --------------------------------------------------------------------------------
 
     def _step(self, signals: "SignalPipe") -> None:
-        for key, _ in self._selector.select(timeout=0.2):
+        for key, _ in self._selector.select(RETRY_S if self._is_held_back() else 0.2):
             child = key.data
             if child is signals:
                 self._on_signals(signals.read())
@@ -223,16 +224,19 @@ class Supervisor:
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_everything()
 
+    def _is_held_back(self) -> bool:
+        return self._workers.is_held_back or any(child.control.is_held_back for child in self._children.values())
+
     def _on_readable(self, child: Child) -> None:
         try:
-            for message in child.control.receive_all():
-                self._on_message(child, message)
+            for message, fds in child.control.receive_frames():
+                self._on_message(child, message, fds)
         except ChannelClosed:
             self._on_exit(child, _wait_or_kill(child.process))
 
-    def _on_message(self, child: Child, message: AnyMessage) -> None:
+    def _on_message(self, child: Child, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, Provision):
-            self._workers.provision(message, take_memory(child.control, message.start))
+            self._workers.provision(message, fds.take())
         elif isinstance(message, WorkerForked):
             self._events.append(
                 WorkerStartedEvent(

@@ -27,7 +27,6 @@ from pathlib import Path
 from everserve.runtime import process
 from everserve.runtime.channel import Channel, ChannelClosed
 from everserve.runtime.messages import ForkWorker, PrepareSpares, Ready, Shutdown, SparesChanged, WorkerForked
-from everserve.tables.ids import Role
 from everserve.worker.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
@@ -70,9 +69,9 @@ class Zygote:
         """Until told to stop."""
         while True:
             self._wait()
-            for message in self._control.receive_all():
+            for message, fds in self._control.receive_frames():
                 if isinstance(message, ForkWorker):
-                    self._start_worker(message)
+                    self._start_worker(message, fds.take())
                 elif isinstance(message, PrepareSpares):
                     self._spares.prepare(message.num_each, message.like, time.monotonic())
                 elif isinstance(message, Shutdown):
@@ -96,8 +95,8 @@ class Zygote:
             self._told = now
             self._control.send(now)
 
-    def _start_worker(self, message: ForkWorker) -> None:
-        start, fds = message.start, _take_fds(self._control, message)
+    def _start_worker(self, message: ForkWorker, fds: list[int]) -> None:
+        start = message.start
         self._spares.learn(start, time.monotonic())
         spare = self._spares.take(start.device_index, time.monotonic())
         if spare is not None:
@@ -145,11 +144,6 @@ class Zygote:
             return int(_PID.unpack(pipe.read(_PID.size))[0])
 
 
-def _take_fds(channel: Channel, message: ForkWorker) -> list[int]:
-    num_fds = 3 + (Role.ATTENTION in message.start.roles) + len(message.start.memory)
-    return [channel.take_fd() for _ in range(num_fds)]
-
-
 def _hand_over(spare: Spare, message: ForkWorker, fds: list[int]) -> None:
     """Whatever happens to it from here on happens to a worker."""
     spare.channel.send(message, fds)
@@ -193,13 +187,12 @@ def _be_spare(zygote: Channel, lifeline: socket.socket, like: Like) -> int:
     lifeline.close()
     zygote.send(Ready())
     try:
-        message = zygote.receive()
+        frame = zygote.receive_frame()
     except ChannelClosed:
         return 0
-    assert isinstance(message, ForkWorker), message
-    fds = _take_fds(zygote, message)
+    assert frame is not None and isinstance(frame.message, ForkWorker), frame
     zygote.close()
-    return _be_worker(message, fds)
+    return _be_worker(frame.message, frame.fds.take())
 
 
 def _be_worker(message: ForkWorker, fds: list[int]) -> int:

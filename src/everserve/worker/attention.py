@@ -22,7 +22,7 @@ import msgspec
 from everserve.datapath.trust import Peers
 from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
-from everserve.runtime.channel import Channel, ChannelClosed
+from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
 from everserve.runtime.events import (
     BadBytes,
     RequestPreempted,
@@ -153,7 +153,7 @@ class AttentionLoop:
     def _read_gateway(self) -> None:
         try:
             for message in receive_together(self._gateway):
-                self._handle(message)
+                self._handle_gateway(message)
         except ChannelClosed:
             self._selector.unregister(self._gateway)
             self._engine.cancel_all()  # nobody listens any more; whether that is the end is not ours to decide
@@ -162,19 +162,22 @@ class AttentionLoop:
 
     def read_control(self) -> None:
         """What the orchestrator says. Also called in the middle of a layer, when its word in our cell has changed."""
-        self._control.read(self._handle)
+        self._control.read(self._handle_control)
         self._mention_bad_bytes(self._control)
 
-    def _handle(self, message: AnyMessage) -> None:
+    def _handle_gateway(self, message: AnyMessage) -> None:
         if isinstance(message, Submit):
             self._submit(message)
         elif isinstance(message, Cancel):
             self._engine.cancel(message.id)
             self._sources.pop(message.id, None)
-        elif isinstance(message, LogJoined):
-            fd = self._control.take_fd()
-            kv_fd = self._control.take_fd() if message.has_kv else None
-            self._logs.join((message.rank, message.incarnation), fd, kv_fd)
+        else:
+            log.warning("dropped a %s: the gateway does not send it", type(message).__name__)
+
+    def _handle_control(self, message: AnyMessage, fds: Descriptors) -> None:
+        if isinstance(message, LogJoined):
+            fd, *kv = fds.take()
+            self._logs.join((message.rank, message.incarnation), fd, kv[0] if message.has_kv else None)
         elif isinstance(message, LogLeft):
             self._logs.leave((message.rank, message.incarnation), self._engine)
         elif isinstance(message, Leave):
@@ -184,7 +187,7 @@ class AttentionLoop:
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged):
-            self._change_peers(self._seam.peers, message)
+            self._change_peers(self._seam.peers, message, fds)
         else:
             log.warning("dropped a %s: not for an attention worker", type(message).__name__)
 
@@ -200,13 +203,12 @@ class AttentionLoop:
         if saved is not None and source is not None:
             self._sources[spec.id] = source[0]
 
-    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
+    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged, fds: Descriptors) -> None:
         if isinstance(message, PeerJoined):
-            cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
-            bell_fd = self._control.take_fd() if message.has_bell else None
+            cell_fd, lane_fd, *bell = fds.take()
             cell = Cell(cell_fd)
             os.close(cell_fd)
-            peers.join(message.rank, message.incarnation, cell, lane_fd, bell_fd)
+            peers.join(message.rank, message.incarnation, cell, lane_fd, bell[0] if message.has_bell else None)
         elif isinstance(message, PeerLeft):
             peers.leave(message.rank, message.incarnation)
         else:

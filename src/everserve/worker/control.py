@@ -13,13 +13,13 @@ import select
 from collections.abc import Callable
 
 from everserve.errors import ProtocolError
-from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.cuda.parting import leave_behind
+from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
+from everserve.runtime.cuda.parting import entrust
 from everserve.runtime.messages import AnyMessage, OrchestratorAttached, Report
 
 log = logging.getLogger(__name__)
 
-Handle = Callable[[AnyMessage], None]
+Handle = Callable[[AnyMessage, Descriptors], None]
 
 
 class ControlEnd:
@@ -46,15 +46,11 @@ class ControlEnd:
     def flush(self) -> None:
         if self._channel is not None:
             self._channel.flush()
+        self._lifeline.flush()
 
     def leave_behind(self) -> None:
         """Whatever must not end together with us (runtime/cuda/parting.py)."""
-        leave_behind(self._lifeline.sock)
-
-    def take_fd(self) -> int:
-        """A descriptor that came with the message that is being handled."""
-        assert self._channel is not None
-        return self._channel.take_fd()
+        entrust(self._lifeline)
 
     def read(self, handle: Handle) -> None:
         """Handle whatever has come."""
@@ -66,8 +62,8 @@ class ControlEnd:
         if self._channel is None:
             return
         try:
-            for message in self._channel.receive_all():
-                handle(message)
+            for message, fds in self._channel.receive_frames():
+                handle(message, fds)
             self.num_dropped = max(self.num_dropped, self._channel.num_dropped)
         except (ChannelClosed, ProtocolError):  # at its end, or out of step: no more can come of it
             log.warning("the orchestrator is gone; serving on")
@@ -75,9 +71,10 @@ class ControlEnd:
 
     def _read_lifeline(self, handle: Handle) -> None:
         try:
-            for message in self._lifeline.receive_all():
+            for message, fds in self._lifeline.receive_frames():
                 if isinstance(message, OrchestratorAttached):
-                    self._replace(Channel.of_fd(self._lifeline.take_fd()), handle)
+                    (fd,) = fds.take()
+                    self._replace(Channel.of_fd(fd), handle)
         except ChannelClosed:
             self.is_cut = True
 

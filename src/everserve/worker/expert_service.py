@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from everserve.runtime.channel import Descriptors
 from everserve.runtime.events import EventLog, StaleDropped
 from everserve.runtime.liveness import Cell, PeerState, Warden, life_word
 from everserve.runtime.messages import (
@@ -178,9 +179,9 @@ class ExpertService(ABC):
         self._control.flush()
         self._report()
 
-    def _handle(self, message: AnyMessage) -> None:
+    def _handle(self, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, PeerJoined):
-            self._join(message)
+            self._join(message, fds)
         elif isinstance(message, PeerLeft):
             self._leave(message.rank, message.incarnation)
         elif isinstance(message, Fenced):
@@ -192,8 +193,8 @@ class ExpertService(ABC):
         elif not isinstance(message, RoutesChanged):  # routes are for those who send
             log.warning("dropped a %s: not for an expert worker", type(message).__name__)
 
-    def _join(self, message: PeerJoined) -> None:
-        cell_fd, lane_fd = self._control.take_fd(), self._control.take_fd()
+    def _join(self, message: PeerJoined, fds: Descriptors) -> None:
+        cell_fd, lane_fd = fds.take()
         cell = Cell(cell_fd)
         os.close(cell_fd)
         if message.rank in self._customers:

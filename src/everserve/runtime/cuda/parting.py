@@ -6,10 +6,17 @@ copies of these descriptors with the supervisor, which closes them a moment afte
 has happened as far as the driver knows, and what was queued comes to its end: what is left then waits for a word, and
 may be thrown away.
 
-    worker ── copies, as passengers of a byte in its lifeline that nobody reads ──> supervisor's end of the lifeline
+    worker ── DeviceDescriptors, through its lifeline ──> supervisor, which holds them
+    spare ── a byte with the same descriptors, through a socket of its own ──> zygote, which never reads it
 
-A descriptor on its way is open, even if nobody ever takes it. So all that the supervisor has to do is to close its end
-of the lifeline late.
+A descriptor on its way is open, and a read moves it into the reader's table without closing it in between. So from the
+worker's send on there is a copy, whether the supervisor has come to read it or not; it closes its end of the lifeline
+as late as the copies.
+
+The supervisor reads them because the kernel bounds the descriptors that a user has in flight, in all processes
+together: those of all workers, for as long as they live, would leave no room for others. The zygote must not read what
+spares leave: a descriptor in its table would be copied into every worker that it forks. Spares are few, and theirs are
+in flight only until they end or become workers.
 """
 
 import logging
@@ -18,24 +25,42 @@ import socket
 import struct
 from pathlib import Path
 
+from everserve.runtime.channel import MAX_FDS, Channel
+from everserve.runtime.messages import DeviceDescriptors
+
 log = logging.getLogger(__name__)
 
 # A step takes some milliseconds, at most half of this if it has a long prompt (plan/steps.py), and nothing asks a dead
 # worker for another one.
 PARTING_S = 0.5
-_MOST_FDS = 250  # in one message: SCM_MAX_FD is 253
 _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 
 
-def leave_behind(lifeline: socket.socket) -> int:
-    """Copies of everything that ties us to the device, as it is now. Returns how many."""
+def entrust(lifeline: Channel) -> int:
+    """For a worker: copies of everything that ties us to the device, as it is now. Returns how many."""
     fds = device_fds()
     try:
-        for begin in range(0, len(fds), _MOST_FDS):
-            socket.send_fds(lifeline, [b"\0"], fds[begin : begin + _MOST_FDS])
-    except OSError as error:  # too many on their way (RLIMIT_NOFILE), or the supervisor is gone
-        log.warning("if this worker is killed, others on its device may be harmed: %s", error)
+        for begin in range(0, len(fds), MAX_FDS):
+            num_following = (len(fds) - begin - 1) // MAX_FDS
+            lifeline.send(DeviceDescriptors(num_following=num_following), fds[begin : begin + MAX_FDS])
+    except OSError as error:  # too many are open
+        warn(error)
     return len(fds)
+
+
+def leave_behind(unread: socket.socket) -> int:
+    """The same for a spare."""
+    fds = device_fds()
+    try:
+        for begin in range(0, len(fds), MAX_FDS):
+            socket.send_fds(unread, [b"\0"], fds[begin : begin + MAX_FDS])
+    except OSError as error:  # too many are in flight, or the zygote is gone
+        warn(error)
+    return len(fds)
+
+
+def warn(why: object) -> None:
+    log.warning("if this worker is killed, others on its device may be harmed: %s", why)
 
 
 def device_fds() -> list[int]:
