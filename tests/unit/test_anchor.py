@@ -10,10 +10,11 @@ from everserve.anchor.__main__ import Anchor
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
 from everserve.orchestrator.design import lack
 from everserve.orchestrator.memory import Memory
-from everserve.runtime.channel import Channel
-from everserve.runtime.cuda import driver
+from everserve.runtime.channel import Channel, Descriptors
+from everserve.runtime.cuda import driver, parting
 from everserve.runtime.cuda.driver import CudaError
-from everserve.runtime.messages import Allocate, AllocationFailed
+from everserve.runtime.memories import ON_HOST
+from everserve.runtime.messages import Allocate, AllocationFailed, DeviceDescriptors
 from everserve.tables.ids import Rank
 
 
@@ -161,3 +162,20 @@ def test_asking_twice_gives_the_same_memory():
 def test_the_line_says_what_to_do(kind, flag):
     line = lack(Rank(3), kind, "out of memory")
     assert "worker 3" in line and "out of memory" in line and flag in line and "\n" not in line
+
+
+def test_what_ties_it_to_a_device_is_entrusted_to_the_supervisor_once(monkeypatch):
+    """It may be killed while a device still clears memory for it."""
+    ours, theirs = Channel.pair()
+    supervisor, anchor = Channel(ours), Anchor(Channel(theirs))
+    orchestrator = Channel(Channel.pair()[0])
+    monkeypatch.setattr(parting, "device_fds", lambda: [0, 1])
+    create = lambda num_bytes: os.memfd_create("device")  # noqa: E731
+    monkeypatch.setattr(
+        anchor_memory, "Driver", lambda device: SimpleNamespace(create=create, make_current=lambda: None)
+    )
+    for i, device in enumerate((ON_HOST, 0, 0, 1)):
+        anchor._handle(Allocate(name=f"m{i}", num_bytes=4096, device=device), Descriptors(), orchestrator)
+    told = [(message, len(fds)) for message, fds in supervisor.receive_frames()]
+    assert told == [(DeviceDescriptors(num_following=0), 2)] * 2, "once for each device"
+    anchor._memory.release_all()

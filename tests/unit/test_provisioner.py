@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from everserve.runtime import provisioner
+from everserve.runtime import held
 from everserve.runtime.channel import Channel
 from everserve.runtime.cuda import parting
 from everserve.runtime.memories import (
@@ -169,7 +169,8 @@ def is_held(reader: int) -> bool:
 @pytest.mark.parametrize("num_left", [1, 600])
 @pytest.mark.parametrize("is_read", [False, True])
 def test_what_a_worker_on_a_device_left_is_held_for_a_moment_after_its_end(workers, monkeypatch, num_left, is_read):
-    monkeypatch.setattr(provisioner, "PARTING_S", 1000.0)
+    now_s = 100.0
+    monkeypatch.setattr(held.time, "monotonic", lambda: now_s)
     worker = OnDevice(workers, monkeypatch)
     reader = worker.entrust(num_left)
     before = num_fds()
@@ -179,8 +180,7 @@ def test_what_a_worker_on_a_device_left_is_held_for_a_moment_after_its_end(worke
     worker.die(workers)
     workers.flush()
     assert is_held(reader)
-    when, dead = workers._parting.pop()
-    workers._parting.append((when - 1000.0, dead))
+    now_s += held.PARTING_S
     workers.flush()
     assert not is_held(reader)
     os.close(reader)
@@ -199,6 +199,54 @@ def test_what_it_leaves_later_takes_the_place_of_what_it_left_before(workers, mo
     assert not is_held(second)
     os.close(first)
     os.close(second)
+
+
+class OnDeviceAsSpare:
+    """A spare that rehearses."""
+
+    def __init__(self, workers: Workers, monkeypatch) -> None:
+        ours, theirs = Channel.pair()
+        workers.spare_forked(NOBODY, Channel(ours))
+        self.lifeline, self._monkeypatch = Channel(theirs), monkeypatch
+
+    entrust = OnDevice.entrust
+    die = OnDevice.die
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_what_a_spare_left_is_held_for_a_moment_after_its_end(workers, monkeypatch, is_read):
+    """However it ended: the zygote may have died first."""
+    now_s = 100.0
+    monkeypatch.setattr(held.time, "monotonic", lambda: now_s)
+    spare = OnDeviceAsSpare(workers, monkeypatch)
+    reader = spare.entrust(40)
+    if is_read:
+        workers.flush()
+    spare.die(workers)
+    workers.flush()
+    assert is_held(reader)
+    now_s += held.PARTING_S
+    workers.flush()
+    assert not is_held(reader)
+    os.close(reader)
+
+
+def test_a_spare_that_becomes_a_worker_is_protected_until_it_has_told_anew(workers, monkeypatch):
+    spare = OnDeviceAsSpare(workers, monkeypatch)
+    rehearsed = spare.entrust(40)
+    spare.lifeline.close()  # as it does when it has rehearsed
+    workers.flush()
+    worker = OnDevice(workers, monkeypatch)
+    workers.flush()
+    assert is_held(rehearsed)
+    served = worker.entrust(50)
+    workers.flush()
+    assert not is_held(rehearsed) and is_held(served)
+    worker.die(workers)
+    workers.kill_all()
+    assert not is_held(served)
+    os.close(rehearsed)
+    os.close(served)
 
 
 def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
@@ -237,13 +285,13 @@ def test_one_worker_of_each_kind(workers):
 def test_on_a_device_a_lifeline_is_closed_a_moment_after_its_worker(workers, device, monkeypatch):
     """What must not end together with the worker is in it (runtime/cuda/parting.py)."""
     now_s = 100.0
-    monkeypatch.setattr(provisioner.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(held.time, "monotonic", lambda: now_s)
     live(workers, 1, pid=NOBODY, device=device)
     lifeline = workers._processes[Rank(2), Incarnation(1)].lifeline
     workers.exited(NOBODY, -9)
     workers.flush()
     assert (lifeline.fileno() >= 0) == (device == "cuda")
-    now_s += provisioner.PARTING_S
+    now_s += held.PARTING_S
     workers.flush()
     assert lifeline.fileno() == -1
 

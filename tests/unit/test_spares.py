@@ -1,11 +1,8 @@
 """What the zygote keeps ahead of need: when spares are forked, who is given away, what becomes of bad ones."""
 
-import socket
-
 import pytest
 
 from everserve.runtime.channel import Channel
-from everserve.runtime.cuda.parting import PARTING_S
 from everserve.runtime.messages import Ready, StartWorker
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.worker.spares import QUIET_S, Spare, Spares
@@ -27,7 +24,6 @@ class World:
     def __init__(self) -> None:
         self.spares = Spares(self.fork, lambda pid: self.states.get(pid, "S"), self.kill)
         self.ends: dict[int, Channel] = {}
-        self.leaves: dict[int, socket.socket] = {}
         self.like: dict[int, tuple[StartWorker, ...]] = {}
         self.states: dict[int, str] = {}
         self.killed: list[int] = []
@@ -38,8 +34,7 @@ class World:
         pid = 1000 + len(self.ends)
         self.ends[pid] = Channel(theirs)
         self.like[pid] = like
-        left_behind, self.leaves[pid] = socket.socketpair()
-        return Spare(pid, device, Channel(ours), left_behind)
+        return Spare(pid, device, Channel(ours))
 
     def kill(self, pid: int) -> None:
         self.killed.append(pid)
@@ -65,7 +60,7 @@ class World:
         return spare.pid
 
     def close(self) -> None:
-        for end in (*self.spares.ends, *self.ends.values(), *self.leaves.values()):
+        for end in (*self.spares.channels, *self.ends.values()):
             end.close()
 
 
@@ -162,36 +157,12 @@ def test_those_that_never_get_ready_come_more_and_more_seldom(world):
     for _ in range(7):
         world.ends[max(world.ends)].close()
         world.spares.tend(world.now)
-        world.later(PARTING_S)
         timeout_s = world.spares.timeout_s(world.now)
         assert timeout_s is not None
-        delays.append(PARTING_S + timeout_s)
+        delays.append(timeout_s)
         world.later(timeout_s)
     assert delays == pytest.approx([4, 8, 16, 32, 60, 60, 60])
     world.say_ready(max(world.ends))
     world.ends[max(world.ends)].close()
     world.spares.tend(world.now)
-    world.later(PARTING_S)
-    assert world.spares.timeout_s(world.now) == pytest.approx(QUIET_S - PARTING_S)
-
-
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_what_one_has_left_behind_is_kept_for_a_moment(world, is_taken):
-    """As a worker it leaves that with the supervisor, but not at once; and what it had queued when it was killed should
-    come to its end."""
-    world.spares.prepare(1, (start(),), world.now)
-    world.later()
-    world.say_ready(1000)
-    world.leaves[1000].send(b"\0")
-    if is_taken:
-        world.learn(start())
-        assert world.take() == 1000
-    else:
-        world.ends[1000].close()
-        world.spares.tend(world.now)
-    assert world.spares.timeout_s(world.now) == pytest.approx(PARTING_S)
-    world.later(PARTING_S / 2)
-    world.leaves[1000].send(b"\0")
-    world.later(PARTING_S / 2)
-    with pytest.raises(BrokenPipeError):
-        world.leaves[1000].send(b"\0")
+    assert world.spares.timeout_s(world.now) == pytest.approx(QUIET_S)

@@ -14,6 +14,7 @@ import sys
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
 from everserve.runtime import process
 from everserve.runtime.channel import RETRY_S, Channel, ChannelClosed, Descriptors
+from everserve.runtime.cuda.parting import entrust
 from everserve.runtime.messages import (
     Adopt,
     Allocate,
@@ -34,6 +35,7 @@ class Anchor:
         self._supervisor = supervisor
         self._orchestrator: Channel | None = None
         self._memory = OwnedMemory()
+        self._num_entrusted = 0  # devices of which the supervisor holds what ties us to them
         self._is_over = False
         self._selector = selectors.DefaultSelector()
 
@@ -41,11 +43,12 @@ class Anchor:
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
         self._supervisor.send(Ready())
         while not self._is_over:
-            is_behind = self._orchestrator is not None and self._orchestrator.wants_write
+            channels = [end for end in (self._supervisor, self._orchestrator) if end is not None]
+            is_behind = any(channel.wants_write for channel in channels)
             for key, _ in self._selector.select(RETRY_S if is_behind else None):
                 key.data()
-            if self._orchestrator is not None:
-                self._orchestrator.flush()
+            for channel in channels:
+                channel.flush()
 
     def _read_supervisor(self) -> None:
         for message, fds in self._supervisor.receive_frames():
@@ -84,6 +87,9 @@ class Anchor:
             except NoMemoryError as error:
                 orchestrator.send(AllocationFailed(name=message.name, reason=str(error)))
                 return
+            if self._memory.num_devices > self._num_entrusted:
+                self._num_entrusted = self._memory.num_devices
+                entrust(self._supervisor)  # we may be killed while a device still clears memory for us
             orchestrator.send(Allocated(name=message.name), fds=[fd])
         elif isinstance(message, Adopt):
             (fd,) = fds.take()

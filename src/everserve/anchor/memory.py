@@ -75,6 +75,11 @@ class OwnedMemory:
         for name in list(self._fds):
             self.release(name)
 
+    @property
+    def num_devices(self) -> int:
+        """On which we have a context."""
+        return len(self._drivers)
+
     def __len__(self) -> int:
         return len(self._fds)
 

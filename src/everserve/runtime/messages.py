@@ -322,6 +322,13 @@ class PrepareSpares(Message, frozen=True):
     like: tuple["StartWorker", ...] = ()
 
 
+class SpareForked(Message, frozen=True):
+    """Zygote to supervisor: this process rehearses on its device from now on. + fd: the supervisor's end of its
+    lifeline."""
+
+    pid: int
+
+
 class SparesChanged(Message, frozen=True):
     """Zygote to supervisor: the spares that are ready, and how many there should be."""
 
@@ -439,9 +446,9 @@ class OrchestratorAttached(Message, frozen=True):
 
 
 class DeviceDescriptors(Message, frozen=True):
-    """Worker to supervisor, through its lifeline: what ties it to its device, to be held until a moment after its end
-    (runtime/cuda/parting.py). `num_following` more such messages belong to it; with the last one, what was held before
-    is let go. + fds: copies of the driver's descriptors."""
+    """Worker or spare to supervisor, through its lifeline, and anchor to supervisor: what ties it to its device, to be
+    held until a moment after its end (runtime/cuda/parting.py). `num_following` more such messages belong to it; with
+    the last one, what was held before is let go. + fds: copies of the driver's descriptors."""
 
     num_following: int
 
@@ -579,6 +586,7 @@ AnyMessage = (
     | ForkWorker
     | WorkerForked
     | PrepareSpares
+    | SpareForked
     | SparesChanged
     | StartOrchestrator
     | AnchorAttached

@@ -17,17 +17,14 @@ have the same name in every incarnation, and seats with the same weights share t
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from everserve.errors import ProtocolError
 from everserve.runtime import process
-from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
-from everserve.runtime.cuda.parting import PARTING_S, warn
+from everserve.runtime.channel import Channel
+from everserve.runtime.held import Held, Parting
 from everserve.runtime.messages import (
     Attach,
-    DeviceDescriptors,
     ForkWorker,
     FoundProcess,
     MemoryKept,
@@ -77,29 +74,15 @@ class _Process:
     pid: int
     memory: list[int]
     lifeline: Channel
-    held: list[Descriptors] = field(default_factory=list)  # what must outlast it (runtime/cuda/parting.py) ...
-    arriving: list[Descriptors] = field(default_factory=list)  # ... and its successor, which is not complete yet
-    is_unprotected: bool = False  # some of it was lost
+    held: Held  # what must outlast it
+    rehearsed: Held | None = None  # the same of the spare that it was, until it has told anew
 
-    def hold(self) -> None:
+    def read(self) -> None:
         """Take in what it has left with us."""
-        try:
-            for message, fds in self.lifeline.receive_frames():
-                if isinstance(message, DeviceDescriptors):
-                    self.arriving.append(fds)
-                    if not message.num_following:
-                        self.held, self.arriving = self.arriving, []
-        except ChannelClosed:
-            pass  # its exit will be noticed
-        except ProtocolError as error:
-            if not self.is_unprotected:
-                warn(f"worker {self.start.rank}: {error}")
-            self.is_unprotected = True
-
-    def let_go(self) -> None:
-        self.lifeline.close()
-        for fds in (*self.held, *self.arriving):
-            fds.close()
+        self.held.read()
+        if self.rehearsed is not None and self.held.is_complete:
+            self.rehearsed.let_go()
+            self.rehearsed = None
 
 
 @dataclass
@@ -115,7 +98,8 @@ class Workers:
     _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
-    _parting: list[tuple[float, _Process]] = field(default_factory=list)  # the dead: when to let go of what they left
+    _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
+    _parting: Parting = field(default_factory=Parting)
 
     # -- births ----------------------------------------------------------------------------------
 
@@ -141,7 +125,10 @@ class Workers:
         seat = (message.rank, message.incarnation)
         birth = self._births.pop(seat)
         memory = [os.dup(fd) for fd in birth.memory]
-        worker = _Process(birth.start, message.pid, memory, Channel(birth.lifeline[0].dup()))
+        lifeline = Channel(birth.lifeline[0].dup())
+        held = Held(f"worker {message.rank}", lifeline)
+        rehearsed = self._spares.pop(message.pid, None)
+        worker = _Process(birth.start, message.pid, memory, lifeline, held, rehearsed)
         self._processes[seat] = worker
         for name in worker.start.memory:
             self._let_go(name)
@@ -154,6 +141,10 @@ class Workers:
             self.exited(message.pid, self._early_exits.pop(message.pid))
         if not self._births:
             self._early_exits.clear()
+
+    def spare_forked(self, pid: int, lifeline: Channel) -> None:
+        """The zygote has a spare, which rehearses on its device from now on."""
+        self._spares[pid] = Held(f"spare {pid}", lifeline)
 
     def kinds(self) -> tuple[StartWorker, ...]:
         """One worker of each kind that there is on each device."""
@@ -189,9 +180,10 @@ class Workers:
         """Now and then."""
         for worker in self._processes.values():
             worker.lifeline.flush()
-            worker.hold()
-        while self._parting and self._parting[0][0] <= time.monotonic():
-            self._parting.pop(0)[1].let_go()
+            worker.read()
+        for held in self._spares.values():
+            held.read()
+        self._parting.tend()
 
     @property
     def is_held_back(self) -> bool:
@@ -216,16 +208,18 @@ class Workers:
                     self._keep(name, fd)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
+        if (held := self._spares.pop(pid, None)) is not None:
+            self._parting.part(held)
         if self._births:  # it may be one of them; else it was a spare, whose pid may be another process's some day
             self._early_exits[pid] = status
         return None
 
     def _part(self, worker: _Process) -> None:
-        """Its lifeline may hold what must outlast it for a moment (runtime/cuda/parting.py)."""
-        if worker.start.settings.device == "cuda":
-            self._parting.append((time.monotonic() + PARTING_S, worker))
-        else:
-            worker.let_go()
+        for held in (worker.held, worker.rehearsed):
+            if held is not None and worker.start.settings.device == "cuda":
+                self._parting.part(held)
+            elif held is not None:
+                held.let_go()
 
     def _keep(self, name: str, fd: int) -> None:
         if name in self._dropped or self._lives_on(name):
@@ -267,10 +261,11 @@ class Workers:
             os.waitpid(pid, 0)
         for worker in self._processes.values():
             _close(worker.memory)
-            worker.let_go()
-        for _, worker in self._parting:
-            worker.let_go()
-        self._parting.clear()
+            self._part(worker)
+        for held in self._spares.values():
+            held.let_go()
+        self._spares.clear()
+        self._parting.close()
         self._processes.clear()
         for birth in self._births.values():
             birth.close()

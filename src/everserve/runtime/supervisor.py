@@ -39,10 +39,12 @@ from everserve.runtime.events import (
     WorkerExitedEvent,
     WorkerStartedEvent,
 )
+from everserve.runtime.held import Held, Parting
 from everserve.runtime.listening import url_of
 from everserve.runtime.messages import (
     AnchorAttached,
     AnyMessage,
+    DeviceDescriptors,
     DropMemory,
     EventHappened,
     Failed,
@@ -55,6 +57,7 @@ from everserve.runtime.messages import (
     Shutdown,
     SignalProcess,
     SignalWorker,
+    SpareForked,
     SparesChanged,
     StartGateway,
     StartOrchestrator,
@@ -82,6 +85,10 @@ class Child:
     control: Channel
     is_ready: bool = False
     failure: Failed | None = None
+    held: Held = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.held = Held(self.name)
 
 
 @dataclass
@@ -117,6 +124,7 @@ class Supervisor:
         self._share_device = share_device
         self._num_spares = num_spares  # for each device
         self._spares = SparesChanged(pids=(), num_wanted=0)
+        self._parting = Parting()  # of our own children; workers have theirs
         self._environment = os.environ | _ENVIRONMENT
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
@@ -220,6 +228,7 @@ class Supervisor:
         for child in self._children.values():
             child.control.flush()
         self._workers.flush()
+        self._parting.tend()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_everything()
@@ -247,6 +256,11 @@ class Supervisor:
                 )
             )
             self._workers.forked(message)
+        elif isinstance(message, SpareForked):
+            (fd,) = fds.take()
+            self._workers.spare_forked(message.pid, Channel.of_fd(fd))
+        elif isinstance(message, DeviceDescriptors):
+            child.held.add(message, fds)
         elif isinstance(message, SparesChanged):
             self._spares = message
             self._tell_processes()
@@ -308,6 +322,7 @@ class Supervisor:
         """A child is gone: expected while stopping; without the gateway it is the end; all others are replaced."""
         self._selector.unregister(child.control)
         child.control.close()
+        self._parting.part(child.held)
         del self._children[child.name]
         self._events.append(ProcessEnded(process="supervisor", child=child.name, exit_status=status))
         if self._kill_at is not None:

@@ -25,8 +25,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from everserve.runtime import process
-from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.messages import ForkWorker, PrepareSpares, Ready, Shutdown, SparesChanged, WorkerForked
+from everserve.runtime.channel import RETRY_S, Channel, ChannelClosed
+from everserve.runtime.messages import (
+    ForkWorker,
+    PrepareSpares,
+    Ready,
+    Shutdown,
+    SpareForked,
+    SparesChanged,
+    WorkerForked,
+)
 from everserve.worker.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
@@ -110,17 +118,18 @@ class Zygote:
 
     def _fork_spare(self, device: int, like: Like) -> Spare:
         ours, theirs = Channel.pair()
-        left_behind, leaves = socket.socketpair()
+        lifeline, supervisors = Channel.pair()
 
         def live() -> int:
             ours.close()
-            left_behind.close()
-            return _be_spare(Channel(theirs), leaves, like)
+            supervisors.close()
+            return _be_spare(Channel(theirs), Channel(lifeline), like)
 
         pid = self._fork_orphan(live)
-        theirs.close()
-        leaves.close()
-        return Spare(pid, device, Channel(ours), left_behind)
+        self._control.send(SpareForked(pid=pid), fds=[supervisors.fileno()])  # long before it has opened its device
+        for end in (theirs, lifeline, supervisors):
+            end.close()
+        return Spare(pid, device, Channel(ours))
 
     def _fork_orphan(self, live: Callable[[], int]) -> int:
         """Fork a process that forks another one and ends, so that the other one's parent is the supervisor. Its whole
@@ -133,7 +142,7 @@ class Zygote:
             if orphan == 0:
                 os.close(reader)
                 os.close(writer)
-                for end in (self._control, *self._spares.ends):
+                for end in (self._control, *self._spares.channels):
                     end.close()  # or a spare would not see the end of the zygote
                 _live(live, middle, self._supervisor_pid)
             os.write(writer, _PID.pack(orphan))
@@ -178,12 +187,14 @@ def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None
         os._exit(status)
 
 
-def _be_spare(zygote: Channel, lifeline: socket.socket, like: Like) -> int:
+def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
     """Until the zygote is gone, or there is something to become."""
     from everserve.worker import boot  # noqa: PLC0415
 
     process.set_name("es-spare")
     boot.rehearse(like, lifeline)
+    while lifeline.wants_write:
+        lifeline.wait(RETRY_S)
     lifeline.close()
     zygote.send(Ready())
     try:

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable
 from importlib import import_module
@@ -41,7 +40,7 @@ def prepare() -> None:
     import_module("everserve.worker.cpu_roles")
 
 
-def rehearse(like: Iterable[StartWorker], lifeline: socket.socket) -> None:
+def rehearse(like: Iterable[StartWorker], lifeline: Channel) -> None:
     """In a spare: whatever takes time and is the same for all workers like these. On CPUs nothing is left to do."""
     on_devices = [start for start in like if start.settings.device == "cuda"]
     if on_devices:

@@ -13,7 +13,6 @@ What stays is the context and the code of the kernels. Everything else is let go
 
 import gc
 import os
-import socket
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -28,7 +27,8 @@ from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.ops.cuda.experts import ExpertArena
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
-from everserve.runtime.cuda.parting import leave_behind
+from everserve.runtime.channel import Channel
+from everserve.runtime.cuda.parting import entrust
 from everserve.runtime.liveness import CELL_BYTES, Cell, Warden
 from everserve.runtime.messages import StartWorker
 from everserve.tables.ids import Role
@@ -43,11 +43,11 @@ _NOWHERE_BYTES = 2 << 20  # a beginning for each tensor, and a row of the larges
 _DETECT_MS = 1000.0
 
 
-def rehearse(like: Iterable[StartWorker], lifeline: socket.socket) -> None:
+def rehearse(like: Iterable[StartWorker], lifeline: Channel) -> None:
     """For workers like these, which are on the same device."""
     for start in like:
         device = open_device(start, Loading(start))
-        leave_behind(lifeline)
+        entrust(lifeline)
         if Role.ATTENTION in start.roles:
             _rehearse_attention(device)
             rehearse_log(device)

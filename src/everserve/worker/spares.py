@@ -8,19 +8,17 @@ a device, which they may have opened already.
 A spare that is dead or stopped is no spare. That is looked at before one is given away; what happens to it after that
 has happened to a worker, and the orchestrator sees to it.
 
-It may be killed in the middle of a rehearsal. So it leaves behind what a worker does (runtime/cuda/parting.py), with
-the zygote, which keeps that for a moment after it has ended or become a worker.
+It may be killed in the middle of a rehearsal, and so may the zygote, whose spares end with it. So it leaves with the
+supervisor what a worker does (runtime/cuda/parting.py).
 
 New spares come when nobody was forked for a while: a spare that warms up would compete with a worker that starts. If
 they end before they are ready, there is something wrong with the device or with us, and the next ones wait longer.
 """
 
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.cuda.parting import PARTING_S
 from everserve.runtime.messages import Ready, StartWorker
 from everserve.tables.ids import Role
 
@@ -38,7 +36,6 @@ class Spare:
     pid: int
     device: int
     channel: Channel
-    left_behind: socket.socket  # our end of where it leaves its descriptors. Nobody reads it
     is_ready: bool = False
 
 
@@ -61,7 +58,6 @@ class Spares:
         self._num_each = 0
         self._like: dict[tuple[int, tuple[Role, ...]], StartWorker] = {}  # of each kind the last one
         self._spares: list[Spare] = []
-        self._parting: list[tuple[float, socket.socket]] = []  # what those who are gone left behind: when to close it
         self._fork_at = 0.0
         self._num_failures = 0  # in a row: spares that ended before they were ready
 
@@ -81,14 +77,12 @@ class Spares:
         self._drop_unfit(now)
         found = next((spare for spare in self._spares if spare.is_ready and spare.device == device), None)
         if found is not None:
-            self._part_from(found, now)
+            self._spares.remove(found)
         return found
 
     def tend(self, now: float) -> None:
         """Whatever is due."""
         self._drop_unfit(now)
-        while self._parting and self._parting[0][0] <= now:
-            self._parting.pop(0)[1].close()
         if now >= self._fork_at:
             for device in self._missing():
                 like = tuple(start for (index, _), start in self._like.items() if index == device)
@@ -98,18 +92,11 @@ class Spares:
         """When to tend again at the latest, if nothing is heard from anybody; None: never."""
         due = [_LOOK_EVERY_S] if self._spares else []
         due += [max(0.0, self._fork_at - now)] if self._missing() else []
-        due += [max(0.0, at - now) for at, _ in self._parting[:1]]
         return min(due, default=None)
 
     @property
     def channels(self) -> list[Channel]:
         return [spare.channel for spare in self._spares]
-
-    @property
-    def ends(self) -> list[Channel | socket.socket]:
-        """All that is open here. None of it is another process's business."""
-        left_behind = [spare.left_behind for spare in self._spares]
-        return [*self.channels, *left_behind, *(end for _, end in self._parting)]
 
     @property
     def ready_pids(self) -> tuple[int, ...]:
@@ -135,14 +122,10 @@ class Spares:
                     continue
                 self._kill(spare.pid)  # it is still there, or its channel would have ended: nobody else has its pid
             spare.channel.close()
-            self._part_from(spare, now)
+            self._spares.remove(spare)
             self._num_failures = 0 if spare.is_ready else self._num_failures + 1
             quiet_s = min(QUIET_S * 2.0 ** min(self._num_failures, 10), _MAX_QUIET_S)
             self._fork_at = max(self._fork_at, now + quiet_s)
-
-    def _part_from(self, spare: Spare, now: float) -> None:
-        self._spares.remove(spare)
-        self._parting.append((now + PARTING_S, spare.left_behind))
 
     def _has_ended(self, spare: Spare) -> bool:
         """Listen to it."""

@@ -6,17 +6,14 @@ copies of these descriptors with the supervisor, which closes them a moment afte
 has happened as far as the driver knows, and what was queued comes to its end: what is left then waits for a word, and
 may be thrown away.
 
-    worker ── DeviceDescriptors, through its lifeline ──> supervisor, which holds them
-    spare ── a byte with the same descriptors, through a socket of its own ──> zygote, which never reads it
+    worker, spare, anchor ── DeviceDescriptors ──> supervisor, which holds them (runtime/held.py)
 
 A descriptor on its way is open, and a read moves it into the reader's table without closing it in between. So from the
 worker's send on there is a copy, whether the supervisor has come to read it or not; it closes its end of the lifeline
 as late as the copies.
 
 The supervisor reads them because the kernel bounds the descriptors that a user has in flight, in all processes
-together: those of all workers, for as long as they live, would leave no room for others. The zygote must not read what
-spares leave: a descriptor in its table would be copied into every worker that it forks. Spares are few, and theirs are
-in flight only until they end or become workers.
+together: those of all workers, for as long as they live, would leave no room for others.
 """
 
 import logging
@@ -37,24 +34,13 @@ _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 
 
 def entrust(lifeline: Channel) -> int:
-    """For a worker: copies of everything that ties us to the device, as it is now. Returns how many."""
+    """Copies of everything that ties us to the device, as it is now. Returns how many."""
     fds = device_fds()
     try:
         for begin in range(0, len(fds), MAX_FDS):
             num_following = (len(fds) - begin - 1) // MAX_FDS
             lifeline.send(DeviceDescriptors(num_following=num_following), fds[begin : begin + MAX_FDS])
     except OSError as error:  # too many are open
-        warn(error)
-    return len(fds)
-
-
-def leave_behind(unread: socket.socket) -> int:
-    """The same for a spare."""
-    fds = device_fds()
-    try:
-        for begin in range(0, len(fds), MAX_FDS):
-            socket.send_fds(unread, [b"\0"], fds[begin : begin + MAX_FDS])
-    except OSError as error:  # too many are in flight, or the zygote is gone
         warn(error)
     return len(fds)
 
