@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from everserve.gateway import sse
+from everserve.gateway import sse, stream_ids
 from everserve.gateway.depends import gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
@@ -62,11 +62,13 @@ def respond(
     """The answer to a new request."""
     gateway = gateway_of(http_request)
     trace = gateway.tracing.request(http_request)
+    state = http_request.state
+    may_see = stream_ids.audience(state.owner, state.has_own_id)
     if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
         outbox = KeptOutbox()
-        generation = Generation(gateway, request, renderer, id, prompts, outbox, trace)
+        generation = Generation(gateway, request, renderer, id, may_see, prompts, outbox, trace)
         return AnswerResponse(gateway, Kept(gateway.keeper, name_of(http_request), generation, outbox))
-    generation = Generation(gateway, request, renderer, id, prompts, Outbox(), trace)
+    generation = Generation(gateway, request, renderer, id, may_see, prompts, Outbox(), trace)
     return AnswerResponse(gateway, generation, None if request.stream else generation.whole)
 
 

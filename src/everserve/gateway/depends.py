@@ -1,4 +1,4 @@
-"""What routes depend on: the gateway, an API key, whether requests are taken, whether all is well."""
+"""What routes depend on: the gateway, a key, whether requests are taken, whether all is well."""
 
 from typing import cast
 
@@ -12,7 +12,8 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def check_api_key(request: Request) -> None:
-    gateway_of(request).check_api_key(request.headers.get("authorization"))
+    """Leaves in `request.state` whose request it is."""
+    request.state.owner = gateway_of(request).access.check(request.headers.get("authorization"))
 
 
 async def check_serving(request: Request) -> None:

@@ -1,11 +1,12 @@
-"""What the gateway process holds, and who may come in."""
+"""What the gateway process holds."""
 
-import hmac
 import itertools
 import time
 from collections import Counter
 
 from everserve.errors import OverloadedError
+from everserve.gateway import stream_ids
+from everserve.gateway.access import Access
 from everserve.gateway.cluster import Cluster
 from everserve.gateway.errors import HttpError
 from everserve.gateway.exposition import Metrics
@@ -56,7 +57,7 @@ class Gateway:
         self.num_requests = 0  # clients' requests that are being generated
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
         self.is_draining = False
-        self._api_keys = [key.encode() for key in settings.api_keys]
+        self.access = Access(settings)
         self._numbers = itertools.count(1)
 
     def check_serving(self) -> None:
@@ -73,22 +74,6 @@ class Gateway:
             raise OverloadedError("No attention worker is ready: requests wait.", retry_after_s=5)
         if violations := self.cluster.violations():
             raise OverloadedError(f"The cluster is not valid: {'; '.join(violations)}.", retry_after_s=5)
-
-    def check_api_key(self, authorization: str | None) -> None:
-        """`Authorization: Bearer KEY`, if keys are set. Compared in constant time."""
-        if not self._api_keys:
-            return
-        scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")
-        is_known = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]  # all of them, always
-        if scheme.lower() != b"bearer" or not any(is_known):
-            raise HttpError(
-                401,
-                "Incorrect API key provided."
-                if authorization
-                else "You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'.",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
 
     def check_model(self, name: str | None) -> str:
         """The served name that this request means."""
@@ -116,7 +101,7 @@ class Gateway:
             max_logprobs=self.settings.max_logprobs,
         )
 
-    def stream_id(self, wanted: str) -> str:
+    def stream_id(self, wanted: str, may_see: str) -> str:
         """A name that no stream ever had. Clients reuse their request ids, and a worker may still send tokens of a
         stream that was cancelled."""
-        return f"{wanted}.{next(self._numbers)}"
+        return stream_ids.make(wanted, next(self._numbers), may_see)
