@@ -305,7 +305,9 @@ def test_a_client_comes_back_for_the_rest_and_an_old_connection_is_closed(gatewa
 def post(gateway: GatewayUnderTest, body: str, **headers: str) -> http.client.HTTPConnection:
     """A request of the client that calls it `mine`; the answer is not waited for."""
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=TIMEOUT_S)
-    connection.request("POST", "/v1/completions", body, {"X-Request-Id": "mine", **headers})
+    connection.request(
+        "POST", "/v1/completions", body, {"X-Request-Id": "mine", "Content-Type": "application/json", **headers}
+    )
     return connection
 
 

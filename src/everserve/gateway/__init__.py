@@ -8,6 +8,7 @@
     app.py          the FastAPI application: all routes, and how errors are answered
     depends.py      what routes depend on: the gateway, a key, whether requests are taken, whether all is well
     access.py       API keys and the admin key: whose request it is, and what it may do
+    origins.py      which names of this server, and which pages of browsers, may be used to ask
     stream_ids.py   names of streams, and which readers of events may see them
     http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON

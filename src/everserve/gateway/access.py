@@ -27,7 +27,7 @@ class Access:
 
     def __init__(self, settings: StartGateway) -> None:
         names = {_digest(key.encode()): f"key{n}" for n, key in reversed([*enumerate(settings.api_keys, 1)])}
-        self._needs_key = bool(names)
+        self.needs_key = bool(names)
         self.has_admin_key = settings.admin_key is not None
         if settings.admin_key is not None:
             names[_digest(settings.admin_key.encode())] = _ADMIN
@@ -46,7 +46,7 @@ class Access:
     def check(self, authorization: str | None) -> Owner:
         """Whose request this is, by its `Authorization: Bearer KEY`; 401 if that is not enough."""
         owner = self._find(authorization)
-        if owner is None and self._needs_key:
+        if owner is None and self.needs_key:
             raise _unauthorized(authorization)
         return owner or ANYONE
 
@@ -65,7 +65,9 @@ class Access:
         if found is None:
             raise _unauthorized(authorization)
         if found != _ADMIN:
-            raise HttpError(403, "This changes the cluster and needs the server's admin key; an API key is not enough.")
+            raise HttpError(
+                403, "This changes the cluster and needs the admin key (--admin-key); an API key is not enough."
+            )
         return found
 
     def _find(self, authorization: str | None) -> Owner | None:

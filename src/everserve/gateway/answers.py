@@ -18,7 +18,7 @@ from everserve.gateway.depends import gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.generation import Generation, Renderer
-from everserve.gateway.http import JsonResponse, watch_disconnect
+from everserve.gateway.http import JsonResponse, check_json, watch_disconnect
 from everserve.gateway.keeping import Kept, name_of
 from everserve.gateway.outbox import KeptOutbox, Outbox
 from everserve.gateway.prompts import Prompt
@@ -45,6 +45,7 @@ def resume(http_request: Request) -> Response | None:
     last_event_id = http_request.headers.get("last-event-id")
     if last_event_id is None:
         return None
+    check_json(http_request)
     if not http_request.state.has_own_id:
         message = "Last-Event-ID resumes the stream that had the same X-Request-Id, but there is no X-Request-Id."
         raise HttpError(400, message, param="X-Request-Id")

@@ -43,11 +43,12 @@ class Gateway:
         self.fleet = fleet
         self.feed = feed
         self.tracing = tracing or Tracing()
+        self.access = Access(settings)
         self.story = Story()
         self.spares = Spares()
         feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
         self.cluster = Cluster(fleet, self.story)
-        self.live = Live(settings, fleet, self.cluster, self.story)
+        self.live = Live(settings, self.access, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell)
@@ -57,7 +58,6 @@ class Gateway:
         self.num_requests = 0  # clients' requests that are being generated
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
         self.is_draining = False
-        self.access = Access(settings)
         self._numbers = itertools.count(1)
 
     def check_serving(self) -> None:
