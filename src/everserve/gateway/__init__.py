@@ -1,6 +1,8 @@
 """The gateway: HTTP on one side, workers on the other, and every token stream in between.
 
     __main__.py     the process: bootstrap, then one loop over the supervisor's messages
+    server.py       the HTTP server: uvicorn, and a listener that leaves descriptors to others
+    connections.py  connections of clients: what each may cost before its request has arrived
     orchestrator.py the channel to the orchestrator, as long as there is one: tables, lost workers, faults, drains
     supervisor.py   what the supervisor is asked for
     questions.py    questions to other processes, and their answers

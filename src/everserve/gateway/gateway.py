@@ -8,6 +8,7 @@ from everserve.errors import OverloadedError
 from everserve.gateway import stream_ids
 from everserve.gateway.access import Access
 from everserve.gateway.cluster import Cluster
+from everserve.gateway.connections import Connections
 from everserve.gateway.errors import HttpError
 from everserve.gateway.exposition import Metrics
 from everserve.gateway.feed import EventFeed
@@ -44,6 +45,7 @@ class Gateway:
         self.feed = feed
         self.tracing = tracing or Tracing()
         self.access = Access(settings)
+        self.connections = Connections()
         self.story = Story()
         self.spares = Spares()
         feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
