@@ -102,7 +102,7 @@ def check_values(flags: Flags) -> None:
     if not all(flags.served_model_name or ["-"]):
         raise ConfigError("--served-model-name is empty")
     if flags.event_log is not None:
-        check_directory(flags.event_log, "--event-log")
+        check_directory(flags.event_log, "--event-log", mode=0o700)
 
 
 def resolve_model(model: str) -> Path:

@@ -24,6 +24,7 @@ from everserve.gateway.errors import HttpError
 _SLICE_BYTES = 16 << 10  # of what was received; between two slices the limits are looked at
 _LINGER_BYTES = 1 << 20  # that a refused client may still send before it reads why
 _LINGER_S = 1.0
+REASONS = ("headers", "time", "number", "memory", "descriptors", "refused")  # why connections are closed early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class Connections:
     def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.limits = limits or Limits()
         self.clock = clock
-        self.closed: Counter[str] = Counter()  # by the reason
+        self.closed = Counter(dict.fromkeys(REASONS, 0))
         self.num_accepted = 0  # sockets that are not open yet
         self._open: set[HttpProtocol] = set()
         self._arriving: dict[HttpProtocol, float] = {}  # since when; longest first
