@@ -113,6 +113,18 @@ class Connection:
             return b""
 
 
+def key_headers(*keys: str | None) -> dict[str, str]:
+    """The header that carries the first of these keys that there is. A variable may hold all keys of a server."""
+    found = [key for given in keys for key in (given or "").split()]
+    return {"Authorization": f"Bearer {found[0]}"} if found else {}
+
+
+def unauthorized(url: str, headers: Mapping[str, str], flags: str = "--api-key") -> str:
+    """What is wrong when a server answers 401 to a request with these headers."""
+    wrong = "says that this API key is wrong" if "Authorization" in headers else "wants an API key"
+    return f"{url} {wrong}: see {flags}"
+
+
 @dataclass
 class Stream:
     """One completion as its client saw it: when it was sent, and when each token's event arrived."""

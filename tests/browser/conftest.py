@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, Playwright, Request, sync_playwright
+from playwright.sync_api import Browser, BrowserType, ConsoleMessage, Page, Request, sync_playwright
 
 from everserve.runtime.local_server import LocalServer
 
@@ -15,26 +15,25 @@ CLUSTER = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos"
 NO_BROWSER = "no Chromium was found: `apt-get install chromium`, or `python -m playwright install chromium`"
 
 
-def find_browser(playwright: Playwright) -> str | None:
+def find_browser(chromium: BrowserType) -> str | None:
     """The system's Chromium, or the one that Playwright has installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    found = [os.environ.get("CHROMIUM"), *map(shutil.which, names), playwright.chromium.executable_path]
+    found = [os.environ.get("CHROMIUM"), *map(shutil.which, names), chromium.executable_path]
     return next((path for path in found if path and Path(path).exists()), None)
 
 
-def launch(playwright: Playwright, path: str) -> Browser:
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-    return playwright.chromium.launch(executable_path=path, args=flags)
+def launch(chromium: BrowserType, *flags: str) -> Browser:
+    sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []
+    return chromium.launch(executable_path=find_browser(chromium), args=[*sandbox, *flags])
 
 
 @pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     """For this folder only: while Playwright runs, no other test could run an event loop."""
     with sync_playwright() as playwright:
-        path = find_browser(playwright)
-        if path is None:
+        if find_browser(playwright.chromium) is None:
             pytest.skip(NO_BROWSER)
-        running = launch(playwright, path)
+        running = launch(playwright.chromium)
         yield running
         running.close()
 

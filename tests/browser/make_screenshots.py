@@ -29,9 +29,9 @@ def kill(page: Page, key: str) -> None:
 def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     with LocalServer("demo", *CLUSTER) as server, sync_playwright() as playwright:
-        path = find_browser(playwright)
+        path = find_browser(playwright.chromium)
         assert path is not None, NO_BROWSER
-        browser = launch(playwright, path)
+        browser = launch(playwright.chromium)
         page = browser.new_page(viewport={"width": 1280, "height": 720}, color_scheme="light")
         page.goto(server.url)
         expect_whole(page)

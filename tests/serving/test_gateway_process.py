@@ -1,8 +1,10 @@
 """The gateway process alone; the test is its supervisor, its orchestrator and its workers."""
 
+import contextlib
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -305,7 +307,9 @@ def test_a_client_comes_back_for_the_rest_and_an_old_connection_is_closed(gatewa
 def post(gateway: GatewayUnderTest, body: str, **headers: str) -> http.client.HTTPConnection:
     """A request of the client that calls it `mine`; the answer is not waited for."""
     connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=TIMEOUT_S)
-    connection.request("POST", "/v1/completions", body, {"X-Request-Id": "mine", **headers})
+    connection.request(
+        "POST", "/v1/completions", body, {"X-Request-Id": "mine", "Content-Type": "application/json", **headers}
+    )
     return connection
 
 
@@ -319,6 +323,57 @@ def read_events(answer: http.client.HTTPResponse, num: int) -> list[tuple[str, l
     return events
 
 
+def test_clients_leave_descriptors_to_workers(gateway: GatewayUnderTest) -> None:
+    """More clients than descriptors, none of them asks: a new worker and a new client still get through."""
+    gateway.publish()
+    first = gateway.attach(1)
+    gateway.until("/health", lambda answer: answer.status_code == 200)
+    limit, num_before = 96, num_descriptors(gateway)
+    assert num_before < limit // 2
+    resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    address = ("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
+    crowd = [socket.create_connection(address, timeout=TIMEOUT_S) for _ in range(2 * limit)]
+    try:
+        assert read_all(crowd[-1]).startswith(b"HTTP/1.1 503 "), "the gateway refuses it before the kernel would"
+        assert limit // 2 < num_descriptors(gateway) < limit - 10
+        first.close()
+        second = gateway.attach(2)  # its channel is a descriptor
+        gateway.orchestrator.close()
+        gateway.attach_orchestrator()
+        expect(gateway.orchestrator, GatewayReport)
+        received: list[Any] = []
+        client = threading.Thread(target=stream_when_there_is_room, args=(gateway.url, received))
+        client.start()
+        submit = expect(second, Submit)
+        assert isinstance(submit, Submit)
+        send_tokens(second, submit.spec.id, {0: 10, 1: 11, 2: 12, 3: 13}, last=3)
+        client.join(TIMEOUT_S)
+        assert received == [10, 11, 12, 13, "[DONE]"]
+    finally:
+        for sock in crowd:
+            sock.close()
+    assert gateway.process.poll() is None
+
+
+def num_descriptors(gateway: GatewayUnderTest) -> int:
+    return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+
+
+def read_all(sock: socket.socket) -> bytes:
+    data = b""
+    while part := sock.recv(4096):
+        data += part
+    return data
+
+
+def stream_when_there_is_room(url: str, received: list[Any]) -> None:
+    """As clients do that get a 503: again. Those that do not ask lose their places after a second."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not received and time.monotonic() < deadline_s:
+        with contextlib.suppress(httpx.HTTPStatusError, httpx.TransportError):
+            stream(url, received)
+
+
 def test_the_end_of_the_supervisor_is_the_end(gateway: GatewayUnderTest) -> None:
     gateway.control.close()
     assert gateway.process.wait(TIMEOUT_S) == 1
@@ -329,6 +384,7 @@ def test_the_end_of_the_supervisor_is_the_end(gateway: GatewayUnderTest) -> None
 def stream(url: str, received: list[Any]) -> None:
     body = {"prompt": [5, 6, 7], "max_tokens": 4, "stream": True, "return_token_ids": True, "ignore_eos": True}
     with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=TIMEOUT_S) as answer:
+        answer.raise_for_status()
         for line in answer.iter_lines():
             data = line.removeprefix("data: ")
             if data == "[DONE]":

@@ -67,6 +67,8 @@ def test_content_types(http: httpx.Client) -> None:
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/xml", "nonsense"):
         error = check_error(http.post("/v1/completions", content=body, headers={"content-type": kind}), 400)
         assert "application/json" in error["message"]
+    error = check_error(http.post("/v1/completions", content=body), 400)  # no type at all
+    assert "application/json" in error["message"]
     for kind in ("application/json", "application/json; charset=utf-8", "Application/JSON"):
         assert http.post("/v1/completions", content=body, headers={"content-type": kind}).status_code == 200
 

@@ -3,7 +3,7 @@ a bare ASGI client."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -374,9 +374,11 @@ class ToyServer:
         method: str,
         path: str,
         body: Any = None,
-        headers: dict[str, str] | None = None,
+        headers: Mapping[str, str | None] | None = None,  # None: not sent
         *,
         reads: bool = True,
+        hosts: Sequence[str] = (),
+        scope: Mapping[str, Any] | None = None,
     ) -> tuple["asyncio.Task[None]", Response, asyncio.Event]:
         """Start an exchange; set the event to disconnect. A client that does not read takes one piece of the body."""
         response, gone = Response(), asyncio.Event()
@@ -401,17 +403,22 @@ class ToyServer:
                 response.is_complete = not message.get("more_body")
 
         path, _, query = path.partition("?")
-        scope = {
+        pairs = [
+            *((name, value) for name, value in sent.items() if value is not None),
+            *(("host", host) for host in hosts),
+        ]
+        exchange = {
             "type": "http",
             "method": method,
             "path": path,
             "query_string": query.encode(),
-            "headers": [(name.lower().encode(), value.encode()) for name, value in sent.items()],
+            "headers": [(name.lower().encode(), value.encode()) for name, value in pairs],
+            **(scope or {}),
         }
-        return asyncio.ensure_future(self._app(scope, receive, send)), response, gone
+        return asyncio.ensure_future(self._app(exchange, receive, send)), response, gone
 
     async def request(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str | None] | None = None
     ) -> Response:
         task, response, _ = self.begin(method, path, body, headers)
         await asyncio.wait_for(task, 5)

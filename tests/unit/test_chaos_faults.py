@@ -187,6 +187,24 @@ def test_a_server_must_allow_faults(status, says):
         asyncio.run(main())
 
 
+def test_which_key_is_sent():
+    seen: list[str | None] = []
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        seen.append(asked.headers.get("authorization"))
+        yield json_answer({}, 404)
+
+    async def main() -> None:
+        async with serving(respond) as url:
+            for keys in (("client", "operator"), ("client", None), (None, "operator"), (None, None)):
+                for method, path in (("GET", "/cluster"), ("POST", "/cluster/fault"), ("POST", "/cluster/drain")):
+                    await Target(url, *keys).ask(method, path)
+
+    asyncio.run(main())
+    client, operator = "Bearer client", "Bearer operator"
+    assert seen == [client, operator, operator, client, client, client, operator, operator, operator, None, None, None]
+
+
 def test_metrics_are_summed_over_labels():
     text = b'# HELP a b\na_total{x="1"} 2.0\na_total{x="2"} 3.0\nb 1e-05\n'
 

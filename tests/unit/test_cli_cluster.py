@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from everserve.cli import app, kill, status
+from everserve.cli import app, drain, kill, status
 from everserve.errors import ConfigError
 
-assert kill and status  # importing them registers the commands
+assert drain and kill and status  # importing them registers the commands
 WORKER = {
     **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
     **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
@@ -74,8 +74,9 @@ def server() -> Iterator[ScriptedServer]:
     running.close()
 
 
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "160", "EVERSERVE_API_KEY": ""})
+def invoke(*arguments: str, **environment: str) -> Any:
+    env = {"COLUMNS": "160", "EVERSERVE_API_KEY": "", "EVERSERVE_ADMIN_KEY": "", **environment}
+    return CliRunner().invoke(app, arguments, env=env)
 
 
 def test_status_shows_workers_and_what_is_missing(server: ScriptedServer) -> None:
@@ -104,6 +105,33 @@ def test_kill_says_who_got_it(server: ScriptedServer) -> None:
     assert server.asked == ("POST", "/cluster/fault", {"rank": 3, "signal": "STOP"}, None)
     invoke("kill", "3", "--url", server.url)
     assert server.asked[2] == {"rank": 3, "signal": "KILL"}
+
+
+def test_what_changes_the_cluster_is_asked_with_the_admin_key(server: ScriptedServer) -> None:
+    server.answer = {"rank": 3, "incarnation": 2, "pid": 99, "signal": "KILL"}
+    keys = {"EVERSERVE_API_KEY": "client other", "EVERSERVE_ADMIN_KEY": "operator"}
+    for arguments in (["kill", "3"], ["kill", "anchor"], ["drain", "3", "--wait", "0"]):
+        for flags, environment, sent in (
+            (["--admin-key", "a", "--api-key", "k"], {}, "Bearer a"),
+            (["--admin-key", "a"], {}, "Bearer a"),
+            ([], keys, "Bearer operator"),
+            (["--api-key", "k"], {}, "Bearer k"),
+            ([], {}, None),
+        ):
+            assert invoke(*arguments, *flags, "--url", server.url, **environment).exit_code == 0
+            assert server.asked is not None and server.asked[3] == sent
+    server.answer = CLUSTER
+    invoke("status", "--url", server.url, **keys)
+    assert server.asked[3] == "Bearer client"
+
+
+def test_a_wrong_key_is_told_that_it_is_wrong(server: ScriptedServer) -> None:
+    server.status, server.answer = 401, {"error": {"message": "", "type": "", "param": "", "code": ""}}
+    for arguments in (["status"], ["kill", "0"], ["drain", "0"]):
+        assert "wants an API key" in str(failure(*arguments, "--url", server.url))
+        wrong = str(failure(*arguments, "--url", server.url, "--api-key", "k"))
+        assert "this API key is wrong" in wrong and "wants" not in wrong
+    assert "--admin-key" in str(failure("kill", "0", "--url", server.url))
 
 
 def test_what_goes_wrong_is_one_line(server: ScriptedServer) -> None:

@@ -5,7 +5,9 @@ import inspect
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from everserve.cli import app
 from everserve.cli.devices import Chosen
 from everserve.cli.serve import serve
 from everserve.cli.serve_settings import (
@@ -53,6 +55,11 @@ def test_the_defaults_are_fine():
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization must be above 0 and at most 1"),
         ({"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization must be above 0 and at most 1"),
         ({"api_key": ["a", ""]}, "--api-key is empty: leave it out if everybody may ask"),
+        ({"admin_key": " "}, "--admin-key is empty: leave it out if there is none"),
+        (
+            {"api_key": ["a", "b"], "admin_key": "b"},
+            "--admin-key is an --api-key too: every client could change the cluster",
+        ),
         ({"served_model_name": [""]}, "--served-model-name is empty"),
         (
             {"event_log": Path("/proc/nope")},
@@ -141,3 +148,14 @@ def test_what_only_cpus_know(flag):
     orchestrator_settings(wanted, DEMO, MODEL, ON_CPU)
     with pytest.raises(ConfigError, match="only on a CPU"):
         orchestrator_settings(wanted, DEMO, MODEL, Chosen("cuda"))
+
+
+def test_keys_and_hosts_of_the_gateway(monkeypatch):
+    start = gateway_settings(flags(admin_key=" a ", allowed_hosts=["x.org, y.org", "z.org"], host="localhost"), DEMO)
+    assert start.admin_key == "a" and start.allowed_hosts == ["localhost", "x.org", "y.org", "z.org"]
+    start = gateway_settings(flags(), DEMO)
+    assert start.admin_key is None and start.allowed_hosts == ["127.0.0.1"]
+    monkeypatch.setenv("COLUMNS", "200")
+    told = CliRunner().invoke(app, ["serve", "--help"]).output
+    for text in ("ps", "EVERSERVE_API_KEY", "EVERSERVE_ADMIN_KEY", "--admin-key", "--allowed-hosts"):
+        assert text in told

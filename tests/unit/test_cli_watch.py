@@ -205,6 +205,9 @@ def test_a_server_that_refuses_is_one_line(status: int, says: str) -> None:
     try:
         with pytest.raises(ConfigError, match=says):
             watch(served.url, None, Console(file=io.StringIO()))
+        if status == 401:
+            with pytest.raises(ConfigError, match="this API key is wrong"):
+                watch(served.url, "k", Console(file=io.StringIO()))
     finally:
         served.close()
 

@@ -2,9 +2,11 @@
 
 import json
 import os
+import stat
 
 import pytest
 
+from everserve.cli.files import check_directory
 from everserve.runtime.events import EventLog, ProcessStarted
 
 
@@ -64,3 +66,31 @@ def test_what_is_written(tmp_path):
     log.append(ProcessStarted(process="elsewhere", child="passed on", child_pid=2))
     (line,) = (tmp_path / "new" / f"here-{os.getpid()}.jsonl").read_text().splitlines()
     assert json.loads(line)["event"] == "process_started" and log.num_lost == 0
+
+
+def test_only_its_owner_reads_it(tmp_path):
+    """Whatever umask says: events hold the ids with which streams can be resumed."""
+    before = os.umask(0)
+    try:
+        directory = tmp_path / "new" / "log"
+        EventLog("here", str(directory)).append(started())
+        (path,) = directory.iterdir()
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(directory.stat().st_mode) == 0o700
+        path.chmod(0o644)  # from an earlier version, say
+        EventLog("here", str(directory)).append(started())
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(path.read_text().splitlines()) == 2
+        given = tmp_path / "given"
+        check_directory(given, "--event-log", mode=0o700)
+        assert stat.S_IMODE(given.stat().st_mode) == 0o700
+        given.chmod(0o755)
+        check_directory(given, "--event-log", mode=0o700)
+        assert stat.S_IMODE(given.stat().st_mode) == 0o755, "what was there is left as it is"
+    finally:
+        os.umask(before)
+
+
+def test_a_log_does_not_follow_a_link(tmp_path, caplog):
+    target = tmp_path / "target"
+    (tmp_path / f"here-{os.getpid()}.jsonl").symlink_to(target)
+    EventLog("here", str(tmp_path)).append(started())
+    assert not target.exists() and "events are not written" in caplog.text

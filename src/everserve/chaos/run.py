@@ -60,7 +60,12 @@ class Settings:
 
 
 def check_own(
-    model: str, flags: Sequence[str], settings: Settings, progress: Progress, api_key: str | None = None
+    model: str,
+    flags: Sequence[str],
+    settings: Settings,
+    progress: Progress,
+    api_key: str | None = None,
+    admin_key: str | None = None,
 ) -> Verdict:
     """Start a server and check it. If something is found, its log and events are kept."""
     progress.say(f"starting a server: everserve serve {' '.join([model, *flags, '--enable-chaos'])}")
@@ -69,7 +74,8 @@ def check_own(
             server = stack.enter_context(LocalServer(model, *flags, "--enable-chaos"))
         except EverserveError as error:
             raise ConfigError(str(error)) from error
-        verdict = asyncio.run(Run(Target(server.url, api_key), settings, progress, server=server).perform())
+        target = Target(server.url, api_key, admin_key)
+        verdict = asyncio.run(Run(target, settings, progress, server=server).perform())
         if not verdict.is_good:
             kept = Path(tempfile.mkdtemp(prefix="everserve-chaos-"))
             server.save(kept)

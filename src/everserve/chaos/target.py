@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from everserve.chaos.schedule import PROCESSES, Seats, Victim
-from everserve.client import Broken, Connection
+from everserve.client import Broken, Connection, key_headers, unauthorized
 from everserve.errors import ConfigError, EverserveError
 from everserve.runtime import process
 
 _ANSWER_S = 30.0
 _NOBODY = (1 << 31) - 1  # a rank that no server has
+_ADMINISTRATION = ("/cluster/fault", "/cluster/drain")
 
 
 class Reply(NamedTuple):
@@ -97,16 +98,17 @@ class View:
 class Target:
     """A server with --enable-chaos."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, admin_key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        keys = (api_key or "").split()  # the variable may hold all keys that `serve` accepts
-        self.headers: Mapping[str, str] = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+        self.headers: Mapping[str, str] = key_headers(api_key, admin_key)
+        self._admin_headers = key_headers(admin_key, api_key)
 
     async def ask(self, method: str, path: str, body: object = None, timeout_s: float = _ANSWER_S) -> Reply:
         """One exchange, whatever its status; NoAnswer if there is none in time."""
+        headers = self._admin_headers if path in _ADMINISTRATION else self.headers
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await Connection.open(self.url, method, path, body, self.headers)
+                connection = await Connection.open(self.url, method, path, body, headers)
                 try:
                     return Reply(await connection.read_head(), await connection.read_body())
                 finally:
@@ -117,7 +119,7 @@ class Target:
     async def get(self, path: str) -> Any:
         reply = await self.ask("GET", path)
         if reply.status == 401:
-            raise ConfigError(f"{self.url} wants an API key: see --api-key")
+            raise ConfigError(unauthorized(self.url, self.headers))
         if reply.status != 200:
             raise NoAnswer(f"GET {path}: {self.url} answered {reply.status}")
         return reply.json()
@@ -141,9 +143,9 @@ class Target:
         except NoAnswer as error:
             raise ConfigError(f"{error}: is the server running? see --url") from error
         if reply.status == 401:
-            raise ConfigError(f"{self.url} wants an API key: see --api-key")
+            raise ConfigError(unauthorized(self.url, self._admin_headers, "--admin-key, --api-key"))
         if reply.status == 403:
-            raise ConfigError(f"{self.url} does not allow faults: start it with --enable-chaos")
+            raise ConfigError(f"{self.url} does not allow faults: {_message(reply)}")
         if reply.status != 404:
             raise ConfigError(f"{self.url} answered {reply.status} to a fault for nobody: is that an Everserve server?")
 
@@ -158,6 +160,14 @@ class Target:
             raise NoAnswer(f"POST /tokenize: {self.url} answered {reply.status}")
         ids: list[int] = reply.json()["tokens"]
         return ids
+
+
+def _message(reply: Reply) -> str:
+    """What an error's body says, if it is one of ours."""
+    match reply.json():
+        case {"error": {"message": str(message)}}:
+            return message
+    return "start it with --enable-chaos"
 
 
 def supervisor_here(view: View) -> int | None:

@@ -40,6 +40,9 @@ def chaos(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
+    ] = None,
 ) -> None:
     """Kill, stop and drain workers and helpers under running streams, and compare every token with the undisturbed run.
 
@@ -62,13 +65,14 @@ def chaos(
         if attention_workers is not None or expert_workers is not None or kv_log is not None or serve:
             raise ConfigError("--url: the server runs already; flags for a server make no sense")
         with Progress() as progress:
-            verdict = run.check_running(Target(url, api_key), settings, progress)
+            verdict = run.check_running(Target(url, api_key, admin_key), settings, progress)
     else:
         workers = ["--attention-workers", str(attention_workers or 2)]
         workers += ["--expert-workers", str(2 if expert_workers is None else expert_workers)]
         log = ["--kv-log", kv_log] if kv_log is not None else []
         with Progress() as progress:
-            verdict = run.check_own(model, [*workers, *log, *shlex.split(serve)], settings, progress, api_key)
+            flags = [*workers, *log, *shlex.split(serve)]
+            verdict = run.check_own(model, flags, settings, progress, api_key, admin_key)
     console = Console()
     verdict.show(console if console.is_terminal else Console(width=_WIDTH))
     if json_file is not None:

@@ -9,6 +9,7 @@ demo_story.py is what happens, demo_screen.py how it looks.
 
 import asyncio
 import contextlib
+import os
 import time
 
 import typer
@@ -25,6 +26,7 @@ from everserve.runtime.local_server import LocalServer
 NUM_ATTENTION, NUM_EXPERT = 2, 2
 _WHOLE_WITHIN_S = 30.0
 _REFRESH_S = 0.1
+_KEYS = ("EVERSERVE_API_KEY", "EVERSERVE_ADMIN_KEY")  # of other servers; this one lives for a minute, on the loopback
 _WIDTH = 110  # of tables, where there is no terminal
 
 
@@ -43,9 +45,10 @@ def demo() -> None:
     )
     began_s = time.monotonic()
     flags = ("--attention-workers", str(NUM_ATTENTION), "--expert-workers", str(NUM_EXPERT), "--enable-chaos")
+    environment = {name: value for name, value in os.environ.items() if name not in _KEYS}
     with contextlib.ExitStack() as stack:
         with StartBars(console, "starting") as bars:
-            server = stack.enter_context(LocalServer("demo", *flags, on_wait=bars.show))
+            server = stack.enter_context(LocalServer("demo", *flags, on_wait=bars.show, environment=environment))
         placed = next(event for event in server.events() if event["event"] == "placement_made")
         console.print(
             f"Ready at {server.url} after {time.monotonic() - began_s:.1f} s. Each expert worker holds "

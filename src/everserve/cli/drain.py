@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from everserve.cli import app
-from everserve.cli.status import DEFAULT_URL, ask, fetch_cluster
+from everserve.cli.status import DEFAULT_URL, administer, fetch_cluster
 from everserve.errors import ConfigError
 
 _LOOK_EVERY_S = 0.1
@@ -25,20 +25,24 @@ def drain(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
+    ] = None,
 ) -> None:
     """Restart workers under load: each moves its streams to others live, exits, and a new process takes its seat."""
     if every == bool(ranks):
         raise ConfigError("drain: either name the ranks, or say --all")
     if every and not wait:
         raise ConfigError("drain --all --wait 0 would restart everything at once; leave --wait out")
-    for rank in ranks or [worker["rank"] for worker in fetch_cluster(url, api_key)["workers"]]:
+    client_key = api_key or admin_key
+    for rank in ranks or [worker["rank"] for worker in fetch_cluster(url, client_key)["workers"]]:
         began_s = time.monotonic()
-        asked = ask("POST", f"{url}/cluster/drain", api_key, {"rank": rank})
+        asked = administer(f"{url}/cluster/drain", admin_key, api_key, {"rank": rank})
         incarnation = asked["incarnation"]
         if not wait:
             typer.echo(f"rank {rank}: incarnation {incarnation} leaves")
             continue
-        successor = _wait_for_successor(url, api_key, rank, incarnation, wait)
+        successor = _wait_for_successor(url, client_key, rank, incarnation, wait)
         took_s = time.monotonic() - began_s
         typer.echo(f"rank {rank}: {incarnation} left, {successor['incarnation']} is ready after {took_s:.1f} s")
 

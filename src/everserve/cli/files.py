@@ -13,10 +13,10 @@ def read_text(path: Path, flag: str) -> str:
         raise ConfigError(f"{flag} {path}: {_why(error)}") from error
 
 
-def check_directory(path: Path, flag: str) -> None:
-    """Before anything long begins. It is made if it is not there."""
+def check_directory(path: Path, flag: str, mode: int = 0o777) -> None:
+    """Before anything long begins. It is made if it is not there, with this mode (less what umask takes)."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:

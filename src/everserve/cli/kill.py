@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from everserve.cli import app
-from everserve.cli.status import DEFAULT_URL, ask
+from everserve.cli.status import DEFAULT_URL, administer
 from everserve.errors import ConfigError
 
 _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
@@ -21,14 +21,17 @@ def kill(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
+    ] = None,
 ) -> None:
     """Inject a fault: send a signal to a process. The server must run with --enable-chaos."""
     name = signal.upper().removeprefix("SIG")
     if name not in _SIGNALS:
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
     if target.isdigit():
-        sent = ask("POST", f"{url}/cluster/fault", api_key, {"rank": int(target), "signal": name})
+        sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"rank": int(target), "signal": name})
         typer.echo(f"sent SIG{name} to rank {target} (incarnation {sent['incarnation']}, pid {sent['pid']})")
     else:
-        sent = ask("POST", f"{url}/cluster/fault", api_key, {"process": target, "signal": name})
+        sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"process": target, "signal": name})
         typer.echo(f"sent SIG{name} to the {target} (pid {sent['pid']})")

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 import yaml
+from msgspec import structs
 
 from everserve.cli import app
 from everserve.cli.devices import choose
@@ -58,7 +59,27 @@ def serve(
         list[str] | None, typer.Option(help="Name in the API; may be given several times. Default: MODEL.")
     ] = None,
     api_key: Annotated[
-        list[str] | None, typer.Option(help="Accept only requests with one of these keys.", envvar="EVERSERVE_API_KEY")
+        list[str] | None,
+        typer.Option(
+            help="Accept only requests with one of these keys. Keys on the command line are visible to every user of"
+            " this host, in `ps`: better in EVERSERVE_API_KEY, separated by spaces.",
+            envvar="EVERSERVE_API_KEY",
+        ),
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="What changes the cluster (kill, drain) needs this key, and is off without one if --host is not a"
+            " loopback address. Visible in `ps`, too: better in EVERSERVE_ADMIN_KEY.",
+            envvar="EVERSERVE_ADMIN_KEY",
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Names by which clients may ask for this server (their Host header), besides the loopback names and"
+            " the address it listens on. May be given several times, or with commas; * allows all."
+        ),
     ] = None,
     attention_workers: Annotated[
         int, typer.Option(help="Workers that own requests and their KV cache.", min=1, max=32)
@@ -184,7 +205,7 @@ def serve(
     bars = FollowingBars(url_of(listen), api_key or [], f"everserve: {model}")
     supervisor = Supervisor(
         listen,
-        gateway_settings(flags, directory),
+        structs.replace(gateway_settings(flags, directory), listen_host=listen.getsockname()[0]),
         start,
         grace_s=shutdown_timeout,
         event_log=start.event_log,

@@ -45,6 +45,8 @@ class Flags:
     port: int
     served_model_name: list[str] | None
     api_key: list[str] | None
+    admin_key: str | None
+    allowed_hosts: list[str] | None
     attention_workers: int
     expert_workers: int
     shadow_experts: int | None
@@ -94,10 +96,14 @@ def check_values(flags: Flags) -> None:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
     if not all(flags.api_key or ["-"]):
         raise ConfigError("--api-key is empty: leave it out if everybody may ask")
+    if flags.admin_key is not None and not flags.admin_key.strip():
+        raise ConfigError("--admin-key is empty: leave it out if there is none")
+    if flags.admin_key in (flags.api_key or []):
+        raise ConfigError("--admin-key is an --api-key too: every client could change the cluster")
     if not all(flags.served_model_name or ["-"]):
         raise ConfigError("--served-model-name is empty")
     if flags.event_log is not None:
-        check_directory(flags.event_log, "--event-log")
+        check_directory(flags.event_log, "--event-log", mode=0o700)
 
 
 def resolve_model(model: str) -> Path:
@@ -193,6 +199,9 @@ def gateway_settings(flags: Flags, directory: Path) -> StartGateway:
         chat_template=read_text(flags.chat_template, "--chat-template") if flags.chat_template is not None else None,
         event_log=_text(flags.event_log),
         resume_window_s=flags.resume_window,
+        admin_key=flags.admin_key.strip() if flags.admin_key is not None else None,
+        listen_host=flags.host,
+        allowed_hosts=[flags.host, *_split(flags.allowed_hosts or [])],
     )
 
 
@@ -207,6 +216,11 @@ def _fixed_routes(flags: Flags, model: ModelConfig) -> tuple[int, int]:
     if not flags.expert_workers or model.num_experts % flags.expert_workers:
         raise ConfigError("--fixed-routes needs --expert-workers that divide the number of experts")
     return model.num_experts // flags.expert_workers, flags.attention_workers
+
+
+def _split(names: list[str]) -> list[str]:
+    """`--allowed-hosts a,b --allowed-hosts c`"""
+    return [name.strip() for given in names for name in given.split(",") if name.strip()]
 
 
 def _text(path: Path | None) -> str | None:

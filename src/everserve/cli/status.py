@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everserve.cli import app
+from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -41,17 +42,22 @@ def status(
 
 def fetch_cluster(url: str, api_key: str | None = None) -> dict[str, Any]:
     """What /cluster says, or one line that says why nothing does."""
-    return ask("GET", f"{url}/cluster", api_key)
+    return ask("GET", f"{url}/cluster", key_headers(api_key))
 
 
-def ask(method: str, url: str, api_key: str | None = None, body: object = None) -> dict[str, Any]:
+def administer(url: str, admin_key: str | None, api_key: str | None, body: object) -> dict[str, Any]:
+    """Change the cluster: with the admin key if there is one. A server without one takes an API key."""
+    return ask("POST", url, key_headers(admin_key, api_key), body, "--admin-key, or --api-key if it has no admin key")
+
+
+def ask(
+    method: str, url: str, headers: dict[str, str], body: object = None, key_flags: str = "--api-key"
+) -> dict[str, Any]:
     """The JSON that a server answers, or one line that says why it does not."""
-    keys = (api_key or "").split()  # the variable may hold all keys that `serve` accepts
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     try:
         response = httpx.request(method, url, headers=headers, json=body, timeout=15.0)
         if response.status_code == httpx.codes.UNAUTHORIZED:
-            raise ConfigError(f"{url} wants an API key: see --api-key")
+            raise ConfigError(unauthorized(url, headers, key_flags))
         answer = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ConfigError(f"no answer from {url} ({error}): is the server running? see --url") from error

@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
 
 _KEPT_TICKS = 1200
@@ -236,14 +237,13 @@ def _say(text: str, unix_s: float) -> None:
 
 def _follow(watched: Watched, api_key: str | None) -> Iterator[None]:
     """Read the news; yields after each, and once a second while there are none."""
-    keys = (api_key or "").split()
-    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
+    headers = key_headers(api_key)
     with httpx.Client(headers=headers, timeout=httpx.Timeout(_READ_S)) as client:
         while True:
             since = f"?since={watched.ticks[-1]['n']}" if watched.ticks else ""
             try:
                 with client.stream("GET", f"{watched.url}/cluster/live{since}") as response:
-                    _check(watched.url, response)
+                    _check(watched.url, headers, response)
                     for line in response.iter_lines():
                         if line.startswith("data:"):
                             watched.silent_since_s = None
@@ -259,9 +259,9 @@ def _follow(watched: Watched, api_key: str | None) -> Iterator[None]:
             time.sleep(_AGAIN_S)
 
 
-def _check(url: str, response: httpx.Response) -> None:
+def _check(url: str, headers: dict[str, str], response: httpx.Response) -> None:
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError(f"{url} wants an API key: see --api-key")
+        raise ConfigError(unauthorized(url, headers))
     if response.status_code == httpx.codes.NOT_FOUND:
         raise ConfigError(f"{url} has no /cluster/live: is it Everserve, and not an older one?")
     response.raise_for_status()

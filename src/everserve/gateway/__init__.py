@@ -1,12 +1,17 @@
 """The gateway: HTTP on one side, workers on the other, and every token stream in between.
 
     __main__.py     the process: bootstrap, then one loop over the supervisor's messages
+    server.py       the HTTP server: uvicorn, and a listener that leaves descriptors to others
+    connections.py  connections of clients: what each may cost before its request has arrived
     orchestrator.py the channel to the orchestrator, as long as there is one: tables, lost workers, faults, drains
     supervisor.py   what the supervisor is asked for
     questions.py    questions to other processes, and their answers
-    gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
+    gateway.py      what the process holds: settings, tokenizer, workers, metrics
     app.py          the FastAPI application: all routes, and how errors are answered
-    depends.py      what routes depend on: the gateway, an API key, whether requests are taken, whether all is well
+    depends.py      what routes depend on: the gateway, a key, whether requests are taken, whether all is well
+    access.py       API keys and the admin key: whose request it is, and what it may do
+    origins.py      which names of this server, and which pages of browsers, may be used to ask
+    stream_ids.py   names of streams, and which readers of events may see them
     http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON
     openapi.py      /openapi.json, from the routes and the structs they use

@@ -8,27 +8,24 @@ when there is one, and may be followed by another (orchestrator.py).
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import os
 import signal
 import socket
 import sys
 import traceback
-from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
 import uvloop
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from everserve.errors import OverloadedError, UserError
 from everserve.gateway.app import create_app
-from everserve.gateway.errors import HttpError
 from everserve.gateway.feed import EventFeed
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.sampling import read_defaults
+from everserve.gateway.server import Server, raise_descriptor_limit
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import load_tokenizer
 from everserve.gateway.tracing import make_tracing
@@ -112,27 +109,6 @@ class GatewayProcess:
         self._server.should_exit = True
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own ideas about signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _HttpProtocol(HttpToolsProtocol):
-    """Bytes that are not HTTP get an error of the same shape as all others."""
-
-    def send_400_response(self, msg: str) -> None:
-        body = HttpError(400, msg).body()
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
-        )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
-
-
 async def serve(control_fd: int, listen_fd: int) -> int:
     """The whole life of the process; returns its exit status."""
     control = AsyncChannel(socket.socket(fileno=control_fd))
@@ -147,10 +123,9 @@ async def serve(control_fd: int, listen_fd: int) -> int:
         traceback.print_exc(file=sys.stderr)
         control.send(Failed(reason=f"{type(error).__name__}: {error}", user_error=False))
         return 1
-    server = _Server(
+    server = Server(
         uvicorn.Config(
             create_app(gateway),
-            http=_HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,
@@ -160,7 +135,8 @@ async def serve(control_fd: int, listen_fd: int) -> int:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_CLOSE_S,
-        )
+        ),
+        gateway.connections,
     )
     serving = asyncio.create_task(server.serve(sockets=[socket.socket(fileno=listen_fd)]))
     while not server.started and not serving.done():
@@ -205,6 +181,7 @@ def main() -> int:
     arguments = parser.parse_args()
     process.die_with(arguments.supervisor_pid)
     process.set_name("es-gateway")
+    raise_descriptor_limit()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)
         try:

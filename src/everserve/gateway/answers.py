@@ -13,12 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from everserve.gateway import sse
+from everserve.gateway import sse, stream_ids
 from everserve.gateway.depends import gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.generation import Generation, Renderer
-from everserve.gateway.http import JsonResponse, watch_disconnect
+from everserve.gateway.http import JsonResponse, check_json, watch_disconnect
 from everserve.gateway.keeping import Kept, name_of
 from everserve.gateway.outbox import KeptOutbox, Outbox
 from everserve.gateway.prompts import Prompt
@@ -45,6 +45,7 @@ def resume(http_request: Request) -> Response | None:
     last_event_id = http_request.headers.get("last-event-id")
     if last_event_id is None:
         return None
+    check_json(http_request)
     if not http_request.state.has_own_id:
         message = "Last-Event-ID resumes the stream that had the same X-Request-Id, but there is no X-Request-Id."
         raise HttpError(400, message, param="X-Request-Id")
@@ -62,11 +63,13 @@ def respond(
     """The answer to a new request."""
     gateway = gateway_of(http_request)
     trace = gateway.tracing.request(http_request)
+    state = http_request.state
+    may_see = stream_ids.audience(state.owner, state.has_own_id)
     if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
         outbox = KeptOutbox()
-        generation = Generation(gateway, request, renderer, id, prompts, outbox, trace)
+        generation = Generation(gateway, request, renderer, id, may_see, prompts, outbox, trace)
         return AnswerResponse(gateway, Kept(gateway.keeper, name_of(http_request), generation, outbox))
-    generation = Generation(gateway, request, renderer, id, prompts, Outbox(), trace)
+    generation = Generation(gateway, request, renderer, id, may_see, prompts, Outbox(), trace)
     return AnswerResponse(gateway, generation, None if request.stream else generation.whole)
 
 

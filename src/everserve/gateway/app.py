@@ -16,6 +16,7 @@ from everserve.gateway import chat, completions, drains, faults, health, models,
 from everserve.gateway.errors import HttpError, from_exception
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import RequestIds
+from everserve.gateway.origins import AllowedHosts
 
 _MODULES = (completions, chat, models, tokenize, health, faults, drains, pages)
 
@@ -42,9 +43,10 @@ def create_app(gateway: Gateway) -> FastAPI:
         if isinstance(route, APIRoute) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")  # as HTTP has it; the server leaves the body out
     app.state.gateway = gateway
-    app.add_middleware(RequestIds, responses=gateway.responses)
-    has_api_keys = bool(gateway.settings.api_keys)
-    app.openapi = functools.cache(lambda: openapi.document(app, has_api_keys))  # type: ignore[method-assign]
+    settings = gateway.settings
+    app.add_middleware(AllowedHosts, names=[settings.listen_host, *settings.allowed_hosts])
+    app.add_middleware(RequestIds, responses=gateway.responses)  # outside of the other
+    app.openapi = functools.cache(lambda: openapi.document(app, gateway.access))  # type: ignore[method-assign]
     return app
 
 

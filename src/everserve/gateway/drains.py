@@ -7,14 +7,14 @@ from fastapi import APIRouter, Request
 from msgspec import Meta
 from starlette.responses import Response
 
-from everserve.gateway.depends import NEEDS_KEY, gateway_of
+from everserve.gateway.depends import NEEDS_ADMIN, gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.http import JsonResponse, read_json
 from everserve.gateway.openapi import describe
 from everserve.gateway.responses import DrainView
 from everserve.tables.ids import Rank
 
-router = APIRouter(dependencies=[NEEDS_KEY])
+router = APIRouter(dependencies=[NEEDS_ADMIN])
 
 
 class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,7 +26,9 @@ class DrainRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 _decoder = msgspec.json.Decoder(DrainRequest)
 
 
-@router.post("/cluster/drain", openapi_extra=describe(DrainView, status=202, request=DrainRequest, errors=(409, 503)))
+@router.post(
+    "/cluster/drain", openapi_extra=describe(DrainView, status=202, request=DrainRequest, errors=(403, 409, 503))
+)
 async def drain(http_request: Request) -> Response:
     """Answers when the worker has been asked to leave; `/cluster` shows when it is gone."""
     gateway = gateway_of(http_request)

@@ -233,6 +233,18 @@ class Metrics(Collector):
         for labels, count in self._gateway.responses.items():
             responses.add_metric(list(labels), count)
         yield responses
+        connections = self._gateway.connections
+        yield GaugeMetricFamily(
+            "everserve_connections", "Connections of clients, idle ones included.", value=connections.num_open
+        )
+        closed = CounterMetricFamily(
+            "everserve_connections_closed",
+            "Connections closed before their request had arrived, or while idle, because of a limit.",
+            labels=["limit"],
+        )
+        for limit, count in connections.closed.items():
+            closed.add_metric([limit], count)
+        yield closed
 
     def _engine_total(self, field: str) -> int:
         fleet = self._gateway.fleet

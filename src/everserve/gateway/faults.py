@@ -9,7 +9,7 @@ from msgspec import Meta
 from starlette.responses import Response
 
 from everserve.errors import RequestError
-from everserve.gateway.depends import NEEDS_KEY, gateway_of
+from everserve.gateway.depends import NEEDS_ADMIN, gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import JsonResponse, read_json
@@ -19,7 +19,7 @@ from everserve.gateway.responses import FaultView
 from everserve.gateway.supervisor import PROCESSES
 from everserve.tables.ids import Rank
 
-router = APIRouter(dependencies=[NEEDS_KEY])
+router = APIRouter(dependencies=[NEEDS_ADMIN])
 
 
 class FaultRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,12 +1,19 @@
-"""What happened, and what happens: `/events`."""
+"""What happened, and what happens: `/events`.
+
+Readers see the ids of their own requests only (stream_ids.py): an event that names a stream is written twice, once for
+those who may see its name and once for all others.
+"""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
-from everserve.gateway import sse
+from everserve.gateway import sse, stream_ids
+from everserve.gateway.access import ANYONE, Owner
 from everserve.gateway.http import watch_disconnect
 from everserve.runtime.events import AnyEvent
 
@@ -15,11 +22,35 @@ _MAX_BEHIND = 2000  # events; a reader further behind is dropped
 _HEARTBEAT_S = 15.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One event as it is sent."""
+
+    data: bytes
+    may_see: str = ANYONE  # who gets ...
+    own_data: bytes = b""  # ... this instead
+
+    @classmethod
+    def of(cls, event: AnyEvent) -> "_Item":
+        kind, name = str(event.__struct_config__.tag), getattr(event, "request_id", None)
+        if name is None:
+            return cls(sse.named_event(kind, event))
+        may_see = stream_ids.audience_of(name)
+        data, own_data = (
+            sse.named_event(kind, msgspec.structs.replace(event, request_id=stream_ids.seen_by(name, reader)))
+            for reader in (ANYONE, may_see)
+        )
+        return cls(data, may_see, own_data)
+
+    def seen_by(self, reader: Owner) -> bytes:
+        return self.own_data if self.own_data and self.may_see == reader else self.data
+
+
 class EventFeed:
     """The recent events of all processes, and who reads along."""
 
     def __init__(self) -> None:
-        self._recent: deque[bytes] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[_Item] = deque(maxlen=_NUM_RECENT)
         self._readers: set[_Reader] = set()
         self.listeners: list[Callable[[AnyEvent], None]] = []  # in this process
 
@@ -29,16 +60,16 @@ class EventFeed:
 
     def publish(self, event: AnyEvent) -> None:
         """Remember it and tell all readers."""
-        data = sse.named_event(str(event.__struct_config__.tag), event)
-        self._recent.append(data)
+        item = _Item.of(event)
+        self._recent.append(item)
         for reader in list(self._readers):
-            reader.put(data)
+            reader.put(item)
         for listen in self.listeners:
             listen(event)
 
-    def open_reader(self) -> "_Reader":
-        """A reader that begins with the recent events."""
-        reader = _Reader(self._recent)
+    def open_reader(self, owner: Owner = ANYONE) -> "_Reader":
+        """A reader that begins with the recent events, as the owner of this key may see them."""
+        reader = _Reader(owner, self._recent)
         self._readers.add(reader)
         return reader
 
@@ -54,16 +85,17 @@ class EventFeed:
 class _Reader:
     """One client of /events: what it has not been sent yet."""
 
-    def __init__(self, recent: deque[bytes]) -> None:
-        self._waiting = deque(recent)
+    def __init__(self, owner: Owner, recent: Iterable[_Item]) -> None:
+        self._owner = owner
+        self._waiting = deque(item.seen_by(owner) for item in recent)
         self._ended = False
         self._changed = asyncio.Event()
 
-    def put(self, data: bytes) -> None:
+    def put(self, item: _Item) -> None:
         if len(self._waiting) >= _MAX_BEHIND:
             self.end()  # it does not read; remembering more for it would have no end
         elif not self._ended:
-            self._waiting.append(data)
+            self._waiting.append(item.seen_by(self._owner))
         self._changed.set()
 
     def end(self) -> None:
@@ -88,13 +120,14 @@ class _Reader:
 class EventsResponse(sse.EventStream):
     """The recent events, and then each as it happens."""
 
-    def __init__(self, feed: EventFeed) -> None:
+    def __init__(self, feed: EventFeed, owner: Owner) -> None:
         super().__init__()
         self._feed = feed
+        self._owner = owner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.start(send)
-        reader = self._feed.open_reader()
+        reader = self._feed.open_reader(self._owner)
         try:
             with watch_disconnect(receive, reader.end):
                 while scope["method"] != "HEAD" and (data := await reader.take()) is not None:

@@ -1,12 +1,14 @@
-"""What the gateway process holds, and who may come in."""
+"""What the gateway process holds."""
 
-import hmac
 import itertools
 import time
 from collections import Counter
 
 from everserve.errors import OverloadedError
+from everserve.gateway import stream_ids
+from everserve.gateway.access import Access
 from everserve.gateway.cluster import Cluster
+from everserve.gateway.connections import Connections
 from everserve.gateway.errors import HttpError
 from everserve.gateway.exposition import Metrics
 from everserve.gateway.feed import EventFeed
@@ -42,11 +44,13 @@ class Gateway:
         self.fleet = fleet
         self.feed = feed
         self.tracing = tracing or Tracing()
+        self.access = Access(settings)
+        self.connections = Connections()
         self.story = Story()
         self.spares = Spares()
         feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
         self.cluster = Cluster(fleet, self.story)
-        self.live = Live(settings, fleet, self.cluster, self.story)
+        self.live = Live(settings, self.access, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell)
@@ -56,7 +60,6 @@ class Gateway:
         self.num_requests = 0  # clients' requests that are being generated
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
         self.is_draining = False
-        self._api_keys = [key.encode() for key in settings.api_keys]
         self._numbers = itertools.count(1)
 
     def check_serving(self) -> None:
@@ -73,22 +76,6 @@ class Gateway:
             raise OverloadedError("No attention worker is ready: requests wait.", retry_after_s=5)
         if violations := self.cluster.violations():
             raise OverloadedError(f"The cluster is not valid: {'; '.join(violations)}.", retry_after_s=5)
-
-    def check_api_key(self, authorization: str | None) -> None:
-        """`Authorization: Bearer KEY`, if keys are set. Compared in constant time."""
-        if not self._api_keys:
-            return
-        scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")
-        is_known = [hmac.compare_digest(given.strip(), key) for key in self._api_keys]  # all of them, always
-        if scheme.lower() != b"bearer" or not any(is_known):
-            raise HttpError(
-                401,
-                "Incorrect API key provided."
-                if authorization
-                else "You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'.",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
 
     def check_model(self, name: str | None) -> str:
         """The served name that this request means."""
@@ -116,7 +103,7 @@ class Gateway:
             max_logprobs=self.settings.max_logprobs,
         )
 
-    def stream_id(self, wanted: str) -> str:
+    def stream_id(self, wanted: str, may_see: str) -> str:
         """A name that no stream ever had. Clients reuse their request ids, and a worker may still send tokens of a
         stream that was cancelled."""
-        return f"{wanted}.{next(self._numbers)}"
+        return stream_ids.make(wanted, next(self._numbers), may_see)

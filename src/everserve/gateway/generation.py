@@ -48,6 +48,7 @@ class Generation:
         request: CompletionRequest | ChatRequest,
         renderer: Renderer,
         id: str,
+        may_see: str,
         prompts: list[Prompt],
         outbox: Outbox,
         trace: RequestTrace = NOT_TRACED,
@@ -58,6 +59,7 @@ class Generation:
         self._request = request
         self._renderer = renderer
         self._id = id
+        self._may_see = may_see  # its id in events (stream_ids.py)
         self._prompts = prompts
         self._trace = trace
         self._is_stream = bool(request.stream)
@@ -170,4 +172,4 @@ class Generation:
         )
 
     def _stream_id(self, index: int) -> str:
-        return self._gateway.stream_id(f"{self._id}-{index}")
+        return self._gateway.stream_id(f"{self._id}-{index}", self._may_see)

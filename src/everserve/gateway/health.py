@@ -56,4 +56,4 @@ async def live(request: Request) -> Response:
 @router.get("/events", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))
 async def events(request: Request) -> Response:
     """What happened, and what happens."""
-    return EventsResponse(gateway_of(request).feed)
+    return EventsResponse(gateway_of(request).feed, request.state.owner)

@@ -9,6 +9,9 @@ stay here for a while after the connection has ended. A client that comes back s
 the others, each once, and then those that are generated from there on. Nothing is generated twice, nor while it is
 away: a *suspended* stream has no worker, only its tokens. If the old connection still looks open, the new one takes
 over: what looks open may have been dead for long.
+
+A stream belongs to the key that began it. With another key it cannot be told from one that never was: both are the same
+lookup that finds nothing, and the same 404.
 """
 
 import asyncio
@@ -16,10 +19,12 @@ import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from starlette.requests import Request
 
+from everserve.gateway import stream_ids
+from everserve.gateway.access import Owner
 from everserve.gateway.errors import HttpError
 from everserve.gateway.outbox import KeptOutbox
 from everserve.runtime.events import AnyEvent, ClientResumed
@@ -34,11 +39,17 @@ _TOKEN_BYTES = 40  # ... and each token
 _ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
-Name = tuple[str, str]  # the endpoint, and the client's own id of the request
+
+class Name(NamedTuple):
+    """What a client has to know to come back."""
+
+    owner: Owner
+    endpoint: str
+    request_id: str  # the client's own
 
 
 def name_of(request: Request) -> Name:
-    return request.scope["path"], request.state.request_id
+    return Name(request.state.owner, request.scope["path"], request.state.request_id)
 
 
 class Keeper:
@@ -65,7 +76,7 @@ class Keeper:
             raise HttpError(400, "Last-Event-ID must be the id of an event: a number.", param="Last-Event-ID")
         kept, after = self._kept.get(name), int(last_event_id)
         if kept is None:
-            others = [endpoint for endpoint in _ENDPOINTS if (endpoint, name[1]) in self._kept]
+            others = [endpoint for endpoint in _ENDPOINTS if name._replace(endpoint=endpoint) in self._kept]
             raise _belongs_to(others[0]) if others else self.not_kept()
         if after >= kept.outbox.num_sent:
             message = f"Event {after} was never sent: this stream has had {kept.outbox.num_sent} events so far."
@@ -117,7 +128,9 @@ class Keeper:
             self.grow(kept, -kept.num_idle_bytes)
         kept.timer = None
         self.num_resumes += 1
-        self._tell(ClientResumed(process="gateway", request_id=kept.name[1], after_event=after, away_s=away_s))
+        name = kept.name
+        label = stream_ids.label(name.request_id, stream_ids.audience(name.owner, is_chosen=True))
+        self._tell(ClientResumed(process="gateway", request_id=label, after_event=after, away_s=away_s))
 
     def forget(self, kept: "Kept") -> None:
         """Nobody can come back for it any more. If its client is there, it goes on; otherwise it ends."""

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from everserve import __version__
 from everserve.gateway import sse
+from everserve.gateway.access import Access
 from everserve.gateway.cluster import Cluster
 from everserve.gateway.fleet import Fleet
 from everserve.gateway.http import watch_disconnect
@@ -51,12 +52,12 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 class Live:
     """The last minutes, and who watches."""
 
-    def __init__(self, settings: StartGateway, fleet: Fleet, cluster: Cluster, story: Story) -> None:
+    def __init__(self, settings: StartGateway, access: Access, fleet: Fleet, cluster: Cluster, story: Story) -> None:
         self.hello = Hello(
             gateway=uuid.uuid4().hex,
             version=__version__,
             models=settings.served_model_names,
-            enable_chaos=settings.enable_chaos,
+            enable_chaos=settings.enable_chaos and access.may_administer,
             tick_s=TICK_S,
             num_ticks=NUM_TICKS,
         )

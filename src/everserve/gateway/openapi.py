@@ -11,7 +11,8 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from everserve.gateway.depends import NEEDS_HEALTH, NEEDS_KEY, NEEDS_LIMITS
+from everserve.gateway.access import Access
+from everserve.gateway.depends import NEEDS_ADMIN, NEEDS_HEALTH, NEEDS_KEY, NEEDS_LIMITS
 from everserve.gateway.errors import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{name}"
@@ -76,7 +77,7 @@ def _event_schema(chunk: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "required": ["data"], "properties": properties}
 
 
-def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
+def document(app: FastAPI, access: Access) -> dict[str, Any]:
     """The OpenAPI 3.2 description of the application's routes."""
     paths: dict[str, dict[str, Any]] = {}
     components: dict[str, Any] = {"schemas": {}}
@@ -84,19 +85,20 @@ def document(app: FastAPI, has_api_keys: bool) -> dict[str, Any]:
         if isinstance(route, APIRoute) and route.include_in_schema:
             assert route.openapi_extra is not None, f"{route.path} needs a description"
             for method in sorted((route.methods or set()) - {"HEAD"}):
-                operation = _operation(route, method.lower(), has_api_keys)
+                operation = _operation(route, method.lower(), access)
                 paths.setdefault(route.path_format, {})[method.lower()] = operation
             components["schemas"].update(route.openapi_extra["components"])
     components["schemas"].update(msgspec.json.schema_components([ErrorResponse], ref_template=_REFERENCE)[1])
-    if has_api_keys:
+    if access.has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     info = {"title": app.title, "version": app.version}
     return {"openapi": "3.2.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: APIRoute, method: str, has_api_keys: bool) -> dict[str, Any]:
+def _operation(route: APIRoute, method: str, access: Access) -> dict[str, Any]:
     assert route.openapi_extra is not None
-    is_guarded = has_api_keys and NEEDS_KEY in route.dependencies
+    is_guarded = access.needs_key and NEEDS_KEY in route.dependencies
+    is_guarded |= access.has_keys and NEEDS_ADMIN in route.dependencies
     parameters: list[dict[str, Any]] = [{"name": "X-Request-Id", "in": "header", "schema": _REQUEST_ID}]
     parameters += route.openapi_extra.get("parameters", [])
     errors = []

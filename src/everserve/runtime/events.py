@@ -1,7 +1,8 @@
 """Typed events: what happened, where and when. Tests, benchmarks and the dashboard read these, never log text.
 
 Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-log DIR` is given, and always tells the
-gateway, through the orchestrator or the supervisor, for `/events`.
+gateway, through the orchestrator or the supervisor, for `/events`. The files hold ids that clients chose, with which
+streams can be resumed: they are readable by their owner only.
 """
 
 import io
@@ -365,8 +366,18 @@ class EventLog:
 def _open(directory: str, process: str) -> io.FileIO | None:
     path = Path(directory) / f"{process}-{os.getpid()}.jsonl"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab", buffering=0)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return open(path, "ab", buffering=0, opener=_open_private)
     except OSError as error:
         log.warning("events are not written: %s: %s", path, error.strerror)
         return None
+
+
+def _open_private(path: str, flags: int) -> int:
+    fd = os.open(path, flags | os.O_NOFOLLOW, 0o600)
+    try:
+        os.fchmod(fd, 0o600)  # it may have been there
+    except OSError:
+        os.close(fd)
+        raise
+    return fd

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,9 @@ class LocalServer:
         *flags: str,
         start_timeout_s: float = 120.0,
         on_wait: Callable[[list[dict[str, Any]]], None] = lambda events: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`on_wait`: called again and again while it starts, with all events so far."""
+        """`on_wait`: called again and again while it starts, with all events so far. `environment`: instead of ours."""
         if any(flag.split("=")[0] == "--event-log" for flag in flags):
             raise ConfigError("--event-log: whoever starts this server reads its events, and says where they go")
         self.model = model
@@ -40,6 +41,7 @@ class LocalServer:
         self._flags = flags
         self._start_timeout_s = start_timeout_s
         self._on_wait = on_wait
+        self._environment = environment
         self._stack = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -52,6 +54,7 @@ class LocalServer:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
+            env=self._environment,
             start_new_session=True,  # Ctrl-C is for whoever uses the server; that one stops it in order
             # Whoever is killed cannot. (noqa: threads that hold locks do not matter to a single call of the kernel.)
             preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509

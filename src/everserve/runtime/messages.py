@@ -507,6 +507,9 @@ class StartGateway(Message, frozen=True):
     chat_template: str | None
     event_log: str | None
     resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
+    admin_key: str | None = None  # of requests that change the cluster
+    listen_host: str = "127.0.0.1"  # the address of the listening socket
+    allowed_hosts: list[str] = []  # names by which clients may ask for this server, besides its addresses; "*": any
 
 
 class Attach(Message, frozen=True):

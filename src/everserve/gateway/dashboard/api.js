@@ -1,6 +1,7 @@
 // How this page talks to its server: same origin only, with the API key if there is one.
 
 const KEY = "everserve-key";
+const ADMIN_KEY = "everserve-admin-key"; // of requests that change the cluster
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -13,10 +14,14 @@ export function setKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export function setAdminKey(key) {
+  sessionStorage.setItem(ADMIN_KEY, key);
+}
+
 /** fetch, with the key; an error has the words of the server. */
-export async function ask(path, { body, signal } = {}) {
+export async function ask(path, { body, signal, isAdmin } = {}) {
   const headers = {};
-  const key = sessionStorage.getItem(KEY);
+  const key = (isAdmin && sessionStorage.getItem(ADMIN_KEY)) || sessionStorage.getItem(KEY);
   if (key) headers.Authorization = `Bearer ${key}`;
   if (body) headers["Content-Type"] = "application/json";
   const method = body ? "POST" : "GET";

@@ -1,6 +1,6 @@
 // A kill button on every process: it asks first.
 
-import { ask } from "./api.js";
+import { ask, setAdminKey } from "./api.js";
 
 const EFFECTS = {
   gateway: "It holds the connection of every client: this ends the whole instance.",
@@ -15,6 +15,7 @@ export class KillDialog {
     this.title = document.getElementById("kill-title");
     this.text = document.getElementById("kill-text");
     this.error = document.getElementById("kill-error");
+    this.key = document.getElementById("kill-key"); // shown once the server has asked for an admin key
     this.subject = null;
     for (const button of this.dialog.querySelectorAll("button")) button.addEventListener("click", () => this.#choose(button.dataset.signal));
   }
@@ -32,10 +33,12 @@ export class KillDialog {
 
   async #choose(signal) {
     if (signal) {
+      if (this.key.value) setAdminKey(this.key.value.trim());
       try {
-        await ask("cluster/fault", { body: { ...this.subject, signal } });
+        await ask("cluster/fault", { body: { ...this.subject, signal }, isAdmin: true });
       } catch (error) {
         this.error.textContent = error.message;
+        if (error.status === 401 || error.status === 403) this.key.hidden = false;
         return;
       }
     }
