@@ -33,17 +33,25 @@ app = typer.Typer(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C would do just now (asyncio cancels what it runs), even where Ctrl-C is ignored: in the background."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+    """What Ctrl-C would do just now: asyncio cancels what it runs, a storm of faults ends with its verdict."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def _handle_signals() -> None:
+    """SIGINT ends a command, also one that a shell started in the background, where it is ignored at first. SIGTERM,
+    and SIGHUP when the terminal is gone, do the same: a command that has a server of its own must not leave it behind.
+    `serve` handles its signals itself, once its supervisor runs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _interrupt)
 
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     try:
+        _handle_signals()
         _register()
-        # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
-        signal.signal(signal.SIGTERM, _interrupt)
         app()
     except UserError as error:
         print(f"everserve: {error}", file=sys.stderr)
