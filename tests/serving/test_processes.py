@@ -264,9 +264,10 @@ def test_config_file(tmp_path, start_server):
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["yaml-name"]
         assert models[0]["max_model_len"] == 128, "the command line wins"
-    config.write_text("no-such-flag: 1\n")
+    config.write_text("max-modle-len: 1\n--No_such: 1\nport: 0\n")
     done = run_serve("demo", "--config", str(config))
-    assert done.returncode == 2 and "no_such_flag" in done.stderr
+    assert done.returncode == 2
+    assert "unknown: max-modle-len (did you mean max-model-len?); --No_such; see" in done.stderr
 
 
 def test_status_with_an_api_key(start_server):

@@ -4,6 +4,7 @@ serve.py    serve a model (serve_settings.py what its flags mean to whom)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
+address.py  the server that --url names
 demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)
 status.py   who is here, and is the instance valid
 watch.py    ... as it changes (`status --watch`)
@@ -11,7 +12,7 @@ kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
 bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
-version.py  print the version
+version.py  print the version (`everserve version`, `everserve --version`)
 """
 
 import signal
