@@ -83,6 +83,56 @@ def test_a_chat_stream(client: openai.OpenAI, server) -> None:
     assert "".join(deltas) == whole.choices[0].message.content
 
 
+HARMLESS: Any = {
+    "metadata": {"session": "7"},
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "prompt_cache_key": "team-a",
+    "response_format": {"type": "text"},
+    "safety_identifier": "f00d",
+    "service_tier": "auto",
+    "store": False,
+    "tool_choice": "none",
+    "tools": [],
+    "user": "somebody",
+    "verbosity": "medium",
+}
+
+
+def test_fields_that_change_nothing_are_accepted(client: openai.OpenAI, server) -> None:
+    asked: Any = {"model": server.model, "messages": MESSAGES, "max_tokens": 8, "temperature": 0}
+    plain = client.chat.completions.create(**asked)
+    same = client.chat.completions.create(**asked, **HARMLESS)
+    assert same.choices[0].message.content == plain.choices[0].message.content
+    options: Any = {"include_usage": True, "include_obfuscation": False}
+    with client.chat.completions.create(**asked, **HARMLESS, stream=True, stream_options=options) as stream:
+        deltas = [choice.delta.content or "" for event in stream for choice in event.choices]
+    assert "".join(deltas) == plain.choices[0].message.content
+    again: Any = [*MESSAGES, plain.choices[0].message.model_dump(), *MESSAGES]  # as a conversation goes on
+    assert client.chat.completions.create(**(asked | {"messages": again})).choices
+
+
+TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tools", {"tools": [TOOL]}),
+        ("tool_choice", {"tool_choice": "required"}),
+        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("store", {"store": True}),
+        ("service_tier", {"service_tier": "priority"}),
+        ("reasoning_effort", {"reasoning_effort": "high"}),
+        ("stream_options", {"stream": True, "stream_options": {"include_obfuscation": True}}),
+    ],
+)
+def test_what_would_be_ignored_wrongly_is_refused(client: openai.OpenAI, server, param: str, fields: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="is not supported by this server") as caught:
+        client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=1, **fields)
+    assert (caught.value.param or "").startswith(param)
+
+
 def test_a_seed_decides(client: openai.OpenAI, server) -> None:
     def sample(seed: int, n: int = 1) -> list[str]:
         answer = client.completions.create(

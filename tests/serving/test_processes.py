@@ -69,6 +69,11 @@ def test_sigterm_lets_running_streams_finish(start_server):
         assert [len(stream.token_ids) for stream in streams] == [400] * 4
         assert all(stream.error is None and stream.finish_reason == "length" for stream in streams)
         assert server.process.wait(timeout=20) == 0
+        said = server.log_text()
+        assert said[said.index("everserve: SIGTERM") :].splitlines() == [
+            "everserve: SIGTERM: stopping; running requests get 30 s",
+            "everserve: stopped",
+        ], "no word of a crash"
 
 
 def test_a_second_signal_ends_everything_at_once(start_server):
@@ -259,9 +264,10 @@ def test_config_file(tmp_path, start_server):
         models = httpx.get(f"{server.url}/v1/models").json()["data"]
         assert [model["id"] for model in models] == ["yaml-name"]
         assert models[0]["max_model_len"] == 128, "the command line wins"
-    config.write_text("no-such-flag: 1\n")
+    config.write_text("max-modle-len: 1\n--No_such: 1\nport: 0\n")
     done = run_serve("demo", "--config", str(config))
-    assert done.returncode == 2 and "no_such_flag" in done.stderr
+    assert done.returncode == 2
+    assert "unknown: max-modle-len (did you mean max-model-len?); --No_such; see" in done.stderr
 
 
 def test_status_with_an_api_key(start_server):
@@ -279,6 +285,7 @@ def test_status_with_an_api_key(start_server):
         (["demo"], signal.SIGTERM),  # as `timeout` sends it
         (["chaos", "--seconds", "60"], signal.SIGTERM),
         (["bench", "failover"], signal.SIGTERM),
+        (["demo"], signal.SIGHUP),  # as when its window is closed
         (["demo"], signal.SIGKILL),
     ],
 )
@@ -295,8 +302,12 @@ def test_who_has_a_server_of_its_own_takes_it_along(command, number, tmp_path):
     assert number == signal.SIGKILL or not list(tmp_path.iterdir()), "and its files"
 
 
-@pytest.mark.parametrize("on_ctrl_c", [signal.SIG_DFL, signal.SIG_IGN], ids=["foreground", "background"])
-def test_a_demo_that_is_interrupted_says_nothing_about_it(on_ctrl_c):
+@pytest.mark.parametrize(
+    ("on_ctrl_c", "number"),
+    [(signal.SIG_DFL, signal.SIGTERM), (signal.SIG_IGN, signal.SIGINT)],
+    ids=["foreground", "background"],
+)
+def test_a_demo_that_is_interrupted_says_nothing_about_it(on_ctrl_c, number):
     command = [sys.executable, "-m", "everserve.cli", "demo"]
     before = signal.signal(signal.SIGINT, on_ctrl_c)  # as a shell's children have it
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -304,6 +315,6 @@ def test_a_demo_that_is_interrupted_says_nothing_about_it(on_ctrl_c):
     with demo:
         while "SIGKILL to" not in demo.stdout.readline():
             assert demo.poll() is None
-        demo.send_signal(signal.SIGTERM)
+        demo.send_signal(number)
         _, errors = demo.communicate(timeout=30)
         assert (demo.returncode, errors) == (130, "")

@@ -23,10 +23,11 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 class Terminal:
     """A command on a terminal of its own."""
 
-    def __init__(self, *arguments: str, command: tuple[str, ...] = EVERSERVE) -> None:
+    def __init__(self, *arguments: str, command: tuple[str, ...] = EVERSERVE, ignores_sigint: bool = False) -> None:
         self.raw = ""
         self._ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignores_sigint else signal.SIG_DFL)  # inherited
         self.process = subprocess.Popen(
             [*command, *arguments],
             stdin=theirs,
@@ -35,6 +36,7 @@ class Terminal:
             start_new_session=True,
             env={name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm-256color"},
         )
+        signal.signal(signal.SIGINT, before)
         os.close(theirs)
 
     @property
@@ -57,6 +59,10 @@ class Terminal:
             return False
         self.raw += data.decode(errors="replace")
         return bool(data)
+
+    def hang_up(self) -> None:
+        """As when its window is closed."""
+        os.close(self._ours)
 
     def finish(self) -> int:
         """Its exit status, when it has ended by itself and nobody holds the terminal."""
@@ -102,6 +108,27 @@ def test_a_watcher_sees_a_kill_and_leaves_on_ctrl_c(start_server):
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.finish() == 0
         assert terminal.raw.rindex("\x1b[?1049l") > terminal.raw.rindex("\x1b[?1049h"), "it leaves its screen"
+
+
+NO_SERVER = "http://127.0.0.1:9"
+
+
+def test_a_watcher_in_the_background_leaves_on_ctrl_c():
+    """A shell starts background jobs with SIGINT ignored."""
+    terminal = Terminal("status", "--watch", "--url", NO_SERVER, ignores_sigint=True)
+    terminal.read_until(lambda: "no answer" in terminal.text)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.finish() == 0
+
+
+def test_a_watcher_leaves_when_its_terminal_is_gone():
+    terminal = Terminal("status", "--watch", "--url", NO_SERVER)
+    terminal.read_until(lambda: "no answer" in terminal.text)
+    terminal.hang_up()
+    try:
+        terminal.process.wait(timeout=30)
+    finally:
+        terminal.process.kill()
 
 
 @pytest.mark.parametrize("keys", [[], ["--api-key", "secret"]])

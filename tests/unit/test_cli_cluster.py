@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from everserve.cli import app, drain, kill, status
+from everserve import __version__
+from everserve.cli import app, drain, kill, status, version
 from everserve.errors import ConfigError
 
-assert drain and kill and status  # importing them registers the commands
+assert drain and kill and status and version  # importing them registers the commands
 WORKER = {
     **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
     **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
@@ -86,6 +87,53 @@ def test_status_shows_workers_and_what_is_missing(server: ScriptedServer) -> Non
     for text in ("epoch 7, valid", "degraded: rank 1 (expert) is starting", "supervisor 1", "attention", "25 %"):
         assert text in result.output
     assert "32 + 8 shadow" in result.output and "crashed [twice]" in result.output
+
+
+def test_nothing_of_a_status_is_cut_at_80_columns(server: ScriptedServer) -> None:
+    roles = {"roles": ["attention", "expert"], "slots": 64}
+    note = "ended 3 times while starting, next start in 4.0 s: " + "a long reason " * 8
+    workers = [
+        {**WORKER, **roles, "rank": 0, "pid": 4194303, "incarnation": 12, "requests": 1024, "kv_cache_usage": 1.0},
+        {**EXPERT, "rank": 31, "pid": 4194302, "slots": 64, "shadow_slots": 32, "state": "starting", "note": note},
+    ]
+    server.answer = {**CLUSTER, "workers": workers, "recent": ["expert worker 31 died"]}
+    arguments = ("status", "--url", server.url)
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "EVERSERVE_API_KEY": ""})
+    lines = result.output.splitlines()
+    assert (
+        "…" not in result.output
+        and f"rank 31: {note}".strip() in result.output
+        and "- expert worker 31" in result.output
+    )
+    (heads,) = [line for line in lines if line.startswith("rank  ")]
+    table = lines[lines.index(heads) : lines.index(heads) + 3]
+    assert max(map(len, table)) <= 80
+    assert "attention+expert" in table[1] and "1024" in table[1] and "100 %" in table[1] and "4194303" in table[1]
+    assert "starting" in table[2] and "32 + 32 shadow" in table[2]
+
+
+@pytest.mark.parametrize("strip_scheme", [True, False])
+@pytest.mark.parametrize("end", ["", "/"])
+def test_urls_with_and_without_a_scheme(server: ScriptedServer, strip_scheme: bool, end: str) -> None:
+    url = server.url.removeprefix("http://") if strip_scheme else server.url
+    assert invoke("status", "--url", url + end).exit_code == 0
+    assert server.asked is not None and server.asked[1] == "/cluster"
+    by_variable = CliRunner().invoke(app, ["status"], env={"EVERSERVE_URL": url + end, "EVERSERVE_API_KEY": ""})
+    assert by_variable.exit_code == 0
+    server.answer = {"rank": 3, "incarnation": 2, "pid": 99, "signal": "KILL"}
+    assert invoke("kill", "3", "--url", url + end).exit_code == 0
+    assert server.asked[1] == "/cluster/fault"
+
+
+@pytest.mark.parametrize("url", ["", "ftp://here", ":8000", "http://", "here:port", "http://[::1"])
+def test_what_is_no_url_is_one_line(url: str) -> None:
+    assert "expected the address of a server" in str(failure("status", "--url", url))
+
+
+def test_the_version() -> None:
+    for arguments in (["--version"], ["version"]):
+        result = invoke(*arguments)
+        assert (result.exit_code, result.output) == (0, f"{__version__}\n")
 
 
 def test_status_of_an_instance_that_is_not_valid(server: ScriptedServer) -> None:

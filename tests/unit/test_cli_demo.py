@@ -70,6 +70,21 @@ def test_all_is_well() -> None:
     assert outcomes[1].cost == "1 texts moved: 505 tokens' KV from its log, 1 computed again"
 
 
+def test_the_first_to_notice_counts_and_texts_may_go_on_meanwhile() -> None:
+    """The orchestrator may decide later than an attention worker or the gateway has acted."""
+    _, second, third = (one.at_s or 0.0 for one in KILLS)
+    events = [
+        event | ({"at_s": event["at_s"] + 0.07} if event["event"] == "fault_detected" else {}) for event in told(KILLS)
+    ]
+    resumed = {"event": "request_resumed", "at_s": second + 0.012, "from_rank": 0, "stalled_s": 0.004}
+    events = sorted([*events, resumed], key=lambda event: event["at_s"])
+    late = next(event for event in events if event["event"] == "process_ended")
+    late["at_s"] = third + 0.077
+    outcomes = judge(story(list(map(stream, TOKENS)), KILLS), story(list(map(stream, TOKENS)), []), events)
+    assert [round(one.noticed_ms) for one in outcomes] == [2, 8, 77]
+    assert ["went on until it was noticed" in one.cost for one in outcomes] == [False, False, True]
+
+
 def test_what_is_lost_or_wrong_belongs_to_the_death_before() -> None:
     wrong = [list(tokens) for tokens in TOKENS]
     wrong[1][600] = -1
@@ -97,7 +112,8 @@ def test_the_screen_fits_and_marks_the_place() -> None:
     lines = out.getvalue().rstrip("\n").splitlines()
     assert len(lines) <= 23 and all(len(line) <= 80 for line in lines)
     text = out.getvalue()
-    assert "550 tokens" in text and " ✗2 " in text and "somebody: still lives" in text and "400 tokens/s" in text
+    assert "550 tokens" in text and " ✗2 " in text and " 3 somebody: still lives" in text
+    assert "✗3" not in text and "400 tokens/s" in text
 
 
 def test_plain_lines_come_once() -> None:

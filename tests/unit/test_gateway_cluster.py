@@ -156,13 +156,17 @@ def test_without_its_orchestrator_the_gateway_goes_on() -> None:
             server.orchestrator.die()
             await until(lambda: server.gateway.cluster.orchestrator_is_gone)
             view = (await server.request("GET", "/cluster")).json
-            assert view["violations"] == ["the orchestrator is gone"] and len(view["workers"]) == 1
-            assert (await server.request("GET", "/health")).status == 503
+            assert view["violations"] == [] and len(view["workers"]) == 1
+            assert len(view["degraded"]) == 1 and "the orchestrator is gone" in view["degraded"][0]
+            metrics = (await server.request("GET", "/metrics")).body.decode()
+            assert "everserve_degraded 1.0" in metrics and "everserve_validity_violations 0.0" in metrics
+            assert (await server.request("GET", "/health")).status == 200, "every request is served"
             answer = await server.post("/v1/completions", {"prompt": "a", "max_tokens": 2})
             assert answer.status == 200
             server.worker.die()
             await until(lambda: not server.gateway.fleet.ready_links())
             assert server.gateway.fleet.totals.failovers["attention", "closed"] == 1
+            assert (await server.request("GET", "/health")).status == 503, "now none is"
 
     run(test)
 
@@ -184,7 +188,7 @@ def test_a_new_orchestrator_is_told_what_we_know_and_the_old_one_is_not_heard_an
             await until(lambda: second.report is not None)
             assert second.report is not None and (second.report.epoch, second.report.logs) == (1, [(0, 1)])
             view = (await server.request("GET", "/cluster")).json
-            assert view["violations"] == ["the orchestrator is gone"] and view["epoch"] == 1
+            assert "the orchestrator is gone" in view["degraded"][0] and view["epoch"] == 1
             worker = await server.add_worker(1)
             await until(lambda: len(worker.specs) == 1)
             assert worker.sources == [(0, 1)] and second.settled == []
@@ -193,7 +197,7 @@ def test_a_new_orchestrator_is_told_what_we_know_and_the_old_one_is_not_heard_an
             assert answer.events[-1] == "[DONE]"
             await until(lambda: second.settled == [(0, 1)])
             second.publish(member(1))
-            await until(lambda: gateway.cluster.violations() == ())
+            await until(lambda: gateway.cluster.degraded() == ())
             assert gateway.cluster.epoch == 2 and first.settled == []
             second.lose(worker, "crash")
             await until(lambda: gateway.fleet.ready_links() == [])

@@ -8,7 +8,8 @@ import pytest
 
 from everserve.errors import RequestError
 from everserve.gateway.errors import explain_bad_json
-from everserve.gateway.protocol import UNSUPPORTED, ChatRequest, CompletionRequest
+from everserve.gateway.protocol import UNSUPPORTED, ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from everserve.gateway.sampling import check_combinations
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)
@@ -87,24 +88,92 @@ def test_an_unknown_field_is_named_as_openai_does() -> None:
     assert completion_error(stream_options={"usage": True}).param == "stream_options.usage"
 
 
+HARMLESS: dict[str, list[Any]] = {
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none"],
+    "parallel_tool_calls": [True, False],
+    "store": [False],
+    "metadata": [{}, {"session": "7"}],
+    "service_tier": ["auto", "default"],
+    "prompt_cache_key": ["team-a"],
+    "prompt_cache_retention": ["in_memory"],
+    "safety_identifier": ["f00d"],
+    "user": ["somebody"],
+    "response_format": [{"type": "text"}],
+    "modalities": [["text"]],
+    "verbosity": ["medium"],
+    "use_beam_search": [False],
+    "bad_words": [[]],
+    "priority": [0],
+    "stream_options": [{"include_usage": None}, {"include_obfuscation": False}],
+}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+def test_what_changes_nothing_is_accepted(field: str) -> None:
+    for value in [*HARMLESS[field], None]:
+        request = _CHAT.decode(json.dumps({"messages": _MESSAGES, "stream": True, field: value}).encode())
+        check_combinations(request)
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "hint"),
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "auto"},
-        {"response_format": {"type": "json_schema", "json_schema": {}}},
-        {"audio": {"voice": "x"}},
-        {"modalities": ["text", "audio"]},
-        {"use_beam_search": True},
+        ({"tools": [{"type": "function"}]}, ": leave it out, or send an empty list"),
+        ({"tool_choice": "required"}, ': leave it out, or send "none" or "auto"'),
+        ({"tool_choice": {"type": "function"}}, ': leave it out, or send "none" or "auto"'),
+        ({"functions": [{"name": "f"}]}, ": leave it out, or send an empty list"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {}}},
+            ': leave it out, or send {"type": "text"}',
+        ),
+        ({"service_tier": "priority"}, ': leave it out, or send "auto" or "default"'),
+        ({"modalities": ["text", "audio"]}, ': leave it out, or send ["text"]'),
+        ({"prompt_cache_retention": "24h"}, ': leave it out, or send "in_memory"'),
+        ({"priority": 1}, ": leave it out, or send 0"),
+        ({"audio": {"voice": "x"}}, ""),
+        ({"reasoning_effort": "medium"}, ""),
+        ({"reasoning_effort": "none"}, ""),
     ],
 )
-def test_a_feature_that_we_lack_is_named(fields: dict[str, Any]) -> None:
+def test_a_feature_that_we_lack_is_named(fields: dict[str, Any], hint: str) -> None:
     (name,) = fields
-    assert str(chat_error(**fields)) == f"'{name}' is not supported by this server."
+    assert str(chat_error(**fields)) == f"'{name}' is not supported by this server{hint}."
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"store": True}, "store"),
+        ({"use_beam_search": True}, "use_beam_search"),
+        ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+    ],
+)
+def test_what_may_only_be_false(fields: dict[str, Any], param: str) -> None:
+    request = _CHAT.decode(json.dumps({"messages": _MESSAGES, **fields}).encode())
+    with pytest.raises(RequestError, match="not supported by this server: leave it out, or send false") as caught:
+        check_combinations(request)
+    assert caught.value.param == param
+
+
+def test_every_field_that_is_named_as_unsupported_exists() -> None:
+    structs = (CompletionRequest, ChatRequest, ChatMessage, StreamOptions)
+    assert set(UNSUPPORTED) <= {name for struct in structs for name in struct.__struct_fields__}
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"k": 1}, {"k" * 65: "v"}, {"k": "v" * 513}, {str(i): "v" for i in range(17)}, ["k"]]
+)
+def test_metadata_has_the_limits_of_openai(metadata: Any) -> None:
+    assert (chat_error(metadata=metadata).param or "").startswith("metadata")
 
 
 def test_suffix_is_not_supported() -> None:
-    assert str(completion_error(suffix="x")) == "'suffix' is not supported by this server."
+    assert str(completion_error(suffix="x")).startswith("'suffix' is not supported by this server")
+    _COMPLETION.decode(b'{"prompt": "x", "suffix": ""}')
 
 
 @pytest.mark.parametrize(
@@ -117,7 +186,7 @@ def test_only_text_parts(part: dict[str, Any]) -> None:
 
 def test_a_message_from_a_response_can_be_sent_back() -> None:
     message = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None, "audio": None}
-    _CHAT.decode(json.dumps({"messages": [message]}).encode())
+    _CHAT.decode(json.dumps({"messages": [message, message | {"tool_calls": [], "annotations": []}]}).encode())
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,31 @@ def test_only_streams_of_clients_with_ids_of_their_own_have_event_ids() -> None:
     run(test)
 
 
-def test_benchmarks_that_read_data_lines_only_get_nothing_else() -> None:
+@pytest.mark.parametrize(
+    ("accept", "has_ids"),
+    [
+        (None, True),
+        ("*/*", True),
+        ("application/json", True),  # what OpenAI's client sends, for streams too
+        ("text/event-stream", True),
+        ("application/json, text/event-stream;ids=no", False),
+        ("Text/Event-Stream; q=1; ids=no", False),
+        ("application/json;ids=no", True),
+        ("", True),
+    ],
+)
+@pytest.mark.parametrize("id", ["mine", "bench-1a2b3c4d-0"])
+def test_clients_that_read_data_lines_only_say_so(accept: str | None, has_ids: bool, id: str) -> None:
+    """Accept decides; how a client calls its requests does not."""
+
     async def test() -> None:
         async with toy_server(script) as server:
-            for headers, has_ids in (({}, False), ({"Accept": "text/event-stream"}, True)):
-                named = {"X-Request-Id": "bench-1a2b3c4d-0", **headers}
-                answer = await server.request("POST", "/v1/completions", BODY, named)
-                assert bool(answer.event_ids) == has_ids and texts(answer) == TEXT
+            headers = {"X-Request-Id": id} | ({"Accept": accept} if accept is not None else {})
+            answer = await server.request("POST", "/v1/completions", BODY, headers)
+            assert bool(answer.event_ids) == has_ids and texts(answer) == TEXT
+            assert not has_ids or answer.event_ids == list(range(len(TOKENS) + 1))
+            again = await server.request("POST", "/v1/completions", BODY, headers | {"Last-Event-ID": "0"})
+            assert again.status == (200 if has_ids else 404), "without ids nothing is kept"
 
     run(test)
 

@@ -77,6 +77,27 @@ def test_an_expert_worker_is_killed(told: Told) -> None:
     assert not entry.is_open and entry.ended_unix_s == 1100.9
 
 
+def test_noticed_later_than_any_stream_waited(told: Told) -> None:
+    """Nothing needed that worker just then; the two times must not read as a contradiction."""
+    told.kill(3, 100.0)
+    told.detect(3, 100.077)
+    told.ticks(100.2, pause_s=0.038)
+    told.ready(3, 100.9)
+    assert told.sentences == [
+        "expert worker 3 died (SIGKILL) · noticed in 77 ms, streams went on meanwhile · longest pause 38 ms · "
+        "0 tokens lost · replaced after 0.9 s"
+    ]
+
+
+def test_the_gateway_may_notice_before_the_orchestrator(told: Told) -> None:
+    told.kill(1, 100.0)
+    parted = {"request_id": "a", "from_rank": 1, "to_rank": 0, "num_known": 5, "stalled_s": 0.004}
+    told.happens(ev.RequestResumed, 100.006, **parted)
+    told.detect(1, 100.077)
+    told.ticks(100.2, pause_s=0.038)
+    assert " · noticed in 2.0 ms · " in told.sentences[0] and "longest pause 38 ms" in told.sentences[0]
+
+
 def test_an_attention_worker_dies_by_itself(told: Told) -> None:
     """The gateway may see the end of its channel first."""
     for number in range(4):

@@ -108,7 +108,8 @@ def test_a_lost_attention_worker_is_an_event() -> None:
                     took_ms=0.1,
                 )
             )
-            await asyncio.sleep(0.02)
+            clock = server.gateway.fleet.clock
+            server.gateway.fleet.clock = lambda: clock() + 5.0  # so long the client waits
             second.send(Output(id=id, index=1, token=51), Output(id=id, index=2, token=52, finish_reason="length"))
             await task
 
@@ -116,7 +117,7 @@ def test_a_lost_attention_worker_is_an_event() -> None:
     assert traced.span.name.startswith("chat ")
     (failover,) = traced.events("failover")
     attributes = dict(failover.attributes)
-    assert attributes.pop("everserve.gap_ms") >= 20
+    assert attributes.pop("everserve.gap_ms") >= 5000
     assert attributes == {
         "everserve.role": "attention",
         "everserve.rank": 0,

@@ -1,7 +1,6 @@
 """Streams that come together are received together, however little the socket holds; and nobody waits for ever."""
 
 import threading
-import time
 
 import pytest
 
@@ -41,30 +40,54 @@ def test_more_than_a_socket_holds(monkeypatch):
     assert received == sent
 
 
-def test_what_was_announced_and_does_not_come_is_not_waited_for_again(monkeypatch):
-    monkeypatch.setattr(arriving, "_TOGETHER_S", 0.02)
+class Clock:
+    """Stands still, but for what the test adds."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(arriving, "time", clock)
+    monkeypatch.setattr(arriving, "_TOGETHER_S", 0.5)
+    return clock
+
+
+def test_what_was_announced_and_does_not_come_is_not_waited_for_again(monkeypatch, clock):
     gateway, worker = pair()
     gateway.send(submit(0, num_following=3))
-    began_s = time.monotonic()
+    waits_s: list[float] = []
+
+    def nothing_comes(timeout_s: float) -> bool:
+        waits_s.append(timeout_s)
+        clock.now_s += timeout_s
+        return False
+
+    monkeypatch.setattr(worker, "wait", nothing_comes)
     assert len(list(receive_together(worker))) == 1
-    assert time.monotonic() - began_s >= 0.02
+    assert waits_s == [0.5], "once, and for all the time there is"
     monkeypatch.setattr(worker, "wait", lambda timeout_s: pytest.fail("nothing was announced with this"))
     gateway.send(Cancel(id="0"))
     assert list(receive_together(worker)) == [Cancel(id="0")]
 
 
-def test_those_that_run_do_not_wait_long_for_many(monkeypatch):
+def test_those_that_run_do_not_wait_long_for_many(monkeypatch, clock):
     """However fast they come."""
-    monkeypatch.setattr(arriving, "_TOGETHER_S", 0.02)
     gateway, worker = pair()
 
     def another(timeout_s: float) -> bool:
+        clock.now_s += 0.125
         gateway.send(submit(0, num_following=1))
         return True
 
     monkeypatch.setattr(worker, "wait", another)
     gateway.send(submit(0, num_following=1))
-    assert len(list(receive_together(worker))) > 1
+    assert len(list(receive_together(worker))) == 5, "four more came in the half second that there is"
 
 
 def test_nobody_waits_if_all_are_there(monkeypatch):

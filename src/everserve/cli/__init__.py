@@ -4,6 +4,7 @@ serve.py    serve a model (serve_settings.py what its flags mean to whom)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
+address.py  the server that --url names
 demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)
 status.py   who is here, and is the instance valid
 watch.py    ... as it changes (`status --watch`)
@@ -11,7 +12,7 @@ kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
 bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
-version.py  print the version
+version.py  print the version (`everserve version`, `everserve --version`)
 """
 
 import signal
@@ -33,17 +34,25 @@ app = typer.Typer(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """What Ctrl-C would do just now (asyncio cancels what it runs), even where Ctrl-C is ignored: in the background."""
-    handler = signal.getsignal(signal.SIGINT)
-    (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+    """What Ctrl-C would do just now: asyncio cancels what it runs, a storm of faults ends with its verdict."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def _handle_signals() -> None:
+    """SIGINT ends a command, also one that a shell started in the background, where it is ignored at first. SIGTERM,
+    and SIGHUP when the terminal is gone, do the same: a command that has a server of its own must not leave it behind.
+    `serve` handles its signals itself, once its supervisor runs."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, _interrupt)
 
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     try:
+        _handle_signals()
         _register()
-        # As Ctrl-C, for whoever has a server of its own: it must not go on. `serve` sees to its signals itself.
-        signal.signal(signal.SIGTERM, _interrupt)
         app()
     except UserError as error:
         print(f"everserve: {error}", file=sys.stderr)

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from everserve.cli import app
+from everserve.cli.address import server_url
 from everserve.cli.files import check_directory
 from everserve.errors import ConfigError
 
@@ -20,7 +21,8 @@ _WIDTH = 140  # of the verdict where there is no terminal
 def chaos(
     model: Annotated[str, typer.Argument(help="What the server that is started for the run serves.")] = "demo",
     url: Annotated[  # only if said here: a variable that names a server is no invitation to attack it
-        str | None, typer.Option(help="Check this server instead, which runs with --enable-chaos.")
+        str | None,
+        typer.Option(help="Check this server instead, which runs with --enable-chaos.", callback=server_url),
     ] = None,
     seconds: Annotated[float, typer.Option(help="How long faults come.", min=1)] = 90.0,
     seed: Annotated[

@@ -67,7 +67,7 @@ def _timeline(story: Story, now_s: float, width: int) -> tuple[Text, Text]:
 def _line(kill: Kill, story: Story) -> Text:
     number = story.kills.index(kill) + 1
     if not kill.has_happened:
-        return Text(f"✗{number} {kill.who}: still lives", "dim")
+        return Text(f" {number} {kill.who}: still lives", "dim")
     text = Text.assemble((f"✗{number} SIGKILL to {kill.who}", "bold red"), f" (pid {kill.pid})")
     gap_s = kill.gap_s(story.streams)
     return text.append(" ..." if gap_s is None else f": all went on, largest gap {1e3 * gap_s:.0f} ms")

@@ -139,15 +139,17 @@ def judge(story: Story, again: Story, events: list[Event]) -> list[Outcome]:
             for pair in zip_longest(ours.token_ids[first:last], theirs.token_ids[first:last])
         ]
         signalled_s, noticed_s, replaced_s = _times(kill, events)
+        gap_s = kill.gap_s(story.streams) or 0.0
+        went_on = "" if gap_s >= noticed_s - signalled_s else "; texts went on until it was noticed"
         outcomes.append(
             Outcome(
                 kill=kill,
                 noticed_ms=1e3 * (noticed_s - signalled_s),
-                gap_ms=1e3 * (kill.gap_s(story.streams) or 0.0),
+                gap_ms=1e3 * gap_s,
                 replaced_s=replaced_s - signalled_s,
                 num_lost=sum(ours is None for ours, _ in pairs),
                 num_different=sum(ours is not None and ours != theirs for ours, theirs in pairs),
-                cost=_cost(kill, events),
+                cost=_cost(kill, events) + went_on,
             )
         )
     return outcomes
@@ -162,10 +164,21 @@ def _times(kill: Kill, events: list[Event]) -> tuple[float, float, float]:
         replaced = next(e for e in later if e["event"] == "orchestrator_recovered")
         return kill.at_s, noticed["at_s"], replaced["at_s"]
     signalled = next(e for e in events if e["event"] == "fault_injected" and e["victim_pid"] == kill.pid)
-    own = [event for event in later if event.get("rank") == kill.target["rank"]]
-    noticed = next(event for event in own if event["event"] == "fault_detected")
-    replaced = next(event for event in own if event["event"] == "worker_became_ready")
-    return signalled["at_s"], noticed["at_s"], replaced["at_s"]
+    rank = kill.target["rank"]
+    noticed_s = min(at_s for event in later if (at_s := _noticed_s(event, rank)) is not None)
+    replaced = next(e for e in later if e["event"] == "worker_became_ready" and e["rank"] == rank)
+    return signalled["at_s"], max(noticed_s, signalled["at_s"]), replaced["at_s"]
+
+
+def _noticed_s(event: Event, rank: int) -> float | None:
+    """When this event's author noticed the loss of the worker: an attention worker, the gateway, or the orchestrator,
+    which decides. The first of them is what streams depend on."""
+    match event:
+        case {"event": "suspected" | "fault_detected", "rank": about} | {"event": "rows_replayed", "suspect": about}:
+            return float(event["at_s"]) if about == rank else None
+        case {"event": "request_resumed", "from_rank": about}:
+            return float(event["at_s"] - event["stalled_s"]) if about == rank else None
+    return None
 
 
 def _cost(kill: Kill, events: list[Event]) -> str:

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from everserve.cli import app
+from everserve.cli.address import server_url
 from everserve.cli.status import DEFAULT_URL, administer, fetch_cluster
 from everserve.errors import ConfigError
 
@@ -21,7 +22,7 @@ def drain(
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for each new worker to be ready. 0: do not wait.", min=0)
     ] = 60.0,
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,

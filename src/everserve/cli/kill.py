@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from everserve.cli import app
+from everserve.cli.address import server_url
 from everserve.cli.status import DEFAULT_URL, administer
 from everserve.errors import ConfigError
 
@@ -17,7 +18,7 @@ def kill(
         str, typer.Argument(metavar="RANK", help="A worker's seat, or orchestrator, anchor, zygote: see `status`.")
     ],
     signal: Annotated[str, typer.Option(help="KILL, STOP, CONT or TERM.")] = "KILL",
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,

@@ -1,5 +1,6 @@
 """`everserve serve MODEL`: a whole instance under a supervisor, in the foreground."""
 
+import difflib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -39,12 +40,18 @@ def _load_config(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: expected `flag: value` lines")
     known = {parameter.name for parameter in context.command.params if parameter.name} - {"config"}
-    named = {str(key).lstrip("-").replace("-", "_"): value for key, value in values.items()}
-    unknown = sorted(set(named) - known)
-    if unknown:
-        raise ConfigError(f"--config {path}: unknown flags {', '.join(unknown)}; see `everserve serve --help`")
+    names = {str(key): str(key).lstrip("-").replace("-", "_") for key in values}
+    if unknown := [_suggest(key, name, known) for key, name in names.items() if name not in known]:
+        raise ConfigError(f"--config {path}: unknown: {'; '.join(unknown)}; see `everserve serve --help`")
+    named = dict(zip(names.values(), values.values(), strict=True))
     context.default_map = {**(context.default_map or {}), **named}
     return path
+
+
+def _suggest(key: str, name: str, known: set[str]) -> str:
+    """A key as the file has it, and the flag that it may have meant."""
+    meant = difflib.get_close_matches(name, known, n=1)
+    return f"{key} (did you mean {meant[0].replace('_', '-')}?)" if meant else key
 
 
 @app.command()

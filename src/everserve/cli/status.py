@@ -1,15 +1,14 @@
 """`everserve status`: who is here, and is the instance valid."""
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from everserve.cli import app
+from everserve.cli.address import server_url
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
 
@@ -18,7 +17,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
@@ -29,7 +28,7 @@ def status(
     if watch:
         from everserve.cli import watch as live  # noqa: PLC0415 (`status` is for scripts too, and should be quick)
 
-        live.watch(url.rstrip("/"), api_key)
+        live.watch(url, api_key)
         return
     cluster = fetch_cluster(url, api_key)
     if as_json:
@@ -75,38 +74,47 @@ def _message(answer: object) -> str:
 
 
 def _print(cluster: dict[str, Any]) -> None:
-    console = Console()
+    """Lines that nothing cuts: a terminal wraps what is too long for it, a file has it all."""
     verdict = "valid" if not cluster["violations"] else "NOT VALID"
-    console.print(f"epoch {cluster['epoch']}, {verdict}", highlight=False)
+    typer.echo(f"epoch {cluster['epoch']}, {verdict}")
     for violation in cluster["violations"]:
-        console.print(f"  violated: {violation}", highlight=False, markup=False)
+        typer.echo(f"  violated: {violation}")
     for what in cluster["degraded"]:
-        console.print(f"  degraded: {what}", highlight=False, markup=False)
+        typer.echo(f"  degraded: {what}")
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
-    console.print(f"processes: {processes}", highlight=False, markup=False)
+    typer.echo(f"processes: {processes}")
     spares = cluster.get("spares", {"wanted": 0})
     if spares["wanted"]:
-        console.print(f"spares: {spares['ready']} of {spares['wanted']} ready", highlight=False, markup=False)
-    table = Table("rank", "incarnation", "pid", "roles", "state", "slots", "requests", "KV cache", "note")
-    for worker in cluster["workers"]:
-        table.add_row(*_cells(worker))
-    console.print(table)
-    for sentence in cluster.get("recent", []):
-        console.print(f"- {sentence}", highlight=False, markup=False)
+        typer.echo(f"spares: {spares['ready']} of {spares['wanted']} ready")
+    typer.echo()
+    for line in _table([_COLUMNS, *map(_cells, cluster["workers"])]):
+        typer.echo(line)
+    notes = [f"rank {worker['rank']}: {worker['note']}" for worker in cluster["workers"] if worker["note"]]
+    if recent := [*notes, *(f"- {sentence}" for sentence in cluster.get("recent", []))]:
+        typer.echo("\n" + "\n".join(recent))
 
 
-def _cells(worker: dict[str, Any]) -> list[str | Text]:
+_COLUMNS = ("rank", "role", "state", "inc", "pid", "requests", "KV", "slots")
+
+
+def _table(rows: list[Sequence[str]]) -> list[str]:
+    """Columns as wide as they must be, which is less than 80 in all."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def _cells(worker: dict[str, Any]) -> list[str]:
     """One row. Requests and KV belong to the attention role, slots to the expert role."""
-    has_kv, has_slots = "attention" in worker["roles"], bool(worker["slots"])
+    has_kv = "attention" in worker["roles"]
     active, shadow = worker["slots"] - worker["shadow_slots"], worker["shadow_slots"]
+    slots = f"{active} + {shadow} shadow" if shadow else str(active or "")
     return [
         str(worker["rank"]),
+        "+".join(worker["roles"]),
+        worker["state"],
         str(worker["incarnation"]),
         str(worker["pid"] or ""),
-        ", ".join(worker["roles"]),
-        worker["state"],
-        f"{active} + {shadow} shadow" if has_slots else "",
         str(worker["requests"]) if has_kv else "",
         f"{100 * worker['kv_cache_usage']:.0f} %" if has_kv else "",
-        Text(worker["note"]),
+        slots,
     ]

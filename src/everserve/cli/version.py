@@ -1,5 +1,7 @@
 """`everserve version`."""
 
+from typing import Annotated
+
 import typer
 
 from everserve import __version__
@@ -10,3 +12,18 @@ from everserve.cli import app
 def version() -> None:
     """Print the version."""
     typer.echo(__version__)
+
+
+def _print_and_exit(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def everserve(
+    is_version_asked: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_and_exit, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM serving that keeps every token stream going when workers die."""

@@ -198,7 +198,8 @@ def _happenings(watched: Watched, width: int, max_lines: int) -> Iterator[Text]:
 
 
 def watch(url: str, api_key: str | None, console: Console | None = None) -> None:
-    """Until Ctrl-C. A server that is not there yet, or not any more, is waited for; one that refuses is not."""
+    """Until Ctrl-C, or until the terminal is gone. A server that is not there yet, or not any more, is waited for; one
+    that refuses is not."""
     console = console or Console()
     watched = Watched(url)
     try:
@@ -213,6 +214,8 @@ def watch(url: str, api_key: str | None, console: Console | None = None) -> None
 def _show(watched: Watched, api_key: str | None, console: Console) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for _ in _follow(watched, api_key):
+            if not console.is_terminal:  # it was one: nobody can see this any more
+                return
             width, height = console.size
             live.update(screen(watched, time.time(), width, height), refresh=True)
 

@@ -74,12 +74,13 @@ def respond(
 
 
 def _wants_event_ids(http_request: Request) -> bool:
-    """Who names a request may come back for its rest. `vllm bench serve` and its kin name theirs too, by default, but
-    read nothing but `data:` lines and would fail; they are known by the names that they give."""
-    if not http_request.state.has_own_id:
-        return False
-    reads_events = "text/event-stream" in http_request.headers.get("accept", "")
-    return reads_events or not http_request.state.request_id.startswith("bench")
+    """A client that names its request may come back for the rest, unless it says that it reads `data:` lines only:
+    `Accept: text/event-stream;ids=no`. Most clients, OpenAI's among them, do not ask for event streams by name, so the
+    lack of such a range says nothing."""
+    accept = http_request.headers.get("accept", "").lower().replace(" ", "")
+    ranges = [media_range.split(";") for media_range in accept.split(",")]
+    refuses = any(name == "text/event-stream" and "ids=no" in parameters for name, *parameters in ranges)
+    return http_request.state.has_own_id and not refuses
 
 
 class AnswerResponse(sse.EventStream):

@@ -58,12 +58,16 @@ class Cluster:
         self.num_spares, self._num_spares_wanted = len(spares), change.num_spares_wanted
 
     def violations(self) -> tuple[str, ...]:
-        """Unknown is not healthy: nor is a table that nobody keeps up to date."""
+        """Why requests cannot run now. Unknown is not healthy."""
         if self.members is None:
             return ("no membership table has been published yet",)
-        if self.orchestrator_is_gone:
-            return (*self._violations, "the orchestrator is gone")
         return self._violations
+
+    def degraded(self) -> tuple[str, ...]:
+        """What is missing although requests run. No request needs the orchestrator: its absence is no violation."""
+        if self.orchestrator_is_gone:
+            return (*self._degraded, "the orchestrator is gone: requests are served, lost workers are not replaced")
+        return self._degraded
 
     def worker(self, rank: Rank) -> Worker | None:
         workers = self.members.workers if self.members is not None else ()
@@ -79,7 +83,7 @@ class Cluster:
         return ClusterView(
             epoch=self.epoch,
             violations=list(self.violations()),
-            degraded=list(self._degraded),
+            degraded=list(self.degraded()),
             experts_without_place=self.num_experts_without_place,
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),

@@ -6,6 +6,7 @@ explain_bad_json     what is wrong with a request body, in words that name the f
 """
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 from starlette.responses import Response
@@ -78,11 +79,11 @@ def from_exception(error: EverserveError) -> HttpError:
     return HttpError(500, str(error))
 
 
-def explain_bad_json(error: Exception, unsupported: frozenset[str]) -> RequestError:
+def explain_bad_json(error: Exception, unsupported: Mapping[str, str]) -> RequestError:
     """Why a body could not be read as the struct that the endpoint expects.
 
-    `unsupported` are fields that OpenAI or vLLM know but this server does not act on; the structs admit
-    only null for them.
+    `unsupported` are fields that OpenAI or vLLM know but this server does not act on, and what the structs admit for
+    them besides null.
     """
     if isinstance(error, RecursionError):
         return RequestError("The request body is nested too deeply.")
@@ -106,12 +107,17 @@ def explain_bad_json(error: Exception, unsupported: frozenset[str]) -> RequestEr
     return RequestError(f"Invalid request body: {_shorten(text)}.")
 
 
-def _unsupported(path: str, unsupported: frozenset[str]) -> RequestError | None:
+def not_supported(name: str, accepted: str, param: str | None = None) -> RequestError:
+    """Nothing that a client asked for is left out silently."""
+    rest = f": leave it out, or send {accepted}" if accepted else ""
+    return RequestError(f"'{name}' is not supported by this server{rest}.", param=param or name)
+
+
+def _unsupported(path: str, unsupported: Mapping[str, str]) -> RequestError | None:
     """An error about something inside, say, `tools` is an error about tools."""
-    names = _NAMES.findall(path)
-    if not unsupported.isdisjoint(names):
-        name = next(name for name in names if name in unsupported)
-        return RequestError(f"'{name}' is not supported by this server.", param=path)
+    name = next((name for name in _NAMES.findall(path) if name in unsupported), None)
+    if name is not None:
+        return not_supported(name, unsupported[name], path)
     if _CONTENT_PART.search(path):
         return RequestError("Only text is supported as message content.", param=path)
     return None

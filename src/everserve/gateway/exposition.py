@@ -112,8 +112,9 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily(
             "everserve_degraded",
-            "What is missing although the instance is valid: workers being replaced, experts with too few places.",
-            value=len(cluster.view().degraded),
+            "What is missing although the instance is valid: workers being replaced, experts with too few places, the"
+            " orchestrator.",
+            value=len(cluster.degraded()),
         )
         yield GaugeMetricFamily(
             "everserve_degraded_experts",

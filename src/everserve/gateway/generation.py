@@ -63,8 +63,8 @@ class Generation:
         self._prompts = prompts
         self._trace = trace
         self._is_stream = bool(request.stream)
-        self._wants_usage = options is not None and options.include_usage
-        self._wants_usage_always = options is not None and options.continuous_usage_stats and self._wants_usage
+        self._wants_usage = options is not None and bool(options.include_usage)
+        self._wants_usage_always = options is not None and bool(options.continuous_usage_stats) and self._wants_usage
         self._choices: list[Choice] = []
         self.num_open = 0  # choices that have not ended
         self._num_prompt_tokens = 0

@@ -173,7 +173,10 @@ class WorkerIncident(Incident):
     def _notice(self) -> list[str]:
         if self.signalled_s is None or self.noticed_s is None or self.cause not in ("crash", "hang"):
             return []
-        return [f"noticed in {span(max(0.0, self.noticed_s - self.signalled_s))}"]
+        noticed_s = max(0.0, self.noticed_s - self.signalled_s)
+        # Nothing needs a process at every moment, so it may be noticed later than any stream waited.
+        went_on = self.pause_s is not None and self.pause_s < noticed_s and not self.is_waited_for
+        return [f"noticed in {span(noticed_s)}" + (", streams went on meanwhile" if went_on else "")]
 
     def _experts(self) -> list[str]:
         parts = []

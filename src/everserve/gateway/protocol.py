@@ -1,7 +1,9 @@
 """Request bodies, field by field with their ranges. `/openapi.json` is made from these structs.
 
-Names are OpenAI's, then vLLM's. Unknown fields are errors. A field of type `None` is one that OpenAI or vLLM know and
-this server does not act on: null is accepted, anything else gets a 400 that says so (see UNSUPPORTED).
+Names are OpenAI's, then vLLM's. Unknown fields are errors. Fields that OpenAI or vLLM know and this server does not act
+on are of two kinds. Where ignoring a value changes nothing that the client would notice, it is accepted: `user`,
+`metadata`, `store: false`, no tools. Everything else gets a 400 that says so (see UNSUPPORTED). A field of
+type `None` accepts null alone.
 """
 
 from typing import Annotated, Any, Literal
@@ -44,9 +46,18 @@ LogitBias = Annotated[
 ]
 
 
+# What a client may say although the server cannot do it: the value that asks for nothing.
+Empty = Annotated[list[None], Meta(max_length=0)]
+OnlyFalse = Annotated[bool, Meta(extra_json_schema={"const": False})]  # sampling.py refuses true
+NoTool = Literal["none", "auto"]  # of no tools none is called
+MetadataKey = Annotated[str, Meta(max_length=64)]
+MetadataValue = Annotated[str, Meta(max_length=512)]
+
+
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -57,7 +68,16 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     stream_options: StreamOptions | None = None
     n: NumChoices | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=INT64_MAX)] | None = None
+
+    # For the books of a server that keeps any
     user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Meta(max_length=16)] | None = None
+    store: OnlyFalse | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = None
+    prompt_cache_options: None = None
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -80,18 +100,18 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     # vLLM's further options
     allowed_token_ids: None = None
-    bad_words: None = None
+    bad_words: Empty | None = None
     cache_salt: None = None
     kv_transfer_params: None = None
     length_penalty: None = None
     logits_processors: None = None
-    priority: None = None
+    priority: Literal[0] | None = None
     prompt_logprobs: None = None
     request_id: None = None
-    return_tokens_as_token_ids: None = None
+    return_tokens_as_token_ids: OnlyFalse | None = None
     structured_outputs: None = None
     truncate_prompt_tokens: None = None
-    use_beam_search: None = None
+    use_beam_search: OnlyFalse | None = None
     vllm_xargs: None = None
 
 
@@ -108,7 +128,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     logprobs: NumLogprobs | None = None
     best_of: NumChoices | None = None
     response_format: TextFormat | None = None
-    suffix: None = None
+    suffix: Annotated[str, Meta(max_length=0)] | None = None
 
 
 class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -123,12 +143,12 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     content: str | list[TextPart]
     name: str | None = None
     reasoning_content: str | None = None
-    annotations: None = None
+    annotations: Empty | None = None
     audio: None = None
     function_call: None = None
     refusal: None = None
     tool_call_id: None = None
-    tool_calls: None = None
+    tool_calls: Empty | None = None
 
 
 ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1)]
@@ -147,22 +167,20 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
+    tools: Empty | None = None
+    tool_choice: NoTool | None = None
+    functions: Empty | None = None
+    function_call: NoTool | None = None
+    parallel_tool_calls: bool | None = None
+    verbosity: Literal["medium"] | None = None
 
     audio: None = None
     chat_template: None = None
     documents: None = None
-    function_call: None = None
-    functions: None = None
-    metadata: None = None
     mm_processor_kwargs: None = None
-    parallel_tool_calls: None = None
+    moderation: None = None
     prediction: None = None
     reasoning_effort: None = None
-    service_tier: None = None
-    store: None = None
-    tool_choice: None = None
-    tools: None = None
-    verbosity: None = None
     web_search_options: None = None
 
 
@@ -178,7 +196,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    tools: None = None
+    tools: Empty | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -188,12 +206,36 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     tokens: list[TokenId]
 
 
+_EMPTY, _FALSE, _NO_TOOL = "an empty list", "false", '"none" or "auto"'
+_ASK_FOR_NOTHING = {
+    "annotations": _EMPTY,
+    "bad_words": _EMPTY,
+    "function_call": _NO_TOOL,
+    "functions": _EMPTY,
+    "include_obfuscation": _FALSE,
+    "modalities": '["text"]',
+    "priority": "0",
+    "prompt_cache_retention": '"in_memory"',
+    "response_format": '{"type": "text"}',
+    "return_tokens_as_token_ids": _FALSE,
+    "service_tier": '"auto" or "default"',
+    "store": _FALSE,
+    "suffix": "an empty text",
+    "tool_calls": _EMPTY,
+    "tool_choice": _NO_TOOL,
+    "tools": _EMPTY,
+    "use_beam_search": _FALSE,
+    "verbosity": '"medium"',
+}
+
+
 def _null_fields(struct: type[msgspec.Struct]) -> set[str]:
     return {field.name for field in msgspec.structs.fields(struct) if field.type is type(None)}
 
 
-UNSUPPORTED = frozenset(
-    {"response_format", "modalities"}.union(
-        *(_null_fields(t) for t in (CompletionRequest, ChatRequest, ChatMessage, TokenizeRequest))
-    )
+_NULL_FIELDS = set[str]().union(
+    *(_null_fields(t) for t in (CompletionRequest, ChatRequest, ChatMessage, TokenizeRequest))
 )
+# What this server cannot do, by the field that asks for it, and what that field may be besides null.
+UNSUPPORTED = dict.fromkeys(sorted(_NULL_FIELDS), "") | _ASK_FOR_NOTHING
+ONLY_FALSE = ("store", "use_beam_search", "return_tokens_as_token_ids")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from everserve.errors import ModelError, RequestError
-from everserve.gateway.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from everserve.gateway.errors import not_supported
+from everserve.gateway.protocol import ONLY_FALSE, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
 from everserve.gateway.tokenizer import read_json
 from everserve.tables.requests import MAX_STOP_IDS, SamplingParams
 
@@ -105,7 +106,12 @@ def sampling_params(
 
 
 def check_combinations(request: CompletionRequest | ChatRequest) -> None:
-    """Fields that only make sense together, or not together."""
+    """Fields that only make sense together, or not together, and those that may only be false."""
+    for name in ONLY_FALSE:
+        if getattr(request, name):
+            raise not_supported(name, UNSUPPORTED[name])
+    if request.stream_options is not None and request.stream_options.include_obfuscation:
+        raise not_supported("include_obfuscation", UNSUPPORTED["include_obfuscation"], "stream_options")
     if request.stream_options is not None and not request.stream:
         raise RequestError("'stream_options' can only be given together with 'stream': true.", "stream_options")
     if isinstance(request, CompletionRequest):
@@ -114,7 +120,7 @@ def check_combinations(request: CompletionRequest | ChatRequest) -> None:
         if request.max_tokens == 0 and not request.echo:
             raise RequestError("'max_tokens' must be at least 1 unless 'echo' is true.", "max_tokens")
         return
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise RequestError("'top_logprobs' can only be given together with 'logprobs': true.", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and (
         request.max_tokens != request.max_completion_tokens

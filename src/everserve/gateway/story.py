@@ -233,6 +233,8 @@ class Story:
         incident.affect(event.at_s)
         if isinstance(event, ev.StreamMoved):
             incident.is_leaving = True
+        else:
+            incident.notice(event.at_s - event.stalled_s)  # the gateway saw it, perhaps before the orchestrator did
 
     def _restored(self, event: ev.StreamRestored) -> None:
         incident = self._at_seat.get(event.from_rank)

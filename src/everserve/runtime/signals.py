@@ -9,15 +9,16 @@ from typing import Any
 class SignalPipe:
     """Registers itself with the selector; `read` gives the numbers of the signals that came."""
 
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
-
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in self._SIGNALS}
+        signals = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+            signals.append(signal.SIGHUP)
+        self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in signals}
         selector.register(self._reader, selectors.EVENT_READ, self)
 
     def read(self) -> bytes:

@@ -14,6 +14,7 @@ Sockets are nameless pairs passed by descriptor and memory has no name either, s
 system. When the supervisor itself is gone, however it went, the kernel kills its children.
 """
 
+import contextlib
 import os
 import selectors
 import signal
@@ -152,8 +153,7 @@ class Supervisor:
         finally:
             if mps is not None:
                 mps.stop()  # last: a process that uses the device does not survive it
-        if self._failure is not None:
-            print(f"everserve: {self._failure}", file=sys.stderr)
+        _say(self._failure or "stopped")
         return self._exit_status
 
     def _serve(self) -> None:
@@ -293,7 +293,9 @@ class Supervisor:
             return
         is_to_finish = self._is_serving and self._kill_at is None  # otherwise asked twice, or nothing has begun: now
         if self._kill_at is None:
-            self._stop(f"received {signal.Signals(asked[0]).name}", self._grace_s if is_to_finish else 0.0)
+            name = signal.Signals(asked[0]).name
+            _say(f"{name}: stopping" + (f"; running requests get {self._grace_s:g} s" if is_to_finish else ""))
+            self._stop(f"received {name}", self._grace_s if is_to_finish else 0.0)
         if not is_to_finish:
             self._kill_everything()
 
@@ -411,6 +413,12 @@ class Supervisor:
         processes += [Process(name=child.name, pid=child.process.pid) for child in self._children.values()]
         spares, num_wanted = self._spares.pids, self._spares.num_wanted
         self._send("gateway", ProcessesChanged(processes=tuple(processes), spares=spares, num_spares_wanted=num_wanted))
+
+
+def _say(text: str) -> None:
+    """For the person or the service manager that runs `everserve serve`. The terminal may be gone."""
+    with contextlib.suppress(OSError):
+        print(f"everserve: {text}", file=sys.stderr, flush=True)
 
 
 def _wait_or_kill(popen: "subprocess.Popen[bytes]") -> int:

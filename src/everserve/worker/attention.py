@@ -157,7 +157,7 @@ class AttentionLoop:
         except ChannelClosed:
             self._selector.unregister(self._gateway)
             self._engine.cancel_all()  # nobody listens any more; whether that is the end is not ours to decide
-            log.info("the gateway is gone")
+            log.debug("the gateway has closed its channel")  # the supervisor says why: a signal, or a crash
         self._mention_bad_bytes(self._gateway)
 
     def read_control(self) -> None:

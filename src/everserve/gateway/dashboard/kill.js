@@ -1,9 +1,8 @@
-// A kill button on every process: it asks first.
+// A kill button on every process but the gateway: it asks first.
 
 import { ask, setAdminKey } from "./api.js";
 
 const EFFECTS = {
-  gateway: "It holds the connection of every client: this ends the whole instance.",
   orchestrator: "Tokens need nobody who decides. The next one takes over what it finds.",
   anchor: "It owns shared memory, which stays good for those who use it. The next one is handed everything.",
   zygote: "Workers are forked from it. The next one is started.",

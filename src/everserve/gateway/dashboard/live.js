@@ -1,6 +1,7 @@
 // The one connection of this page: everything that changes, four times a second.
 //
 // A hidden tab has none. When it is seen again it asks for what it missed, which the server keeps for five minutes.
+// Nothing but a hidden tab and a missing key ends it for good: every error is followed by another attempt.
 
 import { ask, dataOf } from "./api.js";
 
@@ -43,9 +44,9 @@ export class Live {
       const response = await ask(`cluster/live${since >= 0 ? `?since=${since}` : ""}`, { signal: abort.signal });
       for await (const data of dataOf(response)) {
         alive();
-        this.failures = 0;
         this.onState("connected");
-        this.store.apply(JSON.parse(data));
+        this.#show(data);
+        this.failures = 0;
       }
     } catch (error) {
       if (error.status === 401) {
@@ -54,12 +55,22 @@ export class Live {
         this.onKeyWanted(error.message);
         return;
       }
-      if (error.name !== "AbortError" && error.name !== "TypeError" && !error.status) throw error;
+      // Whatever else it was: another attempt follows.
     } finally {
       clearTimeout(watchdog);
     }
     if (this.abort !== abort) return; // stopped on purpose
     this.onState("lost");
     this.retry = setTimeout(() => this.run(), RETRY_MS[Math.min(this.failures++, RETRY_MS.length - 1)]);
+  }
+
+  /** An error here is ours, not the connection's: it is reported before the connection begins anew. */
+  #show(data) {
+    try {
+      this.store.apply(JSON.parse(data));
+    } catch (error) {
+      console.error(error);
+      throw error;
+    }
   }
 }

@@ -60,7 +60,7 @@ function showVerdict() {
   say($("verdict-why"), why);
   if (store.cluster) {
     const { epoch, violations, experts_without_place: lost } = store.cluster;
-    say($("validity"), `epoch ${epoch}, ${violations.length ? `${violations.length} violation${violations.length > 1 ? "s" : ""}` : "valid"}${lost ? `, ${lost} experts masked` : ""}`);
+    say($("validity"), `epoch ${epoch}, ${violations.length ? `${violations.length} violation${violations.length > 1 ? "s" : ""}` : "valid"}${lost ? `, ${lost} experts without a place` : ""}`);
   }
   const title = `${word} · Everserve${store.hello ? ` · ${store.hello.models[0]}` : ""}`;
   if (document.title !== title) document.title = title;

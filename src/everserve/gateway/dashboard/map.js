@@ -44,7 +44,8 @@ export class ClusterMap {
       this.cards.delete(key);
     }
     for (const column of this.columns.slice(1)) column.classList.toggle("many", column.childElementCount > 4);
-    for (const card of this.cards.values()) card.kill.hidden = !hello.enable_chaos;
+    // The gateway gets no signals: it would have to answer for its own death.
+    for (const [key, card] of this.cards) card.kill.hidden = !hello.enable_chaos || key === "gateway";
     const states = cluster.workers.map((worker) => `${worker.rank}${worker.state}${worker.requests > 0}`).join();
     if (states !== this.drawn) {
       this.drawn = states;
@@ -162,7 +163,7 @@ function fillSlots(card, worker, standIn) {
   card.shown = shown;
   const runs =
     worker.state === "starting" ? [["loading", worker.slots]]
-    : worker.state === "gone" ? [["masked", worker.slots]]
+    : worker.state === "gone" ? [["gone", worker.slots]]
     : [["active", active], ["standin", standIn], ["shadow", worker.shadow_slots - standIn]];
   const perSquare = Math.ceil(worker.slots / MAX_SQUARES);
   const squares = runs.flatMap(([kind, count]) => Array.from({ length: Math.ceil(count / perSquare) }, () => make("i", { className: `slot ${kind}` })));
