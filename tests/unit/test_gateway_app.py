@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from everserve.errors import OverloadedError
-from everserve.gateway.http import MAX_BODY_BYTES, MAX_BODY_COMMAS
+from everserve.gateway.bodies import MAX_BODY_WEIGHT
+from everserve.gateway.http import MAX_BODY_BYTES
 from everserve.runtime.events import ProcessStarted
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
@@ -543,9 +544,9 @@ def test_a_bug_costs_one_request(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bodies_that_would_take_long_to_decode() -> None:
     async def test() -> None:
         async with toy_server() as server:
-            body = b'{"prompt": [' + b"1," * MAX_BODY_COMMAS + b"1,1]}"
+            body = b'{"prompt": [' + b"1," * MAX_BODY_WEIGHT + b"1,1]}"
             answer = await server.request("POST", "/v1/completions", body)
-            assert answer.status == 400 and "commas" in answer.error["message"]
+            assert answer.status == 400 and "too many values" in answer.error["message"]
 
     run(test)
 

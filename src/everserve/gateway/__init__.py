@@ -7,6 +7,8 @@
     gateway.py      what the process holds: settings, tokenizer, workers, metrics; who may come in
     app.py          the FastAPI application: all routes, and how errors are answered
     depends.py      what routes depend on: the gateway, an API key, whether requests are taken, whether all is well
+    slices.py       large work, in slices between which streams go on
+    bodies.py       how much work a JSON body is, before it is decoded
     http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON
     openapi.py      /openapi.json, from the routes and the structs they use

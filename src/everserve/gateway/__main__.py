@@ -49,6 +49,7 @@ from everserve.runtime.messages import (
 )
 
 _KEEP_ALIVE_S = 60  # idle connections; longer than clients' pools keep them, so that they close first
+_SWITCH_S = 0.0005  # for which a tokenizer's thread may keep the event loop from the interpreter (Python's own: 5 ms)
 _CLOSE_S = 2  # after the streams have ended, for their last bytes to leave
 
 
@@ -204,6 +205,7 @@ def main() -> int:
     arguments = parser.parse_args()
     process.die_with(arguments.supervisor_pid)
     process.set_name("es-gateway")
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)
         try:

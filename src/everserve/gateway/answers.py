@@ -5,10 +5,9 @@ same id and `Last-Event-ID` (keeping.py).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +17,7 @@ from everserve.gateway.depends import gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.generation import Generation, Renderer
-from everserve.gateway.http import JsonResponse, watch_disconnect
+from everserve.gateway.http import JsonPieces, watch_disconnect
 from everserve.gateway.keeping import Kept, name_of
 from everserve.gateway.outbox import KeptOutbox, Outbox
 from everserve.gateway.prompts import Prompt
@@ -82,7 +81,9 @@ def _wants_event_ids(http_request: Request) -> bool:
 class AnswerResponse(sse.EventStream):
     """Writes an answer to one connection."""
 
-    def __init__(self, gateway: Gateway, answer: Answer, whole: Callable[[], msgspec.Struct] | None = None) -> None:
+    def __init__(
+        self, gateway: Gateway, answer: Answer, whole: Callable[[], Awaitable[list[bytes]]] | None = None
+    ) -> None:
         super().__init__()
         self._gateway = gateway
         self._answer = answer
@@ -102,7 +103,7 @@ class AnswerResponse(sse.EventStream):
                 elif await outbox.ready():
                     if outbox.error:
                         raise outbox.error
-                    await JsonResponse(self._whole())(scope, receive, send)
+                    await JsonPieces(await self._whole())(scope, receive, send)
         finally:
             self._gateway.num_requests -= 1
             if outbox.detach(writer):
@@ -119,5 +120,6 @@ class AnswerResponse(sse.EventStream):
         await self.start(send)
         is_last = False
         while not is_last and await outbox.ready():
-            is_last, body = outbox.is_finished, outbox.take()
+            await outbox.encode_large(self._gateway.slices)
+            body, is_last = outbox.take(), outbox.is_empty
             await send_body({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -15,6 +15,7 @@ from everserve.gateway.keeping import Keeper
 from everserve.gateway.live import Live
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.slices import Slices
 from everserve.gateway.spares import Spares
 from everserve.gateway.story import Story
 from everserve.gateway.supervisor import SupervisorLink
@@ -50,6 +51,7 @@ class Gateway:
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell)
+        self.slices = Slices()
         self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
