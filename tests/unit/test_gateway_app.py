@@ -551,6 +551,20 @@ def test_bodies_that_would_take_long_to_decode() -> None:
     run(test)
 
 
+def test_equal_prompts_give_different_samples_unless_the_client_has_a_seed() -> None:
+    async def test() -> None:
+        async with toy_server(says("x")) as server:
+            body: dict[str, Any] = {"prompt": ["one"] * 3, "n": 2, "max_tokens": 1}
+            assert (await server.post("/v1/completions", body)).status == 200
+            seeds = [spec.params.seed for spec in server.worker.specs]
+            assert len(set(seeds)) == 6
+            assert (await server.post("/v1/completions", {**body, "seed": 5})).status == 200
+            seeds = [spec.params.seed for spec in server.worker.specs[6:]]
+            assert seeds == seeds[:2] * 3 and len(set(seeds)) == 2 and seeds[0] == 5
+
+    run(test)
+
+
 def test_prompts_that_make_no_sense() -> None:
     async def test() -> None:
         async with toy_server(says("x")) as server:

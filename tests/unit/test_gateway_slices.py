@@ -164,10 +164,13 @@ def keys(num: int) -> str:
     return ",".join(f'"k{i}":1' for i in range(num))
 
 
+MANY_KEYS = f'{{"messages": [], "chat_template_kwargs": {{{keys(1 << 17)}}}}}'
+
+
 @pytest.mark.parametrize(
     ("path", "body", "message"),
     [
-        ("chat/completions", '{"messages": [], "chat_template_kwargs": {%s}}' % keys(1 << 17), "too many values"),
+        ("chat/completions", MANY_KEYS, "too many values"),
         ("chat/completions", json.dumps({**CHAT, "chat_template_kwargs": {"x": [1] * 1100}}), "1024 values"),
         ("chat/completions", json.dumps({**CHAT, "chat_template_kwargs": {"x": "y" * 70_000}}), "65536 characters"),
         ("chat/completions", json.dumps({**CHAT, "chat_template_kwargs": {"x": {"y": ["z" * 70_000]}}}), "65536 ch"),

@@ -191,7 +191,7 @@ class Fleet:
             )
 
     def submit(self, siblings: list[Stream]) -> None:
-        """Run these streams, which have one prompt, on the same worker, as soon as one has room."""
+        """Run these streams, which have one prompt: on the same worker if one has room for all of them now."""
         assert self.limits is not None, "nobody knows yet whether these streams can run"
         now_s, group = self.clock(), next(self._groups)
         for stream in siblings:
@@ -205,8 +205,8 @@ class Fleet:
         if stream.link is not None:
             stream.link.cancel(stream)
             self.on_step()
-        elif self._waiting.remove(stream):
-            self._bind_waiting(self.clock())  # fewer siblings may fit where all of them did not
+        else:
+            self._waiting.remove(stream)
         self.logs.release(stream)
 
     def suspend(self, stream: Stream) -> None:
@@ -311,10 +311,10 @@ class Fleet:
                 continue
             link = self._choose(allowed)
             if link is None:
-                break  # nobody else overtakes
+                break  # no worker has a place
             bound = allowed[: link.room.num_streams_free]
+            self._waiting.bind(bound)
             for stream in bound:
-                self._waiting.remove(stream)
                 if stream.moved_s is not None or stream.lost_s is not None:
                     parted.append(stream)
                 elif not stream.is_first:
