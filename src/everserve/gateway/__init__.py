@@ -35,6 +35,7 @@
     answers.py      the response to a request that generates: a stream, or the whole at the end
     keeping.py      streams whose clients may lose their connections and come back
     outbox.py       from the callbacks that make events to the task that writes them
+    unread.py       clients that do not read
     generation.py   one client's request: its choices, and the events that are made of them
     choices.py      one choice: tokens in, text out
     streams.py      exactly once: streams by token index, and those that run at one worker

@@ -32,6 +32,7 @@ from everserve.gateway.sampling import read_defaults
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.tokenizer import load_tokenizer
 from everserve.gateway.tracing import make_tracing
+from everserve.gateway.unread import UnreadWatch
 from everserve.runtime import process
 from everserve.runtime.channel import AsyncChannel, ChannelClosed
 from everserve.runtime.events import EventLog
@@ -50,7 +51,7 @@ from everserve.runtime.messages import (
 
 _KEEP_ALIVE_S = 60  # idle connections; longer than clients' pools keep them, so that they close first
 _SWITCH_S = 0.0005  # for which a tokenizer's thread may keep the event loop from the interpreter (Python's own: 5 ms)
-_CLOSE_S = 2  # after the streams have ended, for their last bytes to leave
+_CLOSE_S = 2  # after the streams have ended, for connections to close
 
 
 class GatewayProcess:
@@ -98,18 +99,24 @@ class GatewayProcess:
             self._draining = asyncio.create_task(self._drain(grace_s))
 
     async def _drain(self, grace_s: float) -> None:
-        """No new requests; running ones may finish within the grace time; then all connections close."""
+        """No new requests; running ones may finish, and clients read their answers, within the grace time; then all
+        connections close."""
         gateway = self._gateway
         gateway.is_draining = True
         gateway.keeper.close()
         deadline_s = asyncio.get_running_loop().time() + grace_s
-        while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
+        while (gateway.num_requests or self._has_unsent_bytes()) and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
         ended = "The server was shut down before this request had finished."
         gateway.fleet.close(OverloadedError(ended, retry_after_s=5))
         gateway.feed.close()
         gateway.live.close()
         self._server.should_exit = True
+
+    def _has_unsent_bytes(self) -> bool:
+        """Whether a client has still to read from an answer that is complete."""
+        transports = [connection.transport for connection in self._server.server_state.connections]
+        return any(transport.get_write_buffer_size() for transport in transports if transport is not None)
 
 
 class _Server(uvicorn.Server):
@@ -121,7 +128,23 @@ class _Server(uvicorn.Server):
 
 
 class _HttpProtocol(HttpToolsProtocol):
-    """Bytes that are not HTTP get an error of the same shape as all others."""
+    """Bytes that are not HTTP get an error of the same shape as all others; clients that do not read are given up."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._unread = UnreadWatch(transport)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.end()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unread.end()
+        super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         body = HttpError(400, msg).body()

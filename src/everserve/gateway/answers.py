@@ -89,11 +89,15 @@ class AnswerResponse(sse.EventStream):
         self._answer = answer
         self._whole = whole  # None: as a stream
 
+    @property
+    def is_complete(self) -> bool:
+        return self._answer.outbox.is_finished
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = self._answer.outbox
         writer = asyncio.current_task()
         assert writer is not None
-        self._gateway.num_requests += 1
+        self._gateway.answers.add(self)
         try:
             self._answer.open(arrived_s=scope["state"]["arrived_s"])
             outbox.attach(writer)
@@ -105,7 +109,7 @@ class AnswerResponse(sse.EventStream):
                         raise outbox.error
                     await JsonPieces(await self._whole())(scope, receive, send)
         finally:
-            self._gateway.num_requests -= 1
+            self._gateway.answers.discard(self)
             if outbox.detach(writer):
                 self._answer.close()
 

@@ -45,7 +45,7 @@ async def chat(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.check_room(request.n or 1)
+    gateway.check_room(request.n or 1)
     prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
     id = f"chatcmpl-{http_request.state.request_id}"
     renderer = ChatRenderer(id, model, request, gateway.tokenizer)

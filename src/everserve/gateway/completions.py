@@ -41,7 +41,7 @@ async def complete(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.check_room(num_prompts(request) * (request.n or 1))
+    gateway.check_room(num_prompts(request) * (request.n or 1))
     prompts = await completion_prompts(request, gateway.tokenizer, gateway.limits(), gateway.slices)
     echoed: list[str] = []
     if request.echo:

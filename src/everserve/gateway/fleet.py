@@ -177,16 +177,17 @@ class Fleet:
         streams = itertools.chain(self._waiting, self._running())
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
-    def check_room(self, num_streams: int) -> None:
-        """Raise unless so many more streams are welcome now. Nothing is kept."""
+    def check_room(self, num_streams: int, num_unread: int = 0) -> None:
+        """Raise unless so many more streams are welcome now, beside answers that are not read yet. Nothing is kept."""
         if num_streams > self.max_queue:
             raise RequestError(
                 f"This request asks for {num_streams} choices in total (prompts times 'n'); "
                 f"this server takes at most {self.max_queue} at a time."
             )
-        if self.num_streams + num_streams > self.max_queue:
+        num_taken = self.num_streams + num_unread
+        if num_taken + num_streams > self.max_queue:
             raise OverloadedError(
-                f"The server is busy: {self.num_streams} of {self.max_queue} places are taken "
+                f"The server is busy: {num_taken} of {self.max_queue} places are taken "
                 f"and this request needs {num_streams}."
             )
 

@@ -82,7 +82,7 @@ class Generation:
         """Make a stream of each choice of each prompt, and submit them together or not at all."""
         gateway, request = self._gateway, self._request
         num_choices = request.n or 1
-        gateway.fleet.check_room(len(self._prompts) * num_choices)
+        gateway.check_room(len(self._prompts) * num_choices)
         limits = gateway.limits()
         text_options = TextOptions.of(request)
         seed, has_seed = gateway.seeds.for_request(request), request.seed is not None
