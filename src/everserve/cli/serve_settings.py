@@ -70,6 +70,7 @@ class Flags:
     chat_template: Path | None
     shutdown_timeout: float
     resume_window: float
+    resume_memory_bytes: int
     enable_chaos: bool
     fixed_routes: bool
     pause_checkpoint_every: int
@@ -191,6 +192,7 @@ def gateway_settings(flags: Flags, directory: Path) -> StartGateway:
         chat_template=read_text(flags.chat_template, "--chat-template") if flags.chat_template is not None else None,
         event_log=_text(flags.event_log),
         resume_window_s=flags.resume_window,
+        resume_memory_bytes=flags.resume_memory_bytes,
     )
 
 

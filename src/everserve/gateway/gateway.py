@@ -60,7 +60,7 @@ class Gateway:
         self.live = Live(settings, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
-        self.keeper = Keeper(settings.resume_window_s, fleet.tell)
+        self.keeper = Keeper(settings.resume_window_s, fleet.tell, settings.resume_memory_bytes)
         self.slices = Slices()
         self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)

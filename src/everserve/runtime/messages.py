@@ -490,6 +490,7 @@ class StartGateway(Message, frozen=True):
     chat_template: str | None
     event_log: str | None
     resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
+    resume_memory_bytes: int = 256 << 20  # for all streams that are kept
 
 
 class Attach(Message, frozen=True):
