@@ -169,6 +169,27 @@ def test_stop_strings_across_tokens(stream: bool) -> None:
     run(test)
 
 
+def test_text_offsets_count_the_characters_that_the_client_gets() -> None:
+    """Half characters and hidden tokens have no text of their own."""
+
+    async def test() -> None:
+        tokens = [*ids("é€"), TOKENIZER.token_to_id(EOS), *ids("a")]
+        async with toy_server(lambda spec: tokens) as server:
+            body = {"prompt": "ü", "max_tokens": len(tokens), "logprobs": 0, "echo": True, "ignore_eos": True}
+            (whole,) = (await server.post("/v1/completions", body)).json["choices"]
+            assert whole["text"] == "üé€a"
+            assert whole["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+            events = (await server.post("/v1/completions", {**body, "stream": True})).events[:-1]
+            streamed = [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]]
+            assert streamed == whole["logprobs"]["text_offset"]
+            prompt = [TOKENIZER.token_to_id(EOS), *ids("ü")]
+            (whole,) = (await server.post("/v1/completions", {**body, "prompt": prompt})).json["choices"]
+            assert whole["text"] == "üé€a"
+            assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+
+    run(test)
+
+
 def test_stop_tokens() -> None:
     async def test() -> None:
         async with toy_server(says("the end")) as server:

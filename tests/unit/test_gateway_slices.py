@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest.mock import patch
@@ -153,6 +154,19 @@ def test_one_slice_per_turn_whoever_it_is_for() -> None:
         with pytest.raises(ZeroDivisionError):
             await slices.call(lambda: 1 // 0)
         assert await slices.run([]) == []
+
+    run(test)
+
+
+def test_very_long_texts_delay_only_each_other() -> None:
+    async def test() -> None:
+        async with toy_server(script) as server:
+            tokenizer, may_end = server.gateway.tokenizer, threading.Event()
+            very_long = [asyncio.ensure_future(tokenizer.run(may_end.wait, 1 << 20)) for _ in range(3)]
+            assert await tokenizer.run(lambda: "done", 1 << 14) == "done"
+            assert not any(task.done() for task in very_long)
+            may_end.set()
+            assert await asyncio.gather(*very_long) == [True] * 3
 
     run(test)
 

@@ -92,6 +92,7 @@ class Choice:
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._arrived_s = arrived_s
         self._first_s = self.last_s = arrived_s  # of the first token, and of the last so far
+        self._away_since_s: float | None = None  # while it is suspended
         self.has_ended = False
 
     @property
@@ -111,13 +112,19 @@ class Choice:
     def suspend(self) -> None:
         """The client has gone, and may come back."""
         if not self.has_ended:
+            self._away_since_s = self._fleet.clock()
             self._fleet.suspend(self.stream)
 
     def resume(self, id: str) -> Stream:
         """The client is back. Its stream gets a new name: its last worker may not have heard yet that it was suspended,
         and what it still says must not be taken for what the next one says."""
         self.stream.spec = msgspec.structs.replace(self.spec, id=id)
-        self.last_s = self._fleet.clock()
+        now_s = self._fleet.clock()
+        if self._away_since_s is not None:  # latencies are about this server, not about how long a client was away
+            self._arrived_s += now_s - self._away_since_s
+            self._first_s += now_s - self._away_since_s
+            self._away_since_s = None
+        self.last_s = now_s
         return self.stream
 
     def on_output(self, output: Output, now_s: float) -> None:

@@ -213,7 +213,7 @@ class Fleet:
     def suspend(self, stream: Stream) -> None:
         """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
         self.cancel(stream)
-        stream.mark_going_on()
+        stream.mark_suspended()
 
     def resume(self, streams: list[Stream]) -> None:
         """Their client is back. There is always room for them: they were let in before."""

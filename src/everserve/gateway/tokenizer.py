@@ -94,10 +94,10 @@ class ModelTokenizer:
         return self._vocabulary(skip_special_tokens).detokenizer()
 
     def token_text(self, token: int) -> str:
-        """One token by itself; special ones are shown."""
+        """One token as it stands in a text; special ones are shown."""
         text = self._token_texts.get(token)
         if text is None:
-            text = self._token_texts[token] = self._plain.decode([token])
+            text = self._token_texts[token] = self._plain.token_text(token)
         return text
 
     def is_special(self, token: int) -> bool:
