@@ -118,13 +118,13 @@ class Generation:
 
     def close(self) -> None:
         """Nobody waits for the rest, if there is one."""
-        for choice in self._choices:
+        for choice in reversed(self._choices):  # last come first: a place that becomes free is not for one of them
             choice.cancel()
         self._trace.end()
 
     def suspend(self) -> None:
         """Nobody waits for the rest now."""
-        for choice in self._choices:
+        for choice in reversed(self._choices):
             choice.suspend()
         self._trace.disconnected()
 
