@@ -1,17 +1,20 @@
 """Requests and answers that are a lot of work: bounded, and done in slices between which the event loop goes on."""
 
 import asyncio
+import gc
 import json
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 
 from everserve.gateway import completions, errors, generation, logprobs, sampling
 from everserve.gateway.slices import Slices
 from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import Response, ToyServer, byte_level_tokenizer, toy_server
 
@@ -156,6 +159,16 @@ def test_one_slice_per_turn_whoever_it_is_for() -> None:
         assert await slices.run([]) == []
 
     run(test)
+
+
+def test_the_garbage_collector_does_not_look_at_scores() -> None:
+    """There may be hundreds of thousands of them, and no turn of the event loop may take as long as going through."""
+    scores = TokenLogprobs(logprob=-1.0, rank=2, top_ids=(5, 6), top_logprobs=(-0.5, -1.0))
+    encoded = msgspec.msgpack.encode([scores] * 3)
+    received = msgspec.msgpack.decode(encoded, type=list[TokenLogprobs])
+    gc.collect()
+    for entry in received:
+        assert entry == scores and not any(map(gc.is_tracked, (entry, entry.top_ids, entry.top_logprobs)))
 
 
 def test_very_long_texts_delay_only_each_other() -> None:

@@ -98,6 +98,7 @@ class JsonPieces(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         for piece in filter(None, self._pieces):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)  # the kernel may take megabytes at once
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

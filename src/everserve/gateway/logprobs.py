@@ -15,7 +15,7 @@ from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import TokenLogprobs
 
 _FLOOR = -9999.0
-_SCORES_PER_SLICE = 2048
+_SCORES_PER_SLICE = 1024
 _PIECES_PER_SLICE = 8
 _encode = msgspec.json.Encoder().encode
 
