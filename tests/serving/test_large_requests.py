@@ -15,9 +15,9 @@ from everserve.client import Stream
 from everserve.runtime.local_server import LocalServer
 from tests.process.cluster import asks, assert_equal, run_all
 
-STREAMS = asks(8, num_prompt=12, max_tokens=400)
+STREAMS = asks(8, num_prompt=12, max_tokens=100)
 MESSAGE = {"role": "user", "content": ""}
-LOGPROBS = {"prompt": [7] * 1000, "n": 64, "max_tokens": 1, "echo": True, "logprobs": 20}
+LOGPROBS = {"prompt": [7] * 200, "n": 64, "max_tokens": 1, "echo": True, "logprobs": 20}
 
 
 def hostile_requests() -> list[tuple[str, str, bytes, int]]:
@@ -60,26 +60,32 @@ class Sender(threading.Thread):
         self.answer = b"".join(parts)
 
 
-async def run_beside(server: LocalServer, sender: Sender) -> list[Stream]:
-    """All streams, and what the sender sends once all of them decode."""
-    streams = [Stream() for _ in STREAMS]
-    tasks = [asyncio.ensure_future(ask.send(server, s)) for ask, s in zip(STREAMS, streams, strict=True)]
-    while not all(stream.token_ids for stream in streams):
-        await asyncio.sleep(0.001)
-    sender.start()
-    await asyncio.gather(*tasks)
-    return streams
+async def run_beside(server: LocalServer, sender: Sender) -> list[list[Stream]]:
+    """All streams, again and again until the sender, which begins when all of them decode, has its answer."""
+    rounds: list[list[Stream]] = []
+    while not rounds or sender.is_alive():
+        streams = [Stream() for _ in STREAMS]
+        tasks = [asyncio.ensure_future(ask.send(server, s)) for ask, s in zip(STREAMS, streams, strict=True)]
+        while not rounds and not all(stream.token_ids for stream in streams):
+            await asyncio.sleep(0.001)
+        if not rounds:
+            sender.start()
+        await asyncio.gather(*tasks)
+        rounds.append(streams)
+    return rounds
 
 
 def test_streams_beside_large_requests(server: LocalServer) -> None:
     expected = run_all(server, STREAMS)
     for name, path, body, status in hostile_requests():
         sender = Sender(server.url, path, body)
-        streams = asyncio.run(run_beside(server, sender))
+        rounds = asyncio.run(run_beside(server, sender))
         sender.join()
-        assert_equal(streams, expected)
+        for streams in rounds:
+            assert_equal(streams, expected)
         assert sender.answer.startswith(b"HTTP/1.1 %d " % status), (name, sender.answer[:1000])
-        print(f"{name}: largest gap {1e3 * max(max(stream.gaps_s) for stream in streams):.0f} ms")
+        gap_s = max(max(stream.gaps_s) for streams in rounds for stream in streams)
+        print(f"{name}: largest gap {1e3 * gap_s:.0f} ms")
         if name == "64 choices with logprobs":
             choices = json.loads(sender.answer.partition(b"\r\n\r\n")[2])["choices"]
-            assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [1001] * 64
+            assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [201] * 64

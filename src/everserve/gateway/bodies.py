@@ -16,7 +16,8 @@ LIGHT_BODY_BYTES = 1 << 18
 
 _PER_TEXT = 16
 _PER_BRACKET = 8
-_SLICE_BYTES = 1 << 16
+_SLICE_BYTES = 1 << 16  # a slice is so many bytes, or so much weight
+_SLICE_WEIGHT = 1 << 13
 _OUTSIDE = re.compile(rb'[^"]*')
 _TEXT = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
 _QUOTE = ord('"')
@@ -38,8 +39,8 @@ def exact_weight(body: bytes | bytearray) -> Iterator[int]:
     """The weight up to here, slice by slice; the last is that of the whole body. Ends early above the limit."""
     weight, at, is_in_text = 0, 0, False
     while at < len(body) and weight <= MAX_BODY_WEIGHT:
-        end = min(at + _SLICE_BYTES, len(body))
-        while at < end:
+        end, full = min(at + _SLICE_BYTES, len(body)), weight + _SLICE_WEIGHT
+        while at < end and weight < full:
             found = (_TEXT if is_in_text else _OUTSIDE).match(body, at, end)
             assert found is not None, "both match the empty text"
             if not is_in_text:
