@@ -175,6 +175,9 @@ class Life:
             assert link.streams.num_owed == sum(stream.num_owed for stream in running)
             assert not link.is_leaving
         here = self.here()
+        waiting = [stream for stream in here if stream.link is None]
+        if any(stream.num_losses < suspects._FREE_LOSSES for stream in waiting):
+            assert not any(link.room.num_streams_free for link in fleet.ready_links()), "a place is free"
         assert fleet.num_waiting == sum(stream.link is None for stream in here)
         assert fleet.num_streams == len(here)
 

@@ -202,7 +202,8 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
 
 def _scores(token: int, num_top: int | None) -> TokenLogprobs:
     top = [token, *range(40, 40 + 20)][: num_top or 0]
-    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=top, top_logprobs=[-0.5 - i for i in range(len(top))])
+    values = tuple(-0.5 - i for i in range(len(top)))
+    return TokenLogprobs(logprob=-0.5, rank=1, top_ids=tuple(top), top_logprobs=values)
 
 
 class ToyOrchestrator:

@@ -176,7 +176,7 @@ def test_prompt_logprobs(budget, max_tokens):
         for i in range(1, len(prompt)):
             expected = torch.log_softmax(logits_after(prompt[:i]), -1)
             assert found[i].logprob == pytest.approx(expected[prompt[i]].item(), abs=1e-5)
-            assert found[i].top_ids == expected.topk(2).indices.tolist()
+            assert list(found[i].top_ids) == expected.topk(2).indices.tolist()
         assert [o.token for o in outputs if o.token is not None] == run_alone(
             spec("x", prompt, max_tokens=max_tokens, temperature=0.0)
         )

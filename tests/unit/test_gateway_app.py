@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from everserve.errors import OverloadedError
-from everserve.gateway.http import MAX_BODY_BYTES, MAX_BODY_COMMAS
+from everserve.gateway.bodies import MAX_BODY_WEIGHT
+from everserve.gateway.http import MAX_BODY_BYTES
 from everserve.runtime.events import ProcessStarted
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
@@ -164,6 +165,27 @@ def test_stop_strings_across_tokens(stream: bool) -> None:
                 assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "the end")
                 await until(lambda: len(server.worker.cancelled) == len(server.worker.specs))
             assert server.gateway.fleet.num_streams == 0
+
+    run(test)
+
+
+def test_text_offsets_count_the_characters_that_the_client_gets() -> None:
+    """Half characters and hidden tokens have no text of their own."""
+
+    async def test() -> None:
+        tokens = [*ids("é€"), TOKENIZER.token_to_id(EOS), *ids("a")]
+        async with toy_server(lambda spec: tokens) as server:
+            body = {"prompt": "ü", "max_tokens": len(tokens), "logprobs": 0, "echo": True, "ignore_eos": True}
+            (whole,) = (await server.post("/v1/completions", body)).json["choices"]
+            assert whole["text"] == "üé€a"
+            assert whole["logprobs"]["text_offset"] == [0, 0, 1, 1, 2, 2, 2, 3, 3]
+            events = (await server.post("/v1/completions", {**body, "stream": True})).events[:-1]
+            streamed = [offset for event in events for offset in event["choices"][0]["logprobs"]["text_offset"]]
+            assert streamed == whole["logprobs"]["text_offset"]
+            prompt = [TOKENIZER.token_to_id(EOS), *ids("ü")]
+            (whole,) = (await server.post("/v1/completions", {**body, "prompt": prompt})).json["choices"]
+            assert whole["text"] == "üé€a"
+            assert whole["logprobs"]["text_offset"] == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
 
     run(test)
 
@@ -543,9 +565,23 @@ def test_a_bug_costs_one_request(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bodies_that_would_take_long_to_decode() -> None:
     async def test() -> None:
         async with toy_server() as server:
-            body = b'{"prompt": [' + b"1," * MAX_BODY_COMMAS + b"1,1]}"
+            body = b'{"prompt": [' + b"1," * MAX_BODY_WEIGHT + b"1,1]}"
             answer = await server.request("POST", "/v1/completions", body)
-            assert answer.status == 400 and "commas" in answer.error["message"]
+            assert answer.status == 400 and "too many values" in answer.error["message"]
+
+    run(test)
+
+
+def test_equal_prompts_give_different_samples_unless_the_client_has_a_seed() -> None:
+    async def test() -> None:
+        async with toy_server(says("x")) as server:
+            body: dict[str, Any] = {"prompt": ["one"] * 3, "n": 2, "max_tokens": 1}
+            assert (await server.post("/v1/completions", body)).status == 200
+            seeds = [spec.params.seed for spec in server.worker.specs]
+            assert len(set(seeds)) == 6
+            assert (await server.post("/v1/completions", {**body, "seed": 5})).status == 200
+            seeds = [spec.params.seed for spec in server.worker.specs[6:]]
+            assert seeds == seeds[:2] * 3 and len(set(seeds)) == 2 and seeds[0] == 5
 
     run(test)
 

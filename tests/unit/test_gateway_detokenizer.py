@@ -97,3 +97,37 @@ def test_token_bytes_are_true_bytes() -> None:
     assert vocabulary.token_bytes(BYTES_OF_EURO[0]) == b"\xe2"
     assert vocabulary.token_bytes(BYTE_LEVEL.token_to_id("Ġthe")) == b" the"
     assert vocabulary.token_bytes(BYTE_LEVEL.token_to_id("plain text é")) == "plain text é".encode()
+
+
+def test_token_bytes_of_byte_fallback() -> None:
+    """With the space before a word, and the true byte of a byte token."""
+    vocabulary = DecodingVocabulary(BYTE_FALLBACK, skip_special_tokens=False)
+    wanted = {
+        "▁the": b" the",
+        "▁": b" ",
+        "▁▁": b"  ",
+        "a": b"a",
+        "é": "é".encode(),
+        "<0xE2>": b"\xe2",
+        EOS: EOS.encode(),
+    }
+    for name, expected in wanted.items():
+        token = BYTE_FALLBACK.token_to_id(name)
+        assert vocabulary.token_bytes(token) == expected
+        assert vocabulary.token_text(token) == expected.decode(errors="replace")
+    assert vocabulary.token_bytes(BYTE_FALLBACK.token_to_id("<0x00>")) == b"\x00"
+    assert vocabulary.token_text(INVISIBLE) == ""
+
+
+def wrapped(*steps: decoders.Decoder) -> Tokenizer:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [wrapped(decoders.ByteLevel()), wrapped(decoders.ByteLevel(), decoders.Fuse())])
+def test_a_byte_level_decoder_among_others_streams_whole_characters(tokenizer: Tokenizer) -> None:
+    pieces = stream(tokenizer, [*BYTES_OF_EURO, BYTE_LEVEL.token_to_id("a")], False)
+    assert pieces == ["", "", "€", "a", ""]
+    assert stream(tokenizer, BYTES_OF_EURO[:2] * 20, False).count("") < 40, "what is no character is not held for ever"
+    assert "".join(stream(tokenizer, BYTES_OF_EURO[:2], False)) == "�"

@@ -62,20 +62,39 @@ def test_those_that_are_given_together_are_announced() -> None:
     with_fleet(test)
 
 
-def test_siblings_wait_for_a_worker_with_room_for_all() -> None:
+def test_siblings_go_in_parts_if_no_worker_has_room_for_all() -> None:
     async def test(toy: ToyFleet) -> None:
         a, b = await toy.join(0), await toy.join(1)
         toy.submit(n=CAPACITY - 1)
         toy.submit(n=CAPACITY - 2)
-        toy.submit(n=3)
+        toy.submit(n=4)
         await toy.settle()
-        assert toy.fleet.num_waiting == 3
-        toy.cancel(0)
-        toy.cancel(1)
+        assert len(a.tokens) == len(b.tokens) == CAPACITY and toy.fleet.num_waiting == 1
+        await toy.run(a, b, num_steps=8)
+        assert_complete(toy)
+
+    with_fleet(test)
+
+
+def test_a_request_with_many_choices_holds_up_nobody_behind_it() -> None:
+    """Every other place that becomes free is for those behind it; and the others are for it."""
+
+    async def test(toy: ToyFleet) -> None:
+        a = await toy.join(0)
+        for _ in range(CAPACITY - 2):
+            toy.submit(max_tokens=50)
+        many = range(CAPACITY - 2, CAPACITY + 4)
+        toy.submit(n=len(many), max_tokens=50)  # two of six find a place
+        first = CAPACITY + 4
+        for _ in range(3):
+            toy.submit(max_tokens=1)
         await toy.settle()
-        assert toy.fleet.num_waiting == 0
-        first = 2 * CAPACITY - 3
-        assert all(f"s{i}" in a.specs for i in range(first, first + 3)) and len(b.specs) == CAPACITY - 2
+        assert list(a.specs) == [f"s{i}" for i in range(CAPACITY)]
+        for i in range(5):
+            toy.cancel(i)
+            await toy.settle()
+        bound = list(a.specs)[CAPACITY:]
+        assert bound == [f"s{i}" for i in (many[2], first, many[3], first + 1, many[4])]
 
     with_fleet(test)
 
@@ -97,9 +116,9 @@ def test_what_the_workers_kv_has_room_for_is_known_from_their_reports_and_what_t
         await toy.join(0, num_blocks=20)
         await toy.join(1, num_blocks=20)
         first, second = (toy.fleet.link(Rank(rank)) for rank in (0, 1))
-        assert first.room == Room(rank=0, num_streams_free=8, capacity=8, num_free_blocks=20, num_owed_tokens=0)
+        assert first.room == Room(rank=0, num_streams_free=8, num_free_blocks=20, num_owed_tokens=0)
         toy.submit(prompt=[1] * 40, max_tokens=4, n=2)  # 2 shared blocks, and one more each
-        assert first.room == Room(rank=0, num_streams_free=6, capacity=8, num_free_blocks=16, num_owed_tokens=88)
+        assert first.room == Room(rank=0, num_streams_free=6, num_free_blocks=16, num_owed_tokens=88)
         toy.workers[0].send([], kv_usage=0.25)
         await toy.settle()
         assert first.room.num_free_blocks == 15
@@ -157,7 +176,7 @@ def test_all_streams_in_flight_are_bounded() -> None:
             toy.fleet.check_room(13)
         toy.submit(n=4)
         toy.submit(n=CAPACITY - 1)
-        assert (toy.fleet.num_streams, toy.fleet.num_waiting) == (11, 7)
+        assert (toy.fleet.num_streams, toy.fleet.num_waiting) == (11, 3)
         toy.fleet.check_room(1)
         with pytest.raises(OverloadedError, match="11 of 12"):
             toy.fleet.check_room(2)

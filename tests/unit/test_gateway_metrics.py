@@ -44,6 +44,7 @@ EXPECTED = {
     "everserve_stream_divergences": "counter",
     "everserve_client_resumes": "counter",
     "everserve_suspended_streams": "gauge",
+    "everserve_resume_evictions": "counter",
 }
 
 

@@ -267,7 +267,7 @@ def test_a_full_queue_does_not_keep_out_who_was_in() -> None:
     run(test)
 
 
-def test_time_away_is_not_time_between_tokens() -> None:
+def test_time_away_is_no_latency() -> None:
     async def test() -> None:
         async with toy_server(script, is_paced=True) as server:
             fleet = server.gateway.fleet
@@ -281,7 +281,8 @@ def test_time_away_is_not_time_between_tokens() -> None:
             client.begin(after=2)
             await client.finish()
             (engine,) = fleet.engines.values()
-            assert engine.inter_token_latency_s.total < 50.0 < engine.latency_s.total
+            measured = (engine.inter_token_latency_s, engine.latency_s, engine.decode_s, engine.mean_token_s)
+            assert all(0 < histogram.total < 50.0 for histogram in measured)
 
     run(test)
 
@@ -581,7 +582,7 @@ def test_memory_is_short_who_is_away_longest_is_forgotten_first() -> None:
             for client in away[::-1]:
                 await client.lose_connection()
             assert gateway.keeper.num_suspended == 2, "the first one that left has made room"
-            assert gateway.keeper.num_bytes <= 30_000
+            assert gateway.keeper.num_bytes <= 30_000 and gateway.keeper.num_evicted["suspended"] == 1
             statuses = []
             for client in away:
                 answer = client.begin(after=2)
@@ -602,14 +603,41 @@ def test_memory_is_short_the_largest_goes_on_without_being_kept() -> None:
             whole = large.begin()
             await large.read(5)
             small.begin({**BODY, "max_tokens": 8})
-            await small.finish()
             await large.finish()
+            await small.finish()
             assert texts(whole) == TEXT and whole.event_ids == list(range(len(TOKENS) + 1))
             assert 0 < gateway.keeper.num_bytes <= 5000
             gone, rest = large.begin(after=3), small.begin(after=3)
             await large.finish()
             await small.finish()
             assert (gone.status, rest.status) == (404, 200)
+            assert gateway.keeper.num_evicted == {"ended": 0, "live": 1, "suspended": 0}
+
+    run(test)
+
+
+def test_memory_is_short_streams_that_have_ended_make_room_for_those_whose_clients_are_away() -> None:
+    async def test() -> None:
+        async with toy_server(script, is_paced=True) as server:
+            gateway = server.gateway
+            gateway.keeper = Keeper(60.0, gateway.fleet.tell, max_bytes=20_000)
+            away = Client(server, "away")
+            away.begin()
+            await away.read(3)
+            await away.lose_connection()
+            for i in range(10):
+                other = Client(server, f"ended-{i}")
+                other.begin({**BODY, "max_tokens": 8})
+                await other.finish()
+            assert gateway.keeper.num_suspended == 1 and gateway.keeper.num_bytes <= 20_000
+            num_evicted = gateway.keeper.num_evicted["ended"]
+            assert num_evicted > 0 and metric(
+                server, f'everserve_resume_evictions_total{{state="ended"}} {num_evicted}.0'
+            )
+            assert metric(server, 'everserve_resume_evictions_total{state="suspended"} 0.0')
+            rest = away.begin(after=2)
+            await away.finish()
+            assert rest.status == 200 and texts(*away.answers) == TEXT
 
     run(test)
 

@@ -144,13 +144,13 @@ def test_logprobs_are_the_models_own(ops):
     assert choice is not None and choice.logprobs is not None
     expected = torch.log_softmax(logits[0], -1)
     assert choice.logprobs.logprob == pytest.approx(expected[choice.token].item())
-    assert choice.logprobs.top_ids == expected.topk(5).indices.tolist()
+    assert list(choice.logprobs.top_ids) == expected.topk(5).indices.tolist()
     assert choice.logprobs.rank == 1 + int((expected > expected[choice.token]).sum())
 
 
 def test_token_logprobs_without_alternatives():
     entry = token_logprobs(torch.zeros(1, 4), [2], 0)[0]
-    assert entry.logprob == pytest.approx(-math.log(4)) and entry.top_ids == []
+    assert entry.logprob == pytest.approx(-math.log(4)) and entry.top_ids == ()
 
 
 def test_broken_logits_are_noticed(ops):

@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import pytest
 
 from everserve.gateway.streams import Stream, StreamBroken
@@ -95,6 +96,24 @@ def test_who_is_told_may_cancel_the_others():
         await toy.settle()
         assert toy.fleet.num_streams == 0 and not toy.fleet.logs.unsettled
         assert all(not stream.listener.errors for stream in others), "they were cancelled before"
+
+    with_fleet(test)
+
+
+def test_a_client_that_breaks_off_does_not_clear_its_request():
+    async def test(toy: ToyFleet) -> None:
+        worker = await toy.join(0)
+        (recorder,) = toy.submit()
+        (stream,) = toy.streams
+        for i in range(MAX_LOSSES):
+            toy.fleet.suspend(stream)
+            stream.spec = msgspec.structs.replace(stream.spec, id=f"again-{i}")
+            toy.fleet.resume([stream])
+            await toy.settle()
+            worker.die()
+            await toy.settle()
+            worker = await toy.join(0, incarnation=i + 2)
+        assert len(recorder.errors) == 1 and f"{MAX_LOSSES} workers in a row" in str(recorder.errors[0])
 
     with_fleet(test)
 

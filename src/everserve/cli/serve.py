@@ -185,6 +185,9 @@ def serve(
         float,
         typer.Option(help="Seconds for which a stream with an X-Request-Id waits for a client that broke off.", min=0),
     ] = 60.0,
+    resume_memory_bytes: Annotated[
+        int, typer.Option(help="Memory for streams with an X-Request-Id, so that their clients can come back.", min=0)
+    ] = 256 << 20,
     enable_chaos: Annotated[bool, typer.Option("--enable-chaos", help="Allow fault injection over HTTP.")] = False,
     fixed_routes: Annotated[
         bool, typer.Option("--fixed-routes", hidden=True, help="To measure what routes cost; no death is survived.")

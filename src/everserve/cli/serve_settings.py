@@ -73,6 +73,7 @@ class Flags:
     chat_template: Path | None
     shutdown_timeout: float
     resume_window: float
+    resume_memory_bytes: int
     enable_chaos: bool
     fixed_routes: bool
     pause_checkpoint_every: int
@@ -202,6 +203,7 @@ def gateway_settings(flags: Flags, directory: Path) -> StartGateway:
         admin_key=flags.admin_key.strip() if flags.admin_key is not None else None,
         listen_host=flags.host,
         allowed_hosts=[flags.host, *_split(flags.allowed_hosts or [])],
+        resume_memory_bytes=flags.resume_memory_bytes,
     )
 
 

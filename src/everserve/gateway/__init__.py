@@ -12,6 +12,8 @@
     access.py       API keys and the admin key: whose request it is, and what it may do
     origins.py      which names of this server, and which pages of browsers, may be used to ask
     stream_ids.py   names of streams, and which readers of events may see them
+    slices.py       large work, in slices between which streams go on
+    bodies.py       how much work a JSON body is, before it is decoded
     http.py         beyond Starlette: request ids, JSON bodies within limits, disconnects
     errors.py       OpenAI-shaped errors and the words for bad JSON
     openapi.py      /openapi.json, from the routes and the structs they use
@@ -38,6 +40,7 @@
     answers.py      the response to a request that generates: a stream, or the whole at the end
     keeping.py      streams whose clients may lose their connections and come back
     outbox.py       from the callbacks that make events to the task that writes them
+    unread.py       clients that do not read
     generation.py   one client's request: its choices, and the events that are made of them
     choices.py      one choice: tokens in, text out
     streams.py      exactly once: streams by token index, and those that run at one worker

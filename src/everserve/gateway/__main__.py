@@ -46,7 +46,8 @@ from everserve.runtime.messages import (
 )
 
 _KEEP_ALIVE_S = 60  # idle connections; longer than clients' pools keep them, so that they close first
-_CLOSE_S = 2  # after the streams have ended, for their last bytes to leave
+_SWITCH_S = 0.0005  # for which a tokenizer's thread may keep the event loop from the interpreter (Python's own: 5 ms)
+_CLOSE_S = 2  # after the streams have ended, for connections to close
 
 
 class GatewayProcess:
@@ -95,18 +96,24 @@ class GatewayProcess:
             self._draining = asyncio.create_task(self._drain(grace_s))
 
     async def _drain(self, grace_s: float) -> None:
-        """No new requests; running ones may finish within the grace time; then all connections close."""
+        """No new requests; running ones may finish, and clients read their answers, within the grace time; then all
+        connections close."""
         gateway = self._gateway
         gateway.is_draining = True
         gateway.keeper.close()
         deadline_s = asyncio.get_running_loop().time() + grace_s
-        while gateway.num_requests and asyncio.get_running_loop().time() < deadline_s:
+        while (gateway.num_requests or self._has_unsent_bytes()) and asyncio.get_running_loop().time() < deadline_s:
             await asyncio.sleep(0.02)
         ended = "The server was shut down before this request had finished."
         gateway.fleet.close(OverloadedError(ended, retry_after_s=5))
         gateway.feed.close()
         gateway.live.close()
         self._server.should_exit = True
+
+    def _has_unsent_bytes(self) -> bool:
+        """Whether a client has still to read from an answer that is complete."""
+        transports = [connection.transport for connection in self._server.server_state.connections]
+        return any(transport.get_write_buffer_size() for transport in transports if transport is not None)
 
 
 async def serve(control_fd: int, listen_fd: int) -> int:
@@ -182,6 +189,7 @@ def main() -> int:
     process.die_with(arguments.supervisor_pid)
     process.set_name("es-gateway")
     raise_descriptor_limit()
+    sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)
         try:

@@ -5,10 +5,9 @@ same id and `Last-Event-ID` (keeping.py).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,7 +17,7 @@ from everserve.gateway.depends import gateway_of
 from everserve.gateway.errors import HttpError
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.generation import Generation, Renderer
-from everserve.gateway.http import JsonResponse, check_json, watch_disconnect
+from everserve.gateway.http import JsonPieces, check_json, watch_disconnect
 from everserve.gateway.keeping import Kept, name_of
 from everserve.gateway.outbox import KeptOutbox, Outbox
 from everserve.gateway.prompts import Prompt
@@ -86,17 +85,23 @@ def _wants_event_ids(http_request: Request) -> bool:
 class AnswerResponse(sse.EventStream):
     """Writes an answer to one connection."""
 
-    def __init__(self, gateway: Gateway, answer: Answer, whole: Callable[[], msgspec.Struct] | None = None) -> None:
+    def __init__(
+        self, gateway: Gateway, answer: Answer, whole: Callable[[], Awaitable[list[bytes]]] | None = None
+    ) -> None:
         super().__init__()
         self._gateway = gateway
         self._answer = answer
         self._whole = whole  # None: as a stream
 
+    @property
+    def is_complete(self) -> bool:
+        return self._answer.outbox.is_finished
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         outbox = self._answer.outbox
         writer = asyncio.current_task()
         assert writer is not None
-        self._gateway.num_requests += 1
+        self._gateway.answers.add(self)
         try:
             self._answer.open(arrived_s=scope["state"]["arrived_s"])
             outbox.attach(writer)
@@ -106,9 +111,9 @@ class AnswerResponse(sse.EventStream):
                 elif await outbox.ready():
                     if outbox.error:
                         raise outbox.error
-                    await JsonResponse(self._whole())(scope, receive, send)
+                    await JsonPieces(await self._whole())(scope, receive, send)
         finally:
-            self._gateway.num_requests -= 1
+            self._gateway.answers.discard(self)
             if outbox.detach(writer):
                 self._answer.close()
 
@@ -123,5 +128,6 @@ class AnswerResponse(sse.EventStream):
         await self.start(send)
         is_last = False
         while not is_last and await outbox.ready():
-            is_last, body = outbox.is_finished, outbox.take()
+            await outbox.encode_large(self._gateway.slices)
+            body, is_last = outbox.take(), outbox.is_empty
             await send_body({"type": "http.response.body", "body": body, "more_body": not is_last})

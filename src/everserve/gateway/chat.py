@@ -1,6 +1,7 @@
 """/v1/chat/completions"""
 
 import time
+from collections.abc import Iterator
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -12,7 +13,7 @@ from everserve.gateway.answers import respond, resume
 from everserve.gateway.choices import Choice
 from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.http import read_json
-from everserve.gateway.logprobs import chat_logprobs
+from everserve.gateway.logprobs import chat_logprobs, encode_chat_logprobs
 from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import chat_prompt
 from everserve.gateway.protocol import ChatRequest
@@ -24,6 +25,8 @@ from everserve.gateway.responses import (
     ChatResponse,
     Delta,
     Usage,
+    encode,
+    encode_around,
 )
 from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
@@ -31,6 +34,7 @@ from everserve.tables.outputs import Output
 
 router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _decoder = msgspec.json.Decoder(ChatRequest)
+_LARGE_IDS = 1 << 13  # they are written by the task that sends them
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe(ChatResponse, request=ChatRequest, stream=ChatChunk))
@@ -41,7 +45,7 @@ async def chat(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.check_room(request.n or 1)
+    gateway.check_room(request.n or 1)
     prompt = await chat_prompt(request, gateway.tokenizer, gateway.limits())
     id = f"chatcmpl-{http_request.state.request_id}"
     renderer = ChatRenderer(id, model, request, gateway.tokenizer)
@@ -60,7 +64,7 @@ class ChatRenderer:
         self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._tokenizer = tokenizer
 
-    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[bytes, ...]:
+    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[sse.Event, ...]:
         rendered = ChatChunkChoice(
             index=choice.index,
             delta=Delta(content=text),
@@ -77,32 +81,45 @@ class ChatRenderer:
     def last_event(self, usage: Usage) -> bytes:
         return sse.event(self._chunk([], usage))
 
-    def whole(self, choices: list[Choice], usage: Usage) -> ChatResponse:
-        return ChatResponse(
+    def whole(self, choices: list[Choice], usage: Usage) -> Iterator[bytes]:
+        response = ChatResponse(
             id=self._id,
             created=self._created,
             model=self._model,
-            choices=[self._whole_choice(choice) for choice in choices],
+            choices=[],
             usage=usage,
             prompt_token_ids=choices[0].prompt.ids if self._wants_ids else UNSET,
         )
+        start, end = encode_around(response, b'"choices":[]')
+        start += b"["
+        for choice in choices:
+            if self._wants_logprobs:
+                before, after = encode_around(self._whole_choice(choice), b'"logprobs":null')
+                yield start + before
+                yield from encode_chat_logprobs(choice.scores.tokens, self._tokenizer)
+                yield after
+            else:
+                yield start + encode(self._whole_choice(choice))
+            start = b","
+        yield b"]" + end
 
     def _whole_choice(self, choice: Choice) -> ChatChoice:
         assert choice.finish_reason is not None
         return ChatChoice(
             index=choice.index,
             message=AssistantMessage(content="".join(choice.texts)),
-            logprobs=chat_logprobs(choice.scored, self._tokenizer) if self._wants_logprobs else None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._wants_ids else UNSET,
         )
 
-    def _role_event(self, choice: Choice, usage: Usage | None) -> bytes:
+    def _role_event(self, choice: Choice, usage: Usage | None) -> sse.Event:
         """Opens a choice: who speaks, before anything is said."""
         chunk = self._chunk([ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content=""))], usage)
         if self._wants_ids:
             chunk.prompt_token_ids = choice.prompt.ids
+            if len(choice.prompt.ids) > _LARGE_IDS:
+                return sse.LargeEvent(lambda: iter([encode(chunk)]))
         return sse.event(chunk)
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | None) -> ChatChunk:

@@ -14,7 +14,7 @@ from everserve.gateway.responses import FinishReason
 from everserve.gateway.stops import StopMatcher, StopStrings
 from everserve.gateway.streams import Stream
 from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.tables.outputs import Output
+from everserve.tables.outputs import Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 
 
@@ -46,6 +46,19 @@ class TextOptions:
         )
 
 
+class Scores:
+    """Log probabilities: of the prompt, where it is echoed, and of tokens with their places in the choice's text."""
+
+    def __init__(self, prompt: list[TokenLogprobs | None] | None = None) -> None:
+        self.prompt = prompt
+        self.tokens: list[Scored] = []
+        self.offsets: list[int] = []  # of each token
+
+    def add(self, token: int, scores: TokenLogprobs | None, offset: int) -> None:
+        self.tokens.append((token, scores))
+        self.offsets.append(offset)
+
+
 class Choice:
     """Listens to one stream, makes text of its tokens, and ends at a stop string."""
 
@@ -69,8 +82,9 @@ class Choice:
         self.num_cached = 0
         self.stream = Stream(spec, self)
         self.texts: list[str] = []  # these two are filled only where the whole answer is needed at the end
-        self.scored: list[Scored] = []
-        self.next_offset = 0  # where the next token's text begins, for text_offset of streamed logprobs
+        self.scores = Scores()
+        self.offset = 0  # where the text of the latest token begins
+        self._num_characters = 0  # of all tokens so far, as far as they are whole characters
         self._fleet = fleet
         self._owner = owner
         self._options = options
@@ -78,6 +92,7 @@ class Choice:
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._arrived_s = arrived_s
         self._first_s = self.last_s = arrived_s  # of the first token, and of the last so far
+        self._away_since_s: float | None = None  # while it is suspended
         self.has_ended = False
 
     @property
@@ -97,20 +112,28 @@ class Choice:
     def suspend(self) -> None:
         """The client has gone, and may come back."""
         if not self.has_ended:
+            self._away_since_s = self._fleet.clock()
             self._fleet.suspend(self.stream)
 
     def resume(self, id: str) -> Stream:
         """The client is back. Its stream gets a new name: its last worker may not have heard yet that it was suspended,
         and what it still says must not be taken for what the next one says."""
         self.stream.spec = msgspec.structs.replace(self.spec, id=id)
-        self.last_s = self._fleet.clock()
+        now_s = self._fleet.clock()
+        if self._away_since_s is not None:  # latencies are about this server, not about how long a client was away
+            self._arrived_s += now_s - self._away_since_s
+            self._first_s += now_s - self._away_since_s
+            self._away_since_s = None
+        self.last_s = now_s
         return self.stream
 
     def on_output(self, output: Output, now_s: float) -> None:
         """One token, exactly once and in order."""
         self._measure(output, now_s)
         is_last = output.finish_reason is not None
+        self.offset = self._num_characters
         text = self._text_of(output)
+        self._num_characters += len(text)
         if is_last:
             text += self._detokenizer.flush()
             self.finish_reason = cast(FinishReason, output.finish_reason)

@@ -1,6 +1,8 @@
 """/v1/completions"""
 
+import itertools
 import time
+from collections.abc import Iterable, Iterator
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -9,20 +11,23 @@ from starlette.responses import Response
 
 from everserve.gateway import sse
 from everserve.gateway.answers import respond, resume
-from everserve.gateway.choices import Choice
+from everserve.gateway.choices import Choice, Scores
 from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
 from everserve.gateway.http import read_json
-from everserve.gateway.logprobs import Scored, completion_logprobs
+from everserve.gateway.logprobs import Scored, completion_logprobs, encode_completion_logprobs, text_offsets
 from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import completion_prompts, num_prompts
 from everserve.gateway.protocol import CompletionRequest
-from everserve.gateway.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from everserve.gateway.responses import CompletionChoice, CompletionResponse, Usage, encode, encode_around
 from everserve.gateway.sampling import check_combinations
 from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.tables.outputs import Output
 
 router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _decoder = msgspec.json.Decoder(CompletionRequest)
+_LARGE_TEXT = 1 << 16
+_LARGE_SCORES = 1 << 11
+_LARGE_IDS = 1 << 13
 
 
 @router.post(
@@ -36,8 +41,8 @@ async def complete(http_request: Request) -> Response:
     request = await read_json(http_request, _decoder)
     model = gateway.check_model(request.model)
     check_combinations(request)
-    gateway.fleet.check_room(num_prompts(request) * (request.n or 1))
-    prompts = await completion_prompts(request, gateway.tokenizer, gateway.limits())
+    gateway.check_room(num_prompts(request) * (request.n or 1))
+    prompts = await completion_prompts(request, gateway.tokenizer, gateway.limits(), gateway.slices)
     echoed: list[str] = []
     if request.echo:
         skip = request.skip_special_tokens is not False
@@ -61,55 +66,84 @@ class CompletionRenderer:
         self._created = int(time.time())
         self._num_choices = request.n or 1
         self._wants_logprobs = request.logprobs is not None
+        self._num_logprobs = request.logprobs or 0
         self._wants_ids = bool(request.return_token_ids)
         self._wants_usage = bool(request.stream_options and request.stream_options.include_usage)
         self._tokenizer = tokenizer
         self._echoed = echoed  # the prompts' texts, if the client wants to see them again
 
-    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[bytes, ...]:
-        if output.index == 0 and self._echoed:
+    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> tuple[sse.Event, ...]:
+        is_first = output.index == 0
+        if is_first and self._echoed:
             text = self._prompt_text(choice) + text
         rendered = CompletionChoice(
-            index=choice.index,
-            text=text,
-            logprobs=self._event_logprobs(choice, output) if self._wants_logprobs else None,
-            finish_reason=choice.finish_reason,
-            stop_reason=choice.stop_reason,
+            index=choice.index, text=text, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason
         )
         if self._wants_ids:
             rendered.token_ids = [] if output.token is None else [output.token]
-            if output.index == 0:
+            if is_first:
                 rendered.prompt_token_ids = choice.prompt.ids
-        return (sse.event(self._response([rendered], usage if self._wants_usage else UNSET)),)
+        scores = Scores(prompt=output.prompt_logprobs)
+        if output.token is not None:
+            scores.add(output.token, output.logprobs, choice.offset)
+        response = self._response([], usage if self._wants_usage else UNSET)
+        if is_first and self._is_large(choice, text):
+            return (sse.LargeEvent(lambda: self._pieces(response, [(choice, rendered, scores)])),)
+        if self._wants_logprobs:
+            scored, offsets = self._scored(choice, scores)
+            rendered.logprobs = completion_logprobs(scored, offsets, self._tokenizer)
+        response.choices.append(rendered)
+        return (sse.event(response),)
 
     def last_event(self, usage: Usage) -> bytes:
         return sse.event(self._response([], usage))
 
-    def whole(self, choices: list[Choice], usage: Usage) -> CompletionResponse:
-        return self._response([self._whole_choice(choice) for choice in choices], usage)
+    def whole(self, choices: list[Choice], usage: Usage) -> Iterator[bytes]:
+        parts = ((choice, self._whole_choice(choice), choice.scores) for choice in choices)
+        return self._pieces(self._response([], usage), parts)
 
     def _whole_choice(self, choice: Choice) -> CompletionChoice:
         text = "".join(choice.texts)
         return CompletionChoice(
             index=choice.index,
             text=self._prompt_text(choice) + text if self._echoed else text,
-            logprobs=completion_logprobs(choice.scored, self._tokenizer, 0) if self._wants_logprobs else None,
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._wants_ids else UNSET,
             prompt_token_ids=choice.prompt.ids if self._wants_ids else UNSET,
         )
 
-    def _event_logprobs(self, choice: Choice, output: Output) -> CompletionLogprobs:
-        """The logprobs of one event: one token's, and the prompt's before the first if it is echoed."""
-        scored: list[Scored] = []
-        if output.prompt_logprobs is not None:
-            scored.extend(zip(choice.prompt.ids, output.prompt_logprobs, strict=True))
-        if output.token is not None:
-            scored.append((output.token, output.logprobs))
-        logprobs = completion_logprobs(scored, self._tokenizer, choice.next_offset)
-        choice.next_offset += sum(map(len, logprobs.tokens))
-        return logprobs
+    def _pieces(
+        self, response: CompletionResponse, parts: Iterable[tuple[Choice, CompletionChoice, Scores]]
+    ) -> Iterator[bytes]:
+        """The JSON of a response without its choices, and these in it. Their logprobs are written here."""
+        start, end = encode_around(response, b'"choices":[]')
+        start += b"["
+        for choice, rendered, scores in parts:
+            if self._wants_logprobs:
+                before, after = encode_around(rendered, b'"logprobs":null')
+                yield start + before
+                scored, offsets = self._scored(choice, scores)
+                yield from encode_completion_logprobs(scored, offsets, self._tokenizer)
+                yield after
+            else:
+                yield start + encode(rendered)
+            start = b","
+        yield b"]" + end
+
+    def _scored(self, choice: Choice, scores: Scores) -> tuple[list[Scored], Iterator[int]]:
+        """The tokens that have scores, the echoed prompt's first, and where their texts begin."""
+        prompt_text = self._prompt_text(choice) if self._echoed else ""
+        prompt = [] if scores.prompt is None else list(zip(choice.prompt.ids, scores.prompt, strict=True))
+        prompt_offsets = text_offsets(prompt_text, choice.prompt.ids, self._tokenizer) if prompt else iter(())
+        offsets = (len(prompt_text) + offset for offset in scores.offsets)
+        return prompt + scores.tokens, itertools.chain(prompt_offsets, offsets)
+
+    def _is_large(self, choice: Choice, text: str) -> bool:
+        """Whether the first event of a choice takes longer than about a millisecond: it may have the prompt in it."""
+        num_prompt_scores = len(choice.prompt.ids) * (1 + self._num_logprobs) if self._echoed else 0
+        num_ids = len(choice.prompt.ids) if self._wants_ids else 0
+        return len(text) > _LARGE_TEXT or num_prompt_scores > _LARGE_SCORES or num_ids > _LARGE_IDS
 
     def _prompt_text(self, choice: Choice) -> str:
         return self._echoed[choice.index // self._num_choices]

@@ -20,6 +20,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from everserve.gateway.errors import HttpError
+from everserve.gateway.unread import UnreadWatch
 
 _SLICE_BYTES = 16 << 10  # of what was received; between two slices the limits are looked at
 _LINGER_BYTES = 1 << 20  # that a refused client may still send before it reads why
@@ -179,9 +180,11 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self._unread = UnreadWatch(transport)
         self._all.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread.end()
         self._all.lost(self)
         super().connection_lost(exc)
 
@@ -259,6 +262,16 @@ class HttpProtocol(HttpToolsProtocol):
     def _rest(self) -> None:
         if self._stage is _Stage.NONE and self.cycle.response_complete and not self.transport.is_closing():
             self._all.idle(self)
+
+    # -- what leaves -----------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.begin()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.end()
 
     # -- what is refused -------------------------------------------------------------------------
 

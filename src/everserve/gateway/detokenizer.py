@@ -11,10 +11,13 @@ Two ways, by the kind of the tokenizer's decoder:
 """
 
 import codecs
-from typing import Protocol
+import json
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 8  # tokens; whatever ends with a replacement character after so many is not half of a character
 
 
 class Detokenizer(Protocol):
@@ -45,7 +48,8 @@ class WindowDetokenizer:
         window:  [ context | fresh ]     context: tokens whose text was sent, so that the first fresh token is not
                    `sent`                         decoded as if it began the text (it would lose its leading space)
 
-    A run of byte tokens (`<0xE2>`...) decodes to characters only as a whole, so it is held back until it ends.
+    A run of byte tokens (`<0xE2>`...) decodes to characters only as a whole, so it is held back until it ends. So is a
+    text that ends with a replacement character, which may be half of another one.
     """
 
     def __init__(self, vocabulary: "DecodingVocabulary") -> None:
@@ -58,13 +62,16 @@ class WindowDetokenizer:
         if not self._vocabulary.is_visible(token):
             return ""  # the decoder never sees it
         self._window.append(token)
-        return "" if token in self._vocabulary.byte_tokens else self._advance()
+        if token in self._vocabulary.byte_tokens:
+            return ""
+        text = self._vocabulary.decode(self._window)
+        is_half = text.endswith(_REPLACEMENT) and len(self._window) - self._num_context < _MAX_HELD
+        return "" if is_half else self._advance(text)
 
     def flush(self) -> str:
-        return self._advance()
+        return self._advance(self._vocabulary.decode(self._window))
 
-    def _advance(self) -> str:
-        text = self._vocabulary.decode(self._window)
+    def _advance(self, text: str) -> str:
         new = text[len(self._sent) :]
         self._sent = text
         fresh = self._window[self._num_context :]
@@ -84,10 +91,11 @@ class DecodingVocabulary:
         special = frozenset(token.content for token in added if token.special)
         self._hidden = special if skip_special_tokens else frozenset()
         self._visible: dict[int, bool] = {}
-        self._is_byte_level = isinstance(tokenizer.decoder, ByteLevel)
+        self._is_byte_level = _is_byte_level(tokenizer)
         self._bytes_of = _TokenBytes(tokenizer, self._hidden)
-        byte_tokens = (tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self.byte_tokens = frozenset(token for token in byte_tokens if token is not None)
+        byte_tokens = {tokenizer.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+        self.byte_tokens = {token: byte for token, byte in byte_tokens.items() if token is not None}
+        self._word: int | None = None  # a token with a text, for others to stand behind; looked for when it is needed
 
     def detokenizer(self) -> Detokenizer:
         """A fresh one, for one stream."""
@@ -105,9 +113,33 @@ class DecodingVocabulary:
             visible = self._visible[token] = content is not None and content not in self._hidden
         return visible
 
+    def token_text(self, token: int) -> str:
+        """The token in the middle of a text: with the space before it, if it has one."""
+        if self._is_byte_level or not self.is_visible(token):
+            return self.decode([token])
+        if token in self.byte_tokens:
+            return self.byte_tokens[token].decode(errors="replace")
+        word = self._find_word()
+        if word is None:
+            return self.decode([token])
+        return self.decode([word, token])[len(self.decode([word])) :]
+
     def token_bytes(self, token: int) -> bytes:
-        """The token by itself; for byte-level tokenizers the true bytes, even of half a character."""
-        return self._bytes_of[token] if self._is_byte_level else self.decode([token]).encode()
+        """The same as bytes: the true ones, even of half a character, where a token stands for bytes."""
+        if self._is_byte_level:
+            return self._bytes_of[token]
+        return self.byte_tokens.get(token) or self.token_text(token).encode()
+
+    def _find_word(self) -> int | None:
+        """A decoder may leave a space out at the beginning of a text. So what is asked about stands behind a word, any
+        that has a text which does not depend on what follows."""
+        if self._word is None:
+            for token in range(self._tokenizer.get_vocab_size()):
+                text = "" if token in self.byte_tokens else self.decode([token]).strip()
+                if text and self.is_visible(token) and self.decode([token, token]).startswith(self.decode([token])):
+                    self._word = token
+                    break
+        return self._word
 
 
 class _TokenBytes(dict[int, bytes]):
@@ -127,6 +159,16 @@ class _TokenBytes(dict[int, bytes]):
             found = content.encode()  # an added token, written as plain text
         self[token] = found
         return found
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether each token stands for bytes, and nothing else is done to them: ByteLevel, however it is wrapped."""
+    if tokenizer.decoder is None:
+        return False
+    step: Any = json.loads(tokenizer.decoder.__getstate__())
+    while step.get("type") == "Sequence" and len(step["decoders"]) == 1:
+        (step,) = step["decoders"]
+    return bool(step.get("type") == "ByteLevel")
 
 
 def _byte_of_character() -> dict[str, int]:

@@ -91,7 +91,7 @@ def explain_bad_json(error: Exception, unsupported: Mapping[str, str]) -> Reques
         return RequestError("The request body is not valid UTF-8.")
     if not isinstance(error, msgspec.ValidationError):
         return RequestError(f"We could not parse the JSON body of your request: {error}.")
-    text = str(error)
+    text = _ends(str(error))
     if match := _UNKNOWN_FIELD.match(text):
         field = _shorten(_join(match["path"], match["field"]))
         return _unsupported(field, unsupported) or RequestError(
@@ -125,6 +125,12 @@ def _unsupported(path: str, unsupported: Mapping[str, str]) -> RequestError | No
 
 def _join(path: str | None, field: str) -> str:
     return f"{path}.{field}" if path else field
+
+
+def _ends(text: str, limit: int = 400) -> str:
+    """How a long text begins and ends: there it says what is wrong and where. In between can be megabytes that a client
+    calls the name of a field, and the patterns above take time that grows with the square of the length."""
+    return text if len(text) <= 2 * limit else f"{text[:limit]}…{text[-limit:]}"
 
 
 def _shorten(text: str, limit: int = 200) -> str:

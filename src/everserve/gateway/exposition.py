@@ -224,6 +224,14 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "everserve_client_resumes", "Clients that came back for the rest of their stream.", value=keeper.num_resumes
         )
+        evicted = CounterMetricFamily(
+            "everserve_resume_evictions",
+            "Streams that were forgotten before their time because memory (--resume-memory-bytes) was short.",
+            labels=["state"],
+        )
+        for state, count in keeper.num_evicted.items():
+            evicted.add_metric([state], count)
+        yield evicted
         yield GaugeMetricFamily(
             "everserve_suspended_streams", "Streams whose client may come back.", value=keeper.num_suspended
         )

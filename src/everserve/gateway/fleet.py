@@ -177,21 +177,22 @@ class Fleet:
         streams = itertools.chain(self._waiting, self._running())
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
-    def check_room(self, num_streams: int) -> None:
-        """Raise unless so many more streams are welcome now. Nothing is kept."""
+    def check_room(self, num_streams: int, num_unread: int = 0) -> None:
+        """Raise unless so many more streams are welcome now, beside answers that are not read yet. Nothing is kept."""
         if num_streams > self.max_queue:
             raise RequestError(
                 f"This request asks for {num_streams} choices in total (prompts times 'n'); "
                 f"this server takes at most {self.max_queue} at a time."
             )
-        if self.num_streams + num_streams > self.max_queue:
+        num_taken = self.num_streams + num_unread
+        if num_taken + num_streams > self.max_queue:
             raise OverloadedError(
-                f"The server is busy: {self.num_streams} of {self.max_queue} places are taken "
+                f"The server is busy: {num_taken} of {self.max_queue} places are taken "
                 f"and this request needs {num_streams}."
             )
 
     def submit(self, siblings: list[Stream]) -> None:
-        """Run these streams, which have one prompt, on the same worker, as soon as one has room."""
+        """Run these streams, which have one prompt: on the same worker if one has room for all of them now."""
         assert self.limits is not None, "nobody knows yet whether these streams can run"
         now_s, group = self.clock(), next(self._groups)
         for stream in siblings:
@@ -205,14 +206,14 @@ class Fleet:
         if stream.link is not None:
             stream.link.cancel(stream)
             self.on_step()
-        elif self._waiting.remove(stream):
-            self._bind_waiting(self.clock())  # fewer siblings may fit where all of them did not
+        else:
+            self._waiting.remove(stream)
         self.logs.release(stream)
 
     def suspend(self, stream: Stream) -> None:
         """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
         self.cancel(stream)
-        stream.mark_going_on()
+        stream.mark_suspended()
 
     def resume(self, streams: list[Stream]) -> None:
         """Their client is back. There is always room for them: they were let in before."""
@@ -311,10 +312,10 @@ class Fleet:
                 continue
             link = self._choose(allowed)
             if link is None:
-                break  # nobody else overtakes
+                break  # no worker has a place
             bound = allowed[: link.room.num_streams_free]
+            self._waiting.bind(bound)
             for stream in bound:
-                self._waiting.remove(stream)
                 if stream.moved_s is not None or stream.lost_s is not None:
                     parted.append(stream)
                 elif not stream.is_first:

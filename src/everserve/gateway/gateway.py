@@ -3,6 +3,7 @@
 import itertools
 import time
 from collections import Counter
+from typing import Protocol
 
 from everserve.errors import OverloadedError
 from everserve.gateway import stream_ids
@@ -17,6 +18,7 @@ from everserve.gateway.keeping import Keeper
 from everserve.gateway.live import Live
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.slices import Slices
 from everserve.gateway.spares import Spares
 from everserve.gateway.story import Story
 from everserve.gateway.supervisor import SupervisorLink
@@ -24,6 +26,15 @@ from everserve.gateway.tokenizer import ModelTokenizer
 from everserve.gateway.tracing import Tracing
 from everserve.runtime.messages import StartGateway
 from everserve.tables.ids import Rank
+
+
+class Answering(Protocol):
+    """A response that generates (answers.py)."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Nothing is generated any more, but its client has not read all of it."""
+        ...
 
 
 class Gateway:
@@ -53,14 +64,27 @@ class Gateway:
         self.live = Live(settings, self.access, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
-        self.keeper = Keeper(settings.resume_window_s, fleet.tell)
+        self.keeper = Keeper(settings.resume_window_s, fleet.tell, settings.resume_memory_bytes)
+        self.slices = Slices()
         self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
-        self.num_requests = 0  # clients' requests that are being generated
+        self.answers: set[Answering] = set()  # to clients' requests, while they are generated or sent
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
         self.is_draining = False
         self._numbers = itertools.count(1)
+
+    @property
+    def num_requests(self) -> int:
+        """Clients' requests that are being generated or answered."""
+        return len(self.answers)
+
+    def check_room(self, num_streams: int) -> None:
+        """Raise unless so many more streams are welcome now. An answer that its client has not read yet has a place."""
+        num_unread = 0
+        if self.fleet.num_streams + len(self.answers) + num_streams > self.fleet.max_queue:
+            num_unread = sum(answer.is_complete for answer in self.answers)
+        self.fleet.check_room(num_streams, num_unread)
 
     def check_serving(self) -> None:
         """Raise unless new requests are taken: at once, or as soon as a worker is there again."""

@@ -5,7 +5,7 @@ Tokens come in through callbacks (`on_text`) and leave through an outbox, which 
 *suspended*, and nothing is computed for it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,16 +19,18 @@ from everserve.gateway.outbox import Outbox
 from everserve.gateway.prompts import Prompt
 from everserve.gateway.protocol import ChatRequest, CompletionRequest
 from everserve.gateway.responses import PromptTokensDetails, Usage
-from everserve.gateway.sampling import choice_seed, sampling_params
+from everserve.gateway.sampling import check_prompt_size, choice_seed, num_logprobs, sampling_params
 from everserve.gateway.tracing import NOT_TRACED, RequestTrace
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
+
+_LARGE = 1 << 12  # tokens and scores in an answer
 
 
 class Renderer(Protocol):
     """How one endpoint writes answers down."""
 
-    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> Sequence[bytes]:
+    def events(self, choice: Choice, text: str, output: Output, usage: Usage | None) -> Sequence[sse.Event]:
         """One token of a stream."""
         ...
 
@@ -36,7 +38,9 @@ class Renderer(Protocol):
         """The event with the usage, after all choices have ended."""
         ...
 
-    def whole(self, choices: list[Choice], usage: Usage) -> msgspec.Struct: ...
+    def whole(self, choices: list[Choice], usage: Usage) -> Iterator[bytes]:
+        """The whole answer, in pieces that take about a millisecond each."""
+        ...
 
 
 class Generation:
@@ -68,22 +72,25 @@ class Generation:
         self._choices: list[Choice] = []
         self.num_open = 0  # choices that have not ended
         self._num_prompt_tokens = 0
+        self._num_completion_tokens = 0  # of all choices, so far
+        self._num_cached_tokens = 0  # of all prompts, each counted once
 
     @property
     def num_tokens(self) -> int:
         """Of all prompts and choices, so far."""
-        return self._num_prompt_tokens + sum(choice.num_tokens for choice in self._choices)
+        return self._num_prompt_tokens + self._num_completion_tokens
 
     def open(self, arrived_s: float) -> None:
         """Make a stream of each choice of each prompt, and submit them together or not at all."""
         gateway, request = self._gateway, self._request
         num_choices = request.n or 1
-        gateway.fleet.check_room(len(self._prompts) * num_choices)
+        gateway.check_room(len(self._prompts) * num_choices)
         limits = gateway.limits()
         text_options = TextOptions.of(request)
-        seed = gateway.seeds.for_request(request)
+        seed, has_seed = gateway.seeds.for_request(request), request.seed is not None
         choices: list[Choice] = []
         for prompt in self._prompts:
+            check_prompt_size(request, len(prompt.ids), len(prompt.text or ""))
             params = sampling_params(request, len(prompt.ids), limits, gateway.defaults)
             self._num_prompt_tokens += len(prompt.ids)
             for i in range(num_choices):
@@ -91,7 +98,8 @@ class Generation:
                 spec = RequestSpec(
                     id=self._stream_id(index),
                     prompt=prompt.ids,
-                    params=msgspec.structs.replace(params, seed=choice_seed(seed, i)),
+                    # A client's seed means the same for each prompt; without one, equal prompts must differ.
+                    params=msgspec.structs.replace(params, seed=choice_seed(seed, i if has_seed else index)),
                 )
                 choices.append(
                     Choice(
@@ -112,13 +120,13 @@ class Generation:
 
     def close(self) -> None:
         """Nobody waits for the rest, if there is one."""
-        for choice in self._choices:
+        for choice in reversed(self._choices):  # last come first: a place that becomes free is not for one of them
             choice.cancel()
         self._trace.end()
 
     def suspend(self) -> None:
         """Nobody waits for the rest now."""
-        for choice in self._choices:
+        for choice in reversed(self._choices):
             choice.suspend()
         self._trace.disconnected()
 
@@ -132,6 +140,9 @@ class Generation:
     def on_text(self, choice: Choice, text: str, output: Output) -> None:
         """A choice has one more token."""
         self._trace.token(choice, output)
+        self._num_completion_tokens += output.token is not None
+        if output.index == 0 and choice.index % (self._request.n or 1) == 0:
+            self._num_cached_tokens += output.num_cached
         if choice.finish_reason is not None:
             self.num_open -= 1
         if self._is_stream:
@@ -143,9 +154,9 @@ class Generation:
             return
         choice.texts.append(text)
         if output.prompt_logprobs is not None:
-            choice.scored.extend(zip(choice.prompt.ids, output.prompt_logprobs, strict=True))
+            choice.scores.prompt = output.prompt_logprobs
         if output.token is not None and output.logprobs is not None:
-            choice.scored.append((output.token, output.logprobs))
+            choice.scores.add(output.token, output.logprobs, choice.offset)
         if self.num_open == 0:
             self.outbox.finish()
 
@@ -154,21 +165,28 @@ class Generation:
         self._trace.failed(error)
         self.outbox.fail(from_exception(error))
 
-    def whole(self) -> msgspec.Struct:
+    async def whole(self) -> list[bytes]:
         """The whole answer, for a client that does not want a stream."""
-        return self._renderer.whole(self._choices, self._usage())
+        pieces = self._renderer.whole(self._choices, self._usage())
+        return await self._gateway.slices.run(pieces) if self._is_large() else [b"".join(pieces)]
+
+    def _is_large(self) -> bool:
+        """Whether writing it down takes longer than about a millisecond."""
+        request = self._request
+        has_prompts = request.return_token_ids or (isinstance(request, CompletionRequest) and request.echo)
+        num_tokens = self._num_prompt_tokens * (request.n or 1) if has_prompts else 0
+        num_tokens += self._num_completion_tokens
+        return num_tokens * (1 + (num_logprobs(request) or 0)) > _LARGE
 
     def _ending(self) -> list[bytes]:
         return [self._renderer.last_event(self._usage()), sse.DONE] if self._wants_usage else [sse.DONE]
 
     def _usage(self) -> Usage:
-        num_completion = sum(choice.num_tokens for choice in self._choices)
-        firsts = self._choices[:: self._request.n or 1]
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
-            completion_tokens=num_completion,
-            total_tokens=self._num_prompt_tokens + num_completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(choice.num_cached for choice in firsts)),
+            completion_tokens=self._num_completion_tokens,
+            total_tokens=self.num_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
         )
 
     def _stream_id(self, index: int) -> str:

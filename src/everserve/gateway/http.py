@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from everserve.errors import RequestError
+from everserve.gateway.bodies import LIGHT_BODY_BYTES, LIGHT_BODY_WEIGHT, MAX_BODY_WEIGHT, Weight, exact_weight
 from everserve.gateway.errors import HttpError, explain_bad_json
 from everserve.gateway.protocol import UNSUPPORTED
+from everserve.gateway.slices import Slices
 
 MAX_BODY_BYTES = 32 << 20
-MAX_BODY_COMMAS = 1 << 20
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _encode = msgspec.json.Encoder().encode
 _T = TypeVar("_T")
@@ -82,6 +83,25 @@ class JsonResponse(Response):
         return _encode(content)
 
 
+class JsonPieces(Response):
+    """A JSON object that was written in pieces."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-length": str(sum(map(len, pieces)))})
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in filter(None, self._pieces):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)  # the kernel may take megabytes at once
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
 def check_json(request: Request) -> None:
     """Raise unless the body says that it is JSON, which a browser does not send for a page of another origin."""
     content_type = request.headers.get("content-type", "").partition(";")[0]
@@ -92,13 +112,14 @@ def check_json(request: Request) -> None:
 async def read_json(request: Request, decoder: "msgspec.json.Decoder[_T]") -> _T:
     """The body as the struct that the decoder makes, or a RequestError that says what is wrong with it."""
     check_json(request)
-    body = await _read_body(request)
-    # Decoding holds the interpreter's lock, in whatever thread. A text of 32 MiB takes 30 ms, but ten million numbers
-    # or objects would stop all streams for a second.
-    if body.count(b",") > MAX_BODY_COMMAS:
-        raise RequestError(f"The request body has more than {MAX_BODY_COMMAS} commas. Please send less at a time.")
+    body, weight = await _read_body(request)
+    slices: Slices = request.app.state.gateway.slices
+    if weight.at_most > MAX_BODY_WEIGHT and (await slices.run(exact_weight(body)))[-1] > MAX_BODY_WEIGHT:
+        raise RequestError("The request body has too many values to be decoded at once. Please send less at a time.")
     try:
-        return decoder.decode(body)
+        if weight.at_most <= LIGHT_BODY_WEIGHT and len(body) <= LIGHT_BODY_BYTES:
+            return decoder.decode(body)
+        return await slices.call(lambda: decoder.decode(body))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise explain_bad_json(error, UNSUPPORTED) from error
 
@@ -123,19 +144,20 @@ def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> Ite
         task.cancel()
 
 
-async def _read_body(request: Request) -> bytearray:
+async def _read_body(request: Request) -> tuple[bytearray, Weight]:
     length = request.headers.get("content-length", "0")
     is_too_large = not length.isdigit() or int(length) > MAX_BODY_BYTES
-    body = bytearray()
+    body, weight = bytearray(), Weight()
     if not is_too_large:
         async for part in request.stream():
             body += part
+            weight.add(part)
             if is_too_large := len(body) > MAX_BODY_BYTES:
                 break
     if is_too_large:
         message = f"The request body is larger than {MAX_BODY_BYTES >> 20} MiB."
         raise HttpError(413, message, headers={"connection": "close"})
-    return body
+    return body, weight
 
 
 def _bad_request_id() -> Response:

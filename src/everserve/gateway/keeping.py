@@ -12,12 +12,18 @@ over: what looks open may have been dead for long.
 
 A stream belongs to the key that began it. With another key it cannot be told from one that never was: both are the same
 lookup that finds nothing, and the same 404.
+
+When memory is short, those are forgotten first whose clients lose the least by it:
+
+    ended        its client has most likely read it to its end      longest away first
+    live         its client is there; it cannot come back later     largest first
+    suspended    its client is away, and will miss the rest         longest away first
 """
 
 import asyncio
 import re
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +38,7 @@ from everserve.runtime.events import AnyEvent, ClientResumed
 if TYPE_CHECKING:
     from everserve.gateway.generation import Generation
 
-MAX_KEPT_BYTES = 64 << 20
+STATES = ("ended", "live", "suspended")  # in this order they are forgotten when memory is short
 _ANSWER_BYTES = 1 << 10  # of anything that is kept, besides its events
 _CHOICE_BYTES = 8 << 10  # of one that is suspended: the state of each choice ...
 _TOKEN_BYTES = 40  # ... and each token
@@ -55,20 +61,22 @@ def name_of(request: Request) -> Name:
 class Keeper:
     """Everything that is kept, within the limits of time and memory."""
 
-    def __init__(self, window_s: float, tell: Callable[[AnyEvent], None], max_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, window_s: float, tell: Callable[[AnyEvent], None], max_bytes: int) -> None:
         self.is_on = window_s > 0
         self.num_resumes = 0
+        self.num_evicted = Counter(dict.fromkeys(STATES, 0))  # forgotten because memory was short
         self.num_bytes = 0
         self._window_s = window_s
         self._max_bytes = max_bytes
         self._tell = tell
         self._kept: dict[Name, Kept] = {}
-        self._away: OrderedDict[Name, Kept] = OrderedDict()  # those without a connection, longest first
+        self._ended: OrderedDict[Name, Kept] = OrderedDict()  # these two are without a connection, longest first
+        self._suspended: OrderedDict[Name, Kept] = OrderedDict()
 
     @property
     def num_suspended(self) -> int:
         """Streams without a client, and hence without a worker."""
-        return sum(kept.num_suspended for kept in self._away.values())
+        return sum(kept.num_suspended for kept in self._suspended.values())
 
     def find(self, name: Name, last_event_id: str) -> "Return":
         """The rest of what is kept under this name, after this event."""
@@ -103,19 +111,17 @@ class Keeper:
         return self._kept.get(kept.name) is kept
 
     def grow(self, kept: "Kept", num_bytes: int) -> None:
-        """It has become so much larger. If that is too much, others go first: whoever is away longest; then, of those
-        that are live, the largest."""
+        """It has become so much larger. If that is too much, some are forgotten."""
         kept.num_bytes += num_bytes
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes and self._kept:
-            oldest = next(iter(self._away.values()), None)
-            self.forget(oldest or max(self._kept.values(), key=lambda live: live.num_bytes))
+            self._evict()
 
     def set_aside(self, kept: "Kept") -> None:
         """Its connection has ended."""
         kept.away_s = time.monotonic()
         kept.timer = asyncio.get_running_loop().call_later(self._window_s, self.forget, kept)
-        self._away[kept.name] = kept
+        (self._suspended if kept.num_suspended else self._ended)[kept.name] = kept
         self.grow(kept, kept.num_idle_bytes)
 
     def take_back(self, kept: "Kept", after: int) -> None:
@@ -124,7 +130,7 @@ class Keeper:
         if kept.timer is not None:
             kept.timer.cancel()
             away_s = time.monotonic() - kept.away_s
-            del self._away[kept.name]
+            self._drop_away(kept)
             self.grow(kept, -kept.num_idle_bytes)
         kept.timer = None
         self.num_resumes += 1
@@ -137,9 +143,25 @@ class Keeper:
         if not self.holds(kept):
             return
         del self._kept[kept.name]
-        self._away.pop(kept.name, None)
+        self._drop_away(kept)
         self.num_bytes -= kept.num_bytes
         kept.on_forgotten()
+
+    def _evict(self) -> None:
+        """Forget one, because memory is short."""
+        if self._ended:
+            state, evicted = "ended", next(iter(self._ended.values()))
+        elif len(self._kept) > len(self._suspended):
+            live = (kept for kept in self._kept.values() if kept.timer is None)
+            state, evicted = "live", max(live, key=lambda kept: kept.num_bytes)
+        else:
+            state, evicted = "suspended", next(iter(self._suspended.values()))
+        self.num_evicted[state] += 1
+        self.forget(evicted)
+
+    def _drop_away(self, kept: "Kept") -> None:
+        self._ended.pop(kept.name, None)
+        self._suspended.pop(kept.name, None)
 
     def not_kept(self) -> HttpError:
         if not self._window_s:

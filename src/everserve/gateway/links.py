@@ -121,7 +121,6 @@ class WorkerLink:
         return Room(
             rank=self.rank,
             num_streams_free=self.capacity - len(self.streams),
-            capacity=self.capacity,
             num_free_blocks=round((1.0 - usage) * self.ready.num_blocks) - self._num_blocks_given,
             num_owed_tokens=self.streams.num_owed,
         )

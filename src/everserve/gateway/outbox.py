@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from everserve.gateway import sse
 from everserve.gateway.errors import HttpError
+from everserve.gateway.slices import Slices
 
-_MAX_PENDING_EVENTS = 1 << 16  # a client so far behind is not reading
+MAX_PENDING_BYTES = 8 << 20  # a client so far behind is not reading
 
 
 class Outbox:
@@ -23,20 +24,27 @@ class Outbox:
         self.has_begun = False  # there was an event
         self.is_finished = False  # nothing more comes
         self.error: HttpError | None = None  # why there is no answer at all
-        self._pending: list[bytes] = []
+        self._pending: list[sse.Event] = []
+        self._num_pending_bytes = 0  # put in since a client last took any; large events are bounded by sampling.py
+        self._num_large = 0
         self._writer: asyncio.Task[None] | None = None
         self._has_left = False
         self._waiter: asyncio.Future[None] | None = None
 
     # -- for whoever makes the events ------------------------------------------------------------
 
-    def put(self, events: Iterable[bytes]) -> None:
+    def put(self, events: Iterable[sse.Event]) -> None:
         """More to write. A client that does not read leaves its task hanging in a write: that task is ended."""
         if self.is_finished:
             return
         self.has_begun = True
-        self._pending += events
-        if len(self._pending) > _MAX_PENDING_EVENTS and self._writer is not None:
+        for event in events:
+            self._pending.append(event)
+            if isinstance(event, bytes):
+                self._num_pending_bytes += len(event)
+            else:
+                self._num_large += 1
+        if self._num_pending_bytes > MAX_PENDING_BYTES and self._writer is not None:
             self._writer.cancel()
         self._wake()
 
@@ -83,10 +91,40 @@ class Outbox:
             await self._waiter
         return not self._has_left
 
+    async def encode_large(self, slices: Slices) -> None:
+        """If the next events include a large one, write it down: then it is an event like others."""
+        events = self._pending
+        at = self._first_large()
+        if at < len(events):
+            large = events[at]
+            assert isinstance(large, sse.LargeEvent)
+            events[at] = event = b"".join(await slices.run(large.pieces()))
+            self._num_large -= 1
+            self._on_encoded(len(event))
+
     def take(self) -> bytes:
-        """Everything that is ready."""
-        events, self._pending = self._pending, []
-        return b"".join(events)
+        """Everything that is ready, up to the next large event."""
+        return b"".join(self._take())
+
+    @property
+    def is_empty(self) -> bool:
+        """All that was put in was taken, and nothing more comes."""
+        return self.is_finished and not self._pending
+
+    def _take(self) -> list[bytes]:
+        at = self._first_large()
+        events, self._pending = self._pending[:at], self._pending[at:]
+        taken = [event for event in events if isinstance(event, bytes)]
+        self._num_pending_bytes = sum(len(event) for event in self._pending if isinstance(event, bytes))
+        return taken
+
+    def _first_large(self) -> int:
+        if not self._num_large:
+            return len(self._pending)
+        return next(i for i, event in enumerate(self._pending) if isinstance(event, sse.LargeEvent))
+
+    def _on_encoded(self, num_bytes: int) -> None:
+        """A large event is bytes now."""
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -104,25 +142,29 @@ class KeptOutbox(Outbox):
         self._next_id = 0
         self._is_kept = True
 
-    def put(self, events: Iterable[bytes]) -> None:
+    def put(self, events: Iterable[sse.Event]) -> None:
         if self.is_finished:
             return
         numbered = [sse.with_id(id, event) for id, event in enumerate(events, start=self._next_id)]
         self._next_id += len(numbered)
         super().put(numbered)
-        self.on_grown(sum(map(len, numbered)))
-
-    def take(self) -> bytes:
-        if self._is_kept:
-            self._sent += self._pending
-            self.num_sent = max(self.num_sent, len(self._sent))
-        return super().take()
+        self.on_grown(sum(len(event) for event in numbered if isinstance(event, bytes)))
 
     def rewind(self, after: int) -> None:
         """What comes next is the event after this one."""
         assert self._is_kept and after < self.num_sent
-        events = self._sent + self._pending
-        self._sent, self._pending = events[: after + 1], events[after + 1 :]
+        self._pending[:0] = self._sent[after + 1 :]
+        del self._sent[after + 1 :]
+
+    def _take(self) -> list[bytes]:
+        taken = super()._take()
+        if self._is_kept:
+            self._sent += taken
+            self.num_sent = max(self.num_sent, len(self._sent))
+        return taken
+
+    def _on_encoded(self, num_bytes: int) -> None:
+        self.on_grown(num_bytes)
 
     def forget(self) -> None:
         """Nobody will come back for what was sent."""

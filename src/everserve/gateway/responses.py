@@ -1,11 +1,34 @@
 """Response bodies. Fields that are UNSET do not appear at all."""
 
-from typing import Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from everserve.gateway.slices import batches
+
 FinishReason = Literal["stop", "length"]
+_ITEMS_PER_PIECE = 1 << 13
+encode = msgspec.json.Encoder().encode
+
+
+def encode_around(body: msgspec.Struct, empty: bytes) -> tuple[bytes, bytes]:
+    """The JSON of a body before and after the first field that is so empty (b'"choices":[]'), for what is written there
+    in pieces. A text in front of it cannot contain that: its quotes are escaped."""
+    before, found, after = encode(body).partition(empty)
+    assert found, "the field is there, and empty"
+    name, _, _ = empty.partition(b":")
+    return before + name + b":", after
+
+
+def encode_list(items: Iterable[Any]) -> Iterator[bytes]:
+    """The JSON of a list of numbers or short texts, in pieces."""
+    start = b"["
+    for batch in batches(items, _ITEMS_PER_PIECE):
+        yield start + encode(batch)[1:-1]
+        start = b","
+    yield b"[]" if start == b"[" else b"]"
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):

@@ -14,12 +14,16 @@ from typing import TypeVar
 from everserve.errors import ModelError, RequestError
 from everserve.gateway.errors import not_supported
 from everserve.gateway.protocol import ONLY_FALSE, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
-from everserve.gateway.tokenizer import read_json
+from everserve.gateway.tokenizer import read_json, too_long
 from everserve.tables.requests import MAX_STOP_IDS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5  # a smaller temperature only overflows
 _SEED_BITS = 63
+MAX_PROMPT_SCORES = 1 << 19  # of one prompt
+MAX_REPEATED_BYTES = 256 << 20  # of one prompt, in all choices of an answer
+_SCORE_BYTES = 24  # a token's text and a number, as JSON
+_ID_BYTES = 7
 _T = TypeVar("_T")
 
 
@@ -81,7 +85,7 @@ def sampling_params(
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise RequestError(f"min_tokens must be at most max_tokens={max_tokens}, got {min_tokens}.", "min_tokens")
-    logprobs = _num_logprobs(request)
+    logprobs = num_logprobs(request)
     if logprobs is not None and logprobs > limits.max_logprobs:
         raise RequestError(
             f"Requested {logprobs} logprobs; this server gives at most {limits.max_logprobs}.", "logprobs"
@@ -131,6 +135,29 @@ def check_combinations(request: CompletionRequest | ChatRequest) -> None:
         )
 
 
+def check_prompt_size(request: CompletionRequest | ChatRequest, num_ids: int, num_characters: int) -> None:
+    """Raise if the answer would have to repeat too much of one of its prompts, which has so many ids and characters.
+
+    Scores come from the worker in one message, and what is repeated waits in memory until the client has read it.
+    """
+    is_echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    num_scores = num_ids * (1 + (num_logprobs(request) or 0)) if is_echo and num_logprobs(request) is not None else 0
+    if num_scores > MAX_PROMPT_SCORES:
+        raise RequestError(
+            f"'echo' with 'logprobs' would give {num_scores} log probabilities for one prompt; this server gives at "
+            f"most {MAX_PROMPT_SCORES}. Please ask for fewer 'logprobs'.",
+            "logprobs",
+        )
+    num_bytes = _SCORE_BYTES * num_scores + _ID_BYTES * num_ids * bool(request.return_token_ids)
+    num_bytes = (num_bytes + num_characters * is_echo) * (request.n or 1)
+    if num_bytes > MAX_REPEATED_BYTES:
+        raise RequestError(
+            f"The answer would repeat the prompt in about {num_bytes >> 20} MiB; this server repeats at most "
+            f"{MAX_REPEATED_BYTES >> 20} MiB. Please ask for fewer choices ('n') at a time.",
+            "n",
+        )
+
+
 def check_token_ids(ids: Sequence[int], limits: Limits, field: str) -> None:
     """Every id must be a row of the model's vocabulary."""
     if ids and max(ids) >= limits.vocab_size:
@@ -166,10 +193,8 @@ def _max_tokens(
     if isinstance(request, ChatRequest) and asked is None:
         asked = request.max_completion_tokens
     if room < (0 if asked == 0 else 1):
-        raise RequestError(
-            f"This model's maximum context length is {limits.max_total_tokens} tokens. However, your request has "
-            f"{num_prompt} input tokens. Please reduce the length of the input.",
-            "messages" if isinstance(request, ChatRequest) else "prompt",
+        raise too_long(
+            num_prompt, limits.max_total_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
         )
     if asked is None:
         default = DEFAULT_COMPLETION_TOKENS if isinstance(request, CompletionRequest) else room
@@ -184,7 +209,8 @@ def _max_tokens(
     return asked
 
 
-def _num_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
+def num_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
+    """How many alternatives of each token the client wants to see, if it wants log probabilities at all."""
     if isinstance(request, CompletionRequest):
         return request.logprobs
     return (request.top_logprobs or 0) if request.logprobs else None

@@ -1,5 +1,6 @@
 """Server-sent events: how a stream looks on the wire."""
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -27,14 +28,33 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
 
 
+class LargeEvent:
+    """An event that takes long to write down. The task that sends it does that, in slices (slices.py)."""
+
+    def __init__(self, encode: Callable[[], Iterator[bytes]], id: int | None = None) -> None:
+        self._encode = encode  # the event's data as JSON
+        self._id = id
+
+    def pieces(self) -> Iterator[bytes]:
+        yield b"data: " if self._id is None else b"id: %d\ndata: " % self._id
+        yield from self._encode()
+        yield b"\n\n"
+
+    def with_id(self, id: int) -> "LargeEvent":
+        return LargeEvent(self._encode, id)
+
+
+Event = bytes | LargeEvent
+
+
 def event(data: Any) -> bytes:
     """One event without a name: what OpenAI clients read. JSON has no raw newlines, so one `data:` line is enough."""
     return b"data: " + _encode(data) + b"\n\n"
 
 
-def with_id(id: int, event: bytes) -> bytes:
+def with_id(id: int, event: Event) -> Event:
     """The event with a name: what `Last-Event-ID` says when the client comes back."""
-    return b"id: %d\n%b" % (id, event)
+    return event.with_id(id) if isinstance(event, LargeEvent) else b"id: %d\n%b" % (id, event)
 
 
 def error_event(body: bytes) -> bytes:

@@ -84,9 +84,14 @@ class Stream:
         if self.moved_s is None:
             self.moved_s = now_s
 
+    def mark_suspended(self) -> None:
+        """No client waits for its next output. How many workers it has lost in a row still counts."""
+        self.is_first, self.lost_s, self.moved_s = False, None, None
+
     def mark_going_on(self) -> None:
-        """The first output from its worker, or nobody waits for one any more."""
-        self.is_first, self.lost_s, self.moved_s, self.num_losses = False, None, None, 0
+        """The first output from its worker."""
+        self.mark_suspended()
+        self.num_losses = 0
 
 
 def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:

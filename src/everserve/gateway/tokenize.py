@@ -1,5 +1,6 @@
 """/tokenize, /detokenize, /tokenizer_info"""
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -8,17 +9,18 @@ from starlette.responses import Response
 
 from everserve.errors import RequestError
 from everserve.gateway.depends import NEEDS_KEY, NEEDS_LIMITS, gateway_of
-from everserve.gateway.http import JsonResponse, read_json
+from everserve.gateway.http import JsonPieces, JsonResponse, read_json
 from everserve.gateway.openapi import describe
 from everserve.gateway.prompts import chat_prompt
 from everserve.gateway.protocol import DetokenizeRequest, TokenizeRequest
-from everserve.gateway.responses import DetokenizeResponse, TokenizeResponse
+from everserve.gateway.responses import DetokenizeResponse, TokenizeResponse, encode_around, encode_list
 from everserve.gateway.sampling import check_token_ids
 
 router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 _MAX_CHARACTERS = 1 << 20  # about a second of work; more only if the model itself can read more
+_MAX_TOKENS = 1 << 20
 
 
 @router.post("/tokenize", openapi_extra=describe(TokenizeResponse, request=TokenizeRequest))
@@ -41,15 +43,23 @@ async def tokenize(http_request: Request) -> Response:
                 "at a time.",
                 "prompt",
             )
-        tokens = await tokenizer.encode(request.prompt, request.add_special_tokens is not False)
-    return JsonResponse(
-        TokenizeResponse(
-            count=len(tokens),
-            max_model_len=max_model_len,
-            tokens=tokens,
-            token_strs=await tokenizer.token_names(tokens) if request.return_token_strs else None,
-        )
-    )
+        max_tokens = max(_MAX_TOKENS, max_model_len)
+        tokens = await tokenizer.encode(request.prompt, request.add_special_tokens is not False, max_tokens)
+    names = await tokenizer.token_names(tokens) if request.return_token_strs else None
+    response = TokenizeResponse(count=len(tokens), max_model_len=max_model_len, tokens=[])
+    return JsonPieces(await gateway.slices.run(_pieces(response, tokens, names)))
+
+
+def _pieces(response: TokenizeResponse, tokens: list[int], names: list[str] | None) -> Iterator[bytes]:
+    """The response, with the tokens and their names in it."""
+    start, end = encode_around(response, b'"tokens":[]')
+    yield start
+    yield from encode_list(tokens)
+    if names is not None:
+        before, _, end = end.partition(b"null")
+        yield before
+        yield from encode_list(names)
+    yield end
 
 
 @router.post("/detokenize", openapi_extra=describe(DetokenizeResponse, request=DetokenizeRequest))

@@ -21,6 +21,8 @@ from everserve.errors import ConfigError, ModelError, RequestError
 from everserve.gateway.detokenizer import DecodingVocabulary, Detokenizer
 
 _LONG_TEXT = 4096  # characters; beyond that (about a millisecond) a thread does it, and the event loop goes on
+_VERY_LONG_TEXT = 1 << 18  # these have a thread of their own, so that they delay only each other
+_TEXT_WEIGHT = 16  # a text is at least as much work as so many characters, even if it is empty
 _T = TypeVar("_T")
 
 
@@ -37,6 +39,7 @@ class ModelTokenizer:
         self._token_texts: dict[int, str] = {}
         self._longest_token = max(map(len, self._backend.get_vocab()))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._thread_for_very_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
         self._not_for_templates = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
         self.config = config  # tokenizer_config.json, for /tokenizer_info
         self.eos_id: int | None = hf_tokenizer.eos_token_id
@@ -57,23 +60,27 @@ class ModelTokenizer:
     def class_name(self) -> str:
         return str(self.config.get("tokenizer_class") or type(self._hf).__name__)
 
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return (await self.encode_all([text], add_special_tokens))[0]
+    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, field: str = "prompt") -> list[int]:
+        return (await self.encode_all([text], add_special_tokens, max_tokens, field))[0]
 
-    async def encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        """The tokens of each text."""
+    async def encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int, field: str = "prompt"
+    ) -> list[list[int]]:
+        """The tokens of each text. One with more than `max_tokens` is an error of this field."""
 
         def work() -> list[list[int]]:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            if (longest := max(map(len, encodings))) > max_tokens:
+                raise too_long(longest, max_tokens, field)  # making a list of them would hold the interpreter's lock
             return [encoding.ids for encoding in encodings]
 
-        return await self._run(work, sum(map(len, texts)))
+        return await self.run(work, sum(map(len, texts)) + _TEXT_WEIGHT * len(texts))
 
     async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         def work() -> str:
             return self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
 
-        return await self._run(work, 4 * len(tokens))
+        return await self.run(work, 4 * len(tokens))
 
     def max_characters(self, num_tokens: int) -> int:
         """A text longer than this has more tokens than that, whatever it says.
@@ -87,11 +94,15 @@ class ModelTokenizer:
         return self._vocabulary(skip_special_tokens).detokenizer()
 
     def token_text(self, token: int) -> str:
-        """One token by itself; special ones are shown."""
+        """One token as it stands in a text; special ones are shown."""
         text = self._token_texts.get(token)
         if text is None:
-            text = self._token_texts[token] = self._plain.decode([token])
+            text = self._token_texts[token] = self._plain.token_text(token)
         return text
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out of texts unless the client wants to see it."""
+        return not self._without_special.is_visible(token)
 
     def token_bytes(self, token: int) -> bytes:
         """One token by itself, as bytes: half a character is half a character."""
@@ -99,7 +110,7 @@ class ModelTokenizer:
 
     async def token_names(self, tokens: Sequence[int]) -> list[str]:
         """The tokens' entries in the vocabulary."""
-        return await self._run(lambda: [self._backend.id_to_token(token) or "" for token in tokens], 4 * len(tokens))
+        return await self.run(lambda: [self._backend.id_to_token(token) or "" for token in tokens], 4 * len(tokens))
 
     async def render_chat(
         self,
@@ -108,8 +119,9 @@ class ModelTokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         template_kwargs: dict[str, Any],
+        weight: int,
     ) -> str:
-        """The prompt that the chat template makes of these messages."""
+        """The prompt that the chat template makes of these messages, which are as much work as `weight` characters."""
         if self.chat_template is None:
             raise RequestError(
                 "This model's tokenizer has no chat template. Use /v1/completions, "
@@ -133,7 +145,7 @@ class ModelTokenizer:
                 reason = str(error)[:500]
                 raise RequestError(f"The chat template rejected the messages: {reason}", "messages") from error
 
-        return await self._run(work, sum(len(str(message["content"])) for message in messages))
+        return await self.run(work, weight)
 
     def check_chat_template(self) -> None:
         """Fail now rather than at the first chat request if the template is not a template."""
@@ -148,7 +160,7 @@ class ModelTokenizer:
     def _vocabulary(self, skip_special_tokens: bool) -> DecodingVocabulary:
         return self._without_special if skip_special_tokens else self._plain
 
-    async def _run(self, work: Callable[[], _T], num_characters: int) -> _T:
+    async def run(self, work: Callable[[], _T], num_characters: int) -> _T:
         """Here if it is quick, in a thread if it is not.
 
         Of tokenizers' functions only those for batches release the interpreter lock; `encode` of a long text would
@@ -156,7 +168,17 @@ class ModelTokenizer:
         """
         if num_characters <= _LONG_TEXT:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if num_characters <= _VERY_LONG_TEXT else self._thread_for_very_long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def too_long(num_tokens: int, max_tokens: int, field: str) -> RequestError:
+    """This field has more tokens than the model can read."""
+    return RequestError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your request has "
+        f"{num_tokens} input tokens. Please reduce the length of the input.",
+        field,
+    )
 
 
 def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:

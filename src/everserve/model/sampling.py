@@ -69,7 +69,7 @@ def token_logprobs(logits_LV: Tensor, tokens: list[int], num_top: int) -> list[T
     top_ids = order_keys(logprobs_LV).topk(num_top, dim=-1).indices if num_top else chosen_L1[:, :0]
     top_values = logprobs_LV.gather(-1, top_ids)
     return [
-        TokenLogprobs(logprob=value, rank=rank, top_ids=ids, top_logprobs=values)
+        TokenLogprobs(logprob=value, rank=rank, top_ids=tuple(ids), top_logprobs=tuple(values))
         for value, rank, ids, values in zip(
             values_L1.squeeze(-1).tolist(), ranks, top_ids.tolist(), top_values.tolist(), strict=True
         )

@@ -1,6 +1,7 @@
 """Which attention worker gets which streams: new ones, and those of a worker that is lost or leaves.
 
-Siblings (the choices of one prompt) go together, because on one worker their prompt is there once.
+Siblings (the choices of one prompt) go together if a worker has room for all of them, because on one worker their
+prompt is there once. Otherwise they go in parts: no place stays free while a stream waits.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,6 @@ class Room(NamedTuple):
 
     rank: Rank
     num_streams_free: int  # more streams that it may be given now
-    capacity: int  # streams that it may have when it has no others
     num_free_blocks: int  # of its KV pool; less than none if more was promised than there is
     num_owed_tokens: int  # that its streams still have to compute, at most
 
@@ -22,12 +22,11 @@ class Room(NamedTuple):
 def choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank | None:
     """Who gets these siblings, which hold so many blocks already; None: nobody now, they wait.
 
-    Of the workers with room for all siblings, those that have the blocks; of these, the one with the least to do. If
-    none has the blocks, the one that lacks the fewest: its scheduler lets streams wait or preempts by its own rules.
-    Siblings that are too many for any worker, even an idle one, go in parts: to whoever has room for one, as many as it
-    has room for.
+    Of the workers with room for all siblings (for one of them, if none has room for all), those that have the blocks;
+    of these, the one with the least to do. If none has the blocks, the one that lacks the fewest: its scheduler lets
+    streams wait or preempts by its own rules. It gets as many siblings as it has room for.
     """
-    num_wanted = num_siblings if any(worker.capacity >= num_siblings for worker in workers) else 1
+    num_wanted = num_siblings if any(worker.num_streams_free >= num_siblings for worker in workers) else 1
     fitting = [worker for worker in workers if worker.num_streams_free >= num_wanted]
     if not fitting:
         return None

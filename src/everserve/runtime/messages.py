@@ -510,6 +510,7 @@ class StartGateway(Message, frozen=True):
     admin_key: str | None = None  # of requests that change the cluster
     listen_host: str = "127.0.0.1"  # the address of the listening socket
     allowed_hosts: list[str] = []  # names by which clients may ask for this server, besides its addresses; "*": any
+    resume_memory_bytes: int = 256 << 20  # for all streams that are kept
 
 
 class Attach(Message, frozen=True):

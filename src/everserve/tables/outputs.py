@@ -3,13 +3,17 @@
 import msgspec
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The chosen token's log probability and rank, and the best alternatives, best first."""
+class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    """The chosen token's log probability and rank, and the best alternatives, best first.
+
+    Answers may have hundreds of thousands of them. Nothing in them can be part of a cycle, so that Python's garbage
+    collector need not look at them: going through so many would stop the gateway's event loop for 100 ms.
+    """
 
     logprob: float
     rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
