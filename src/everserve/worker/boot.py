@@ -21,6 +21,7 @@ from everserve.runtime.liveness import Cell, Warden
 from everserve.runtime.memories import by_kind
 from everserve.runtime.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.symptoms import Symptom
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd
 from everserve.worker.leaving import LeaveRequest
@@ -130,7 +131,7 @@ class Worker:
     def _read_control(self) -> None:
         self._on_control()
 
-    def _on_suspect(self, rank: Rank, incarnation: Incarnation, reason: str) -> None:
+    def _on_suspect(self, rank: Rank, incarnation: Incarnation, reason: Symptom) -> None:
         self._control.send(Suspected(rank=rank, incarnation=incarnation, reason=reason))
         self._events.append(
             SuspectedEvent(
