@@ -1,5 +1,4 @@
-"""What workers say to the orchestrator, and when it decides: the words of a fenced worker do not act, and decisions come
-one after the other."""
+"""Words of workers to the orchestrator: those of a fenced worker do not act. Its decisions come one after the other."""
 
 import selectors
 from dataclasses import dataclass, field
