@@ -8,11 +8,11 @@ import pytest
 from everserve.anchor import memory as anchor_memory
 from everserve.anchor.__main__ import Anchor
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
-from everserve.orchestrator.design import lack
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel
 from everserve.runtime.cuda import driver
 from everserve.runtime.cuda.driver import CudaError
+from everserve.runtime.memories import lack
 from everserve.runtime.messages import Allocate, AllocationFailed
 from everserve.tables.ids import Rank
 

@@ -27,6 +27,7 @@ from everserve.worker.control import ControlEnd
 from everserve.worker.leaving import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.parts import Surroundings
+from everserve.worker.shortage import last_words
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +77,10 @@ def run(start: StartWorker, fds: list[int]) -> int:
     except UserError as error:
         control.send(Failed(reason=str(error), user_error=True))
         return 1
+    except Exception as error:
+        reason, is_users = last_words(start.rank, error)
+        control.send(Failed(reason=reason, user_error=is_users))
+        raise  # with a traceback
     return 0
 
 
