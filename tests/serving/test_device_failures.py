@@ -49,7 +49,17 @@ def test_too_little_host_memory_ends_the_start_with_one_line():
     """Enough to import torch, not enough for the KV log: as with `ulimit -v 2000000`."""
     limit = 2_000_000 << 10
     done = subprocess.run(
-        [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0", "--kv-cache-memory-bytes", str(1 << 31)],
+        [
+            sys.executable,
+            "-m",
+            "everserve.cli",
+            "serve",
+            "demo",
+            "--port",
+            "0",
+            "--kv-cache-memory-bytes",
+            str(1 << 31),
+        ],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
         capture_output=True,
         text=True,
