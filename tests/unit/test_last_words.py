@@ -1,6 +1,7 @@
 """A worker that cannot go on says why before it ends, and too little memory is said so that a user can mend it."""
 
 import errno
+import gc
 import os
 
 import pytest
@@ -17,6 +18,13 @@ from everserve.worker.shortage import is_shortage, last_words, memory_for
 from tests.unit.test_provisioner import start
 
 NO_MEMORY = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.fixture(autouse=True)
+def collect():
+    """Sockets that are parts of cycles are closed now, not while another test counts descriptors."""
+    yield
+    gc.collect()
 
 
 def torch_error() -> RuntimeError:

@@ -1,5 +1,6 @@
 """Words of workers to the orchestrator: those of a fenced worker do not act. Its decisions come one after the other."""
 
+import gc
 import selectors
 from dataclasses import dataclass, field
 
@@ -37,6 +38,13 @@ from everserve.tables.symptoms import Symptom
 
 RANKS = (Rank(0), Rank(1))
 ROLES = (Role.ATTENTION, Role.EXPERT)  # both: no lanes are needed
+
+
+@pytest.fixture(autouse=True)
+def collect():
+    """Sockets that are parts of cycles are closed now, not while another test counts descriptors."""
+    yield
+    gc.collect()
 
 
 class Orchestrator:
