@@ -1,9 +1,11 @@
 """C beside Python: compile a directory of *.c for this machine, once, with the system's compiler.
 
-CC and CFLAGS mean what they mean to make. The library is kept in the user's cache under a key of everything it depends
-on:
+CC and CFLAGS mean what they mean to make. The library is kept in the user's cache under two keys, which are everything
+it depends on: sources, flags and CPU; and the compiler:
 
-    $XDG_CACHE_HOME/everserve/<name>-<key>.so       (~/.cache where XDG_CACHE_HOME is not set)
+    $XDG_CACHE_HOME/everserve/<name>-<key>-<compiler>.so       (~/.cache where XDG_CACHE_HOME is not set)
+
+Without a compiler the newest library with the first key serves: a machine whose cache is filled needs none.
 
 Several processes may build at once: each compiles in a directory of its own and renames the result into place. Only the
 standard library is imported: processes without torch use this too.
@@ -49,20 +51,23 @@ def library(name: str, sources: Path, *, headers: Sequence[Path] = ()) -> Path:
 
     `headers` are other directories to include from.
     """
-    compiler = _compiler()
-    path = _cache_dir() / f"{name}-{_key(compiler, sources, headers)}.so"
+    cache, key, compiler = _cache_dir(), _key(sources, headers), _compiler()
+    if compiler is None:
+        built = sorted(cache.glob(f"{name}-{key}-*.so"), key=lambda path: path.stat().st_mtime_ns)
+        if not built:
+            raise BuildError("no C compiler found (cc, gcc or clang; set CC to use another)")
+        return built[-1]
+    path = cache / f"{name}-{key}-{_digest(_version(*compiler))}.so"
     if not path.exists():
         _build(compiler, sources, headers, path)
     return path
 
 
-def _compiler() -> list[str]:
+def _compiler() -> list[str] | None:
+    """None: there is none. One that CC names is taken at its word."""
     if "CC" in os.environ:
         return shlex.split(os.environ["CC"])
-    for name in ("cc", "gcc", "clang"):
-        if shutil.which(name):
-            return [name]
-    raise BuildError("no C compiler found (cc, gcc or clang; set CC to use another)")
+    return next(([name] for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
 
 
 def _cache_dir() -> Path:
@@ -79,12 +84,15 @@ def _cache_dir() -> Path:
     return path
 
 
-def _key(compiler: list[str], sources: Path, headers: Sequence[Path]) -> str:
+def _key(sources: Path, headers: Sequence[Path]) -> str:
+    files = [*sorted(sources.iterdir()), *(header for d in headers for header in sorted(d.glob("*.h")))]
+    return _digest(*(file.name.encode() + file.read_bytes() for file in files), " ".join(_flags()), _cpu())
+
+
+def _digest(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
-    for file in [*sorted(sources.iterdir()), *(header for d in headers for header in sorted(d.glob("*.h")))]:
-        digest.update(file.name.encode() + file.read_bytes())
-    for part in (_version(*compiler), " ".join(_flags()), _cpu()):
-        digest.update(part.encode() + b"\0")
+    for part in parts:
+        digest.update((part.encode() if isinstance(part, str) else part) + b"\0")
     return digest.hexdigest()[:20]
 
 

@@ -1,6 +1,7 @@
 """Frames of all sizes with and without descriptors, frames that are dropped, readers that come and go: each message
 comes with its own descriptors, and what is not taken is closed."""
 
+import gc
 import os
 import socket
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +67,12 @@ class Reader:
                     os.close(fd)
             if num_read >= at_most:
                 break
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collect():
+    """What other tests have left is not closed while we count."""
+    gc.collect()
 
 
 @contextmanager

@@ -480,6 +480,10 @@ class World:
                 return
         raise AssertionError("it never settles")
 
+    def report(self, n: int, reason: str) -> None:
+        """A peer suspects it, rightly or wrongly."""
+        self.tell(Reported(*self.pick(n).key, by=self.ranks[0], reason=reason))
+
     def current(self) -> list[Process]:
         return [self.processes[key] for key in self.live.items()]
 
@@ -499,7 +503,8 @@ ACTIONS = [
     lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
     lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
     World.lose_orchestrator,
-    *[lambda world, n: world.tell(Reported(*world.pick(n).key, by=world.ranks[0], reason="no answer"))] * 2,
+    lambda world, n: world.report(n, "silent"),
+    lambda world, n: world.report(n, "deaf"),
     World.replay,
     World.invent,
 ]

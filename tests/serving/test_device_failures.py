@@ -1,7 +1,8 @@
-"""Workers that need device memory where there is none: the instance ends with one clear line, and leaves nobody."""
+"""Workers that need memory where there is none: the instance ends with one clear line, and leaves nobody."""
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -42,3 +43,30 @@ def test_no_device_memory_ends_the_start_with_one_line(tmp_path):
     events = [json.loads(line) for line in lines]
     started = [event["child_pid"] for event in events if event["event"] == "process_started"]
     assert len(started) == 4 and not any(is_alive(pid) for pid in started)
+
+
+def test_too_little_host_memory_ends_the_start_with_one_line():
+    """Enough to import torch, not enough for the KV log: as with `ulimit -v 2000000`."""
+    limit = 2_000_000 << 10
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "everserve.cli",
+            "serve",
+            "demo",
+            "--port",
+            "0",
+            "--kv-cache-memory-bytes",
+            str(1 << 31),
+        ],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("everserve: no memory for the KV log of worker 0: "), last
+    assert "ulimit -v" in last and "--kv-log off" in last and "Traceback" not in done.stderr

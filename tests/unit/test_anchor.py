@@ -8,12 +8,11 @@ import pytest
 from everserve.anchor import memory as anchor_memory
 from everserve.anchor.__main__ import Anchor
 from everserve.anchor.memory import NoMemoryError, OwnedMemory
-from everserve.orchestrator.design import lack
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel, Descriptors
 from everserve.runtime.cuda import driver, parting
 from everserve.runtime.cuda.driver import CudaError
-from everserve.runtime.memories import ON_HOST
+from everserve.runtime.memories import ON_HOST, lack
 from everserve.runtime.messages import Allocate, AllocationFailed, DeviceDescriptors
 from everserve.tables.ids import Rank
 

@@ -314,6 +314,50 @@ def test_a_starved_worker_that_was_reported_is_trusted_again_when_it_answers():
     assert driver.kinds() == ["Publish"]
 
 
+def complain(driver, reason: str, by: int = 0, rank: int = 2):
+    """A peer reports it, and a look finds it well: it is pardoned, if it is not lost at once."""
+    decision = driver.tell(Reported(rank, 1, by=by, reason=reason))
+    if Probe(rank, 1) in decision.effects:
+        driver.tell(Answered(rank, 1))
+        assert "Publish" in driver.kinds()
+    return decision
+
+
+@pytest.mark.parametrize("reason", ["deaf", "refused: bad request", "refused: no such slot", "refused"])
+def test_one_that_pulses_but_does_not_serve_is_lost_as_a_hang(reason):
+    driver = Driver()
+    for _ in range(POLICY.max_unserved - 1):
+        assert complain(driver, reason).effects == (Probe(2, 1),)
+        driver.now += 3 * POLICY.detect_s
+    complain(driver, reason)
+    assert driver.kinds() == ["Lost", "Publish", "Provision"] and driver.only(Lost).cause == "hang"
+    assert driver.only(Lost).reason == f"it pulses but did not serve rank 0, 3 times within 20 s (last: {reason})"
+    assert driver.routed() == {1, 3}
+    driver.bring_up(2, 2)
+    assert driver.tell(Reported(2, 2, by=0, reason=reason)).effects == (Probe(2, 2),), "the next one begins anew"
+
+
+@pytest.mark.parametrize("reason", ["silent", "died"])
+def test_what_a_look_can_refute_does_not_count(reason):
+    driver = Driver()
+    for _ in range(10):
+        assert complain(driver, reason).effects == (Probe(2, 1),)
+
+
+def test_a_bad_moment_now_and_then_does_not_count():
+    driver = Driver()
+    for _ in range(10):
+        assert complain(driver, "deaf").effects == (Probe(2, 1),)
+        driver.now += POLICY.unserved_s / 2 + 0.001
+
+
+def test_one_bad_moment_that_many_peers_see_is_one():
+    driver = Driver()
+    for by in (0, 1, 3):
+        for _ in range(POLICY.max_unserved - 1):
+            assert complain(driver, "deaf", by=by).effects == (Probe(2, 1),)
+
+
 def test_a_report_before_the_hello_is_not_probed():
     driver = Driver(ready=False)
     driver.tell(Started(2, 1, 5))

@@ -480,6 +480,29 @@ def test_build_errors_say_why(monkeypatch):
             library("native", native.SOURCES)
 
 
+def test_a_filled_cache_needs_no_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "answer.c").write_text('__attribute__((visibility("default"))) int answer(void) { return 42; }\n')
+    path = os.environ["PATH"]
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(BuildError, match="no C compiler found"):
+        library("answer", sources)
+    monkeypatch.setenv("PATH", path)
+    built = library("answer", sources)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert library("answer", sources) == built and ctypes.CDLL(str(built)).answer() == 42
+    monkeypatch.setenv("CFLAGS", "-O0")
+    with pytest.raises(BuildError, match="no C compiler found"):
+        library("answer", sources)  # it was built with other flags
+    monkeypatch.delenv("CFLAGS")
+    (sources / "answer.c").write_text("int other;\n")
+    with pytest.raises(BuildError, match="no C compiler found"):
+        library("answer", sources)
+
+
 def test_several_may_build_at_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("CFLAGS", "-O0")

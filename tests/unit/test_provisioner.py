@@ -1,5 +1,6 @@
 """What the supervisor keeps for the next orchestrator: memory of workers that have exited, by name."""
 
+import gc
 import os
 import select
 from pathlib import Path
@@ -77,6 +78,7 @@ def told():
 
 @pytest.fixture
 def workers(told):
+    gc.collect()  # what other tests have left
     before = num_fds()
     workers = Workers(to_zygote=Told(), to_orchestrator=told, to_gateway=Told())
     yield workers

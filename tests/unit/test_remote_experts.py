@@ -13,7 +13,10 @@ from everserve.datapath.memory import Fault, MemoryExperts
 from everserve.errors import StepAbandoned
 from everserve.model.ops import native
 from everserve.model.ops.reference import ReferenceOps
-from everserve.tables.ids import Rank
+from everserve.orchestrator import events
+from everserve.orchestrator.effects import Lost
+from everserve.orchestrator.machine import Machine, Policy, SeatSpec
+from everserve.tables.ids import Incarnation, Rank, Role
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
 
 NATIVE = native.NativeOps(num_threads=1)
@@ -134,6 +137,30 @@ def test_one_fault(make, ops, at, fault, reason, is_replayed, num_stale):
     assert any(peer.num_replays for peer in cluster.members.values()) == is_replayed, "and it was marked as such"
     assert cluster.expert_io.num_replayed_rows == sum(num_rows for _, _, num_rows in cluster.replayed)
     assert cluster.peers.num_stale == num_stale
+
+
+@pytest.mark.parametrize("fault", [Fault.STAY_DEAF, Fault.REFUSE, Fault.STRANGE_ANSWER])
+def test_one_that_pulses_but_does_not_serve_is_replaced_after_few_layers(make, fault):
+    """Suspected, probed by its pulse, pardoned, asked again: not for ever."""
+    cluster = make(TWO_EACH, {2: dict.fromkeys(range(1, 1000), fault)})
+    ranks = (Rank(0), *cluster.members)
+    machine = Machine([SeatSpec(rank, (Role.ATTENTION,)) for rank in ranks], None, Policy(detect_s=0.05))
+    machine.start(0.0)
+    for rank in ranks:
+        for said in (events.SaidHello, events.SaidReady):
+            machine.handle(said(rank, Incarnation(1)), 0.0)
+    num_heard, lost = 0, []
+    for epoch in range(2, 12):
+        cluster.check()
+        for rank, reason in cluster.suspected[num_heard:]:
+            decision = machine.handle(events.Reported(rank, Incarnation(1), by=Rank(0), reason=reason), 1.0)
+            for loss in (effect for effect in decision.effects if isinstance(effect, Lost)):
+                cluster.remove(loss.rank)
+                lost.append(loss.rank)
+            machine.handle(events.Answered(rank, Incarnation(1)), 1.0)  # it pulses
+        num_heard = len(cluster.suspected)
+        cluster.peers.use(cluster.routes(epoch=epoch, without=tuple(lost)))
+    assert lost == [Rank(2)] and len(cluster.suspected) == Policy(detect_s=0.05).max_unserved
 
 
 def test_dead_before_the_layer_begins(make):

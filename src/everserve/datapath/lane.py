@@ -31,6 +31,7 @@ from typing import Any
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
 from everserve.runtime.liveness.cell import SOURCES as CELL_SOURCES
+from everserve.tables.symptoms import Symptom
 
 SOURCES = Path(__file__).parent / "csrc"
 NUM_BOXES = 2  # csrc/lane.h
@@ -57,8 +58,8 @@ class Outcome(IntEnum):
 
 # What an answer says (csrc/lane.h); 0: it was computed.
 STATUSES = {
-    2: "bad request",
-    3: "no such slot",  # out of range, or empty
+    2: Symptom.BAD_REQUEST,
+    3: Symptom.NO_SUCH_SLOT,
 }
 
 

@@ -29,6 +29,7 @@ from everserve.datapath.trust import Suspicion
 from everserve.errors import StepAbandoned
 from everserve.model.ops import Ops
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.symptoms import Symptom
 
 _MAX_PARTS, _MAX_MISSING = 512, 16  # csrc/exchange.c
 _OPEN, _ARRIVED, _LOST, _REFUSED = range(4)
@@ -95,7 +96,7 @@ class RemoteExperts:
         detect_ms: float,
         lease_s: float,
         on_control: Callable[[], None],
-        on_suspect: Callable[[Rank, Incarnation, str], None],
+        on_suspect: Callable[[Rank, Incarnation, Symptom], None],
         on_replay: Callable[[Rank, int, int], None],
         spin_us: float = 0.0,
         others_turn: Callable[[], bool] | None = None,
@@ -222,7 +223,7 @@ class RemoteExperts:
                 if num_looks[rank] == _RING_AGAIN:
                     peer.cell.ring()
                 elif num_looks[rank] >= _GIVE_UP:
-                    suspicions.append(self._peers.suspect(peer, "deaf"))
+                    suspicions.append(self._peers.suspect(peer, Symptom.DEAF))
         return suspicions
 
     def _suspect_the_unwilling(self) -> list[Suspicion]:
@@ -231,7 +232,7 @@ class RemoteExperts:
         for part in self._parts(_REFUSED).values():
             peer = self._peers.trusted(part.rank)
             if peer is not None and peer.lane == part.lane:  # and not a successor
-                suspicions.append(self._peers.suspect(peer, f"refused: {STATUSES.get(part.status, part.status)}"))
+                suspicions.append(self._peers.suspect(peer, STATUSES.get(part.status, Symptom.REFUSED)))
         return suspicions
 
     def _parts(self, *states: int) -> dict[int, _Part]:

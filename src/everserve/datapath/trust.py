@@ -30,8 +30,11 @@ from everserve.datapath.lane import MAX_RANKS
 from everserve.runtime.liveness import Cell, PeerState, life_word
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.routes import NOBODY, Routes
+from everserve.tables.symptoms import Symptom
 
 log = logging.getLogger(__name__)
+
+_SYMPTOMS = {PeerState.DIED: Symptom.DIED, PeerState.SILENT: Symptom.SILENT}
 
 
 class Watcher(Protocol):
@@ -57,7 +60,7 @@ class Peer:
     incarnation: Incarnation
     cell: Cell
     lane: int
-    suspicion: str | None = None
+    suspicion: Symptom | None = None
     is_pardoned: bool = False
 
 
@@ -66,7 +69,7 @@ class Suspicion(NamedTuple):
 
     rank: Rank
     incarnation: Incarnation
-    reason: str
+    reason: Symptom
 
 
 class Peers(ABC):
@@ -171,7 +174,7 @@ class Peers(ABC):
     # -- what is seen from here ------------------------------------------------------------------
 
     @property
-    def suspects(self) -> dict[Rank, str]:
+    def suspects(self) -> dict[Rank, Symptom]:
         """Peers that are there but not trusted, and why."""
         return {peer.rank: peer.suspicion for peer in self._peers.values() if peer.suspicion is not None}
 
@@ -190,10 +193,10 @@ class Peers(ABC):
                     self._trust(peer)
                     self._resolve()
             elif peer.suspicion is None:
-                suspicions.append(self.suspect(peer, state.name.lower()))
+                suspicions.append(self.suspect(peer, _SYMPTOMS[state]))
         return suspicions
 
-    def suspect(self, peer: Peer, reason: str) -> Suspicion:
+    def suspect(self, peer: Peer, reason: Symptom) -> Suspicion:
         """Route around a peer from now on."""
         peer.suspicion = reason
         self._resolve()

@@ -9,14 +9,14 @@ import os
 
 from everserve.orchestrator import events
 from everserve.orchestrator.deciding import Deciding
-from everserve.orchestrator.design import Design, NeededMemory, lack
+from everserve.orchestrator.design import Design, NeededMemory
 from everserve.orchestrator.logs import Logs
 from everserve.orchestrator.memory import Memory
 from everserve.orchestrator.workers import Seat, WorkerEnd, WorkerEnds
 from everserve.runtime.channel import Channel
 from everserve.runtime.events import EventLog, WorkerProvisioned
 from everserve.runtime.liveness import ORCHESTRATOR_WORD, Cell
-from everserve.runtime.memories import cell_name, kind_of, kv_name, log_name, log_of
+from everserve.runtime.memories import cell_name, kind_of, kv_name, lack, log_name, log_of
 from everserve.runtime.messages import Provision, StartWorker, WorkerStarted
 from everserve.tables.ids import Rank
 

@@ -29,28 +29,38 @@ class Deciding:
 
     def start(self) -> None:
         """Nobody was here before us."""
-        self._carry_out(self._machine.start(time.monotonic()))
+        self._decide(lambda: self._machine.start(time.monotonic()))
 
     def resume(self, found: Sequence[Found], epoch: Epoch, was_all_ready: bool) -> None:
-        """The recovery is over: all that can be known is known."""
+        """The recovery is over: all that can be known is known. Events that have waited come after its decision."""
         self.recovery = None
-        self._carry_out(self._machine.resume(time.monotonic(), found, epoch, was_all_ready))
+        self._decide(lambda: self._machine.resume(time.monotonic(), found, epoch, was_all_ready))
 
     def tell(self, event: events.AnyEvent) -> None:
         """What an effect leads to is decided when all effects before it are done."""
         self._undecided.append(event)
-        if self._is_deciding or self.recovery is not None:
-            return
-        self._is_deciding = True
-        while self._undecided:
-            self.ask(self._undecided.popleft())
-        self._is_deciding = False
+        if not self._is_deciding and self.recovery is None:
+            self._decide_waiting()
 
     def ask(self, event: events.AnyEvent) -> effects.Decision:
-        """As `tell`, for whoever wants to know what became of it; not in a recovery."""
-        decision = self._machine.handle(event, time.monotonic())
+        """As `tell`, for whoever wants to know what became of it; neither in a recovery nor in an effect."""
+        return self._decide(lambda: self._machine.handle(event, time.monotonic()))
+
+    def _decide(self, decide: Callable[[], effects.Decision]) -> effects.Decision:
+        """One decision, carried out before any other is made; then whatever its effects have led to."""
+        assert not self._is_deciding, "effects tell, they do not ask"
+        self._is_deciding = True
+        decision = decide()
         self._carry_out(decision)
+        self._is_deciding = False
+        self._decide_waiting()
         return decision
+
+    def _decide_waiting(self) -> None:
+        self._is_deciding = True
+        while self._undecided:
+            self._carry_out(self._machine.handle(self._undecided.popleft(), time.monotonic()))
+        self._is_deciding = False
 
     def tick(self) -> None:
         """If a time that the machine has named is over."""

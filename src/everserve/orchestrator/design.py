@@ -15,11 +15,7 @@ from everserve.runtime.events import PlacementMade
 from everserve.runtime.liveness import CELL_BYTES
 from everserve.runtime.memories import (
     BELL_BYTES,
-    KV,
-    LANE,
-    LOG,
     ON_HOST,
-    WEIGHTS,
     WEIGHTS_STATE_BYTES,
     bell_name,
     cell_name,
@@ -149,20 +145,6 @@ def log_bytes_of(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int
     if settings.device == "cuda" and settings.kv_log == "anchor":
         return shape.head_bytes, shape.num_blocks * shape.block_bytes
     return shape.num_bytes, 0
-
-
-_ADVICE = {
-    LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
-    KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
-    LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
-    WEIGHTS: "use fewer --shadow-experts, a smaller model or more devices, or end what else uses the device",
-}
-
-
-def lack(rank: Rank, kind: str, reason: str) -> str:
-    """What to tell the user when a worker cannot have memory that it needs."""
-    what = "a lane" if kind == LANE else f"the {kind}"
-    return f"no memory for {what} of worker {rank}: {reason}; {_ADVICE.get(kind, 'free some memory')}"
 
 
 def describe(placement: Placement) -> PlacementMade:

@@ -88,7 +88,7 @@ class Silent(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class Reported(SeatEvent):
-    """A peer suspects it and routes around it."""
+    """A peer suspects it and routes around it. `reason` is a Symptom: some of them only who asks can see."""
 
     by: Rank
     reason: str

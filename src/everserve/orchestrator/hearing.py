@@ -1,4 +1,4 @@
-"""What workers say becomes events. The machine judges what it means; what a lost one says is counted here as well."""
+"""What workers say becomes events, and the machine judges what it means. What a lost worker says is only counted."""
 
 import selectors
 
@@ -74,8 +74,8 @@ class Hearing:
 
     def _on_message(self, end: WorkerEnd, message: AnyMessage) -> None:
         if end.is_lost:
-            self._count_stale(message)
-        if isinstance(message, EventHappened):
+            self._on_stale(end, message)
+        elif isinstance(message, EventHappened):
             self._gateway.tell(message.event)
         elif isinstance(message, Hello):
             self._connect(end)
@@ -87,8 +87,7 @@ class Hearing:
             self._event_log.append(WorkerLeaving(process="orchestrator", rank=end.rank, incarnation=end.incarnation))
             self._deciding.tell(events.SaidLeaving(end.rank, end.incarnation))
         elif isinstance(message, Failed):
-            failed = events.SaidFailed(end.rank, end.incarnation, message.reason, message.user_error)
-            self._deciding.tell(failed)
+            self._on_failed(end, message)
         elif isinstance(message, Suspected):
             reported = events.Reported(message.rank, message.incarnation, by=end.rank, reason=message.reason)
             self._deciding.tell(reported)
@@ -99,10 +98,9 @@ class Hearing:
 
     def _connect(self, end: WorkerEnd) -> None:
         """It lives, and hears us."""
-        if not end.is_lost:
-            self._detector.watch(end)
-            self._ends.connect(end)
-            self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
+        self._detector.watch(end)
+        self._ends.connect(end)
+        self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
         self._deciding.tell(events.SaidHello(end.rank, end.incarnation))
 
     def _on_report(self, end: WorkerEnd, report: Report) -> None:
@@ -122,8 +120,16 @@ class Hearing:
         if routes is not None and Role.ATTENTION in end.roles:
             end.send(RoutesChanged(routes=routes))
 
-    def _count_stale(self, message: AnyMessage) -> None:
-        """A worker that was declared gone is still there. Its events are news all the same; nothing else of it counts,
-        and the machine sees to that."""
+    def _on_failed(self, end: WorkerEnd, message: Failed) -> None:
+        self._deciding.tell(events.SaidFailed(end.rank, end.incarnation, message.reason, message.user_error))
+
+    def _on_stale(self, end: WorkerEnd, message: AnyMessage) -> None:
+        """A worker that was declared gone is still there: whatever it says is counted. Its events are news all the
+        same, and its last words may say why its successors will fail too. Nothing else acts: its suspicions and its
+        counters are those of a process that is no part of the cluster."""
         event = message.event if isinstance(message, EventHappened) else None
         self._gateway.count_stale(event.count if isinstance(event, StaleDropped) else 1)
+        if event is not None:
+            self._gateway.tell(event)
+        elif isinstance(message, Failed):
+            self._on_failed(end, message)

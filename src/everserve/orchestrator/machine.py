@@ -18,7 +18,9 @@ What happens to the incarnation that a seat holds (an event about any other one 
     Silent, any other state  in doubt; looked at again after           hang, if it is
                              `starved_s` and lost if still silent      silent then
     Answered                 no doubt; published again if a peer had reported it
-    Reported                 probed
+    Reported                 probed; lost if it pulses but did not
+                             serve this peer `max_unserved` times
+                             within `unserved_s`                       hang
     DrainAsked (of a rank)   asked to leave if it is ready
     EpochReported            published again if ours is not later
     Tick                     whatever is due: starts, last looks, kills
@@ -92,6 +94,7 @@ from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.placement import Placement
 from everserve.tables.routes import Routes
+from everserve.tables.symptoms import DID_NOT_SERVE
 from everserve.tables.validity import degraded, violations
 
 __all__ = ["Found", "Machine", "Policy", "SeatSpec"]
@@ -305,6 +308,10 @@ class Machine:
                 said = f"{who} is suspected by rank {event.by}: {event.reason}"
                 if not seat.has_spoken:
                     return _Step(f"{said}; it has not said hello yet, so there is nothing to look at")
+                if event.reason in DID_NOT_SERVE:
+                    num_times = seat.did_not_serve(event.by, now, self.policy)
+                    if num_times >= self.policy.max_unserved:
+                        return self._lose(seat, "hang", _unserved_words(event, num_times, self.policy), now)
                 seat.is_reported = True
                 return _Step(said, self._probe(seat))
             case _:
@@ -467,6 +474,11 @@ class Machine:
 
 def _who(seat: Seat) -> str:
     return f"rank {seat.rank} incarnation {seat.incarnation}"
+
+
+def _unserved_words(event: Reported, num_times: int, policy: Policy) -> str:
+    often = f"{num_times} times within {policy.unserved_s:g} s"
+    return f"it pulses but did not serve rank {event.by}, {often} (last: {event.reason})"
 
 
 def _exit_words(exit_status: int) -> str:

@@ -9,7 +9,8 @@ from everserve.tables.members import Worker, WorkerState
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The times that belong together: detect_s < starved_s = 10 detect_s, and first_delay_s <= max_delay_s."""
+    """The times that belong together: detect_s < starved_s = 10 detect_s < unserved_s = 200 detect_s (for one suspicion
+    a peer on a device takes 20 detect_s), and first_delay_s <= max_delay_s."""
 
     detect_s: float  # how long the host's detector takes to call somebody silent
     hello_s: float = 10.0  # from the existence of a process to its first word; until then nobody can tell that it hangs
@@ -19,6 +20,7 @@ class Policy:
     first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further one
     max_delay_s: float = 30.0
     max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never all ready)
+    max_unserved: int = 3  # by one peer, within unserved_s: who pulses and does not serve so often is lost
 
     def __post_init__(self) -> None:
         assert self.detect_s > 0 and 0 < self.first_delay_s <= self.max_delay_s, self
@@ -27,6 +29,12 @@ class Policy:
     def starved_s(self) -> float:
         """How long a process that is not stopped may be silent: it may only be short of a core, or its core of time."""
         return 10 * self.detect_s
+
+    @property
+    def unserved_s(self) -> float:
+        """How long it counts against a worker that it did not serve a peer. Who does not serve at all is asked again as
+        soon as it is pardoned; one that had a bad moment now and then stays."""
+        return 200 * self.detect_s
 
     def delay_s(self, num_crashes: int) -> float:
         """How long the seat waits after this many short lives in a row: 0, 0, 0.25, 0.5, 1, ... seconds."""
@@ -96,6 +104,7 @@ class Seat:
     starve_at: float | None = None  # silent but not stopped: lost if still so at this time
     is_probed: bool = False  # the host has been asked to look and has not answered yet
     is_reported: bool = False  # a peer routes around it
+    unserved_at: dict[Rank, list[float]] = field(default_factory=dict)  # when it did not serve which peer
 
     @property
     def rank(self) -> Rank:
@@ -114,6 +123,7 @@ class Seat:
         self.pid = 0
         self.has_spoken = False
         self.start_at = self.ready_at = None
+        self.unserved_at = {}
         self.clear_doubt()
 
     def adopt(self, found: Found, now: float, policy: Policy) -> None:
@@ -181,6 +191,12 @@ class Seat:
         """No next incarnation."""
         self.start_at = None
         self.note = f"not started again: {why}"
+
+    def did_not_serve(self, peer: Rank, now: float, policy: Policy) -> int:
+        """A peer says so. Returns how often it has lately; each time it had trusted it again before."""
+        lately = [at for at in self.unserved_at.get(peer, []) if now - at < policy.unserved_s]
+        self.unserved_at[peer] = [*lately, now]
+        return len(lately) + 1
 
     def clear_doubt(self) -> None:
         self.starve_at = None

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from everserve.orchestrator import events
-from everserve.orchestrator.design import lack
 from everserve.orchestrator.memory import Memory
 from everserve.runtime.channel import Channel
 from everserve.runtime.liveness import Cell
-from everserve.runtime.memories import LANE, bell_name, cell_name, lane_name
+from everserve.runtime.memories import LANE, bell_name, cell_name, lack, lane_name
 from everserve.runtime.messages import AnyMessage, PeerJoined, PeerLeft, Report
 from everserve.tables.ids import Incarnation, Rank, Role
 

@@ -222,7 +222,7 @@ class Channel:
 
     def close(self) -> None:
         self.sock.close()
-        self._eof = True
+        self._eof, self.is_held_back = True, False
         while self._outgoing:
             _close_all(self._outgoing.popleft()[1])
         self._incoming.clear()

@@ -19,6 +19,7 @@ ON_HOST = -1  # instead of a device's number
 CELL, LOG, KV, LANE, BELL = "cell", "log", "kv", "lane", "bell"
 BELL_BYTES = 2 << 20  # as little as there is on a device
 _BELL_STRIDE = 128
+KV_CACHE = "kv-cache"  # a worker's own memory, which has no name
 WEIGHTS, WEIGHTS_STATE = "weights", "weights-state"
 WEIGHTS_STATE_BYTES = 4096
 
@@ -72,6 +73,22 @@ def log_of(name: str) -> LogId | None:
 def by_kind(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
     """The descriptors of a worker's memory, for the worker itself."""
     return {kind_of(name): fd for name, fd in zip(names, fds, strict=True)}
+
+
+_ADVICE = {
+    LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
+    KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
+    KV_CACHE: "lower --kv-cache-memory-bytes",
+    LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
+    WEIGHTS: "use fewer --shadow-experts, a smaller model or more devices, or end what else uses the device",
+}
+_WORDS = {LANE: "a lane", LOG: "the KV log", KV_CACHE: "the KV cache"}
+
+
+def lack(rank: Rank, kind: str, reason: str) -> str:
+    """What to tell the user when a worker cannot have memory that it needs."""
+    what = _WORDS.get(kind, f"the {kind}")
+    return f"no memory for {what} of worker {rank}: {reason}; {_ADVICE.get(kind, 'free some memory')}"
 
 
 def _seat(seat: LogId) -> str:

@@ -45,6 +45,7 @@ from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.placement import SeatSlots
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes
+from everserve.tables.symptoms import Symptom
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -180,7 +181,7 @@ class Suspected(Message, frozen=True):
 
     rank: Rank
     incarnation: Incarnation
-    reason: str
+    reason: Symptom
 
 
 class ExpertReport(Message, frozen=True):

@@ -86,6 +86,7 @@ class Child:
     control: Channel
     is_ready: bool = False
     failure: Failed | None = None
+    end_by: float | None = None  # its channel has ended, and it should: killed if it has not at this time
     held: Held = field(init=False)
 
     def __post_init__(self) -> None:
@@ -229,6 +230,7 @@ class Supervisor:
             child.control.flush()
         self._workers.flush()
         self._parting.tend()
+        self._bury_the_ended()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_everything()
@@ -241,7 +243,18 @@ class Supervisor:
             for message, fds in child.control.receive_frames():
                 self._on_message(child, message, fds)
         except ChannelClosed:
-            self._on_exit(child, _wait_or_kill(child.process))
+            self._selector.unregister(child.control)
+            child.control.close()
+            child.end_by = time.monotonic() + _KILL_AFTER_S
+
+    def _bury_the_ended(self) -> None:
+        """A process that has closed its channel may be slow to die, but not for ever. All else goes on meanwhile."""
+        for child in [child for child in self._children.values() if child.end_by is not None]:
+            status = child.process.poll()
+            if status is not None:
+                self._on_exit(child, status)
+            elif child.end_by is not None and time.monotonic() >= child.end_by:
+                child.process.kill()
 
     def _on_message(self, child: Child, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, Provision):
@@ -322,8 +335,6 @@ class Supervisor:
 
     def _on_exit(self, child: Child, status: int) -> None:
         """A child is gone: expected while stopping; without the gateway it is the end; all others are replaced."""
-        self._selector.unregister(child.control)
-        child.control.close()
         self._parting.part(child.held)
         del self._children[child.name]
         self._events.append(ProcessEnded(process="supervisor", child=child.name, exit_status=status))
@@ -395,7 +406,7 @@ class Supervisor:
 
     def _send(self, name: str, message: AnyMessage, fds: Sequence[int] = ()) -> None:
         child = self._children.get(name)
-        if child is not None:
+        if child is not None and child.end_by is None:
             child.control.send(message, fds)
 
     def _sender(self, name: str) -> Callable[..., None]:
@@ -419,12 +430,3 @@ def _say(text: str) -> None:
     """For the person or the service manager that runs `everserve serve`. The terminal may be gone."""
     with contextlib.suppress(OSError):
         print(f"everserve: {text}", file=sys.stderr, flush=True)
-
-
-def _wait_or_kill(popen: "subprocess.Popen[bytes]") -> int:
-    """The exit status of a process that has closed its channel; it may be slow to die, but not forever."""
-    try:
-        return popen.wait(timeout=_KILL_AFTER_S)
-    except subprocess.TimeoutExpired:
-        popen.kill()
-        return popen.wait()

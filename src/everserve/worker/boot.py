@@ -20,11 +20,13 @@ from everserve.runtime.liveness import Cell, Warden
 from everserve.runtime.memories import by_kind
 from everserve.runtime.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.symptoms import Symptom
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd
 from everserve.worker.leaving import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.parts import Surroundings
+from everserve.worker.shortage import last_words
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,10 @@ def run(start: StartWorker, fds: list[int]) -> int:
     except UserError as error:
         control.send(Failed(reason=str(error), user_error=True))
         return 1
+    except Exception as error:
+        reason, is_users = last_words(start.rank, error)
+        control.send(Failed(reason=reason, user_error=is_users))
+        raise  # with a traceback
     return 0
 
 
@@ -129,7 +135,7 @@ class Worker:
     def _read_control(self) -> None:
         self._on_control()
 
-    def _on_suspect(self, rank: Rank, incarnation: Incarnation, reason: str) -> None:
+    def _on_suspect(self, rank: Rank, incarnation: Incarnation, reason: Symptom) -> None:
         self._control.send(Suspected(rank=rank, incarnation=incarnation, reason=reason))
         self._events.append(
             SuspectedEvent(

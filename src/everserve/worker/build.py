@@ -1,5 +1,6 @@
 """From a StartWorker message to what computes: an engine with its weights, or expert slots with theirs."""
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,13 @@ from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops import Ops
 from everserve.model.ops.select import select_ops
+from everserve.runtime.memories import KV_CACHE, LOG
 from everserve.runtime.messages import StartWorker
 from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.worker.loading import Loading
 from everserve.worker.pausing import PausingCheckpoint
+from everserve.worker.shortage import memory_for
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,8 @@ class EngineBuilder:
         self.writer: LogWriter | None = None
         self.pausing: PausingCheckpoint | None = None
         if log_fd is not None:
-            self.log = Log(log_fd, opened.sizes.log)
+            with memory_for(start.rank, LOG, opened.sizes.log.num_bytes):
+                self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
     def build(self, expert_io: ExpertIO, stepping: Stepping | None = None) -> Engine:
@@ -141,7 +145,8 @@ class EngineBuilder:
         shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.block_size)
         if self.log is not None and self._start.settings.kv_log == "anchor":
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
-        return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
+        with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
+            return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
 
 
 def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from everserve.runtime.events import EventLog
 from everserve.runtime.liveness import Cell, Warden
 from everserve.runtime.messages import StartWorker
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.symptoms import Symptom
 from everserve.worker.control import ControlEnd
 from everserve.worker.leaving import LeaveRequest
 from everserve.worker.loading import Loading
@@ -32,7 +33,7 @@ class Surroundings:
     events: EventLog
     loading: Loading
     on_control: Callable[[], None]
-    on_suspect: Callable[[Rank, Incarnation, str], None]
+    on_suspect: Callable[[Rank, Incarnation, Symptom], None]
     on_replay: Callable[[Rank, int, int], None]
 
     @property

@@ -29,6 +29,7 @@ from everserve.errors import StepAbandoned
 from everserve.model.ops.cuda.ops import CudaOps
 from everserve.runtime.cuda.driver import Driver
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.symptoms import Symptom
 
 _NAP_NS = 20_000
 _RETRY_NS = 200_000  # how often flags are written while a step does not end
@@ -54,7 +55,7 @@ class CudaExperts:
         detect_ms: float,
         lease_s: float,
         on_control: Callable[[], None],
-        on_suspect: Callable[[Rank, Incarnation, str], None],
+        on_suspect: Callable[[Rank, Incarnation, Symptom], None],
         on_replay: Callable[[Rank, int, int], None],
     ) -> None:
         self.num_replayed_rows = 0
@@ -170,7 +171,7 @@ class CudaExperts:
             peer = peers.trusted(rank)
             status = peers.has_refused(rank) if peer is not None else 0
             if peer is not None and status:
-                suspicions.append(peers.suspect(peer, f"refused: {STATUSES.get(status, status)}"))
+                suspicions.append(peers.suspect(peer, STATUSES.get(status, Symptom.REFUSED)))
             elif peer is not None:
                 peers.await_again(rank)
         lost = [rank for rank in late if peers.trusted(rank) is None]
@@ -202,7 +203,7 @@ class CudaExperts:
             is_stuck = is_awaited and answer == before
             self._looks[rank] = num_looks + 1 if is_stuck else 0, answer
             if self._looks[rank][0] >= _GIVE_UP:
-                suspicions.append(self._peers.suspect(peer, "deaf"))
+                suspicions.append(self._peers.suspect(peer, Symptom.DEAF))
         if is_waiting:
             self._peers.warden.renew(self._lease_s)
         return suspicions
