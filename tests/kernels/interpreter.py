@@ -20,6 +20,7 @@ def use_interpreter() -> None:
     interpreter.InterpreterBuilder.create_int_to_ptr = _create_int_to_ptr
     interpreter.InterpreterBuilder.cast_impl = _with_rounding(interpreter.InterpreterBuilder.cast_impl)
     interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
+    _patch_once_per_launch(interpreter)
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
@@ -75,3 +76,35 @@ def _with_index(patch: Any) -> Any:
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     return patch_also_index
+
+
+def _patch_once_per_launch(interpreter: Any) -> None:
+    """Triton replaces the whole language at each call of a function inside of a kernel, which takes a third of all the
+    time. It has been replaced when the kernel was launched; only what that left out is left to do."""
+    import triton.language as tl  # noqa: PLC0415
+
+    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    languages: dict[int, frozenset[str]] = {}  # that a module sees, by the identity of its globals
+    patched: set[str] = set()  # in this launch
+
+    def seen_by(fn: Any) -> frozenset[str]:
+        if id(fn.__globals__) not in languages:
+            modules = [value for value in fn.__globals__.values() if value is tl or value is tl.core]
+            languages[id(fn.__globals__)] = frozenset(module.__name__ for module in modules)
+        return languages[id(fn.__globals__)]
+
+    def patch_what_is_left(fn: Any) -> Any:
+        if patched and seen_by(fn) <= patched:
+            return interpreter._LangPatchScope()
+        patched.update(seen_by(fn))
+        return patch_lang(fn)
+
+    def launch_afresh(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        try:
+            launch(self, *args, **kwargs)
+        finally:
+            patched.clear()  # what was replaced is restored
+
+    interpreter._patch_lang = patch_what_is_left
+    interpreter.GridExecutor.__call__ = launch_afresh
