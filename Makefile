@@ -16,8 +16,8 @@ test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels tests/serving
-	$(BIN)/python -m pytest tests/browser tests/chaos tests/gpu tests/process
+	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels tests/serving tests/browser
+	$(BIN)/python -m pytest tests/chaos tests/gpu tests/process
 endif
 
 check: $(STAMP)-check
