@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from everserve.datapath.local import LocalExperts
+from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.model.batch import StepBatch
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig

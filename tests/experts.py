@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
-from everserve.datapath.lane import LaneShape
-from everserve.datapath.local import LocalExperts
+from everserve.backends.cpu.lane import LaneShape
+from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import Ops
 from everserve.tables.ids import Epoch, Rank, SlotId

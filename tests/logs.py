@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from everserve.anchor.memory import create_memory
 from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
+from everserve.memory.owned import create_memory
 
 SHAPE = LogShape(num_blocks=12, block_size=4, num_layers=3, num_planes=2, piece_bytes=20, num_records=6, max_blocks=6)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from everserve.anchor.memory import create_memory
+from everserve.backends.cpu.reference import ReferenceOps
 from everserve.engine.engine import Engine, EngineConfig
 from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
@@ -21,8 +21,8 @@ from everserve.kvlog.chains import key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
+from everserve.memory.owned import create_memory
 from everserve.model.batch import StepBatch
-from everserve.model.ops.reference import ReferenceOps
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 VOCAB = 97

@@ -5,15 +5,20 @@ Rooms, from the ground up (imports only point upwards in this list):
     errors, native      what can go wrong; C beside Python: compiled once per machine
     tables              what is true now
     plan                what to do next, as pure functions of tables
-    runtime             process plumbing: messages, channels, events, liveness, supervisor
+    kvlog               the log that KV outlives its worker in
+    wire                what processes say to each other: messages, channels, events
+    procs               the processes of an instance: supervisor and provisioner
+    memory              memory that processes share and that outlives them: anchor, cells, device memory
     model               what is computed, cut at the attention/expert seam
-    datapath            how rows travel between the two halves of a layer
+    seam                what lies between the two halves, whatever the device
     engine              how one worker advances: schedule, run, postprocess
-    anchor              the process that owns shared memory
-    orchestrator        the process that decides who is there
-    worker, gateway     the processes that serve
+    worker              the process that serves, apart from what depends on its device ...
+    backends            ... which is here: CPUs, NVIDIA GPUs
+    zygote              the process that workers are forked from
+    control             the process that decides who is there
+    gateway             the process that clients talk to
     client              a lean streaming client
-    bench               benchmarks, one file per question
+    bench, chaos        benchmarks, one file per question; faults under streams, every token compared
     cli                 one file per command
 """
 

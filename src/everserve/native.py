@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CPU_FLAG = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-# Contraction is off: where a multiply-add is fused is part of the kernels' definition (model/ops/csrc/simd.h).
+# Contraction is off: where a multiply-add is fused is part of the kernels' definition (backends/cpu/csrc/ops/simd.h).
 FLAGS = [
     "-O3",
     CPU_FLAG,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, BrowserType, ConsoleMessage, Page, Request, sync_playwright
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 CLUSTER = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos")
 NO_BROWSER = "no Chromium was found: `apt-get install chromium`, or `python -m playwright install chromium`"

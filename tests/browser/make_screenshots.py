@@ -8,7 +8,7 @@ from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.browser.conftest import CLUSTER, NO_BROWSER, find_browser, launch
 from tests.browser.test_dashboard import STORE, ask, expect_whole, show, until, write
 

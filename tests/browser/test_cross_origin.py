@@ -11,7 +11,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.browser.conftest import launch
 
 RANK = 3  # an expert worker

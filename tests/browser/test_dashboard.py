@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.browser.conftest import Visitor
 from tests.process.cluster import wait_until, wait_whole, worker
 

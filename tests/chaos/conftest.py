@@ -2,7 +2,7 @@
 
 import pytest
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from everserve.runtime.cuda.mps import Mps
+from everserve.procs.mps import Mps
 from tests.gpu.needs import HAS_MPS
 
 _spawn = mp.get_context("spawn")

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from everserve.runtime.cuda.driver import is_available
+from everserve.memory.device import is_available
 
 _MISSING = [name for name in ("uvloop", "uvicorn", "fastapi", "transformers") if find_spec(name) is None]
 

@@ -15,7 +15,7 @@ import pytest
 
 from everserve.bench.load import Ask, send_all
 from everserve.client import Stream
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.process import cluster as c
 

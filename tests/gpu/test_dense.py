@@ -6,7 +6,7 @@ import pytest
 
 from everserve.bench.device_shapes import write_shape
 from everserve.bench.load import Ask
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import kill_under_load, run, tokens
 from tests.process import cluster as c

@@ -15,8 +15,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 
 import pytest
 
-from everserve.anchor.memory import NoMemoryError, OwnedMemory
-from everserve.runtime.cuda.driver import CudaError, Driver, Mapping, Region
+from everserve.memory.device import CudaError, Driver, Mapping, Region
+from everserve.memory.owned import NoMemoryError, OwnedMemory
 from tests.gpu.actors import actors, run_alone, through_mps
 from tests.gpu.needs import DEVICE
 
@@ -322,7 +322,7 @@ def wait_and_write(pipe: Connection) -> None:
 
 
 def test_what_a_dead_process_had_queued_is_not_done(sharing):
-    """worker/predecessor.py relies on it: a second after a process is gone, so is its work."""
+    """backends/cuda/predecessor.py relies on it: a second after a process is gone, so is its work."""
     with actors(create, wait_and_write, read) as (creator, waiter, reader):
         fd = creator.take()
         waiter.give(fd)

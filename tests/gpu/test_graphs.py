@@ -2,8 +2,8 @@
 
 import torch
 
-from everserve.engine.recorder import Recorder
-from everserve.runtime.cuda.driver import Driver
+from everserve.backends.cuda.recorder import Recorder
+from everserve.memory.device import Driver
 from tests.gpu.needs import DEVICE
 
 pytestmark = DEVICE

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, run, tokens, workers
 from tests.gpu.test_spares import end, rehearsing

@@ -12,11 +12,11 @@ from multiprocessing.reduction import recv_handle, send_handle
 import numpy as np
 import pytest
 
-from everserve.anchor.memory import create_memory
 from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
-from everserve.runtime.cuda.driver import Driver, Mapping
+from everserve.memory.device import Driver, Mapping
+from everserve.memory.owned import create_memory
 from tests.gpu.actors import Actor
 from tests.gpu.needs import DEVICE
 from tests.logs import Heir, kv_of, new_log
@@ -35,10 +35,10 @@ class Worker:
     def __init__(self, fd: int, kv_fd: int | None, shape: LogShape) -> None:
         import torch  # noqa: PLC0415 (in the actors only)
 
-        from everserve.kvlog.cuda.reach import Reach  # noqa: PLC0415
-        from everserve.kvlog.cuda.side import SideStream  # noqa: PLC0415
-        from everserve.kvlog.cuda.writer import CudaLogWriter  # noqa: PLC0415
-        from everserve.worker.cuda_build import tensor_at  # noqa: PLC0415
+        from everserve.backends.cuda.build import tensor_at  # noqa: PLC0415
+        from everserve.backends.cuda.log.low_priority_stream import SideStream  # noqa: PLC0415
+        from everserve.backends.cuda.log.registered_prefix import Reach  # noqa: PLC0415
+        from everserve.backends.cuda.log.writer import CudaLogWriter  # noqa: PLC0415
 
         device = torch.device("cuda", 0)
         torch.zeros(1, device=device)

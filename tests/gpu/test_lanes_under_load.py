@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.datapath.cuda import send
-from everserve.datapath.cuda.lane import FLAG_AT, CudaLaneShape
-from everserve.engine.recorder import Chain, Recorder
-from everserve.runtime.cuda.driver import Driver, Mapping, Region
-from everserve.runtime.memories import BELL_BYTES
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.lane import FLAG_AT, CudaLaneShape
+from everserve.backends.cuda.recorder import Chain, Recorder
+from everserve.memory.device import Driver, Mapping, Region
+from everserve.memory.names import BELL_BYTES
 from everserve.tables.ids import Rank
 from tests.gpu.actors import Actor, through_mps
 from tests.gpu.needs import DEVICE
@@ -57,7 +57,7 @@ def _actor(stack: ExitStack, function: Callable[..., object], rank: int) -> Acto
 
 def serve(pipe: Connection, rank: int) -> None:
     """Some of the experts, for everybody, until we are told that it is enough."""
-    from everserve.datapath.cuda.server import CudaServer  # noqa: PLC0415 (only where there is a device)
+    from everserve.backends.cuda.lanes.server import CudaServer  # noqa: PLC0415 (only where there is a device)
 
     device = torch.zeros(1, device="cuda").device
     driver = Driver()
@@ -103,7 +103,7 @@ class _Asking:
     """One attention worker without attention: rows of its own for every layer, and what should become of them."""
 
     def __init__(self, driver: Driver, device: torch.device, rank: int) -> None:
-        from everserve.model.ops.cuda.dense import Linear  # noqa: PLC0415
+        from everserve.backends.cuda.ops.dense import Linear  # noqa: PLC0415
 
         torch.manual_seed(rank)
         self.stream = torch.cuda.Stream()
@@ -164,12 +164,12 @@ class _Asking:
         return y_row_TK
 
     def _normed(self, layer: int) -> Tensor:
-        from everserve.model.ops.cuda.rows import rms_norm  # noqa: PLC0415
+        from everserve.backends.cuda.ops.rows import rms_norm  # noqa: PLC0415
 
         return rms_norm(self._hidden_LTD[layer], self._norm_D, 1e-5, self._stop)
 
     def _expected(self) -> Tensor:
-        from everserve.model.ops.cuda.experts import combine, cut_for, down, gate_up, plan_local  # noqa: PLC0415
+        from everserve.backends.cuda.ops.experts import combine, cut_for, down, gate_up, plan_local  # noqa: PLC0415
 
         arena, device = _arena(range(NUM_EXPERTS)), self._stop.device
         slot_of_N = torch.arange(NUM_EXPERTS, dtype=torch.int32, device=device)
@@ -191,7 +191,7 @@ class _Asking:
 
 def _arena(experts: range):
     """Weights of these experts, the same in every process."""
-    from everserve.model.ops.cuda.experts import ExpertArena  # noqa: PLC0415
+    from everserve.backends.cuda.ops.experts import ExpertArena  # noqa: PLC0415
 
     num_slots, device = len(experts), torch.device("cuda")
     gate_up = torch.empty(NUM_LAYERS, num_slots, 2 * EXPERT_SIZE, HIDDEN_SIZE, dtype=torch.bfloat16, device=device)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from everserve.client import Stream
-from everserve.runtime import process
-from everserve.runtime.local_server import LocalServer
+from everserve.procs import process
+from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.process import cluster as c
 

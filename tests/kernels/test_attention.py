@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.device_batch import LARGE, SEGMENT, DeviceBatch, Items, cut
+from everserve.backends.cuda.ops.attention import Workspace, attend
 from everserve.model.batch import StepBatch
-from everserve.model.device_batch import LARGE, SEGMENT, DeviceBatch, Items, cut
-from everserve.model.ops.cuda.attention import Workspace, attend
-from everserve.model.ops.reference import ReferenceOps
 
 reference = ReferenceOps()
 LAYER, NUM_LAYERS = 1, 3

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from everserve.backends.cuda.log import kernels
 from everserve.bench.restore_stage import Stage, Way, Worker
-from everserve.kvlog.cuda import kernels
 from everserve.kvlog.log import Log
 from everserve.worker.logs import KeptLogs
 from tests.kernels.test_kvlog_writer import DeviceMemory, DeviceToy, MirrorToy

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from everserve.model.ops.cuda.choosing import CHUNK, greedy
-from everserve.model.ops.cuda.ops import CudaOps
-from everserve.worker.cuda_sampling import rehearse_sampling
+from everserve.backends.cuda.ops.greedy import CHUNK, greedy
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.sampling import rehearse_sampling
 
 
 def run(stop, logits_LV: torch.Tensor) -> list[int]:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.datapath.cuda import send, serve
-from everserve.datapath.cuda.lane import (
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes.lane import (
     ANSWER_AT,
     FLAG_AT,
     NUM_BOXES,
@@ -17,7 +18,6 @@ from everserve.datapath.cuda.lane import (
     STATUS_AT,
     CudaLaneShape,
 )
-from everserve.model.ops.reference import ReferenceOps
 from tests.kernels.toy_experts import assert_close, reference_slots
 from tests.kernels.toy_lanes import NUM_EXPERTS, NUM_LAYERS, Attention, Cluster, make_cluster
 

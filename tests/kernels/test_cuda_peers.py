@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from everserve.anchor.memory import create_memory
-from everserve.datapath.cuda import peers as cuda_peers
-from everserve.datapath.cuda import remote as cuda_remote
-from everserve.datapath.cuda.lane import ANSWER_AT, FLAG_AT, POSITION_AT, REQUEST_AT, STATUS_AT, CudaLaneShape
-from everserve.datapath.cuda.peers import CudaPeers
-from everserve.datapath.cuda.remote import _GIVE_UP, CudaExperts
-from everserve.datapath.lane import Outcome
+from everserve.backends.cuda.lanes import peers as cuda_peers
+from everserve.backends.cuda.lanes import remote_experts as cuda_remote
+from everserve.backends.cuda.lanes.lane import ANSWER_AT, FLAG_AT, POSITION_AT, REQUEST_AT, STATUS_AT, CudaLaneShape
+from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.lanes.remote_experts import _GIVE_UP, CudaExperts
+from everserve.backends.cuda.ops.words import Words
 from everserve.errors import StepAbandoned
-from everserve.model.ops.cuda.words import Words
-from everserve.runtime.liveness import CELL_BYTES, Cell, PeerState
+from everserve.memory.liveness import CELL_BYTES, Cell, PeerState
+from everserve.memory.owned import create_memory
+from everserve.seam.outcomes import Outcome
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.routes import Routes
 

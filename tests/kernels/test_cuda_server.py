@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from everserve.datapath.cuda import send
-from everserve.datapath.cuda.lane import ANSWER_AT, CudaLaneShape
-from everserve.datapath.cuda.send import SendState
-from everserve.datapath.cuda.server import CudaServer
-from everserve.runtime.cuda.driver import Driver, Mapping, Region
-from everserve.runtime.memories import BELL_BYTES
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.lane import ANSWER_AT, CudaLaneShape
+from everserve.backends.cuda.lanes.send import SendState
+from everserve.backends.cuda.lanes.server import CudaServer
+from everserve.memory.device import Driver, Mapping, Region
+from everserve.memory.names import BELL_BYTES
 from everserve.tables.ids import Rank
 from tests.kernels.toy_experts import make_arena
 

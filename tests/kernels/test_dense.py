@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.model.ops.cuda import dense
-from everserve.model.ops.cuda.dense import Linear, Tile, choose_split_size
-from everserve.model.ops.reference import ReferenceOps
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.ops import dense
+from everserve.backends.cuda.ops.dense import Linear, Tile, choose_split_size
 
 reference = ReferenceOps()
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.datapath.cuda.remote import CudaExperts
-from everserve.datapath.lane import Outcome
+from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.seam.outcomes import Outcome
 from everserve.tables.ids import Incarnation, Rank
 
 PEER = Rank(2)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.model.ops.cuda.experts import (
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.ops.experts import (
     FEW_ROWS,
     MANY_ROWS,
     SOME_ROWS,
@@ -16,7 +17,6 @@ from everserve.model.ops.cuda.experts import (
     gate_up,
     plan_local,
 )
-from everserve.model.ops.reference import ReferenceOps
 from tests.kernels.toy_experts import assert_close, make_arena, random_routes, reference_slots
 
 CUTS = [FEW_ROWS, SOME_ROWS, MANY_ROWS]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.model.ops.cuda.gating import route
-from everserve.model.ops.cuda.sums import Sums
-from everserve.model.ops.reference import ReferenceOps
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.ops.routing import route
+from everserve.backends.cuda.ops.sums import Sums
 
 reference = ReferenceOps()
 

@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
-from everserve.datapath.cuda import send
-from everserve.datapath.cuda.lane import FLAG_AT
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.lane import FLAG_AT
 from tests.kernels.toy_lanes import NUM_EXPERTS, NUM_LAYERS, Cluster, make_cluster
 
 IS_SLOW = not torch.cuda.is_available()  # kernels are interpreted

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from everserve.backends.cuda.log import kernels
 from everserve.kvlog.chains import chains
-from everserve.kvlog.cuda import kernels
 from everserve.kvlog.log import Log
 from tests.logs import SHAPE as ODD_SHAPE
 from tests.logs import Owner, Stream, as_pool, kv_of, new_log

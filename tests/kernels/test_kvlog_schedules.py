@@ -19,11 +19,11 @@ pytest.importorskip("hypothesis")
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from everserve.backends.cuda.log import kernels
+from everserve.backends.cuda.log import writer as cuda_writer
+from everserve.backends.cuda.log.writer import CudaLogWriter
 from everserve.engine.engine import EngineConfig
 from everserve.kvlog.chains import key_of
-from everserve.kvlog.cuda import kernels
-from everserve.kvlog.cuda import writer as cuda_writer
-from everserve.kvlog.cuda.writer import CudaLogWriter
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.tables.requests import RequestSpec

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from everserve.anchor.memory import create_memory
+from everserve.backends.cuda.log import kernels
+from everserve.backends.cuda.log import registered_prefix as cuda_reach
+from everserve.backends.cuda.log import writer as cuda_writer
+from everserve.backends.cuda.log.registered_prefix import Reach
+from everserve.backends.cuda.log.writer import CudaLogWriter
 from everserve.kvlog.chains import chains, key_of
-from everserve.kvlog.cuda import kernels
-from everserve.kvlog.cuda import reach as cuda_reach
-from everserve.kvlog.cuda import writer as cuda_writer
-from everserve.kvlog.cuda.reach import Reach
-from everserve.kvlog.cuda.writer import CudaLogWriter
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
+from everserve.memory.owned import create_memory
 from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import SHAPE, words_address, words_of
 from tests.logs import Heir, Owner, Stream, as_pool, kv_of, new_log

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from everserve.datapath.cuda.local import LocalCudaExperts
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
-from everserve.engine.staging import Staging
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.layout import Source, Weights
-from everserve.model.ops.cuda.experts import ExpertArena
-from everserve.model.ops.cuda.ops import CudaOps
 from tests.models import KINDS as ALL_KINDS
 from tests.models import model_directory, random_tokens, transformers_model
 

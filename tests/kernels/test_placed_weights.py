@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from everserve.backends.cuda.ops.ops import ArenaSlots, CudaOps
+from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Layout, Weights
-from everserve.model.ops.cuda.ops import ArenaSlots, CudaOps
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.tables.ids import Role
-from everserve.worker.placed_weights import PlacedWeights
 from tests.models import model_directory
 
 CPU = torch.device("cpu")

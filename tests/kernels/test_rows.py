@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.ops.rows import rms_norm, rotate_and_store
+from everserve.backends.cuda.ops.sums import Sums
 from everserve.model.batch import StepBatch
-from everserve.model.ops.cuda.rows import rms_norm, rotate_and_store
-from everserve.model.ops.cuda.sums import Sums
-from everserve.model.ops.reference import ReferenceOps
 from everserve.model.rope import Rotation
 
 reference = ReferenceOps()

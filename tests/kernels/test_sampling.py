@@ -1,4 +1,4 @@
-"""Drawing tokens in one kernel, against the definition in model/ops/choose.py."""
+"""Drawing tokens in one kernel, against the definition in model/choosing.py."""
 
 import itertools
 import math
@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.model.ops.choose import Draw, choose
-from everserve.model.ops.cuda import sampling
-from everserve.model.ops.cuda.ops import CudaOps
+from everserve.backends.cuda.ops import sampling
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.model.choosing import Draw, choose
 
 SMALL = 64  # a block that makes several of a short row
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)

@@ -1,4 +1,4 @@
-"""Spares rehearse with weights that are not there (worker/cuda_rehearsal.py): no kernel of a stopped step may look."""
+"""Spares rehearse with weights that are not there (backends/cuda/rehearsal.py): no kernel of a stopped step looks."""
 
 import signal
 import subprocess

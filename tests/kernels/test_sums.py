@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from everserve.model.ops.cuda import dense
-from everserve.model.ops.cuda.dense import Linear
-from everserve.model.ops.cuda.gating import route
-from everserve.model.ops.cuda.rows import add_and_norm, rms_norm, rotate_and_store
-from everserve.model.ops.cuda.sums import Sums
+from everserve.backends.cuda.ops import dense
+from everserve.backends.cuda.ops.dense import Linear
+from everserve.backends.cuda.ops.routing import route
+from everserve.backends.cuda.ops.rows import add_and_norm, rms_norm, rotate_and_store
+from everserve.backends.cuda.ops.sums import Sums
 from everserve.model.rope import Rotation
 
 EPS = 1e-5

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from everserve.model.ops.cuda.experts import ExpertArena
-from everserve.model.ops.reference import ReferenceOps, ReferenceSlots
+from everserve.backends.cpu.reference import ReferenceOps, ReferenceSlots
+from everserve.backends.cuda.ops.experts import ExpertArena
 
 Weights = list[list[tuple[Tensor, Tensor, Tensor]]]  # [layer][slot] -> gate, up, down
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from everserve.datapath.cuda import send, serve
-from everserve.datapath.cuda.lane import NUM_BOXES, CudaLaneShape
-from everserve.datapath.cuda.send import SendState
-from everserve.datapath.cuda.serve import ServeState
-from everserve.model.ops.cuda.experts import down, gate_up
+from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes.lane import NUM_BOXES, CudaLaneShape
+from everserve.backends.cuda.lanes.send import SendState
+from everserve.backends.cuda.lanes.serve import ServeState
+from everserve.backends.cuda.ops.experts import down, gate_up
 from tests.kernels.toy_experts import make_arena
 
 HIDDEN_SIZE, EXPERT_SIZE = 64, 96

@@ -15,19 +15,19 @@ from tests.kernels.interpreter import use_interpreter
 
 use_interpreter()
 
-from everserve.datapath.cuda import send, serve  # noqa: E402 (they contain kernels)
-from everserve.datapath.cuda.lane import CudaLaneShape  # noqa: E402
-from everserve.datapath.cuda.local import LocalCudaExperts  # noqa: E402
-from everserve.engine.staging import Staging  # noqa: E402
+from everserve.backends.cuda.lanes import send, serve  # noqa: E402 (they contain kernels)
+from everserve.backends.cuda.lanes.lane import CudaLaneShape  # noqa: E402
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts  # noqa: E402
+from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up  # noqa: E402
+from everserve.backends.cuda.ops.ops import CudaOps  # noqa: E402
+from everserve.backends.cuda.placed_weights import PlacedWeights  # noqa: E402
+from everserve.backends.cuda.staging import Staging  # noqa: E402
 from everserve.model.bundled import DEMO_MODEL  # noqa: E402
 from everserve.model.checkpoint import Checkpoint  # noqa: E402
 from everserve.model.config import ModelConfig  # noqa: E402
 from everserve.model.decoder import Decoder  # noqa: E402
-from everserve.model.ops.cuda.experts import ExpertArena, down, gate_up  # noqa: E402
-from everserve.model.ops.cuda.ops import CudaOps  # noqa: E402
 from everserve.plan.weights import PlannedTensor, WeightsPlan  # noqa: E402
 from everserve.tables.ids import Role  # noqa: E402
-from everserve.worker.placed_weights import PlacedWeights  # noqa: E402
 
 CPU = torch.device("cpu")
 NUM_SEQS, BLOCK_SIZE, MAX_LEN, NUM_SLOTS, NUM_RANKS = 4, 16, 256, 40, 3

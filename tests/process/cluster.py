@@ -13,7 +13,7 @@ import httpx
 
 from everserve.bench.load import Ask
 from everserve.client import Stream
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it") -> None:

@@ -13,14 +13,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from everserve.datapath.memory import new_cell, new_memory
-from everserve.datapath.peers import ExpertPeers
-from everserve.datapath.remote import RemoteExperts
-from everserve.model.ops import native
-from everserve.runtime.channel import Channel
-from everserve.runtime.events import EventLog
-from everserve.runtime.liveness import Cell, Warden
-from everserve.runtime.messages import (
+from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.expert_loop import ExpertLoop
+from everserve.backends.cpu.peers import ExpertPeers
+from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.memory.liveness import Cell, Warden
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.wire.channel import Channel
+from everserve.wire.events import EventLog
+from everserve.wire.messages import (
     ExpertReport,
     Fenced,
     PeerJoined,
@@ -30,11 +31,10 @@ from everserve.runtime.messages import (
     StartWorker,
     WorkerSettings,
 )
-from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.worker.control import ControlEnd
-from everserve.worker.expert import ExpertLoop
-from everserve.worker.leaving import LeaveRequest
+from everserve.worker.leave_request import LeaveRequest
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
+from tests.in_process_experts import new_cell, new_memory
 
 DETECT_MS = 400.0
 EVERYTHING = [*range(NUM_EXPERTS)]

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from everserve.memory.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
+from everserve.memory.liveness.cell import NUM_LIFE_WORDS, load
 from everserve.native import BuildError
-from everserve.runtime.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
-from everserve.runtime.liveness.cell import NUM_LIFE_WORDS, load
 
 try:
     load()
@@ -196,7 +196,7 @@ def test_every_way_to_end_is_a_death(wardens, end):
     cell = Cell(fd)
     code = f"""
 import os, signal, sys
-from everserve.runtime.liveness import Cell, Warden
+from everserve.memory.liveness import Cell, Warden
 Warden(Cell({fd}), {NEVER_MS}).start()
 print("ready", flush=True)
 sys.stdin.read()

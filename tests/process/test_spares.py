@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from everserve.runtime import process
+from everserve.procs import process
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.runtime.channel import MAX_FDS, Channel
-from everserve.runtime.messages import Cancel
+from everserve.wire.channel import MAX_FDS, Channel
+from everserve.wire.messages import Cancel
 
 SMALLEST_BUFFER = 4608  # of a socket, so that frames go out in pieces
 

@@ -13,8 +13,8 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.gateway import suspects
-from everserve.gateway.streams import Stream
+from everserve.gateway.streams import suspects
+from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import LogId
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
 

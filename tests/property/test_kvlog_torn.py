@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.anchor.memory import create_memory
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
+from everserve.memory.owned import create_memory
 from tests.logs import SHAPE, Heir, Owner, Stream, new_log
 
 NAMES = "abc"  # few, so that something becomes of them

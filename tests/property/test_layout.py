@@ -6,11 +6,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.engine import batching, staging
+from everserve.backends.cuda import device_batch, staging
+from everserve.backends.cuda.staging import Staging
+from everserve.engine import batching
 from everserve.engine.batching import Layout, Rows, lay_out
 from everserve.engine.sequence import Chunk
-from everserve.engine.staging import Staging
-from everserve.model import device_batch
 from tests.property.test_engine_schedules import events
 from tests.toy import StepAbandoned, make_engine, spec
 

@@ -15,7 +15,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.orchestrator.effects import (
+from everserve.control.effects import (
     AllReady,
     AskToLeave,
     BackOff,
@@ -27,7 +27,7 @@ from everserve.orchestrator.effects import (
     Provision,
     Publish,
 )
-from everserve.orchestrator.events import (
+from everserve.control.events import (
     Answered,
     ChannelEnded,
     Died,
@@ -44,7 +44,7 @@ from everserve.orchestrator.events import (
     Stopping,
     Tick,
 )
-from everserve.orchestrator.machine import Found, Machine, Policy, SeatSpec
+from everserve.control.machine import Found, Machine, Policy, SeatSpec
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import WorkerState

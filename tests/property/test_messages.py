@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everserve.errors import ProtocolError
-from everserve.runtime.events import AnyEvent
-from everserve.runtime.messages import AnyMessage, Message, decode, encode
 from everserve.tables.members import Members, Worker
 from everserve.tables.placement import SeatSlots
 from everserve.tables.routes import Routes
+from everserve.wire.events import AnyEvent
+from everserve.wire.messages import AnyMessage, Message, decode, encode
 
 MESSAGES = typing.get_args(AnyMessage)
 

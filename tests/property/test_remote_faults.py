@@ -5,11 +5,11 @@ import hypothesis.strategies as st
 import torch
 from hypothesis import given, settings
 
-from everserve.datapath.memory import Fault, MemoryExperts
+from everserve.backends.cpu import ops as native
 from everserve.errors import StepAbandoned
-from everserve.model.ops import native
 from everserve.tables.ids import Rank
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
+from tests.in_process_experts import Fault, MemoryExperts
 
 OPS = native.NativeOps(num_threads=1)
 LOCAL = local_experts(OPS)

@@ -5,9 +5,9 @@ import typing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.gateway.story import Story
-from everserve.runtime.events import AnyEvent
+from everserve.gateway.observe.story import Story
 from everserve.tables.ids import Role
+from everserve.wire.events import AnyEvent
 from tests.unit.gateway_toy import member
 
 _FIELDS: dict[type, st.SearchStrategy[object]] = {

@@ -11,16 +11,16 @@ from contextlib import contextmanager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.datapath.lane import LaneShape
-from everserve.datapath.memory import MemoryWarden, new_cell, new_memory
-from everserve.datapath.peers import ExpertPeers
-from everserve.orchestrator import events
-from everserve.orchestrator.effects import Lost, Probe, Publish
-from everserve.orchestrator.machine import Machine, Policy, SeatSpec
+from everserve.backends.cpu.lane import LaneShape
+from everserve.backends.cpu.peers import ExpertPeers
+from everserve.control import events
+from everserve.control.effects import Lost, Probe, Publish
+from everserve.control.machine import Machine, Policy, SeatSpec
+from everserve.memory.liveness import Cell, PeerState
 from everserve.plan.placement import place_experts
-from everserve.runtime.liveness import Cell, PeerState
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.routes import Routes
+from tests.in_process_experts import MemoryWarden, new_cell, new_memory
 
 ATTENTION, EXPERTS = Rank(0), (Rank(1), Rank(2))
 FIRST = Incarnation(1)

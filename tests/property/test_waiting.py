@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.gateway.streams import Stream
-from everserve.gateway.waiting import WaitingLine
+from everserve.gateway.streams.stream import Stream
+from everserve.gateway.streams.waiting import WaitingLine
 from everserve.tables.requests import RequestSpec, SamplingParams
 from tests.unit.fleet_toy import Recorder
 

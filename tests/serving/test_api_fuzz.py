@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from everserve.gateway.protocol import INT64_MAX, MAX_CHOICES
+from everserve.gateway.http.requests import INT64_MAX, MAX_CHOICES
 
 GENERATES = ("/v1/completions", "/v1/chat/completions")
 CHECKS = [

@@ -11,9 +11,9 @@ from tests.process.cluster import is_alive
 
 SERVE = f"""
 import sys
-from everserve.runtime.listening import listen_on
-from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
-from everserve.runtime.supervisor import Supervisor
+from everserve.procs.listening import listen_on
+from everserve.wire.messages import StartGateway, StartOrchestrator, WorkerSettings
+from everserve.procs.supervisor import Supervisor
 model, events = {str(DEMO_MODEL)!r}, sys.argv[1]
 settings = WorkerSettings(model=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
     max_prefill_while_decoding=64, block_size=16, kv_cache_bytes=1 << 24, kv_log="mirror", enable_prefix_caching=True,

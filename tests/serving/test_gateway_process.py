@@ -19,9 +19,12 @@ import httpx
 import pytest
 
 from everserve.model.bundled import DEMO_MODEL
-from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.events import ProcessStarted
-from everserve.runtime.messages import (
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.tables.outputs import Output
+from everserve.wire.channel import Channel, ChannelClosed
+from everserve.wire.events import ProcessStarted
+from everserve.wire.messages import (
     AnyMessage,
     Attach,
     Cancel,
@@ -43,9 +46,6 @@ from everserve.runtime.messages import (
     WorkerLost,
     WorkerReady,
 )
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role
-from everserve.tables.members import Members, Process, Worker, WorkerState
-from everserve.tables.outputs import Output
 from tests.unit.fleet_toy import engine_stats
 
 TIMEOUT_S = 30.0

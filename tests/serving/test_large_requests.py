@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from everserve.client import Stream
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 from tests.process.cluster import asks, assert_equal, run_all
 
 STREAMS = asks(8, num_prompt=12, max_tokens=100)

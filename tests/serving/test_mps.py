@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from everserve.errors import ConfigError
-from everserve.runtime import process
-from everserve.runtime.cuda.mps import Mps, environment_of
+from everserve.procs import process
+from everserve.procs.mps import Mps, environment_of
 from tests.process.cluster import is_alive, wait_until
 
 # As the real one: detaches itself with -d, has a server below itself, and takes commands from its input otherwise.
@@ -108,7 +108,7 @@ def test_what_does_not_quit_is_killed(toy, monkeypatch):
 
 def test_it_ends_with_a_supervisor_that_is_killed(toy, tmp_path):
     code = (
-        "import time; from everserve.runtime.cuda.mps import Mps;"
+        "import time; from everserve.procs.mps import Mps;"
         "print(Mps.start().environment['CUDA_MPS_PIPE_DIRECTORY'], flush=True); time.sleep(1000)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as supervisor:

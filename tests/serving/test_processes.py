@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from everserve.client import Stream, complete
-from everserve.runtime.process import children_of
+from everserve.procs.process import children_of
 from tests.process.cluster import is_alive, process_state, wait_until, wait_whole
 
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from everserve.client import Connection
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 A, B, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b", "key-admin"))
 BODY = {"prompt": "It was", "max_tokens": 1500, "stream": True, "ignore_eos": True, "return_token_ids": True}

@@ -7,14 +7,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from everserve.errors import EverserveError
-from everserve.gateway.fleet import Fleet
-from everserve.gateway.streams import Stream
-from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.events import AnyEvent
-from everserve.runtime.messages import Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
+from everserve.gateway.streams.fleet import Fleet
+from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
 from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.wire.channel import Channel, ChannelClosed
+from everserve.wire.events import AnyEvent
+from everserve.wire.messages import Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
 
 CAPACITY = 4 + 4  # of a worker with 4 seats
 LIE = 1_000_000  # added to tokens that nobody may ever see

@@ -11,16 +11,20 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from everserve.errors import OverloadedError
-from everserve.gateway.app import create_app
-from everserve.gateway.feed import EventFeed
-from everserve.gateway.fleet import Fleet
+from everserve.gateway.api.app import create_app
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.sampling import GenerationDefaults
+from everserve.gateway.observe.feed import EventFeed
+from everserve.gateway.streams.fleet import Fleet
+from everserve.gateway.streams.tracing import Tracing
 from everserve.gateway.supervisor import SupervisorLink
-from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.gateway.tracing import Tracing
-from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
-from everserve.runtime.messages import (
+from everserve.gateway.text.sampling import GenerationDefaults
+from everserve.gateway.text.tokenizer import ModelTokenizer
+from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
+from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
+from everserve.tables.requests import RequestSpec
+from everserve.wire.channel import AsyncChannel, Channel, ChannelClosed
+from everserve.wire.messages import (
     AnyMessage,
     Cancel,
     ClusterChanged,
@@ -40,10 +44,6 @@ from everserve.runtime.messages import (
     WorkerLost,
     WorkerReady,
 )
-from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
-from everserve.tables.members import Members, Process, Worker, WorkerState
-from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
-from everserve.tables.requests import RequestSpec
 from tests.unit.fleet_toy import engine_stats
 
 EOS = "<|end|>"
@@ -324,7 +324,7 @@ class ToyServer:
         self.workers: list[ScriptedWorker] = []
         self.supervisor = ToySupervisor()
         gateway.supervisor = self.supervisor.link
-        self._app = create_app(gateway)
+        self.app = create_app(gateway)
         self._tasks: list[asyncio.Future[None]] = []
         self._orchestrators: list[ToyOrchestrator] = []
         self.orchestrator = self.attach_orchestrator()
@@ -416,7 +416,7 @@ class ToyServer:
             "headers": [(name.lower().encode(), value.encode()) for name, value in pairs],
             **(scope or {}),
         }
-        return asyncio.ensure_future(self._app(exchange, receive, send)), response, gone
+        return asyncio.ensure_future(self.app(exchange, receive, send)), response, gone
 
     async def request(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str | None] | None = None

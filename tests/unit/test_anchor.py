@@ -5,16 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.anchor import memory as anchor_memory
-from everserve.anchor.__main__ import Anchor
-from everserve.anchor.memory import NoMemoryError, OwnedMemory
-from everserve.orchestrator.memory import Memory
-from everserve.runtime.channel import Channel, Descriptors
-from everserve.runtime.cuda import driver, parting
-from everserve.runtime.cuda.driver import CudaError
-from everserve.runtime.memories import ON_HOST, lack
-from everserve.runtime.messages import Allocate, AllocationFailed, DeviceDescriptors
+from everserve.control.anchor_client import Memory
+from everserve.memory import device as driver
+from everserve.memory import owned as anchor_memory
+from everserve.memory.anchor import Anchor
+from everserve.memory.device import CudaError
+from everserve.memory.names import ON_HOST, lack
+from everserve.memory.owned import NoMemoryError, OwnedMemory
+from everserve.procs import device_descriptors as parting
 from everserve.tables.ids import Rank
+from everserve.wire.channel import Channel, Descriptors
+from everserve.wire.messages import Allocate, AllocationFailed, DeviceDescriptors
 
 
 class Pair:

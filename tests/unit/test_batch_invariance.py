@@ -8,19 +8,19 @@ import random
 import pytest
 import torch
 
-from everserve.datapath.local import LocalExperts
+from everserve.backends.cpu.build import EngineBuilder, load_experts, open_model
+from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.model.config import ModelConfig
-from everserve.runtime.messages import StartWorker, WorkerSettings
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams
-from everserve.worker.build import EngineBuilder, load_experts, open_model
+from everserve.wire.messages import StartWorker, WorkerSettings
 from tests.models import model_directory
 
 
 def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **overrides: object):
     if ops == "reference":
-        monkeypatch.setattr("everserve.model.ops.native.unavailable", lambda: "switched off by this test")
+        monkeypatch.setattr("everserve.backends.cpu.ops.unavailable", lambda: "switched off by this test")
     settings: dict = {
         "model": str(model_directory(kind)), "dtype": "auto",
         "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,

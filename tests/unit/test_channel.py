@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.runtime.channel import AsyncChannel, Channel, ChannelClosed
-from everserve.runtime.messages import Attach, Cancel, Ready, encode
 from everserve.tables.ids import Incarnation, Rank
+from everserve.wire.channel import AsyncChannel, Channel, ChannelClosed
+from everserve.wire.messages import Attach, Cancel, Ready, encode
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -9,7 +9,7 @@ import pytest
 from everserve.chaos.answers import Answer, Choice, Usage
 from everserve.chaos.compare import Kind, classify, compare, first_difference
 from everserve.chaos.requests import make_catalogue
-from everserve.gateway.protocol import CompletionRequest
+from everserve.gateway.http.requests import CompletionRequest
 
 TOKENS = [5, 6, 7, 7, 8]
 

@@ -14,7 +14,7 @@ from everserve.chaos.faults import Injector, Record
 from everserve.chaos.schedule import Blow, Fault, Victim
 from everserve.chaos.target import Target, View, supervisor_here
 from everserve.errors import ConfigError
-from everserve.runtime import process
+from everserve.procs import process
 from tests.unit.chaos_toy import Asked, json_answer, serving
 
 ATTENTION, EXPERT, ANCHOR = Victim("attention", 0), Victim("expert", 0), Victim("anchor")

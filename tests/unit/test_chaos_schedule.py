@@ -5,16 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from everserve.chaos.schedule import (
-    BURST_S,
-    HITS_WITHIN_S,
-    KINDS,
-    MAX_HITS,
-    PROCESSES,
-    Seats,
-    Victim,
-    make_schedule,
-)
+from everserve.chaos.schedule import BURST_S, HITS_WITHIN_S, KINDS, MAX_HITS, PROCESSES, Seats, Victim, make_schedule
 
 SEATS = Seats(num_attention=2, num_expert=2)
 

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from everserve.backends.cpu.reference import ReferenceOps
 from everserve.errors import ModelError
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.layout import Layout, Weights, check_checkpoint
-from everserve.model.ops.reference import ReferenceOps
 from tests.models import KINDS, MOE_KINDS, model_directory
 
 PAGE_BYTES = 4096

@@ -8,7 +8,7 @@ from rich.console import Console
 from everserve.cli import demo_screen
 from everserve.cli.demo_story import MAX_TOKENS, PROMPTS, Kill, Story, judge
 from everserve.client import Stream
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 BEGAN_S = 100.0
 

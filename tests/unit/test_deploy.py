@@ -11,8 +11,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from everserve.runtime.events import PlacementMade
 from everserve.tables.ids import Role
+from everserve.wire.events import PlacementMade
 from tests.unit.gateway_toy import member, toy_server, until
 
 ROOT = Path(__file__).parents[2]

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from everserve.runtime import process
+from everserve.procs import process
 
 ORDINARY_USER = 54321
 BEGIN = """
 import os, resource, socket, sys
 from everserve.errors import ProtocolError
-from everserve.runtime.channel import Channel
-from everserve.runtime.messages import OrchestratorAttached, Ready
+from everserve.wire.channel import Channel
+from everserve.wire.messages import OrchestratorAttached, Ready
 if os.getuid() == 0:
     os.setgroups([])
     os.setgid(int(sys.argv[1]))

@@ -7,7 +7,10 @@ import time
 import numpy as np
 import pytest
 
-from everserve.datapath.lane import Outcome, load
+from everserve.backends.cuda.waiting import SOURCES, load
+from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
+from everserve.native import library
+from everserve.seam.outcomes import Outcome
 
 NAP_NS = 20_000
 MS = 1_000_000
@@ -15,8 +18,9 @@ MS = 1_000_000
 
 def wait(word: np.ndarray, want: int, timeout_ns: int, due_ns: int) -> tuple[int, int]:
     """The outcome, and how often the thread has slept."""
-    function = load().brief.es_device_wait  # does not let go of the interpreter, for which it would have to wait
-    function.argtypes, function.restype = load().blocking.es_device_wait.argtypes, ctypes.c_int64
+    # A PyDLL does not let go of the interpreter's lock, for which the thread would have to wait afterwards.
+    function = ctypes.PyDLL(str(library("device_wait", SOURCES, headers=[CELL_SOURCES]))).es_device_wait
+    function.argtypes, function.restype = load().argtypes, ctypes.c_int64
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     outcome = function(word.ctypes.data, want, None, 0, None, 0, timeout_ns, NAP_NS, time.monotonic_ns() + due_ns)
     return outcome, resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from everserve.cli.files import check_directory
-from everserve.runtime.events import EventLog, ProcessStarted
+from everserve.wire.events import EventLog, ProcessStarted
 
 
 def started(name: str = "x" * 20) -> ProcessStarted:

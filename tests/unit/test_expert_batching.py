@@ -1,8 +1,8 @@
 """When an expert worker starts computing, and what."""
 
-from everserve.datapath.serve import Request
+from everserve.backends.cpu.lane_server import Request
+from everserve.seam.batching import BatchPolicy, choose
 from everserve.tables.ids import Rank
-from everserve.worker.batching import BatchPolicy, choose
 
 POLICY = BatchPolicy(hold_us=100, enough_rows=32, reach=1)
 NOW = 10_000_000

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from everserve.errors import OverloadedError
-from everserve.gateway.bodies import MAX_BODY_WEIGHT
-from everserve.gateway.http import MAX_BODY_BYTES
-from everserve.runtime.events import ProcessStarted
+from everserve.gateway.http.bodies import MAX_BODY_WEIGHT
+from everserve.gateway.http.exchange import MAX_BODY_BYTES
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
+from everserve.wire.events import ProcessStarted
 from tests.unit.gateway_toy import EOS, byte_level_tokenizer, toy_server, until
 
 TOKENIZER = byte_level_tokenizer()
@@ -263,7 +263,7 @@ def test_a_client_that_leaves_frees_its_streams(stream: bool) -> None:
             await until(lambda: len(server.worker.cancelled) == 2)
             assert server.gateway.num_requests == 0
             assert server.gateway.fleet.num_streams == 0
-            assert 'finished_reason="abort",model_name="toy"} 2.0' in server.gateway.metrics.exposition().decode()
+            assert 'finished_reason="abort",model_name="toy"} 2.0' in server.app.state.metrics.exposition().decode()
 
     run(test)
 
@@ -351,7 +351,7 @@ def test_a_client_that_leaves_while_its_stream_waits() -> None:
             assert server.gateway.fleet.num_streams == 0
             second = await server.add_worker(0, 2)
             assert second.specs == []
-            assert 'finished_reason="abort",model_name="toy"} 2.0' in server.gateway.metrics.exposition().decode()
+            assert 'finished_reason="abort",model_name="toy"} 2.0' in server.app.state.metrics.exposition().decode()
 
     run(test)
 
@@ -413,7 +413,7 @@ def test_duplicates_and_gaps() -> None:
             await task
             assert len(answer.events) == 3 and "error" in answer.events[-1]
             await until(lambda: server.worker.cancelled == [id])
-            assert "everserve_stale_messages_total 1.0" in server.gateway.metrics.exposition().decode()
+            assert "everserve_stale_messages_total 1.0" in server.app.state.metrics.exposition().decode()
 
     run(test)
 
@@ -550,7 +550,7 @@ def test_names_with_slashes() -> None:
 def test_a_bug_costs_one_request(capsys: pytest.CaptureFixture[str]) -> None:
     async def test() -> None:
         async with toy_server() as server:
-            server.gateway.metrics.exposition = lambda: 1 // 0  # type: ignore[method-assign]
+            server.app.state.metrics.exposition = lambda: 1 // 0  # type: ignore[method-assign]
             task, answer, _ = server.begin("GET", "/metrics", headers={"X-Request-Id": "mine"})
             with pytest.raises(ZeroDivisionError):  # for uvicorn, which closes the connection
                 await task

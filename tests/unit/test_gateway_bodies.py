@@ -7,8 +7,8 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.gateway import bodies
-from everserve.gateway.bodies import Weight, exact_weight
+from everserve.gateway.http import bodies
+from everserve.gateway.http.bodies import Weight, exact_weight
 
 texts = st.text(alphabet='a,"\\[{é\n', max_size=8)
 values = st.recursive(

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from everserve.runtime.events import FaultDetected
-from everserve.runtime.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected, ProcessesChanged
 from everserve.tables.ids import Epoch, Incarnation, Role
 from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
+from everserve.wire.events import FaultDetected
+from everserve.wire.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected, ProcessesChanged
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
 
@@ -472,7 +472,7 @@ def test_a_worker_that_leaves_costs_its_clients_nothing() -> None:
             server.worker.die()
             server.orchestrator.lose(server.worker, "left")
             await until(lambda: server.orchestrator.settled == [(0, 1)])
-            text = server.gateway.metrics.exposition().decode()
+            text = server.app.state.metrics.exposition().decode()
             assert len(answer.events) == 3 and answer.events[-1] == "[DONE]"
         assert "everserve_streams_moved_total 1.0" in text and "everserve_requests_resumed_total 0.0" in text
         assert "left" not in text

@@ -12,9 +12,9 @@ import pytest
 import uvicorn
 import uvloop
 
-from everserve.gateway import server as serving
-from everserve.gateway.connections import Connections, Limits
-from everserve.gateway.server import Server, max_connections
+from everserve.gateway.http import server as serving
+from everserve.gateway.http.connections import Connections, Limits
+from everserve.gateway.http.server import Server, max_connections
 
 GET = b"GET /answer HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST /answer HTTP/1.1\r\nhost: x\r\n"

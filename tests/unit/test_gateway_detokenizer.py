@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from everserve.gateway.detokenizer import DecodingVocabulary, WindowDetokenizer
+from everserve.gateway.text.detokenizer import DecodingVocabulary, WindowDetokenizer
 from tests.unit.gateway_toy import EOS, byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from everserve.runtime.events import StreamMoved
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
 from everserve.tables.outputs import Output
+from everserve.wire.events import StreamMoved
 from tests.unit.fleet_toy import CAPACITY, ToyFleet, assert_complete, whole_stream, with_fleet
 
 # -- workers that leave --------------------------------------------------------------------------

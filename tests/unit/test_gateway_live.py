@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from everserve.gateway.live import NUM_TICKS
-from everserve.gateway.pages import read_files
-from everserve.runtime.events import ProcessEnded
+from everserve.gateway.api.pages import read_files
+from everserve.gateway.observe.live import NUM_TICKS
+from everserve.wire.events import ProcessEnded
 from tests.unit.gateway_toy import Response, ToyServer, toy_server, until
 from tests.unit.test_gateway_app import run
 

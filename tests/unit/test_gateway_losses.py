@@ -3,10 +3,10 @@
 import msgspec
 
 from everserve.errors import OverloadedError, RequestError
-from everserve.gateway.streams import StreamBroken
-from everserve.runtime.events import RequestResumed, StaleDropped, StreamDiverged
+from everserve.gateway.streams.stream import StreamBroken
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.outputs import Output
+from everserve.wire.events import RequestResumed, StaleDropped, StreamDiverged
 from tests.unit.fleet_toy import CAPACITY, LIE, ToyFleet, assert_complete, whole_stream, with_fleet
 
 

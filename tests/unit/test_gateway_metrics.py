@@ -4,7 +4,7 @@ import asyncio
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from everserve.gateway.metrics import Histogram, RestartingCounter
+from everserve.gateway.streams.metrics import Histogram, RestartingCounter
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats, Output
 from tests.unit.fleet_toy import engine_stats

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from everserve.gateway import stream_ids
+from everserve.gateway.streams import stream_ids
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import Response, ToyServer, byte_level_tokenizer, settle, toy_server, until
 

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from everserve.errors import RequestError
-from everserve.gateway.errors import explain_bad_json
-from everserve.gateway.protocol import UNSUPPORTED, ChatMessage, ChatRequest, CompletionRequest, StreamOptions
-from everserve.gateway.sampling import check_combinations
+from everserve.gateway.http.errors import explain_bad_json
+from everserve.gateway.http.requests import UNSUPPORTED, ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from everserve.gateway.text.sampling import check_combinations
 
 _COMPLETION = msgspec.json.Decoder(CompletionRequest)
 _CHAT = msgspec.json.Decoder(ChatRequest)

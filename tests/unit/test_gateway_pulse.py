@@ -2,8 +2,8 @@
 
 import sys
 
-from everserve.gateway.pulse import Pulse
-from everserve.gateway.streams import StreamTable
+from everserve.gateway.streams.pulse import Pulse
+from everserve.gateway.streams.stream import StreamTable
 from tests.unit.fleet_toy import ToyFleet, with_fleet
 from tests.unit.test_gateway_streams import Table, token
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everserve.gateway.keeping import Keeper
+from everserve.gateway.streams.resumable import Keeper
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import Response, ToyServer, byte_level_tokenizer, settle, toy_server, until
@@ -69,7 +69,7 @@ class Client:
 
 
 def metric(server: ToyServer, line: str) -> bool:
-    return f"{line}\n" in server.gateway.metrics.exposition().decode()
+    return f"{line}\n" in server.app.state.metrics.exposition().decode()
 
 
 # -- the usual course ----------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from everserve.errors import ModelError, RequestError
-from everserve.gateway.protocol import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
-from everserve.gateway.sampling import (
+from everserve.gateway.http.requests import ChatMessage, ChatRequest, CompletionRequest, StreamOptions
+from everserve.gateway.text.sampling import (
     GenerationDefaults,
     Limits,
     SeedSource,

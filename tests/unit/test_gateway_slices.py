@@ -11,9 +11,11 @@ from unittest.mock import patch
 import msgspec
 import pytest
 
-from everserve.gateway import completions, errors, generation, logprobs, sampling
-from everserve.gateway.slices import Slices
-from everserve.gateway.tokenizer import ModelTokenizer
+from everserve.gateway.api import completions, generation
+from everserve.gateway.http import errors
+from everserve.gateway.http.slices import Slices
+from everserve.gateway.text import logprobs, sampling
+from everserve.gateway.text.tokenizer import ModelTokenizer
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import Response, ToyServer, byte_level_tokenizer, toy_server

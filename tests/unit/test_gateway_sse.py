@@ -1,8 +1,8 @@
 """Events on the wire."""
 
-from everserve.gateway import sse
-from everserve.gateway.errors import HttpError
-from everserve.runtime.events import WorkerExitedEvent
+from everserve.gateway.http import sse
+from everserve.gateway.http.errors import HttpError
+from everserve.wire.events import WorkerExitedEvent
 
 
 def test_an_event_is_one_line_whatever_the_text() -> None:

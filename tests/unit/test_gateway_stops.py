@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.gateway.stops import StopMatcher, StopStrings
+from everserve.gateway.text.stops import StopMatcher, StopStrings
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)

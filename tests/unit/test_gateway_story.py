@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from everserve.gateway.story import Story
-from everserve.runtime import events as ev
+from everserve.gateway.observe.story import Story
 from everserve.tables.ids import Role
 from everserve.tables.members import WorkerState
+from everserve.wire import events as ev
 from tests.unit.gateway_toy import member
 
 SLOTS = {"roles": (Role.EXPERT,), "slots": 64, "shadow_slots": 32}

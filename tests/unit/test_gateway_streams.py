@@ -3,10 +3,10 @@
 import pytest
 
 from everserve.errors import RequestError
-from everserve.gateway.metrics import EngineMetrics, FleetMetrics
-from everserve.gateway.settling import LostLogs
-from everserve.gateway.streams import Stream, StreamBroken, StreamTable, count_blocks
-from everserve.gateway.waiting import WaitingLine
+from everserve.gateway.streams.log_references import LostLogs
+from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams.stream import Stream, StreamBroken, StreamTable, count_blocks
+from everserve.gateway.streams.waiting import WaitingLine
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams

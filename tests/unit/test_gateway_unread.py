@@ -8,10 +8,10 @@ from typing import Any
 
 import uvloop
 
-from everserve.gateway import outbox as outboxes
 from everserve.gateway.__main__ import GatewayProcess
-from everserve.gateway.outbox import Outbox
-from everserve.gateway.unread import UnreadWatch
+from everserve.gateway.http.unread_watch import UnreadWatch
+from everserve.gateway.streams import outbox as outboxes
+from everserve.gateway.streams.outbox import Outbox
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import byte_level_tokenizer, settle, toy_server, until
 

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.anchor.memory import create_memory
+from everserve.control.anchor_client import Memory
+from everserve.control.log_references import Logs
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
-from everserve.orchestrator.logs import Logs
-from everserve.orchestrator.memory import Memory
-from everserve.runtime.memories import kv_name, log_name, log_of
-from everserve.runtime.messages import DropMemory, LogJoined, LogLeft
+from everserve.memory.names import kv_name, log_name, log_of
+from everserve.memory.owned import create_memory
 from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 from everserve.worker.logs import KeptLogs
 from tests.logs import SHAPE, Owner, Stream
 from tests.toy import spec

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from everserve.anchor.memory import create_memory
-from everserve.datapath.memory import MemoryExperts
+from everserve.backends.cpu import ops as native
 from everserve.kvlog.chains import START, chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log, LogMismatch
 from everserve.kvlog.writer import Commit, LogWriter
-from everserve.model.ops import native
+from everserve.memory.owned import create_memory
 from everserve.tables.ids import Rank
 from tests.experts import MOE_LAYERS, NUM_EXPERTS, RandomExperts, Rows, local_experts, routes
 from tests.experts import SHAPE as LANE_SHAPE
+from tests.in_process_experts import MemoryExperts
 from tests.logs import SHAPE, Heir, Owner, Stream, as_pool, call_meanwhile, kv_of, new_log
 
 A, B, C = (key_of(name) for name in "abc")

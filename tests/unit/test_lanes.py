@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from everserve.datapath.lane import NUM_BOXES, LaneRegion, LaneShape
-from everserve.datapath.memory import MemoryExperts, MemoryWarden, new_cell, new_memory
-from everserve.datapath.peers import ExpertPeers
-from everserve.datapath.remote import RemoteExperts
-from everserve.datapath.serve import LaneServer
-from everserve.model.ops import native
-from everserve.model.ops.reference import ReferenceOps
-from everserve.runtime.liveness import Cell
+from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape
+from everserve.backends.cpu.lane_server import LaneServer
+from everserve.backends.cpu.peers import ExpertPeers
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.memory.liveness import Cell
 from everserve.tables.ids import Incarnation, Rank
 from tests.experts import HIDDEN, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
+from tests.in_process_experts import MemoryExperts, MemoryWarden, new_cell, new_memory
 
 EVERYTHING = range(NUM_EXPERTS)
 

@@ -7,14 +7,15 @@ import os
 import pytest
 import torch
 
-from everserve.datapath.memory import new_cell
+from everserve.backends.cpu import roles
 from everserve.errors import ConfigError
-from everserve.runtime.channel import Channel
-from everserve.runtime.memories import KV_CACHE, LOG
-from everserve.runtime.messages import EventHappened, Failed, Hello
+from everserve.memory.names import KV_CACHE, LOG
 from everserve.tables.ids import Rank
+from everserve.wire.channel import Channel
+from everserve.wire.messages import EventHappened, Failed, Hello
 from everserve.worker import boot
 from everserve.worker.shortage import is_shortage, last_words, memory_for
+from tests.in_process_experts import new_cell
 from tests.unit.test_provisioner import start
 
 NO_MEMORY = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -67,10 +68,10 @@ def test_whatever_ends_a_worker_it_says_so_first(monkeypatch, error, reason, is_
     ends = [Channel.pair() for _ in range(3)]  # control, lifeline, tokens
     fds = [cell_fd, *(theirs.detach() for _, theirs in ends), *(os.memfd_create("m") for _ in range(2))]
     if isinstance(error, ConfigError):
-        assert boot.run(start(1), fds) == 1
+        assert boot.run(start(1), fds, roles) == 1
     else:
         with pytest.raises(type(error)):
-            boot.run(start(1), fds)
+            boot.run(start(1), fds, roles)
     said = [message for message in Channel(ends[0][0]).receive_all() if not isinstance(message, EventHappened)]
     assert isinstance(said[0], Hello) and isinstance(said[1], Failed) and len(said) == 2
     assert said[1].reason.startswith(reason) and said[1].user_error is is_users

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from everserve.memory.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
+from everserve.memory.liveness.cell import NUM_LIFE_WORDS, load
 from everserve.native import BuildError
-from everserve.runtime.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
-from everserve.runtime.liveness.cell import NUM_LIFE_WORDS, load
 
 try:
     load()

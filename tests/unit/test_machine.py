@@ -2,8 +2,8 @@
 
 import pytest
 
-from everserve.orchestrator.effects import AllReady, AskToLeave, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
-from everserve.orchestrator.events import (
+from everserve.control.effects import AllReady, AskToLeave, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
+from everserve.control.events import (
     Answered,
     ChannelEnded,
     Died,
@@ -20,7 +20,7 @@ from everserve.orchestrator.events import (
     Stopping,
     Tick,
 )
-from everserve.orchestrator.machine import Found, Machine, Policy, SeatSpec
+from everserve.control.machine import Found, Machine, Policy, SeatSpec
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import WorkerState

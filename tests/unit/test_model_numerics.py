@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.ops import NativeOps, unavailable
+from everserve.backends.cpu.reference import ReferenceOps
 from everserve.errors import ConfigError
 from everserve.model.batch import StepBatch
 from everserve.model.checkpoint import Checkpoint
@@ -21,8 +23,6 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
-from everserve.model.ops.native import NativeOps, unavailable
-from everserve.model.ops.reference import ReferenceOps
 from tests.batches import PagedSequences
 from tests.models import KINDS, MOE_KINDS, model_directory, random_tokens, transformers_model
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.reference import ReferenceOps
 from everserve.model.batch import StepBatch
-from everserve.model.ops import RowIndices, RowMemory, native
-from everserve.model.ops.reference import ReferenceOps
+from everserve.model.ops import RowIndices, RowMemory
 from everserve.model.rope import Rotation
 from everserve.native import BuildError, library
 
@@ -424,7 +425,7 @@ def test_inconsistent_batches_are_refused(ops):
 
 
 def in_new_process(code: str, **environment: str) -> str:
-    command = [sys.executable, "-c", "import os, torch\nfrom everserve.model.ops import native\n" + code]
+    command = [sys.executable, "-c", "import os, torch\nfrom everserve.backends.cpu import ops as native\n" + code]
     return subprocess.run(
         command, check=True, capture_output=True, text=True, env={**os.environ, **environment}
     ).stdout.strip()

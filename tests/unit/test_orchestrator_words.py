@@ -6,20 +6,22 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from everserve.datapath.memory import new_cell
-from everserve.orchestrator import effects, events
-from everserve.orchestrator.deciding import Deciding
-from everserve.orchestrator.detector import Detector
-from everserve.orchestrator.gateway_end import GatewayEnd
-from everserve.orchestrator.hearing import Hearing
-from everserve.orchestrator.logs import Logs
-from everserve.orchestrator.machine import Found, Machine, Policy, SeatSpec
-from everserve.orchestrator.memory import Memory
-from everserve.orchestrator.recovery import Recovery
-from everserve.orchestrator.workers import WorkerEnd, WorkerEnds
-from everserve.runtime.channel import Channel
-from everserve.runtime.events import EventLog, StaleDropped
-from everserve.runtime.messages import (
+from everserve.control import effects, events
+from everserve.control.anchor_client import Memory
+from everserve.control.detector import Detector
+from everserve.control.event_queue import Deciding
+from everserve.control.inbox import Hearing
+from everserve.control.log_references import Logs
+from everserve.control.machine import Found, Machine, Policy, SeatSpec
+from everserve.control.recovery import Recovery
+from everserve.control.to_gateway import GatewayEnd
+from everserve.control.worker_ends import WorkerEnd, WorkerEnds
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.outputs import ExpertStats
+from everserve.tables.symptoms import Symptom
+from everserve.wire.channel import Channel
+from everserve.wire.events import EventLog, StaleDropped
+from everserve.wire.messages import (
     AnyMessage,
     ClusterChanged,
     EventHappened,
@@ -32,9 +34,7 @@ from everserve.runtime.messages import (
     Report,
     Suspected,
 )
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role
-from everserve.tables.outputs import ExpertStats
-from everserve.tables.symptoms import Symptom
+from tests.in_process_experts import new_cell
 
 RANKS = (Rank(0), Rank(1))
 ROLES = (Role.ATTENTION, Role.EXPERT)  # both: no lanes are needed

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from everserve.runtime.channel import Channel
-from everserve.runtime.cuda import parting
+from everserve.procs import device_descriptors as parting
+from everserve.wire.channel import Channel
 
 LEAVER = """
 import os, socket, sys, time
-from everserve.runtime.channel import Channel
-from everserve.runtime.channel import Channel
-from everserve.runtime.cuda import parting
+from everserve.wire.channel import Channel
+from everserve.wire.channel import Channel
+from everserve.procs import device_descriptors as parting
 lifeline, device = Channel.of_fd(int(sys.argv[1])), int(sys.argv[2])
 parting.device_fds = lambda: [device] * int(sys.argv[3])
 parting.entrust(lifeline)
@@ -26,7 +26,7 @@ time.sleep(60)
 """
 MPS = """
 import socket, sys, time
-from everserve.runtime import process
+from everserve.procs import process
 process.set_name(sys.argv[2])
 listener = socket.socket(socket.AF_UNIX)
 listener.bind(sys.argv[1])

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from everserve.runtime import process
-from everserve.worker.predecessor import BORN_AT, Predecessor, PredecessorStays, own
+from everserve.backends.cuda.predecessor import BORN_AT, Predecessor, PredecessorStays, own
+from everserve.procs import process
 from tests.logs import SHAPE, Owner, Stream, new_log
 from tests.process.cluster import wait_until
 

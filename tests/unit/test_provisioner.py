@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from everserve.runtime import held
-from everserve.runtime.channel import Channel
-from everserve.runtime.cuda import parting
-from everserve.runtime.memories import (
+from everserve.memory.names import (
     by_kind,
     cell_name,
     kind_of,
@@ -21,7 +18,12 @@ from everserve.runtime.memories import (
     weights_name,
     weights_state_name,
 )
-from everserve.runtime.messages import (
+from everserve.procs import deferred_close as held
+from everserve.procs import device_descriptors as parting
+from everserve.procs.provisioner import Workers
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.wire.channel import Channel
+from everserve.wire.messages import (
     ForkWorker,
     MemoryKept,
     Provision,
@@ -31,8 +33,6 @@ from everserve.runtime.messages import (
     WorkerSettings,
     WorkerStarted,
 )
-from everserve.runtime.provisioner import Workers
-from everserve.tables.ids import Incarnation, Rank, Role
 
 SETTINGS = WorkerSettings(
     model="m", dtype="auto", max_model_len=None, max_num_seqs=1, max_num_batched_tokens=1,
@@ -285,7 +285,7 @@ def test_one_worker_of_each_kind(workers):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_on_a_device_a_lifeline_is_closed_a_moment_after_its_worker(workers, device, monkeypatch):
-    """What must not end together with the worker is in it (runtime/cuda/parting.py)."""
+    """What must not end together with the worker is in it (procs/device_descriptors.py)."""
     now_s = 100.0
     monkeypatch.setattr(held.time, "monotonic", lambda: now_s)
     live(workers, 1, pid=NOBODY, device=device)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from everserve.engine import recorder
-from everserve.engine.recorder import Chain
-from everserve.runtime.cuda.driver import CudaError
+from everserve.backends.cuda import recorder
+from everserve.backends.cuda.recorder import Chain
+from everserve.memory.device import CudaError
 
 EVERYTHING = ["graph 0", "aside 0", "graph 1", "aside 1", "graph 2"]
 

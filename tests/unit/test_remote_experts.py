@@ -8,16 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from everserve.datapath.lane import MAX_RANKS
-from everserve.datapath.memory import Fault, MemoryExperts
+from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.control import events
+from everserve.control.effects import Lost
+from everserve.control.machine import Machine, Policy, SeatSpec
 from everserve.errors import StepAbandoned
-from everserve.model.ops import native
-from everserve.model.ops.reference import ReferenceOps
-from everserve.orchestrator import events
-from everserve.orchestrator.effects import Lost
-from everserve.orchestrator.machine import Machine, Policy, SeatSpec
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, Role
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
+from tests.in_process_experts import Fault, MemoryExperts
 
 NATIVE = native.NativeOps(num_threads=1)
 LAYER = MOE_LAYERS[0]

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from everserve.backends.cpu.ops import NativeOps, unavailable
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.model.choosing import Draw
 from everserve.model.ops import Ops
-from everserve.model.ops.choose import Draw
-from everserve.model.ops.native import NativeOps, unavailable
-from everserve.model.ops.reference import ReferenceOps
 from everserve.model.penalties import Penalties, apply
 from everserve.model.sampling import SamplingRow, sample, token_logprobs, uniform
 from everserve.tables.requests import RequestSpec, SamplingParams

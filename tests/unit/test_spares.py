@@ -2,10 +2,10 @@
 
 import pytest
 
-from everserve.runtime.channel import Channel
-from everserve.runtime.messages import Ready, StartWorker
 from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.worker.spares import QUIET_S, Spare, Spares
+from everserve.wire.channel import Channel
+from everserve.wire.messages import Ready, StartWorker
+from everserve.zygote.spares import QUIET_S, Spare, Spares
 from tests.unit.test_provisioner import SETTINGS, num_fds
 
 ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)

@@ -9,9 +9,9 @@ import sys
 
 import pytest
 
-from everserve.runtime.channel import Channel
-from everserve.runtime.messages import DropMemory, Ready, SparesChanged
-from everserve.runtime.supervisor import Child, Supervisor
+from everserve.procs.supervisor import Child, Supervisor
+from everserve.wire.channel import Channel
+from everserve.wire.messages import DropMemory, Ready, SparesChanged
 
 LINGERS = """
 import signal, socket, sys

@@ -12,11 +12,11 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from everserve.errors import ConfigError
-from everserve.gateway import tracing
-from everserve.gateway.spans import OtelTracing
-from everserve.gateway.tracing import NOT_TRACED, Tracing
-from everserve.runtime.events import FaultDetected, RowsReplayed, StreamRestored, StreamsContinued
+from everserve.gateway.observe import tracing
+from everserve.gateway.observe.spans import OtelTracing
+from everserve.gateway.streams.tracing import NOT_TRACED, Tracing
 from everserve.tables.outputs import Output
+from everserve.wire.events import FaultDetected, RowsReplayed, StreamRestored, StreamsContinued
 from tests.unit.gateway_toy import toy_server, until
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -6,13 +6,13 @@ import signal
 
 import pytest
 
-from everserve.anchor.memory import create_memory
+from everserve.backends.cuda.weights_state import WeightsState, identity_of
+from everserve.memory.names import WEIGHTS_STATE_BYTES
+from everserve.memory.owned import create_memory
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.runtime.memories import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Rank, Role
 from everserve.tables.placement import SeatSlots
-from everserve.worker.weights_state import WeightsState, identity_of
 
 MODEL = ModelConfig.from_directory(DEMO_MODEL)
 SLOTS = SeatSlots(rank=Rank(1), num_active=2, experts=((0, 1, 5),) * len(MODEL.moe_layers))

@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from everserve.runtime.channel import Channel, ChannelClosed
-from everserve.runtime.messages import Cancel, Submit
 from everserve.tables.requests import RequestSpec, SamplingParams
-from everserve.worker import arriving
-from everserve.worker.arriving import receive_together
+from everserve.wire.channel import Channel, ChannelClosed
+from everserve.wire.messages import Cancel, Submit
+from everserve.worker import receive_batch as arriving
+from everserve.worker.receive_batch import receive_together
 
 
 def pair() -> tuple[Channel, Channel]:

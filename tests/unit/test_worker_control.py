@@ -5,9 +5,9 @@ import select
 
 import pytest
 
-from everserve.runtime.channel import Channel, Descriptors
-from everserve.runtime.messages import AnyMessage, Fenced, Leave, LogLeft, OrchestratorAttached, PeerLeft, Ready, Report
 from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.wire.channel import Channel, Descriptors
+from everserve.wire.messages import AnyMessage, Fenced, Leave, LogLeft, OrchestratorAttached, PeerLeft, Ready, Report
 from everserve.worker.control import ControlEnd
 
 REPORT = Report(is_ready=True, is_leaving=False, epoch=Epoch(7), peers=[(Rank(2), Incarnation(1))], logs=[])

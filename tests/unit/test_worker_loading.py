@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from everserve.runtime.events import AnyEvent, EventLog, WorkerLoading
-from everserve.runtime.messages import StartWorker
+from everserve.wire.events import AnyEvent, EventLog, WorkerLoading
+from everserve.wire.messages import StartWorker
 from everserve.worker import loading
 from everserve.worker.loading import Loading
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.bench import decode_report, report
 from everserve.bench.device_shapes import floor_bytes, write_shape
-from everserve.datapath.cuda.local import LocalCudaExperts
 from everserve.engine.engine import Engine
 from everserve.errors import ConfigError
-from everserve.runtime.cuda.driver import Driver
-from everserve.runtime.memories import WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
-from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.memory.device import Driver
+from everserve.memory.names import WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.wire.messages import StartWorker, WorkerSettings
 
 _BLOCK_SIZE = 64
 _BATCHED_TOKENS = 1024
@@ -156,7 +156,7 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
 
 def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, Any]:
     """A worker's engine with both roles, without the worker."""
-    from everserve.worker.cuda_build import (  # noqa: PLC0415 (only in the process that is measured)
+    from everserve.backends.cuda.build import (  # noqa: PLC0415 (only in the process that is measured)
         SeatWeights,
         build_decoder,
         build_forward,

@@ -25,8 +25,8 @@ from everserve.bench.baseline import KINDS, Baseline
 from everserve.bench.shapes import SMALL_MOE, bytes_per_step, write_random_model
 from everserve.client import Stream, complete_all, percentile
 from everserve.model.bundled import DEMO_MODEL
+from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
 PROMPT, OUTPUT = 32, 128
 

@@ -24,8 +24,8 @@ from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, Load, make_asks, send_all
 from everserve.bench.subject import BUNDLED, Subject, subject
 from everserve.errors import ConfigError
+from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
 _GONE_TIMEOUT_S = 60.0  # the driver of a GPU takes its time to let a killed process die
 

@@ -2,7 +2,7 @@
 
 from everserve.bench.subject import Subject
 from everserve.errors import ConfigError, EverserveError
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 _START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled when they first run
 _NUM_SEQS = 128  # what a server on a CPU takes without being told

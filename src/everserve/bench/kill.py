@@ -11,7 +11,7 @@ from everserve.bench import incident, processes, report
 from everserve.bench.incident import Round, Victim
 from everserve.bench.load import FINISH_TIMEOUT_S, Ask, Load, patience_s, send_all
 from everserve.errors import EverserveError
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 AFTER_S = 3.0  # observed at least so long after a kill ...
 CALM_S = 1.0  # ... and so long after full strength

@@ -8,7 +8,7 @@ from typing import Any
 from everserve.bench.analysis import Verdict, compare
 from everserve.client import Stream, complete, together
 from everserve.errors import EverserveError
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 _FLOW_TIMEOUT_S = 60.0
 FINISH_TIMEOUT_S = 180.0

@@ -2,7 +2,7 @@
 
 from everserve.bench.subject import BUNDLED
 from everserve.errors import ConfigError
-from everserve.runtime.cuda.driver import is_available
+from everserve.memory.device import is_available
 
 
 def is_for_gpu(shape: str) -> bool:

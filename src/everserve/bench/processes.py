@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from everserve.errors import EverserveError
-from everserve.runtime import process
-from everserve.runtime.local_server import LocalServer
+from everserve.procs import process
+from everserve.procs.local_server import LocalServer
 
 
 def cluster(server: LocalServer) -> dict[str, Any]:

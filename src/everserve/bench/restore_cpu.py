@@ -2,13 +2,13 @@
 
 import os
 
-from everserve.anchor.memory import create_memory
+from everserve.backends.cpu.build import EngineBuilder, load_experts, open_model
+from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.bench.restore_stage import Worker
-from everserve.datapath.local import LocalExperts
 from everserve.kvlog.log import Log
-from everserve.runtime.messages import StartWorker, WorkerSettings
+from everserve.memory.owned import create_memory
 from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.worker.build import EngineBuilder, load_experts, open_model
+from everserve.wire.messages import StartWorker, WorkerSettings
 from everserve.worker.logs import KeptLogs
 
 

@@ -1,4 +1,4 @@
-"""Attention workers without their processes, on a GPU: `worker/cuda_roles.py` without what surrounds a worker."""
+"""Attention workers without their processes, on a GPU: `backends/cuda/roles.py` without what surrounds a worker."""
 
 import os
 import time
@@ -6,17 +6,7 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from everserve.anchor.memory import create_memory
-from everserve.bench.restore_cpu import settings_of, start_of
-from everserve.bench.restore_stage import Worker
-from everserve.datapath.cuda.local import LocalCudaExperts
-from everserve.engine.engine import Engine
-from everserve.engine.journal import Journal
-from everserve.errors import EverserveError
-from everserve.runtime.memories import KV, LOG, WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
-from everserve.runtime.messages import StartWorker
-from everserve.worker.build import warm_up
-from everserve.worker.cuda_build import (
+from everserve.backends.cuda.build import (
     SeatWeights,
     build_decoder,
     build_forward,
@@ -24,7 +14,17 @@ from everserve.worker.cuda_build import (
     make_recorder,
     open_device,
 )
-from everserve.worker.cuda_logs import CudaLogs
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
+from everserve.backends.cuda.logs import CudaLogs
+from everserve.bench.restore_cpu import settings_of, start_of
+from everserve.bench.restore_stage import Worker
+from everserve.engine.engine import Engine
+from everserve.engine.journal import Journal
+from everserve.engine.warm_up import warm_up
+from everserve.errors import EverserveError
+from everserve.memory.names import KV, LOG, WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.memory.owned import create_memory
+from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
 _FEWEST_ROWS = 64  # of a captured step with prompts
@@ -78,7 +78,7 @@ class GpuWorkers:
         return start_of(settings)
 
     def _memory(self, kv_log: str) -> dict[str, int]:
-        """What the anchor would have made for it (orchestrator/design.py)."""
+        """What the anchor would have made for it (control/design.py)."""
         shape = self.shape
         if kv_log == "mirror":
             return {LOG: create_memory(LOG, shape.num_bytes)}

@@ -22,8 +22,8 @@ from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, make_asks
 from everserve.bench.subject import BUNDLED, Subject, subject
 from everserve.errors import ConfigError, EverserveError
+from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from everserve.bench import analysis, processes, report
 from everserve.bench.subject import Subject
 from everserve.client import complete_all, percentile
 from everserve.errors import EverserveError
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 _START_S = 180.0  # a GPU's kernels may have to be compiled
 _GONE_S = 60.0

@@ -17,7 +17,7 @@ from typing import Any
 
 from everserve.chaos.schedule import PROCESSES, Blow, Fault
 from everserve.chaos.target import NoAnswer, Process, Target, View
-from everserve.runtime import process
+from everserve.procs import process
 
 _PATIENCE_S = 2.0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from everserve.chaos.target import View
-from everserve.runtime import process
+from everserve.procs import process
 
 _MEMORY = "/memfd:everserve-"  # how our shared memory is called in /proc
 

@@ -28,8 +28,8 @@ from everserve.chaos.talk import Trouble
 from everserve.chaos.target import NoAnswer, Target, supervisor_here
 from everserve.chaos.verdict import Verdict
 from everserve.errors import ConfigError, EverserveError
+from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
 WHOLE_WITHIN_S = 60.0
 IDLE_WITHIN_S = 60.0  # streams whose clients went away for good, but could come back, may run to their end

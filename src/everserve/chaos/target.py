@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from everserve.chaos.schedule import PROCESSES, Seats, Victim
 from everserve.client import Broken, Connection, key_headers, unauthorized
 from everserve.errors import ConfigError, EverserveError
-from everserve.runtime import process
+from everserve.procs import process
 
 _ANSWER_S = 30.0
 _NOBODY = (1 << 31) - 1  # a rank that no server has

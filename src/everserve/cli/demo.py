@@ -20,8 +20,8 @@ from everserve.cli import app, demo_screen
 from everserve.cli.demo_story import MAX_TOKENS, PROMPTS, Kill, Story, judge
 from everserve.cli.starting import StartBars
 from everserve.cli.status import fetch_cluster
+from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
-from everserve.runtime.local_server import LocalServer
 
 NUM_ATTENTION, NUM_EXPERT = 2, 2
 _WHOLE_WITHIN_S = 30.0

@@ -11,7 +11,7 @@ from typing import Any
 
 from everserve.client import Connection, Stream, complete, together
 from everserve.errors import EverserveError
-from everserve.runtime.local_server import LocalServer
+from everserve.procs.local_server import LocalServer
 
 PROMPTS = (
     "It was a cold evening in November when",

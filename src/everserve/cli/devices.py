@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from everserve.control.design import Design
 from everserve.errors import ConfigError
-from everserve.orchestrator.design import Design
+from everserve.memory.device import is_available
+from everserve.memory.devices import Device, look
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
-from everserve.runtime.cuda.devices import Device, look
-from everserve.runtime.cuda.driver import is_available
-from everserve.runtime.messages import StartOrchestrator
 from everserve.tables.ids import Rank, Role
+from everserve.wire.messages import StartOrchestrator
 
 DEVICES = ("auto", "cpu", "cuda")
 _GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything

@@ -23,10 +23,10 @@ from everserve.cli.serve_settings import (
 )
 from everserve.cli.starting import FollowingBars
 from everserve.errors import ConfigError
-from everserve.gateway import tracing
+from everserve.gateway.observe import tracing
 from everserve.model.config import ModelConfig
-from everserve.runtime.listening import listen_on, url_of
-from everserve.runtime.supervisor import Supervisor
+from everserve.procs.listening import listen_on, url_of
+from everserve.procs.supervisor import Supervisor
 
 
 def _load_config(context: typer.Context, path: Path | None) -> Path | None:

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from msgspec import structs
 
+from everserve.backends.cpu import lane
 from everserve.cli.devices import Chosen, dtype_on, kv_cache_bytes
 from everserve.cli.files import check_directory, read_text
-from everserve.datapath import lane
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
 from everserve.native import BuildError
 from everserve.plan.placement import place_experts
-from everserve.runtime.messages import StartGateway, StartOrchestrator, WorkerSettings
 from everserve.tables.ids import Rank
+from everserve.wire.messages import StartGateway, StartOrchestrator, WorkerSettings
 
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -10,10 +10,7 @@ journal.py     what of each stream is in this engine's KV log, and the records t
 saved.py       one stream's KV in some log, for whoever continues the stream
 restoring.py   bringing it back, when the stream is admitted
 forward.py     what a step is computed with: rows in, logits out
-captured.py    the same on a GPU: new contents for fixed addresses, and the replay of graphs
-recorder.py    one pass over the model, captured as a chain of graphs
-staging.py     a step's rows on their way to the device
-report.py      how a step on the device ends: what it tells the host
+warm_up.py     its first steps
 integrity.py   what must hold between steps; runs whenever the engine is idle
 sizing.py      how large the KV pool and its log are; also for whoever allocates the log, hence without torch
 """

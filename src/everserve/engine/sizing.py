@@ -7,7 +7,7 @@ from everserve.errors import ConfigError
 from everserve.kvlog.layout import LogShape
 from everserve.model.config import ModelConfig
 from everserve.plan.sizing import num_kv_blocks
-from everserve.runtime.messages import WorkerSettings
+from everserve.wire.messages import WorkerSettings
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

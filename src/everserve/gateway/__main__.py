@@ -20,19 +20,19 @@ import uvicorn
 import uvloop
 
 from everserve.errors import OverloadedError, UserError
-from everserve.gateway.app import create_app
-from everserve.gateway.feed import EventFeed
-from everserve.gateway.fleet import Fleet
+from everserve.gateway.api.app import create_app
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.sampling import read_defaults
-from everserve.gateway.server import Server, raise_descriptor_limit
+from everserve.gateway.http.server import Server, raise_descriptor_limit
+from everserve.gateway.observe.feed import EventFeed
+from everserve.gateway.observe.tracing import make_tracing
+from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.supervisor import SupervisorLink
-from everserve.gateway.tokenizer import load_tokenizer
-from everserve.gateway.tracing import make_tracing
-from everserve.runtime import process
-from everserve.runtime.channel import AsyncChannel, ChannelClosed, Descriptors
-from everserve.runtime.events import EventLog
-from everserve.runtime.messages import (
+from everserve.gateway.text.sampling import read_defaults
+from everserve.gateway.text.tokenizer import load_tokenizer
+from everserve.procs import process
+from everserve.wire.channel import AsyncChannel, ChannelClosed, Descriptors
+from everserve.wire.events import EventLog
+from everserve.wire.messages import (
     AnyMessage,
     Attach,
     EventHappened,

@@ -6,26 +6,25 @@ from collections import Counter
 from typing import Protocol
 
 from everserve.errors import OverloadedError
-from everserve.gateway import stream_ids
-from everserve.gateway.access import Access
-from everserve.gateway.cluster import Cluster
-from everserve.gateway.connections import Connections
-from everserve.gateway.errors import HttpError
-from everserve.gateway.exposition import Metrics
-from everserve.gateway.feed import EventFeed
-from everserve.gateway.fleet import Fleet
-from everserve.gateway.keeping import Keeper
-from everserve.gateway.live import Live
+from everserve.gateway.http.access import Access
+from everserve.gateway.http.connections import Connections
+from everserve.gateway.http.errors import HttpError
+from everserve.gateway.http.slices import Slices
+from everserve.gateway.observe.cluster import Cluster
+from everserve.gateway.observe.feed import EventFeed
+from everserve.gateway.observe.live import Live
+from everserve.gateway.observe.redundancy import Spares
+from everserve.gateway.observe.story import Story
 from everserve.gateway.orchestrator import OrchestratorLink
-from everserve.gateway.sampling import GenerationDefaults, Limits, SeedSource
-from everserve.gateway.slices import Slices
-from everserve.gateway.spares import Spares
-from everserve.gateway.story import Story
+from everserve.gateway.streams import stream_ids
+from everserve.gateway.streams.fleet import Fleet
+from everserve.gateway.streams.resumable import Keeper
+from everserve.gateway.streams.tracing import Tracing
 from everserve.gateway.supervisor import SupervisorLink
-from everserve.gateway.tokenizer import ModelTokenizer
-from everserve.gateway.tracing import Tracing
-from everserve.runtime.messages import StartGateway
+from everserve.gateway.text.sampling import GenerationDefaults, Limits, SeedSource
+from everserve.gateway.text.tokenizer import ModelTokenizer
 from everserve.tables.ids import Rank
+from everserve.wire.messages import StartGateway
 
 
 class Answering(Protocol):
@@ -66,7 +65,6 @@ class Gateway:
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell, settings.resume_memory_bytes)
         self.slices = Slices()
-        self.metrics = Metrics(self)
         self.seeds = SeedSource(settings.seed)
         self.started_unix_s = int(time.time())
         self.answers: set[Answering] = set()  # to clients' requests, while they are generated or sent

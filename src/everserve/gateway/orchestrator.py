@@ -12,12 +12,13 @@ import socket
 from collections.abc import Callable
 
 from everserve.errors import ProtocolError
-from everserve.gateway.cluster import Cluster
-from everserve.gateway.fleet import Fleet
+from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.questions import Questions, Unanswered
-from everserve.runtime.channel import AsyncChannel, ChannelClosed
-from everserve.runtime.events import AnyEvent
-from everserve.runtime.messages import (
+from everserve.gateway.streams.fleet import Fleet
+from everserve.tables.ids import Epoch, LogId, Rank
+from everserve.wire.channel import AsyncChannel, ChannelClosed
+from everserve.wire.events import AnyEvent
+from everserve.wire.messages import (
     AnyMessage,
     ClusterChanged,
     DrainAnswered,
@@ -29,7 +30,6 @@ from everserve.runtime.messages import (
     LogSettled,
     WorkerLost,
 )
-from everserve.tables.ids import Epoch, LogId, Rank
 
 
 class OrchestratorLink:

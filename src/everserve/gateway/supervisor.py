@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from everserve.gateway.questions import Questions
-from everserve.runtime.messages import ProcessSignalled, SignalProcess
+from everserve.wire.messages import ProcessSignalled, SignalProcess
 
 PROCESSES = ("orchestrator", "anchor", "zygote")  # that may die. With the gateway the instance ends
 

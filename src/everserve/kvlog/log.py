@@ -46,7 +46,7 @@ class _Found(ctypes.Structure):
 
 
 class BlocksElsewhere(Protocol):
-    """Memory of a device, mapped (runtime/cuda/driver.py: Mapping)."""
+    """Memory of a device, mapped (memory/device.py: Mapping)."""
 
     address: int
 

@@ -8,12 +8,12 @@ layout.py          which tensor of which architecture is which weight of ours
 rope.py            rotary tables, scaled as the config says; what a layer does with them
 random_weights.py  weights that nobody trained, for `--load-format dummy`
 batch.py           StepBatch: the rows of one step and where their KV lives
-device_batch.py    the same in device memory, with attention cut into items of work
 attention_half.py  norms, attention, router, residual: owns KV
 expert_half.py     a pure function of expert slots and rows: stateless
 decoder.py         embedding, layers, final norm, logits: the whole model around the seam
 sampling.py        logits to tokens; randomness is a function of (seed, index)
 penalties.py       what a stream has said makes it less likely to be said again
-ops/               the arithmetic itself, one module per kind of device
+ops.py             the arithmetic of one kind of device, as an interface (backends/)
+choosing.py        the part of it that chooses tokens
 bundled.py, demo/  the bundled model and where it is
 """

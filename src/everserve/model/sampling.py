@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from everserve.model import penalties
+from everserve.model.choosing import Draw, order_keys
 from everserve.model.ops import Ops
-from everserve.model.ops.choose import Draw, order_keys
 from everserve.model.penalties import Penalties
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import SamplingParams

@@ -19,7 +19,7 @@ CONTEXT_BYTES = 768 << 20
 # has logits, queries and the segments of long contexts besides the rows that an expert worker has.
 ATTENTION_BUFFER_BYTES = 2 << 30
 EXPERT_BUFFER_BYTES = 1 << 30
-# What is behind places for lanes where no peer is (runtime/cuda/driver.py).
+# What is behind places for lanes where no peer is (memory/device.py).
 DUMMY_BYTES = 66 << 20
 
 

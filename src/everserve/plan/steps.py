@@ -1,8 +1,8 @@
 """How much arithmetic one step of an engine may have, so that none takes long on a device.
 
 A step that is queued cannot be taken back. The next tokens of all other streams wait for it; and when a worker is
-killed, its device memory may only be given back when its last step is over (runtime/cuda/parting.py). Tokens alone do
-not bound that: a token far back in a long prompt attends to everything before it.
+killed, its device memory may only be given back when its last step is over (procs/device_descriptors.py). Tokens alone
+do not bound that: a token far back in a long prompt attends to everything before it.
 """
 
 import math

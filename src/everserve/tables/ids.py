@@ -3,6 +3,8 @@
 from enum import StrEnum
 from typing import NewType
 
+MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (csrc/lanes/lane.h)
+
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
 Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1
 Epoch = NewType("Epoch", int)  # the version of the tables

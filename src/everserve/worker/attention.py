@@ -19,19 +19,15 @@ from functools import partial
 
 import msgspec
 
-from everserve.datapath.trust import Peers
 from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
-from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
-from everserve.runtime.events import (
-    BadBytes,
-    RequestPreempted,
-    StreamRestored,
-    StreamsContinued,
-    StreamsPaused,
-)
-from everserve.runtime.liveness import Cell
-from everserve.runtime.messages import (
+from everserve.memory.liveness import Cell
+from everserve.seam.trust import Peers
+from everserve.tables.ids import Epoch, Rank
+from everserve.tables.outputs import EngineStats
+from everserve.wire.channel import Channel, ChannelClosed, Descriptors
+from everserve.wire.events import BadBytes, RequestPreempted, StreamRestored, StreamsContinued, StreamsPaused
+from everserve.wire.messages import (
     AnyMessage,
     Cancel,
     Fenced,
@@ -49,12 +45,10 @@ from everserve.runtime.messages import (
     StepOutput,
     Submit,
 )
-from everserve.tables.ids import Epoch, Rank
-from everserve.tables.outputs import EngineStats
-from everserve.worker.arriving import receive_together
 from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Surroundings
+from everserve.worker.receive_batch import receive_together
 
 log = logging.getLogger(__name__)
 

@@ -4,28 +4,22 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable
 
-from everserve.datapath import lane
 from everserve.engine.engine import Engine
 from everserve.errors import UserError
-from everserve.kvlog import library as kvlog
-from everserve.model.ops import native
-from everserve.runtime import liveness
-from everserve.runtime.channel import Channel
-from everserve.runtime.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
-from everserve.runtime.liveness import Cell, Warden
-from everserve.runtime.memories import by_kind
-from everserve.runtime.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
+from everserve.memory.liveness import Cell, Warden
+from everserve.memory.names import by_kind
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.symptoms import Symptom
+from everserve.wire.channel import Channel
+from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
+from everserve.wire.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd
-from everserve.worker.leaving import LeaveRequest
+from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.loading import Loading
-from everserve.worker.parts import Surroundings
+from everserve.worker.parts import Backend, Surroundings
 from everserve.worker.shortage import last_words
 
 log = logging.getLogger(__name__)
@@ -33,24 +27,7 @@ log = logging.getLogger(__name__)
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to look at the control socket while waiting for an answer
 
 
-def prepare() -> None:
-    """In the zygote: whatever takes time and is the same for all workers. No thread may be started here."""
-    native.unavailable()  # compiles, if that was never done on this machine, and loads
-    lane.load()
-    kvlog.load()
-    liveness.load()
-    import_module("everserve.worker.cpu_roles")
-
-
-def rehearse(like: Iterable[StartWorker], lifeline: Channel) -> None:
-    """In a spare: whatever takes time and is the same for all workers like these. On CPUs nothing is left to do."""
-    on_devices = [start for start in like if start.settings.device == "cuda"]
-    if on_devices:
-        _roles(on_devices[0])
-        import_module("everserve.worker.cuda_rehearsal").rehearse(on_devices, lifeline)
-
-
-def run(start: StartWorker, fds: list[int]) -> int:
+def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     """In the worker: load, say ready, and run the loop. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
     began_s = time.monotonic()
@@ -67,7 +44,7 @@ def run(start: StartWorker, fds: list[int]) -> int:
     events = EventLog(
         f"worker-{start.rank}", start.settings.event_log, lambda event: control.send(EventHappened(event=event))
     )
-    worker = Worker(start, memory, cell, warden, control, leave, events, began_s)
+    worker = Worker(start, backend, memory, cell, warden, control, leave, events, began_s)
     try:
         if Role.ATTENTION in start.roles:
             worker.run_attention(Channel.of_fd(others[0]))
@@ -89,6 +66,7 @@ class Worker:
     def __init__(
         self,
         start: StartWorker,
+        backend: Backend,
         memory: dict[str, int],
         cell: Cell,
         warden: Warden,
@@ -98,6 +76,7 @@ class Worker:
         began_s: float,
     ) -> None:
         self._start = start
+        self._backend = backend
         self._control = control
         self._events = events
         self._began_s = began_s
@@ -118,7 +97,7 @@ class Worker:
 
     def run_attention(self, gateway: Channel) -> None:
         """Own requests and their KV."""
-        parts = _roles(self._start).build_attention(self._around)
+        parts = self._backend.build_attention(self._around)
         loop = AttentionLoop(self._around, parts, gateway)
         self._on_control = loop.read_control
         gateway.send(self._hello(parts.engine))
@@ -128,7 +107,7 @@ class Worker:
     def run_expert(self) -> None:
         """Own expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
-        service, ops_name = _roles(self._start).build_expert(self._around)
+        service, ops_name = self._backend.build_expert(self._around)
         self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
         service.run()
 
@@ -181,8 +160,3 @@ class Worker:
         log.info("ready as %s in %.2f s: %s ops, %s", roles, load_s, ops_name, what)
         gc.collect()
         gc.freeze()  # what start-up made stays for good; searching it at every full collection stalls streams
-
-
-def _roles(start: StartWorker) -> ModuleType:
-    """Whoever computes on CPUs does not import what is for GPUs."""
-    return import_module(f"everserve.worker.{start.settings.device}_roles")

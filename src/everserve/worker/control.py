@@ -13,9 +13,9 @@ import select
 from collections.abc import Callable
 
 from everserve.errors import ProtocolError
-from everserve.runtime.channel import Channel, ChannelClosed, Descriptors
-from everserve.runtime.cuda.parting import entrust
-from everserve.runtime.messages import AnyMessage, OrchestratorAttached, Report
+from everserve.procs.device_descriptors import entrust
+from everserve.wire.channel import Channel, ChannelClosed, Descriptors
+from everserve.wire.messages import AnyMessage, OrchestratorAttached, Report
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class ControlEnd:
         self._lifeline.flush()
 
     def leave_behind(self) -> None:
-        """Whatever must not end together with us (runtime/cuda/parting.py)."""
+        """Whatever must not end together with us (procs/device_descriptors.py)."""
         entrust(self._lifeline)
 
     def read(self, handle: Handle) -> None:

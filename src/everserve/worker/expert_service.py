@@ -12,10 +12,12 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from everserve.runtime.channel import Descriptors
-from everserve.runtime.events import EventLog, StaleDropped
-from everserve.runtime.liveness import Cell, PeerState, Warden, life_word
-from everserve.runtime.messages import (
+from everserve.memory.liveness import Cell, PeerState, Warden, life_word
+from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.outputs import ExpertStats
+from everserve.wire.channel import Descriptors
+from everserve.wire.events import EventLog, StaleDropped
+from everserve.wire.messages import (
     AnyMessage,
     ExpertReport,
     Fenced,
@@ -28,11 +30,9 @@ from everserve.runtime.messages import (
     Shutdown,
     StartWorker,
 )
-from everserve.tables.ids import Epoch, Incarnation, Rank
-from everserve.tables.outputs import ExpertStats
 from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
-from everserve.worker.leaving import LeaveRequest
+from everserve.worker.leave_request import LeaveRequest
 
 log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import os
 import time
 from collections.abc import Callable
 
-from everserve.runtime.events import EventLog, WorkerLoading
-from everserve.runtime.messages import StartWorker
+from everserve.wire.events import EventLog, WorkerLoading
+from everserve.wire.messages import StartWorker
 
 log = logging.getLogger(__name__)
 

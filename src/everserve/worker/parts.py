@@ -1,18 +1,20 @@
 """What a worker is made of: its surroundings, and what is built for its role in them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from everserve.datapath.trust import Peers
 from everserve.engine.engine import Engine
-from everserve.runtime.events import EventLog
-from everserve.runtime.liveness import Cell, Warden
-from everserve.runtime.messages import StartWorker
+from everserve.memory.liveness import Cell, Warden
+from everserve.seam.trust import Peers
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.symptoms import Symptom
+from everserve.wire.channel import Channel
+from everserve.wire.events import EventLog
+from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd
-from everserve.worker.leaving import LeaveRequest
+from everserve.worker.expert_service import ExpertService
+from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.logs import KeptLogs
 from everserve.worker.pausing import PausingCheckpoint
@@ -25,7 +27,7 @@ class Surroundings:
     """What every worker has, whatever it computes with."""
 
     start: StartWorker
-    memory: dict[str, int]  # descriptors by kind (runtime/memories.py); whoever uses one closes it
+    memory: dict[str, int]  # descriptors by kind (memory/names.py); whoever uses one closes it
     cell: Cell
     warden: Warden
     control: ControlEnd
@@ -69,3 +71,19 @@ class AttentionParts:
     num_slots: int  # expert slots per layer of its own
     pausing: PausingCheckpoint | None = None
     sends_late: bool = False  # outputs of a step are sent while the next one runs: the host is idle then
+
+
+class Backend(Protocol):
+    """Everything that depends on the kind of device: backends/cpu/roles.py, backends/cuda/roles.py."""
+
+    def prepare(self) -> None:
+        """In the zygote: load what takes time and is the same for all workers. No thread may be started."""
+
+    def rehearse(self, like: Sequence[StartWorker], lifeline: Channel) -> None:
+        """In a spare: do what takes time and is the same for all workers like these."""
+
+    def build_attention(self, around: Surroundings) -> AttentionParts:
+        """What owns requests and their KV."""
+
+    def build_expert(self, around: Surroundings) -> tuple[ExpertService, str]:
+        """What owns expert slots, and the name of its ops."""

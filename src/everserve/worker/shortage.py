@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from everserve.errors import ConfigError
-from everserve.runtime.memories import lack
+from everserve.memory.names import lack
 from everserve.tables.ids import Rank
 
 _TORCH_SAYS = ("can't allocate memory", "not enough memory")  # its CPU allocator, in a RuntimeError
@@ -14,7 +14,7 @@ _TORCH_SAYS = ("can't allocate memory", "not enough memory")  # its CPU allocato
 
 @contextmanager
 def memory_for(rank: Rank, kind: str, num_bytes: int) -> Iterator[None]:
-    """Whoever asks for memory within says what for. `kind` is one of runtime/memories.py."""
+    """Whoever asks for memory within says what for. `kind` is one of memory/names.py."""
     try:
         yield
     except Exception as error:

@@ -2,7 +2,7 @@
    cryptography.
 
        checksum   of one token's KV bytes: a sum over its words, each mixed with its number. So layers may come in any
-                  order, and many threads of a device may add to it at once (kvlog/cuda does so)
+                  order, and many threads of a device may add to it at once (backends/cuda/log does so)
        chain      of a stream's token ids
        word       of both: what stands beside a token's KV */
 

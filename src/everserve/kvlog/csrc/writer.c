@@ -64,7 +64,7 @@ static void take_layer(struct writer *w, int64_t layer) {
 }
 
 /* The rows' KV in all layers up to this one has been computed: take those that have not been taken yet. Called in the
-   gaps in which the worker waits for others (datapath/csrc/exchange.c), and without the interpreter's lock. */
+   gaps in which the worker waits for others (backends/cpu/csrc/lanes/exchange.c), and without the interpreter's lock. */
 EXPORT void es_log_meanwhile(struct writer *w, int64_t layer) {
     if (!w->log->base || !w->num_rows) return;
     int64_t end = layer < w->log->num_layers ? layer + 1 : w->log->num_layers;

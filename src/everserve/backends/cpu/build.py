@@ -1,0 +1,154 @@
+"""From a StartWorker message to what computes: an engine with its weights, or expert slots with theirs."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cpu.select import select_ops
+from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.forward import EagerForward, Stepping
+from everserve.engine.journal import Journal
+from everserve.engine.sizing import KvSizes
+from everserve.engine.warm_up import warm_up
+from everserve.kvlog.log import Log
+from everserve.kvlog.writer import LogWriter
+from everserve.memory.names import KV_CACHE, LOG
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.model.expert_half import ExpertHalf
+from everserve.model.fingerprint import check_unchanged
+from everserve.model.layout import Weights, check_checkpoint
+from everserve.model.ops import Ops
+from everserve.seam import ExpertIO
+from everserve.tables.placement import EMPTY, SeatSlots
+from everserve.wire.messages import StartWorker
+from everserve.worker.loading import Loading
+from everserve.worker.pausing import PausingCheckpoint
+from everserve.worker.shortage import memory_for
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model whose directory was checked, and the ops that will compute it."""
+
+    model: ModelConfig
+    checkpoint: Checkpoint
+    ops: Ops
+    sizes: KvSizes
+    loading: Loading
+
+
+def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
+    """Check everything that can be checked from headers. Raises UserError with one clear line."""
+    settings = start.settings
+    model = ModelConfig.from_directory(Path(settings.model))
+    checkpoint = Checkpoint.open(Path(settings.model))
+    check_unchanged(settings.model, settings.fingerprint)
+    check_checkpoint(model, checkpoint)
+    sizes = KvSizes.of(model, settings)
+    torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
+    torch.set_grad_enabled(False)
+    ops = select_ops(model, settings.num_threads or fair_num_threads(start.num_workers), settings.batch_invariant)
+    return Opened(model, checkpoint, ops, sizes, loading or Loading(start))
+
+
+def fair_num_threads(num_workers: int) -> int:
+    """The cores of this machine, shared by the workers on it; one thread each where workers outnumber cores."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+def has_spare_cores(num_workers: int) -> bool:
+    """Whether a worker may spin while it waits: somebody else never needs its core."""
+    num_other_processes = 2  # the gateway is busy too, and the orchestrator now and then
+    return len(os.sched_getaffinity(0)) >= num_workers + num_other_processes
+
+
+def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
+    """The expert slots of one seat; None: every expert in the slot of its own number."""
+    num_slots = slots.num_slots if slots is not None else opened.model.num_experts
+    half = ExpertHalf(opened.model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=dtype)
+    progress = opened.loading.part("experts")
+    if slots is None:
+        half.load_all(progress=progress)
+        return half
+    places = [
+        (layer, expert, slot)
+        for layer, experts in zip(opened.model.moe_layers, slots.experts, strict=True)
+        for slot, expert in enumerate(experts)
+        if expert != EMPTY
+    ]
+    for done, (layer, expert, slot) in enumerate(places):
+        half.load(layer, expert, slot)
+        progress(done + 1, len(places))
+    return half
+
+
+class EngineBuilder:
+    """Loads the attention half and makes an engine of it, whatever its experts are reached through.
+
+    `log_fd`: the memory of its log; None without one. The descriptor is ours.
+    """
+
+    def __init__(self, start: StartWorker, opened: Opened, log_fd: int | None = None) -> None:
+        self._start = start
+        self._opened = opened
+        self._expert_io: ExpertIO = _no_experts
+        self.log: Log | None = None
+        self.writer: LogWriter | None = None
+        self.pausing: PausingCheckpoint | None = None
+        if log_fd is not None:
+            with memory_for(start.rank, LOG, opened.sizes.log.num_bytes):
+                self.log = Log(log_fd, opened.sizes.log)
+            os.close(log_fd)
+
+    def build(self, expert_io: ExpertIO, stepping: Stepping | None = None) -> Engine:
+        settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
+        decoder = Decoder(
+            self._opened.model,
+            Weights(self._opened.model, self._opened.checkpoint, settings.dtype, ops.device),
+            ops,
+            sizes.max_model_len,
+            progress=self._opened.loading.part("layers"),
+        )
+        kv_pool = self._make_pool(decoder)
+        if self.log is not None and not settings.pause_checkpoint_every:
+            self.writer = LogWriter(self.log, kv_pool.data_ptr())
+        forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
+        engine = Engine(
+            EngineConfig(
+                max_model_len=sizes.max_model_len,
+                max_num_seqs=settings.max_num_seqs,
+                max_num_batched_tokens=settings.max_num_batched_tokens,
+                max_prefill_while_decoding=settings.max_prefill_while_decoding,
+                block_size=settings.block_size,
+                num_blocks=sizes.num_blocks,
+                vocab_size=self._opened.model.vocab_size,
+                enable_prefix_caching=settings.enable_prefix_caching,
+            ),
+            ops,
+            forward,
+            journal=Journal(self.writer) if self.writer is not None else None,
+        )
+        if self.log is not None and settings.pause_checkpoint_every:
+            self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
+        warm_up(engine)  # alone: the experts may not be there yet
+        self._expert_io, forward.stepping = expert_io, stepping
+        return engine
+
+    def _make_pool(self, decoder: Decoder) -> Tensor:
+        """Not zeroed: pages are only touched, and paid for, as streams need them."""
+        shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.block_size)
+        if self.log is not None and self._start.settings.kv_log == "anchor":
+            return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
+        with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
+            return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
+
+
+def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
+    """Experts that answer nothing."""
+    return residual_TD

@@ -1,0 +1,97 @@
+"""The expert worker on CPUs: poll -> choose -> compute, in place -> answer."""
+
+import time
+
+from everserve.backends.cpu.lane import LaneShape
+from everserve.backends.cpu.lane_server import LaneServer
+from everserve.memory.liveness import Cell, PeerState, Warden
+from everserve.model.expert_half import ExpertHalf
+from everserve.seam.batching import BatchPolicy, Choice, Request, choose
+from everserve.tables.ids import Rank
+from everserve.tables.outputs import ExpertStats
+from everserve.wire.events import EventLog
+from everserve.wire.messages import StartWorker
+from everserve.worker.control import ControlEnd
+from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
+from everserve.worker.leave_request import LeaveRequest
+
+
+class ExpertLoop(ExpertService):
+    """Serves lanes in host memory."""
+
+    def __init__(
+        self,
+        start: StartWorker,
+        experts: ExpertHalf,
+        cell: Cell,
+        warden: Warden,
+        control: ControlEnd,
+        leave: LeaveRequest,
+        events: EventLog,
+        *,
+        policy: BatchPolicy | None = None,
+        spin_us: float = 0.0,
+    ) -> None:
+        super().__init__(start, cell, warden, control, leave, events)
+        self._policy = policy or BatchPolicy()
+        shape = LaneShape.of(experts.config, start.settings.max_num_batched_tokens)
+        self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
+        self._pending: list[Request] = []  # in order of arrival
+        self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
+        self._timeout_s = 0.0
+
+    def stats(self) -> ExpertStats:
+        return ExpertStats(
+            num_batches=self._num_batches,
+            num_rows=self._num_rows,
+            num_replayed_rows=self._num_replayed_rows,
+            num_stale=self._num_dropped + self._server.num_refused,
+        )
+
+    @property
+    def _num_pending(self) -> int:
+        return len(self._pending)
+
+    @property
+    def _has_news(self) -> bool:
+        return self._server.changed
+
+    def _note_news(self) -> None:
+        self._server.attend()
+
+    def _wait(self) -> None:
+        self._pending += self._server.poll(self._timeout_s, is_holding=bool(self._pending))
+
+    def _work(self) -> None:
+        choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)
+        if choice.batch:
+            self._compute(choice)
+        # The poll looks for new requests before it blocks, so it may block as soon as none is left.
+        self._timeout_s = min(choice.wait_s, ATTEND_EVERY_S) if self._pending else ATTEND_EVERY_S
+
+    def _healthy_positions(self) -> dict[Rank, int]:
+        return {rank: at for rank, at in self._server.positions.items() if self._customers[rank].is_healthy}
+
+    def _compute(self, choice: Choice) -> None:
+        self._asked_s = time.monotonic() if self._leave_at is not None else 0.0
+        self._num_rows += self._server.compute(choice.batch)
+        self._num_batches += 1
+        self._num_replayed_rows += sum(request.num_rows for request in choice.batch if request.replay)
+        self._pending = [request for request in self._pending if request not in choice.batch]
+
+    def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
+        self._server.open(rank, cell, lane_fd)
+
+    def _close(self, rank: Rank) -> None:
+        self._drop_pending(rank)
+        self._server.drop(rank)
+
+    def _note_health(self, rank: Rank, state: PeerState) -> None:
+        if state is PeerState.DIED:
+            self._drop_pending(rank)
+
+    def _drop_pending(self, rank: Rank) -> None:
+        """Nobody waits for these any more."""
+        kept = [request for request in self._pending if request.rank != rank]
+        self._num_dropped += len(self._pending) - len(kept)
+        self._pending = kept

@@ -1,0 +1,192 @@
+"""Lanes: the memory through which one attention worker and one expert worker exchange rows.
+
+    header | box 0 | box 1                     one lane; the anchor owns it, both workers map it
+
+    box    request, layer, epoch, sizes        the attention worker's line
+           answer, status                      the expert worker's line
+           token_R  slot_R                     for each row: which of x, and which slot is to compute it
+           x_TD                                each token once, however many of its experts are here
+           y_RD                                the answers, written by the expert worker
+
+A request is: fill a box, store its sequence number, ring the peer's cell; an answer likewise (csrc/lane.h). There are
+two boxes because an answer may be awaited in one, from a peer that was given up or not, while another request goes out.
+Boxes have room for the largest step; memory is only touched, and paid for, where it is used.
+
+x and y begin at whole numbers of rows from the beginning of the lane, and `LaneRegion` maps all lanes of a process at
+whole numbers of rows from one base: so one kernel call can compute rows of many boxes where they lie.
+
+This module needs neither torch nor numpy: whoever allocates lanes has no use for them.
+"""
+
+import ctypes
+import functools
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
+from everserve.model.config import ModelConfig
+from everserve.native import BuildError, library
+
+SOURCES = Path(__file__).parent / "csrc" / "lanes"
+NUM_BOXES = 2  # csrc/lane.h
+_MAGIC = 0x656E616C2D7365
+_LINE = 64
+_WORDS_BYTES = 2 * _LINE  # struct box
+_HEADER_BYTES = _LINE
+_FLOAT_BYTES = _INT32_BYTES = 4
+_MAX_INT32 = 2**31 - 1
+
+
+class Layout(ctypes.Structure):
+    """struct layout in csrc/lane.h."""
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("max_tokens", "top_k", "hidden_size"),
+            *("first_box", "box_bytes"),
+            *("tokens_at", "slots_at", "x_at", "y_at"),
+        )
+    ]
+    first_box: int
+    box_bytes: int
+    x_at: int
+    y_at: int
+
+
+@dataclass(frozen=True)
+class LaneShape:
+    """What a lane must have room for: all tokens of a step, all of their experts on one worker."""
+
+    max_tokens: int
+    top_k: int
+    hidden_size: int
+
+    def __post_init__(self) -> None:
+        assert min(self.max_tokens, self.top_k, self.hidden_size) > 0, self
+
+    @classmethod
+    def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
+        """Whoever allocates a lane and both its ends must come to the same shape: by this. (A model without experts has
+        no lanes; its shape only has to be possible.)"""
+        return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_tokens * self.top_k
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * _FLOAT_BYTES
+
+    def layout(self) -> Layout:
+        unit = math.lcm(_LINE, self.row_bytes)  # rows begin where lines begin
+        indices_bytes = _up(self.max_rows * _INT32_BYTES, _LINE)
+        tokens_at = _WORDS_BYTES
+        slots_at = tokens_at + indices_bytes
+        x_at = _up(slots_at + indices_bytes, unit)
+        y_at = _up(x_at + self.max_tokens * self.row_bytes, unit)
+        box_bytes = _up(y_at + self.max_rows * self.row_bytes, unit)
+        first_box = _up(_HEADER_BYTES, unit)
+        return Layout(
+            self.max_tokens, self.top_k, self.hidden_size, first_box, box_bytes, tokens_at, slots_at, x_at, y_at
+        )
+
+    def lane_bytes(self) -> int:
+        """How much memory a lane needs: a whole number of pages and of rows."""
+        layout = self.layout()
+        return _up(layout.first_box + NUM_BOXES * layout.box_bytes, math.lcm(mmap.PAGESIZE, self.row_bytes))
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+class LaneRegion:
+    """Addresses for the lanes of one process, and what is mapped there."""
+
+    def __init__(self, shape: LaneShape, max_lanes: int) -> None:
+        self.lane_bytes = shape.lane_bytes()
+        self.num_bytes = max_lanes * self.lane_bytes
+        self.num_rows = self.num_bytes // shape.row_bytes
+        if self.num_rows > _MAX_INT32:
+            raise ValueError(f"{max_lanes} lanes of {shape} have more rows than an index can count")
+        self.base: int = _checked(load().brief.es_region_reserve(self.num_bytes))
+        self._free = [self.base + i * self.lane_bytes for i in reversed(range(max_lanes))]
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def map(self, fd: int) -> int:
+        """Map a lane; returns its address. The descriptor stays the caller's, who may close it."""
+        size = os.fstat(fd).st_size
+        if size < self.lane_bytes:  # reading beyond the end would be SIGBUS
+            raise ValueError(f"a lane has {self.lane_bytes} bytes, this memory has {size}")
+        address = self._free.pop()
+        _checked(load().brief.es_region_map(address, self.lane_bytes, fd))
+        return address
+
+    def unmap(self, address: int) -> None:
+        assert address not in self._free, "unmapped twice"
+        _checked(load().brief.es_region_unmap(address, self.lane_bytes))
+        self._free.append(address)
+
+    def close(self) -> None:
+        """Let go of everything; no address is valid afterwards."""
+        if self.num_bytes:
+            _checked(load().brief.es_region_release(self.base, self.num_bytes))
+        self.num_bytes = 0
+        self._free.clear()
+
+
+def write_header(address: int, shape: LaneShape, attention: tuple[int, int], expert: tuple[int, int]) -> None:
+    """Sign a lane with its shape and with the rank and incarnation of both ends."""
+    header = (ctypes.c_int64 * 8).from_address(address)
+    header[:] = [_MAGIC, shape.max_tokens, shape.top_k, shape.hidden_size, *attention, *expert]
+
+
+class Library:
+    """The functions of csrc/*.c."""
+
+    def __init__(self) -> None:
+        path = str(library("lanes", SOURCES, headers=[CELL_SOURCES]))
+        try:
+            self.blocking = ctypes.CDLL(path)  # gives up the interpreter's lock around a call
+            self.brief = ctypes.PyDLL(path)
+        except OSError as e:
+            raise BuildError(f"cannot load the lanes library: {e}") from e
+        pointer, int64 = ctypes.c_void_p, ctypes.c_int64
+        signatures: list[tuple[Any, list[Any], Any]] = [
+            (self.brief.es_region_reserve, [int64], int64),
+            (self.brief.es_region_map, [int64, int64, int64], int64),
+            (self.brief.es_region_unmap, [int64, int64], int64),
+            (self.brief.es_region_release, [int64, int64], int64),
+            (self.blocking.es_lane_exchange, [pointer], int64),
+            (self.blocking.es_lane_wait, [pointer], int64),
+            (self.brief.es_lane_send, [pointer], int64),
+            (self.brief.es_lane_settle, [pointer], None),
+            (self.brief.es_lane_retire, [pointer, pointer], None),
+            (self.brief.es_lane_count_stale, [pointer, pointer], None),
+            (self.blocking.es_lane_poll, [pointer], int64),
+            (self.brief.es_lane_gather, [pointer, int64, int64], int64),
+            (self.brief.es_lane_answer, [pointer, int64], None),
+        ]
+        for function, arguments, result in signatures:
+            function.argtypes, function.restype = arguments, result
+
+
+@functools.cache
+def load() -> Library:
+    """Compiled on first use."""
+    return Library()
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        raise OSError(-result, os.strerror(-result))
+    return result

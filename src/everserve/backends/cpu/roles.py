@@ -1,0 +1,96 @@
+"""The two roles of a worker that computes on CPUs."""
+
+from collections.abc import Sequence
+
+from everserve.backends.cpu import lane, ops
+from everserve.backends.cpu.build import EngineBuilder, Opened, has_spare_cores, load_experts, open_model
+from everserve.backends.cpu.expert_loop import ExpertLoop
+from everserve.backends.cpu.lane import LaneShape
+from everserve.backends.cpu.local_experts import LocalExperts
+from everserve.backends.cpu.peers import ExpertPeers
+from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.kvlog import library
+from everserve.kvlog.log import Log
+from everserve.memory import liveness
+from everserve.memory.names import LOG
+from everserve.tables.ids import Role
+from everserve.wire.channel import Channel
+from everserve.wire.messages import StartWorker
+from everserve.worker.expert_service import ExpertService
+from everserve.worker.lease import LEASE_S
+from everserve.worker.logs import KeptLogs
+from everserve.worker.parts import AttentionParts, Seam, Surroundings
+
+_SPIN_US = 50.0  # before a worker that waits for another one sleeps
+
+
+def prepare() -> None:
+    """Compile, if that was never done on this machine, and load."""
+    ops.unavailable()
+    lane.load()
+    library.load()
+    liveness.load()
+
+
+def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
+    """On CPUs nothing is left to do."""
+
+
+def build_attention(around: Surroundings) -> AttentionParts:
+    """Own requests and their KV."""
+    start, log_fd = around.start, around.memory.get(LOG)
+    opened = open_model(start, around.loading)
+    builder = EngineBuilder(start, opened, log_fd)
+    seam: Seam | None = None
+    if Role.EXPERT in start.roles:
+        engine = builder.build(LocalExperts(load_experts(opened, start.settings.dtype, slots=None)))
+    else:
+        peers, experts = _reach_experts(around, opened)
+        seam = Seam(peers, experts)
+        engine = builder.build(experts, stepping=experts)
+        if builder.writer is not None:
+            experts.do_meanwhile(*builder.writer.meanwhile)
+    logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
+    num_slots = opened.model.num_experts if seam is None else 0
+    return AttentionParts(engine, seam, logs, opened.ops.name, num_slots, builder.pausing)
+
+
+def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
+    """Own expert slots. Returns the name of the ops too."""
+    start = around.start
+    opened = open_model(start, around.loading)
+    loop = ExpertLoop(
+        start,
+        load_experts(opened, start.settings.dtype, start.slots),
+        around.cell,
+        around.warden,
+        around.control,
+        around.leave,
+        around.events,
+        spin_us=_spin_us(around),
+    )
+    return loop, opened.ops.name
+
+
+def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, RemoteExperts]:
+    start, model = around.start, opened.model
+    shape = LaneShape.of(model, start.settings.max_num_batched_tokens)
+    peers = ExpertPeers(
+        start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
+    )
+    experts = RemoteExperts(
+        peers,
+        opened.ops,
+        detect_ms=around.detect_ms,
+        lease_s=LEASE_S,
+        on_control=around.on_control,
+        on_suspect=around.on_suspect,
+        on_replay=around.on_replay,
+        spin_us=_spin_us(around),
+        fixed_routes=start.settings.fixed_routes,
+    )
+    return peers, experts
+
+
+def _spin_us(around: Surroundings) -> float:
+    return _SPIN_US if has_spare_cores(around.start.num_workers) else 0.0

@@ -1,0 +1,26 @@
+"""Which ops this machine should use."""
+
+import logging
+import os
+
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.model.config import ModelConfig
+from everserve.model.ops import Ops
+
+log = logging.getLogger(__name__)
+
+
+def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> Ops:
+    """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
+    from everserve.backends.cpu import ops as native  # noqa: PLC0415 (only who computes needs it)
+
+    reason = native.unsupported(head_size=model.head_size, num_experts=model.num_experts) or native.unavailable()
+    if reason is None:
+        return native.NativeOps(num_threads=num_threads or default_num_threads())
+    log.warning("no native kernels (%s): using plain PyTorch, which is several times slower", reason)
+    return ReferenceOps(batch_invariant=batch_invariant)
+
+
+def default_num_threads() -> int:
+    """One per core that this process may use."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,25 @@
+"""Workers that compute on an NVIDIA GPU.
+
+roles.py           the two roles of a worker, put together
+build.py           from a StartWorker message to what they are made of
+expert_loop.py     the loop of an expert worker: keep the device supplied with graphs
+rehearsal.py       what a spare does ahead of need
+sampling.py        every way of choosing a token once, before a stream needs it
+
+captured.py        a step: new contents for fixed addresses, and the replay of graphs
+recorder.py        one pass over the model, captured as a chain of graphs
+graphs.py          graphs that were captured one by one, launched as one
+staging.py         a step's rows on their way to the device
+device_batch.py    the rows of one step in device memory, with attention cut into items of work
+report.py          how a step on the device ends: what it tells the host
+waiting.py         waiting for that (csrc/)
+
+placed_weights.py  weights in places that were planned for them
+weights_state.py   what a seat's weights memory holds, for the next incarnation
+logs.py            a worker's own KV log, and those of others
+predecessor.py     until nothing of the worker that had this KV pool before can write there
+
+ops/               the arithmetic: Triton kernels, and `Ops` over them
+lanes/             rows between workers, by kernels
+log/               the KV log of a pool in device memory
+"""

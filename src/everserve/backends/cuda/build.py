@@ -1,0 +1,244 @@
+"""From a StartWorker message to what computes on a GPU.
+
+Weights lie in memory of the seat, which outlives its workers: the first one fills it, the next ones find it full and
+load nothing.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.captured import CapturedForward
+from everserve.backends.cuda.lanes.lane import CudaLaneShape
+from everserve.backends.cuda.lanes.server import CudaServer
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.placed_weights import PlacedWeights
+from everserve.backends.cuda.recorder import Recorder
+from everserve.backends.cuda.weights_state import WeightsState, identity_of
+from everserve.engine.engine import EngineConfig
+from everserve.engine.sizing import KvSizes
+from everserve.memory.device import Driver, Mapping
+from everserve.memory.names import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.model.fingerprint import check_unchanged
+from everserve.model.layout import Weights, check_checkpoint
+from everserve.model.random_weights import RandomCheckpoint
+from everserve.plan.steps import StepWork
+from everserve.plan.weights import PlannedTensor, WeightsPlan
+from everserve.seam.captured import CapturedExperts
+from everserve.tables.ids import Role
+from everserve.tables.placement import EMPTY
+from everserve.wire.messages import StartWorker
+from everserve.worker.loading import Loading
+
+_MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while others wait: some TB/s, or some GB/s
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device, opened, and what is to be computed on it."""
+
+    start: StartWorker
+    torch_device: torch.device
+    driver: Driver
+    model: ModelConfig
+    checkpoint: Checkpoint
+    sizes: KvSizes
+    ops: CudaOps
+    loading: Loading
+
+
+def open_device(start: StartWorker, loading: Loading) -> Device:
+    """Check everything that can be checked from headers. Raises UserError with one clear line."""
+    settings = start.settings
+    model = ModelConfig.from_directory(Path(settings.model))
+    torch_device = torch.device("cuda", start.device_index)
+    torch.cuda.set_device(torch_device)
+    torch.set_grad_enabled(False)
+    checkpoint: Checkpoint
+    if settings.load_format == "dummy":
+        checkpoint = RandomCheckpoint(Path(settings.model), model, torch_device)
+    else:
+        checkpoint = Checkpoint.open(Path(settings.model))
+        check_checkpoint(model, checkpoint)
+    sizes = KvSizes.of(model, settings)
+    torch.zeros(1, device=torch_device)  # the context
+    driver = Driver(start.device_index)
+    ops = CudaOps(
+        torch_device,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=sizes.max_model_len,
+        share=start.num_attention_on_device,
+    )
+    return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
+
+
+class SeatWeights:
+    """The weights of one seat, in its memory. `is_complete`: a predecessor has loaded them."""
+
+    def __init__(self, device: Device, memory: dict[str, int]) -> None:
+        start, model = device.start, device.model
+        self._device = device
+        self.num_slots = _num_slots(device)
+        self.plan = self.plan_of(device)
+        self._mapping = Mapping(device.driver, memory[WEIGHTS], self.plan.num_bytes)
+        self._state = WeightsState(memory[WEIGHTS_STATE])
+        for kind in (WEIGHTS, WEIGHTS_STATE):
+            os.close(memory[kind])
+        settings = start.settings
+        source = f"{settings.load_format}:{settings.model}:{settings.fingerprint}"
+        self._identity = identity_of(source, model, settings.dtype, start.roles, start.slots)
+        self.is_complete = self._state.holds(self._identity)
+        if not self.is_complete:
+            check_unchanged(settings.model, settings.fingerprint)
+            self._state.begin(self._identity)
+
+    @staticmethod
+    def plan_of(device: Device) -> WeightsPlan:
+        return WeightsPlan.of(device.model, device.start.roles, _num_slots(device))
+
+    def view(self, tensor: PlannedTensor) -> Tensor:
+        return tensor_at(self._mapping.address + tensor.offset, tensor.shape)
+
+    def placed(self) -> PlacedWeights:
+        """For a Decoder."""
+        device = self._device
+        return PlacedWeights(
+            device.model, device.checkpoint, device.torch_device, self.plan, self.view, self.is_complete
+        )
+
+    def arena(self) -> ExpertArena | None:
+        """The experts of this seat, loaded; None if the model has none."""
+        plan, model, slots = self.plan, self._device.model, self._device.start.slots
+        if not model.moe_layers:
+            return None
+        gate_up, down = self.view(plan.tensor("expert_gate_up")), self.view(plan.tensor("expert_down"))
+        arena = ExpertArena(gate_up, down, num_layers=len(model.moe_layers), num_slots=self.num_slots)
+        if self.is_complete:
+            return arena
+        weights = Weights(model, self._device.checkpoint, "bfloat16", self._device.torch_device)
+        places = [
+            (index, layer, expert, slot)
+            for index, layer in enumerate(model.moe_layers)
+            for slot, expert in enumerate(slots.experts[index] if slots is not None else range(model.num_experts))
+            if expert != EMPTY
+        ]
+        progress = self._device.loading.part("experts")
+        for done, (index, layer, expert, slot) in enumerate(places):
+            sources = weights.layout.expert(layer, expert)
+            parts = [weights.load_temporary(source) for source in (sources.gate, sources.up, sources.down)]
+            arena.fill(index, slot, *parts)
+            progress(done + 1, len(places))
+        return arena
+
+    def filled(self) -> Tensor:
+        """1 where a slot holds an expert."""
+        slots, model = self._device.start.slots, self._device.model
+        if slots is None:
+            return torch.ones(len(model.moe_layers), self.num_slots, dtype=torch.int32)
+        return (torch.tensor(slots.experts) != EMPTY).to(torch.int32)
+
+    def complete(self) -> None:
+        """Everything is loaded: say so to those who come after us."""
+        torch.cuda.synchronize(self._device.torch_device)
+        self._state.complete(self._identity)
+
+
+def _num_slots(device: Device) -> int:
+    """Expert slots per layer; 0 without the expert role."""
+    start = device.start
+    num_slots = start.slots.num_slots if start.slots is not None else device.model.num_experts
+    return num_slots if Role.EXPERT in start.roles else 0
+
+
+def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
+    """Whoever allocates a lane and both its ends must come to the same shape."""
+    model, settings = device.model, device.start.settings
+    return CudaLaneShape(
+        settings.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+    )
+
+
+def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
+    return Decoder(
+        device.model,
+        weights.placed(),
+        device.ops,
+        device.sizes.max_model_len,
+        progress=device.loading.part("layers"),
+    )
+
+
+def make_pool(device: Device, decoder: Decoder) -> Tensor:
+    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.block_size)
+    return torch.empty(shape, dtype=torch.bfloat16, device=device.torch_device)
+
+
+def make_recorder(device: Device) -> Recorder:
+    return Recorder(torch.cuda.Stream(device.torch_device, priority=-1))
+
+
+def build_forward(
+    device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
+) -> CapturedForward:
+    settings = device.start.settings
+    return CapturedForward(
+        decoder,
+        kv_pool,
+        experts,
+        recorder,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_blocks=-(-device.sizes.max_model_len // settings.block_size),
+        progress=device.loading.part("graphs"),
+    )
+
+
+def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServer:
+    arena = weights.arena()
+    assert arena is not None, "an expert worker has experts"
+    bell = Mapping(device.driver, bell_fd, BELL_BYTES)
+    os.close(bell_fd)
+    return CudaServer(
+        device.driver,
+        arena,
+        lane_shape(device, weights.num_slots),
+        device.start.num_attention,
+        weights.filled(),
+        bell_at(bell.address, device.start.incarnation),
+        device.torch_device,
+    )
+
+
+def engine_config(device: Device) -> EngineConfig:
+    settings, sizes = device.start.settings, device.sizes
+    return EngineConfig(
+        max_model_len=sizes.max_model_len,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_prefill_while_decoding=settings.max_prefill_while_decoding,
+        block_size=settings.block_size,
+        num_blocks=sizes.num_blocks,
+        vocab_size=device.model.vocab_size,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        work=StepWork.of(device.model, device.start.num_attention_on_device),
+    )
+
+
+class _Array:
+    """Device memory that torch does not own."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<i2", "version": 3}
+
+
+def tensor_at(address: int, shape: tuple[int, ...]) -> Tensor:
+    """bfloat16, which the interface does not know: 16-bit integers, looked at differently."""
+    return torch.as_tensor(_Array(address, shape), device="cuda").view(torch.bfloat16)

@@ -1,0 +1,164 @@
+"""CapturedForward: a step is new contents for fixed addresses, and the replay of graphs.
+
+    fill -> launch -> (meanwhile: the host does what can wait) -> wait for the report -> heal and go on, or done
+
+Steps come in *buckets* of rows: a step goes into the smallest one that has room, the rest of it is padding. Everything
+that may change between steps, or in one (who is there, where experts are), is read by the graphs from memory, so
+nothing is ever captured again.
+
+The device does not decide anything. A step whose experts do not all answer stops there: every kernel after that finds
+the word `stop` set and does nothing, so all that is needed to go on is where it was. The host changes the tables, has
+the rows sent again (the chain's aside) and launches the rest of the chain.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.recorder import Chain, Recorder
+from everserve.backends.cuda.report import Report
+from everserve.backends.cuda.staging import Staging
+from everserve.engine.batching import Rows
+from everserve.errors import StepAbandoned
+from everserve.model.decoder import Decoder
+from everserve.seam.captured import CapturedExperts
+from everserve.seam.outcomes import Outcome
+
+_DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
+_MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
+
+
+class _Bucket:
+    def __init__(self, staging: Staging, chain: Chain, hidden_TD: Tensor, logits_LV: Tensor) -> None:
+        self.staging = staging
+        self.chain = chain
+        self.hidden_TD = hidden_TD
+        self.logits_LV = logits_LV
+        self.lasted_ns = 0  # the last step in it
+
+
+class CapturedForward:
+    """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv_pool: Tensor,
+        experts: CapturedExperts,
+        recorder: Recorder,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_blocks: int,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        assert isinstance(decoder.ops, CudaOps)
+        self._decoder = decoder
+        self._ops = decoder.ops
+        self._kv_pool = kv_pool
+        self._experts = experts
+        self._recorder = recorder
+        self._stream = recorder.stream
+        self._max_num_seqs = max_num_seqs
+        self._max_blocks = max_blocks
+        self._report = Report(max_num_seqs, self._ops.device)
+        self._num_reports = 0
+        sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
+        sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
+        self._buckets: list[_Bucket] = []
+        for done, (num_rows, is_mixed) in enumerate(
+            reversed(sizes)
+        ):  # the largest first: the others fit into its memory
+            self._buckets.insert(0, self._capture(num_rows, is_mixed))
+            if progress is not None:
+                progress(done + 1, len(sizes))
+
+    @property
+    def num_captures(self) -> int:
+        return self._recorder.num_captures
+
+    def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
+        bucket = self._bucket_for(rows)
+        with torch.cuda.stream(self._stream):
+            self._experts.begin_step(len(rows.tokens_T))
+            bucket.staging.fill(rows)
+            self._launch(bucket, 0)
+        began_ns = time.monotonic_ns()
+        meanwhile()
+        try:
+            self._complete(bucket, due_ns=began_ns + bucket.lasted_ns)
+            bucket.lasted_ns = time.monotonic_ns() - began_ns
+        except StepAbandoned:  # it has stopped. After anything else the device may wait for a flag that nobody sets
+            self._experts.end_step()
+            raise
+        self._experts.end_step()
+        num_logits = len(rows.logits_rows_L)
+        if num_logits > len(bucket.logits_LV):  # logprobs of prompts: rare
+            wanted = torch.tensor(rows.logits_rows_L, dtype=torch.int32, device=self._ops.device)
+            return self._decoder.logits(bucket.hidden_TD, wanted)
+        logits_LV = bucket.logits_LV[:num_logits]
+        self._ops.note_greedy(logits_LV, self._report.tokens(num_logits))
+        return logits_LV
+
+    def _complete(self, bucket: _Bucket, due_ns: int) -> None:
+        """Until the step has ended as it should. StepAbandoned if it cannot."""
+        while True:
+            outcome = self._experts.wait(self._report.address, self._num_reports, due_ns)
+            if outcome != Outcome.DONE:
+                self._experts.attend(outcome)
+            elif not self._report.stop:
+                return
+            else:
+                self._go_on(bucket, self._report.stop - 1)
+
+    def _go_on(self, bucket: _Bucket, moe_layer: int) -> None:
+        with torch.cuda.stream(self._stream):
+            self._ops.words.stop.zero_()
+            must_resend = self._experts.heal(moe_layer, self._report.missing, self._report.absent)
+            if must_resend:
+                bucket.chain.asides[moe_layer].replay()
+            self._launch(bucket, moe_layer + 1)
+
+    def _launch(self, bucket: _Bucket, first: int) -> None:
+        bucket.chain.launch(first)
+        self._num_reports += 1
+
+    def _bucket_for(self, rows: Rows) -> _Bucket:
+        num_rows, num_seqs = len(rows.tokens_T), len(rows.block_tables_SB)
+        is_mixed = num_rows > num_seqs
+        return next(
+            bucket
+            for bucket in self._buckets
+            if bucket.staging.num_rows >= num_rows and (bucket.staging.is_mixed or not is_mixed)
+        )
+
+    def _capture(self, num_rows: int, is_mixed: bool) -> _Bucket:
+        config, block_size = self._decoder.config, self._kv_pool.shape[4]
+        group = config.num_heads // config.num_kv_heads
+        staging = Staging(
+            num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device
+        )  # fmt: skip
+        with torch.cuda.stream(self._stream):
+            self._run(staging)  # once for nobody: kernels are compiled and loaded
+            self._num_reports += 1
+        torch.cuda.synchronize()
+        with self._recorder.record() as chain:
+            hidden_TD, logits_LV = self._run(staging)
+        with torch.cuda.stream(self._stream):
+            self._num_reports += chain.rehearse()  # for nobody too
+        torch.cuda.synchronize()
+        return _Bucket(staging, chain, hidden_TD, logits_LV)
+
+    def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
+        hidden_TD = self._decoder.run(staging.batch, self._kv_pool, self._experts)
+        logits_LV = self._decoder.logits(hidden_TD, staging.batch.logits_rows_L)
+        self._report.launch(self._ops.words, self._ops.greedy(logits_LV))
+        return hidden_TD, logits_LV
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> list[int]:
+    """Those below the limit, and the limit."""
+    return [*(size for size in sizes if size < limit), limit]

@@ -1,0 +1,19 @@
+"""Lanes in the memory of a GPU: the same exchange as in backends/cpu/csrc/lanes, by kernels instead of C, so that
+whole steps can be queued on the device without the host looking at any layer.
+
+    lane.py     how a lane is laid out
+    words.py    its words, as kernels see them
+    send.py     the attention worker's kernels: plan, post, collect
+    serve.py    the expert worker's kernels: choose, gather, answer
+    peers.py    an attention worker's lanes; remote_experts.py: its experts, as a captured step reaches them
+    server.py   an expert worker's lanes, and the graphs that serve them
+    local_experts.py  both halves on one device: no lanes at all
+
+    attention worker's stream                              expert worker's stream
+    plan -> post ─────────────────── request ────────────> choose -> gather -> gate_up -> down -> answer
+    (wait until flag >= 0)  <──────── flag ──────────────────────────────────────────────────────────┘
+    collect
+
+Nobody waits inside a kernel except `choose`, and that not for long: the attention worker's stream waits by itself
+(cuStreamBatchMemOp), which costs nothing and which anybody can end by writing to the flag.
+"""

@@ -1,0 +1,89 @@
+"""How a lane in device memory is laid out. (What a lane is: everserve.backends.cpu.lane.)
+
+    flag | answer | status | request | position | counts 0, 1 | x 0 | y 0 | x 1 | y 1
+
+    flag      int32   what the attention worker's stream waits for: -1 when something was sent, 0 when it was answered.
+                      Whoever wants to end the wait writes 0; whether the answer is there is for `answer` to say.
+    answer    int64   the sequence number that was answered last
+    status    int64   of that answer: 0 computed, otherwise why not (everserve.backends.cpu.lane.STATUSES)
+    request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
+                      begins: this is the first of a step, and the one to let it begin: there may be no rows
+    position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
+    counts    int32   for each slot: how many of the box's rows it is to compute; rows are sorted by slot
+    x, y      bf16    max_tokens * top_k rows each
+
+A new lane is all zeros, and that is how it begins: neither end has to do anything before the other may use it.
+Words that are waited for are 128 bytes apart. x and y begin at whole numbers of rows from the beginning of the lane,
+and lanes of one process lie lane_bytes() apart, by rank: so any row is an index from the first lane's beginning.
+
+This module needs neither torch nor triton: whoever allocates lanes has no use for them.
+"""
+
+import math
+from dataclasses import dataclass
+
+NUM_BOXES = 2
+_LINE = 128
+FLAG_AT, ANSWER_AT, STATUS_AT, REQUEST_AT, POSITION_AT, _COUNTS_AT = range(0, 6 * _LINE, _LINE)
+_GRANULE = 2 << 20  # of device memory
+_BF16_BYTES = 2
+_INT32_BYTES = 4
+_MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class CudaLaneShape:
+    """What a lane must have room for: all tokens of a step, all of their experts on one worker."""
+
+    max_tokens: int
+    top_k: int
+    hidden_size: int
+    num_slots: int
+
+    def __post_init__(self) -> None:
+        assert min(self.max_tokens, self.top_k, self.num_slots) > 0, self
+        assert self.hidden_size > 0 and self.hidden_size % 8 == 0, "rows begin at multiples of 16 bytes"
+
+    @property
+    def max_rows(self) -> int:
+        return self.max_tokens * self.top_k
+
+    @property
+    def row_bytes(self) -> int:
+        return self.hidden_size * _BF16_BYTES
+
+    @property
+    def counts_bytes(self) -> int:
+        """From the counts of one box to those of the next."""
+        return _up(self.num_slots * _INT32_BYTES, _LINE)
+
+    def counts_at(self, box: int) -> int:
+        return _COUNTS_AT + box * self.counts_bytes
+
+    @property
+    def box_rows(self) -> int:
+        """From the rows of one box to those of the next."""
+        return 2 * self.max_rows
+
+    def first_x(self, box: int) -> int:
+        """The first row of x, counted from the beginning of the lane."""
+        return -(-self.counts_at(NUM_BOXES) // self.row_bytes) + box * self.box_rows
+
+    def first_y(self, box: int) -> int:
+        return self.first_x(box) + self.max_rows
+
+    def lane_bytes(self) -> int:
+        """How much memory a lane needs, and how far lanes are apart: a whole number of granules and of rows."""
+        return _up(self.first_x(NUM_BOXES) * self.row_bytes, math.lcm(_GRANULE, self.row_bytes))
+
+    def lane_rows(self) -> int:
+        return self.lane_bytes() // self.row_bytes
+
+    def check(self, num_lanes: int) -> None:
+        """Can so many lanes be in one process?"""
+        if num_lanes * self.lane_rows() > _MAX_INT32:
+            raise ValueError(f"{num_lanes} lanes of {self} have more rows than an index can count")
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

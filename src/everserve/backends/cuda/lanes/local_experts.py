@@ -1,0 +1,62 @@
+"""LocalCudaExperts: both halves on one device, in one process."""
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.ops.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.waiting import load
+from everserve.seam.outcomes import Outcome
+
+_LOOK_EVERY_NS = 1_000_000_000
+_NAP_NS = 20_000
+
+
+class LocalCudaExperts:
+    """`CapturedExperts` in one process: expert e is in slot e, and there is never anything to heal.
+
+    `arena` is None for a model without experts, which is never called.
+    """
+
+    def __init__(self, ops: CudaOps, arena: ExpertArena | None, moe_layers: tuple[int, ...], num_experts: int) -> None:
+        if arena is None:
+            assert not moe_layers
+        else:
+            assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)
+        self._ops = ops
+        self._arena = arena
+        self._num_experts = num_experts
+        self._slot_of_N = torch.arange(num_experts, dtype=torch.int32, device=ops.device)
+        layers = torch.arange(len(moe_layers), dtype=torch.int32, device=ops.device)
+        self._layer_at = {layer: layers[i : i + 1] for i, layer in enumerate(moe_layers)}
+
+    def __call__(
+        self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
+    ) -> Tensor:
+        assert self._arena is not None, "this model has no experts"
+        arena, stop, layer_at, num_rows = self._arena, self._ops.words.stop, self._layer_at[layer], ids_TK.numel()
+        cut = cut_for(-(-2 * num_rows // self._num_experts))  # experts are not asked evenly
+        plan = plan_local(ids_TK, self._slot_of_N, arena.num_slots, cut, stop)
+        h_RF = hidden_TD.new_empty(num_rows, arena.expert_size)
+        gate_up(hidden_TD.data_ptr(), plan.src_R, arena, layer_at, plan.tiles, h_RF, stop)
+        y_RD = hidden_TD.new_empty(num_rows, arena.hidden_size)
+        down(h_RF, arena, layer_at, plan.tiles, y_RD.data_ptr(), None, stop)
+        return combine(y_RD.data_ptr(), plan.pos_TK, weights_TK, residual_TD, stop)
+
+    def begin_step(self, num_rows: int) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def wait(self, address: int, want: int, due_ns: int) -> int:
+        outcome: int = load()(address, want, None, 0, None, 0, _LOOK_EVERY_NS, _NAP_NS, due_ns)
+        return outcome
+
+    def attend(self, outcome: int) -> None:
+        """A step that takes longer than a second: a very large one, or the device is lost, which it would say."""
+        assert outcome == Outcome.TIMEOUT
+        torch.cuda.current_stream(self._ops.device).query()
+
+    def heal(self, moe_layer: int, missing: int, absent: int) -> bool:
+        raise AssertionError(f"a step without others stopped in layer {moe_layer}")

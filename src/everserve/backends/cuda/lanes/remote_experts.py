@@ -1,0 +1,220 @@
+"""CudaExperts: the experts are in other processes, which may die, hang or come back at any moment; rows go there and
+back without the host.
+
+Recorded, for each layer:   plan -> post | wait for all flags -> collect
+
+The host waits for the end of the whole step. If somebody is suspected meanwhile, it writes that lane's flag, so that
+the device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
+
+    the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
+    an expert has no candidate                                        StepAbandoned, and the step is repeated later
+
+A flag that was written for nothing does no harm: the step stops, and goes on waiting from there. What is to be told
+about all that is told when the rows are on their way: words can wait, rows cannot.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.lane import FLAG_AT
+from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.waiting import load
+from everserve.errors import StepAbandoned
+from everserve.memory.device import Driver
+from everserve.seam.outcomes import STATUSES, Outcome
+from everserve.seam.trust import Suspicion
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.symptoms import Symptom
+
+_NAP_NS = 20_000
+_RETRY_NS = 200_000  # how often flags are written while a step does not end
+_GIVE_UP = 20  # looks, detect_ms apart, at a peer that lives and does not answer
+LARGE_STEP = 256  # rows; a cell's position is 1 instead of 0 in larger ones
+Cut = Callable[[Callable[[], None]], None]
+
+
+class CudaExperts:
+    """`CapturedExperts` over lanes.
+
+    cut(aside)   where the recording may be taken up again; `aside` is recorded for that case
+    The others as in RemoteExperts.
+    """
+
+    def __init__(
+        self,
+        peers: CudaPeers,
+        ops: CudaOps,
+        driver: Driver,
+        cut: Cut,
+        *,
+        detect_ms: float,
+        lease_s: float,
+        on_control: Callable[[], None],
+        on_suspect: Callable[[Rank, Incarnation, Symptom], None],
+        on_replay: Callable[[Rank, int, int], None],
+    ) -> None:
+        self.num_replayed_rows = 0
+        self._peers = peers
+        self._state = peers.state
+        self._ops = ops
+        self._driver = driver
+        self._cut = cut
+        self._timeout_ns = round(detect_ms * 1e6)
+        self._lease_s = lease_s
+        self._on_control = on_control
+        self._on_suspect = on_suspect
+        self._on_replay = on_replay
+        self._index = {layer: i for i, layer in enumerate(peers.moe_layers)}
+        self._flags = [
+            self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
+        ]
+        self._must_release = False
+        self._looks: dict[Rank, tuple[int, int]] = {}  # at those who do not answer: how many, after which answer
+        self._looked_ns = 0
+        self._alarm_seen = self._control_seen = 0
+        self._untold: list[Callable[[], None]] = []
+
+    # -- recorded --------------------------------------------------------------------------------
+
+    def __call__(
+        self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
+    ) -> Tensor:
+        index = self._index[layer]
+        y_row_TK = self._send(index, ids_TK, hidden_TD, is_replay=False)
+
+        def send_again() -> None:
+            y_row_TK.copy_(self._send(index, ids_TK, hidden_TD, is_replay=True))  # rows lie elsewhere now
+
+        self._cut(send_again)
+        self._driver.wait_all_geq(torch.cuda.current_stream().cuda_stream, self._flags, 0)
+        return send.collect(self._state, y_row_TK, weights_TK, residual_TD, index)
+
+    def _send(self, index: int, ids_TK: Tensor, hidden_TD: Tensor, is_replay: bool) -> Tensor:
+        peers, state = self._peers, self._state
+        y_row_TK = send.plan(state, ids_TK, peers.place_of_LN[index], peers.expert_at_LP[index], index)
+        # After the last layer comes the first one of the next step.
+        send.post(state, hidden_TD, y_row_TK, index, (index + 1) % len(self._index), replay=is_replay)
+        return y_row_TK
+
+    # -- step by step ----------------------------------------------------------------------------
+
+    def begin_step(self, num_rows: int) -> None:
+        peers = self._peers
+        peers.upload()
+        peers.is_in_step = True
+        peers.cell.position = int(num_rows > LARGE_STEP)
+        self._looks.clear()
+        self._looked_ns = time.monotonic_ns()
+        self._wake_the_idle()
+
+    def end_step(self) -> None:
+        self._peers.is_in_step = False
+        self._must_release = False
+        self._peers.sweep()
+
+    def rehearse(self) -> None:
+        """What is only done when something is wrong, or nothing is to be done: once, before there is anybody."""
+        self.rest()
+        self._state.homeless.zero_()
+        for rank in map(Rank, self._peers.expert_ranks):
+            self._peers.release(rank)
+            self._peers.is_awaited(rank)
+            self._peers.has_refused(rank)
+
+    def rest(self) -> None:
+        """There is nothing to compute for a while, or a step is given up: nobody should wait for us."""
+        self._peers.cell.position = -1
+        send.announce(self._state, -1)
+
+    def wait(self, address: int, want: int, due_ns: int) -> int:
+        peers = self._peers
+        while self._untold:
+            self._untold.pop(0)()
+        outcome: int = load()(
+            address, want, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
+            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS, due_ns,
+        )  # fmt: skip
+        return outcome
+
+    def attend(self, outcome: int) -> None:
+        peers, suspicions = self._peers, []
+        if outcome == Outcome.ATTEND:
+            # The words are read first: what comes later rings again.
+            self._alarm_seen, self._control_seen = peers.warden.alarm, peers.cell.control
+            suspicions = peers.look()
+        elif not self._must_release or time.monotonic_ns() - self._looked_ns >= self._timeout_ns:
+            suspicions = self._look_at_the_silent()
+        self._on_control()
+        self._wake_the_idle()
+        given_up = peers.given_up
+        self._must_release = bool(given_up)
+        for rank in given_up:
+            peers.release(rank)  # again and again: it may have been before the device began to wait
+        self._tell(suspicions)
+
+    def heal(self, moe_layer: int, missing: int, absent: int) -> bool:
+        peers = self._peers
+        layer = peers.moe_layers[moe_layer]
+        self._state.homeless.zero_()
+        if missing:
+            peers.reconsider()
+            self.rest()
+            raise StepAbandoned(layer, (missing - 1,))
+        late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
+        suspicions: list[Suspicion] = []
+        for rank in late:
+            peer = peers.trusted(rank)
+            status = peers.has_refused(rank) if peer is not None else 0
+            if peer is not None and status:
+                suspicions.append(peers.suspect(peer, STATUSES.get(status, Symptom.REFUSED)))
+            elif peer is not None:
+                peers.await_again(rank)
+        lost = [rank for rank in late if peers.trusted(rank) is None]
+        peers.upload()
+        # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.
+        rows = peers.take_back(lost) if lost else []
+        self.num_replayed_rows += sum(rows)
+        self._untold.append(partial(self._tell, suspicions))
+        self._untold += [partial(self._on_replay, rank, layer, num) for rank, num in zip(lost, rows, strict=True)]
+        return bool(lost)
+
+    def _look_at_the_silent(self) -> list[Suspicion]:
+        """Nothing came for detect_ms. A peer whose process lives may be stuck all the same; not if it has answered
+        since the last look, in a step that takes long.
+
+        Only waiting for a peer renews the lease: it ends when the peer is given up. If it is our own device that does
+        not come to an end, the lease does, and this worker is replaced."""
+        self._looked_ns = time.monotonic_ns()
+        suspicions: list[Suspicion] = []
+        is_waiting = False
+        for rank, _ in self._peers.incarnations:
+            peer = self._peers.trusted(rank)
+            if peer is None:
+                continue
+            answer = self._peers.last_answer(rank)
+            num_looks, before = self._looks.get(rank, (0, answer))
+            is_awaited = self._peers.is_awaited(rank)
+            is_waiting |= is_awaited
+            is_stuck = is_awaited and answer == before
+            self._looks[rank] = num_looks + 1 if is_stuck else 0, answer
+            if self._looks[rank][0] >= _GIVE_UP:
+                suspicions.append(self._peers.suspect(peer, Symptom.DEAF))
+        if is_waiting:
+            self._peers.warden.renew(self._lease_s)
+        return suspicions
+
+    def _wake_the_idle(self) -> None:
+        for rank, _ in self._peers.incarnations:
+            peer = self._peers.trusted(rank)
+            if peer is not None and peer.cell.idle:
+                peer.cell.ring()
+
+    def _tell(self, suspicions: list[Suspicion]) -> None:
+        for suspicion in suspicions:
+            self._on_suspect(*suspicion)

@@ -1,0 +1,151 @@
+"""CudaServer: the expert worker's end of all its lanes, in device memory.
+
+One graph serves one batch, of whatever layer (serve.py). The host keeps a few of them queued, so that the device never
+waits for it; each begins when the bell is rung.
+"""
+
+import time
+from collections import deque
+from typing import NamedTuple
+
+import torch
+
+from everserve.backends.cuda.lanes import serve
+from everserve.backends.cuda.lanes.lane import REQUEST_AT, CudaLaneShape
+from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
+from everserve.memory.device import Driver, Region
+from everserve.tables.ids import Rank
+
+_QUEUED = 8  # graphs
+_RING_EVERY_S = 50e-6
+_RING = (1).to_bytes(4, "little")
+_SLICES = 4  # of a large batch: no kernel should keep others off the device for long
+
+
+class Served(NamedTuple):
+    """What became of requests."""
+
+    num_batches: int
+    num_rows: int
+    num_replayed_rows: int  # of these; somebody else did not answer them
+    num_refused: int  # requests, or dropped because their sender has left
+
+
+class CudaServer:
+    """`num_slots` are filled by whoever owns the arena; `filled` says which."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        arena: ExpertArena,
+        shape: CudaLaneShape,
+        num_ranks: int,
+        filled_LS: torch.Tensor,
+        bell: int,
+        device: torch.device,
+    ) -> None:
+        self._driver = driver
+        self._bell = bell
+        self._arena = arena
+        self._region = Region(driver, num_ranks, shape.lane_bytes())
+        stop = torch.zeros(1, dtype=torch.int32, device=device)
+        self._state = serve.ServeState.empty(
+            shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell
+        )  # fmt: skip
+        self._state.filled_LS.copy_(filled_LS)
+        self._h_RF = torch.empty(shape.max_rows, arena.expert_size, dtype=torch.bfloat16, device=device)
+        self._stream = torch.cuda.Stream(device)
+        self._queued: deque[torch.cuda.Event] = deque()
+        self._graphs = {may_be_large: self._capture(may_be_large) for may_be_large in (False, True)}
+        self._rehearse()
+        self._num_dropped = 0
+
+    def open(self, rank: Rank, lane_fd: int) -> None:
+        """Serve this lane from now on. The descriptor stays the caller's."""
+        self.drain()
+        if self._region.is_mapped(rank):
+            self._region.unmap(rank)
+        self._region.map(lane_fd, rank)
+        self._state.taken_A[rank] = 0
+        self._set_healthy(rank, True)
+
+    def close(self, rank: Rank) -> None:
+        self.drain()
+        self._num_dropped += self._has_asked(rank)
+        self._state.healthy_A[rank] = 0
+        torch.cuda.synchronize()
+        self._region.unmap(rank)
+
+    def set_healthy(self, rank: Rank, is_healthy: bool) -> None:
+        """Who is not is neither served nor waited for."""
+        self.drain()
+        self._set_healthy(rank, is_healthy)
+
+    def top_up(self, may_be_large: bool) -> None:
+        """Queue graphs, as many as there should be. Whoever asks for much is served sooner by those that expect it."""
+        while self._queued and self._queued[0].query():
+            self._queued.popleft()
+        with torch.cuda.stream(self._stream):
+            while len(self._queued) < _QUEUED:
+                self._graphs[may_be_large].replay()
+                event = torch.cuda.Event()
+                event.record()
+                self._queued.append(event)
+
+    def drain(self) -> None:
+        """Nothing of ours runs or is queued afterwards."""
+        while not self._stream.query():
+            self._driver.write(self._bell, _RING)
+            time.sleep(_RING_EVERY_S)
+        self._queued.clear()
+
+    def end(self) -> None:
+        """Nobody is served any more."""
+        self.drain()
+        self._region.close()
+
+    def served(self) -> Served:
+        """Since the beginning."""
+        batches, rows, refusals, replayed = self._state.served.tolist()
+        return Served(batches, rows, replayed, refusals + self._num_dropped)
+
+    def _set_healthy(self, rank: Rank, is_healthy: bool) -> None:
+        """It may have asked and rung already, while nobody looked at its lane: that ring is gone."""
+        self._state.healthy_A[rank] = int(is_healthy)
+        torch.cuda.synchronize()
+        self._driver.write(self._bell, _RING)
+
+    def _has_asked(self, rank: Rank) -> bool:
+        """Whether it has sent a request that is not answered. Nothing of ours may be running."""
+        request = self._driver.read(self._region.address(rank) + REQUEST_AT, 8)
+        return int.from_bytes(request, "little") >> 16 > int(self._state.taken_A[rank].item())
+
+    def _rehearse(self) -> None:
+        """The first launch of a graph takes longer than any other."""
+        with torch.cuda.stream(self._stream):
+            for graph in self._graphs.values():
+                graph.replay()
+        self.drain()
+
+    def _capture(self, may_be_large: bool) -> torch.cuda.CUDAGraph:
+        with torch.cuda.stream(self._stream):
+            self._serve(may_be_large)  # once for nobody: kernels are compiled and loaded
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            self._driver.wait_all_geq(self._stream.cuda_stream, [self._bell], 1)
+            self._serve(may_be_large)
+        return graph
+
+    def _serve(self, may_be_large: bool) -> None:
+        state, arena, h_RF = self._state, self._arena, self._h_RF
+        cuts = [(state.tiles, 0, 1)]
+        if may_be_large:
+            cuts += [(state.large_tiles, i, _SLICES) for i in range(_SLICES)]
+        serve.choose(state)
+        serve.gather(state, may_be_large)
+        for tiles, i, num_slices in cuts:
+            gate_up(state.region, state.x_row_R, arena, state.layer, tiles, h_RF, state.stop, i, num_slices)
+        for tiles, i, num_slices in cuts[:-1]:
+            down(h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, i, num_slices)
+        serve.down_and_answer(state, h_RF, arena, *cuts[-1])

@@ -1,0 +1,298 @@
+"""CudaLogWriter: the owner's side of a log whose pool is on a device.
+
+    step N      |============|
+    step N + 1                |============|     meanwhile: finish() of step N, which is one launch on the side, for its
+                                                 words; commits, when these are there; begin() of step N + 1
+
+What a step has computed stays as it is until a later step writes there, and the words of that one are written after
+these. So the side may lag, by one step at most: the next `finish` waits for it, and so does `commit_many`. Should a
+slot be written again before its KV was summed, its word fits nothing: what is restored is shorter, never wrong.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from everserve.backends.cuda.log import kernels
+from everserve.backends.cuda.log.low_priority_stream import Side
+from everserve.kvlog.chains import chains as chains_of
+from everserve.kvlog.log import Log, checked_chains, packed_blocks
+from everserve.kvlog.writer import Commit, Copy, LogWriter
+
+_TOKENS_AT_ONCE = 65536  # brought from another log before we wait for them; rounded to whole blocks
+_BOUNCE_BYTES = 64 << 20
+_COPIERS = 4  # threads; one alone would be a good deal slower than the memory
+# Kernels are short, because others may have to wait for them if we die: what goes to the host goes in smaller parts.
+_ROWS_AT_ONCE, _MIRRORED_AT_ONCE = 8192, 512
+
+
+class Mirror(Protocol):
+    """The log's blocks in host memory (registered_prefix.py)."""
+
+    num_blocks: int  # so many of the first ones are within the device's reach. Only grows
+
+
+class _Shared:
+    """An array that the host fills and the device reads, or the other way round."""
+
+    def __init__(self, size: int, dtype: torch.dtype, side: Side) -> None:
+        self._tensor = torch.zeros(size, dtype=dtype, pin_memory=side.device.type == "cuda")
+        self.view = self._tensor.numpy()
+        self.address = self._tensor.data_ptr()
+
+
+class CudaLogWriter(LogWriter):
+    """`Writer` in kernels. Records are written as by any other writer.
+
+    words_address: where the device finds the log's words, which are host memory. A step has at most `max_rows` rows.
+
+    pool_address == log.blocks_address: the pool, on the device, is the log's blocks. Otherwise these are a mirror in
+    host memory, as far as `mirror` says that the device reaches it.
+    """
+
+    is_on_device = True
+
+    def __init__(
+        self, log: Log, pool_address: int, words_address: int, max_rows: int, side: Side, mirror: Mirror | None = None
+    ) -> None:
+        super().__init__(log, pool_address)
+        assert self.pool_is_in_log == (mirror is None)
+        self._side = side
+        self._mirror = mirror
+        self._pool = pool_address
+        self._words = words_address
+        self._count = _Shared(1, torch.int32, side)
+        self._slots_T = _Shared(max_rows, torch.int32, side)
+        self._chains_T = _Shared(max_rows, torch.int64, side)
+        shape = log.shape
+        self._at_once = max(_TOKENS_AT_ONCE // shape.block_size, 1) * shape.block_size
+        num_blocks = self._at_once // shape.block_size
+        self._sources_B = _Shared(num_blocks, torch.int32, side)
+        self._blocks_B = _Shared(num_blocks, torch.int32, side)
+        self._wanted_T = _Shared(self._at_once, torch.int64, side)
+        self._words_T = _Shared(self._at_once, torch.int64, side)
+        self._right_T = _Shared(self._at_once, torch.int32, side)
+        if mirror is not None:
+            self._num_bounced = min(max(_BOUNCE_BYTES // shape.block_bytes, 1), num_blocks)
+            self._bounce = _Shared(self._num_bounced * shape.block_bytes, torch.uint8, side)
+            self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="kv-copier")
+        self._note_reach()
+        self._log_rows = side.record(self._launch_rows)
+        self._load_kernels()
+
+    def _launch_rows(self) -> None:
+        mirror, at_once = (
+            (self.log.blocks_address, _MIRRORED_AT_ONCE) if self._mirror is not None else (0, _ROWS_AT_ONCE)
+        )
+        for first in range(0, len(self._slots_T.view), at_once):
+            kernels.log_rows(
+                self.log.shape, self._pool, mirror, self._words, self._count.address, self._slots_T.address,
+                self._chains_T.address, first, first + at_once,
+            )  # fmt: skip
+
+    def _load_kernels(self) -> None:
+        """Before anybody waits for them: one token onto itself. No word is 0, so it is not right, and not logged."""
+        nothing, words = chains_of([0]), np.zeros(1, np.uint64)
+        if self._mirror is not None:
+            self._bounce_off(self.log, [0])  # the threads too
+        self._bring_some(self._pool, [0], words, nothing, [0])
+        self._check_some([0], words, nothing)
+
+    def _note_reach(self) -> None:
+        if self._mirror is not None:
+            self.reach = self._mirror.num_blocks
+
+    def begin(
+        self,
+        tokens_T: NDArray[np.int32],
+        kv_slots_T: NDArray[np.int32],
+        query_starts_S: NDArray[np.int32],
+        chains_S: NDArray[np.uint64],
+    ) -> None:
+        super().begin(tokens_T, kv_slots_T, query_starts_S, chains_S)
+        self._note_reach()
+
+    def finish(self) -> NDArray[np.uint64]:
+        assert not self.log.closed, "the log is closed"
+        num_rows, num_seqs = int(self._writer.num_rows), self._num_seqs
+        assert num_rows <= len(self._slots_T.view), "more rows than in any step"
+        self._side.wait()
+        if num_rows:
+            step = self._writer  # C knows where the arrays are
+            self._library.brief.es_log_chains_of_rows(
+                step.tokens, step.query_starts, num_seqs, step.chains, self._chains_T.address
+            )
+            slots_T = self._slots[:num_rows]
+            self._slots_T.view[:num_rows] = np.where(slots_T < self.reach * self.log.shape.block_size, slots_T, -1)
+            self._count.view[0] = num_rows
+            self._log_rows()
+        self._writer.num_rows = 0
+        return self._chains[:num_seqs].copy()
+
+    def commit_many(self, commits: Iterable[Commit]) -> None:
+        self._side.wait()
+        super().commit_many(commits)
+
+    def copy_in(
+        self,
+        source: Log,
+        source_blocks: Sequence[int],
+        num_tokens: int,
+        chains: NDArray[np.uint64],
+        blocks: Sequence[int],
+    ) -> int:
+        shape = self.log.shape
+        assert source.shape.has_blocks_like(shape), "blocks of another kind"
+        chains = checked_chains(chains, num_tokens)
+        packed_blocks(source_blocks, num_tokens, source.shape)
+        packed_blocks(blocks, num_tokens, shape)
+        self._note_reach()
+        is_near = source.elsewhere is not None
+        at_once = self._at_once if is_near else self._num_bounced * shape.block_size
+
+        def bring(start: int, end: int, of_these: slice) -> int:
+            sources, wanted, targets = source_blocks[of_these], chains[start:end], blocks[of_these]
+            words = source.words(sources, end - start)  # before the KV: whatever is written later will not fit
+            if is_near:
+                return _num_leading(self._bring_some(source.blocks_address, sources, words, wanted, targets))
+            self._bounce_off(source, sources)
+            return _num_leading(self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets))
+
+        return self._in_parts(num_tokens, at_once, bring)
+
+    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
+        """As many at once as possible: to ask for it takes longer than to do it. Streams begin at whole blocks."""
+        num_right = [0] * len(copies)
+        for batch in self._batches(copies):
+            if len(batch) == 1:
+                num_right[batch[0]] = self.copy_in(*copies[batch[0]])
+            else:
+                for i, num in zip(batch, self._bring_together([copies[i] for i in batch]), strict=True):
+                    num_right[i] = num
+        return num_right
+
+    def _batches(self, copies: Sequence[Copy]) -> list[list[int]]:
+        """Which of them go together: out of one log that the device reaches, as many as there is room for."""
+        batches: list[list[int]] = []
+        last: Log | None = None
+        room = 0
+        for i, copy in enumerate(copies):
+            num_tokens = -(-copy.num_tokens // self.log.shape.block_size) * self.log.shape.block_size
+            if copy.source is last and last.elsewhere is not None and num_tokens <= room:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+                last, room = copy.source, self._at_once
+            room -= num_tokens
+        return batches
+
+    def _bring_together(self, copies: Sequence[Copy]) -> list[int]:
+        shape, source = self.log.shape, copies[0].source
+        assert source.shape.has_blocks_like(shape), "blocks of another kind"
+        self._note_reach()
+        sources: list[int] = []
+        targets: list[int] = []
+        words, wanted = np.zeros(self._at_once, np.uint64), np.zeros(self._at_once, np.uint64)
+        firsts = []
+        for copy in copies:
+            num_blocks, first = -(-copy.num_tokens // shape.block_size), len(sources) * shape.block_size
+            packed_blocks(copy.source_blocks, copy.num_tokens, source.shape)
+            packed_blocks(copy.blocks, copy.num_tokens, shape)
+            end = first + copy.num_tokens
+            words[first:end] = source.words(copy.source_blocks[:num_blocks], copy.num_tokens)
+            wanted[first:end] = checked_chains(copy.chains, copy.num_tokens)[: copy.num_tokens]
+            sources += copy.source_blocks[:num_blocks]
+            targets += copy.blocks[:num_blocks]
+            firsts.append(first)
+        num_slots = len(sources) * shape.block_size
+        is_right = self._bring_some(source.blocks_address, sources, words[:num_slots], wanted[:num_slots], targets)
+        return [
+            _num_leading(is_right[first : first + copy.num_tokens]) for first, copy in zip(firsts, copies, strict=True)
+        ]
+
+    def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
+        self._side.wait()
+        if not self.pool_is_in_log:
+            return super().count_intact(blocks, num_tokens, chains)
+        chains = checked_chains(chains, num_tokens)
+        packed_blocks(blocks, num_tokens, self.log.shape)
+
+        def check(start: int, end: int, of_these: slice) -> int:
+            return self._check_some(blocks[of_these], self.log.words(blocks[of_these], end - start), chains[start:end])
+
+        return self._in_parts(num_tokens, self._at_once, check)
+
+    def _in_parts(self, num_tokens: int, at_once: int, do: Callable[[int, int, slice], int]) -> int:
+        """Leading right tokens, of as many at once as there is room for."""
+        num_right, size = 0, self.log.shape.block_size
+        for start in range(0, num_tokens, at_once):
+            end = min(start + at_once, num_tokens)
+            num_right += do(start, end, slice(start // size, -(-end // size)))
+            if num_right < end:
+                break
+        return num_right
+
+    def _bounce_off(self, source: Log, blocks: Sequence[int]) -> None:
+        """Host memory that this device does not reach (registered_prefix.py says why): through some that it does."""
+        self._side.wait()
+        num_bytes = self.log.shape.block_bytes
+
+        def copy(first: int) -> None:
+            for i in range(first, len(blocks), _COPIERS):
+                at = source.blocks_address + blocks[i] * num_bytes
+                ctypes.memmove(self._bounce.address + i * num_bytes, at, num_bytes)
+
+        for _ in self._copiers.map(copy, range(_COPIERS)):
+            pass
+
+    def _bring_some(
+        self,
+        source: int,
+        source_blocks: Sequence[int],
+        words: NDArray[np.uint64],
+        chains: NDArray[np.uint64],
+        blocks: Sequence[int],
+    ) -> NDArray[np.bool_]:
+        """Which of these tokens are right. A word is never 0: one that is 0 belongs to nobody."""
+        mirror = self.log.blocks_address if self._mirror is not None else 0
+        self._side.wait()
+        self._sources_B.view[: len(source_blocks)] = source_blocks
+        self._stage(blocks, words, chains)
+        self._side.run(
+            lambda: kernels.bring(
+                self.log.shape, source, self._sources_B.address, self._words_T.address, self._wanted_T.address,
+                len(chains), self._pool, mirror, self._words, self._blocks_B.address, self.reach,
+                self._right_T.address,
+            )
+        )  # fmt: skip
+        return self._are_right(len(chains))
+
+    def _check_some(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> int:
+        self._side.wait()
+        self._stage(blocks, words, chains)
+        self._side.run(
+            lambda: kernels.check(
+                self.log.shape, self._pool, self._blocks_B.address, self._words_T.address, self._wanted_T.address,
+                len(chains), self._right_T.address,
+            )
+        )  # fmt: skip
+        return _num_leading(self._are_right(len(chains)))
+
+    def _stage(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> None:
+        self._blocks_B.view[: len(blocks)] = blocks
+        self._words_T.view[: len(words)] = words.view(np.int64)
+        self._wanted_T.view[: len(chains)] = chains.view(np.int64)
+
+    def _are_right(self, num_tokens: int) -> NDArray[np.bool_]:
+        self._side.wait()
+        is_right: NDArray[np.bool_] = self._right_T.view[:num_tokens] != 0
+        return is_right
+
+
+def _num_leading(is_right: NDArray[np.bool_]) -> int:
+    return len(is_right) if is_right.all() else int(is_right.argmin())

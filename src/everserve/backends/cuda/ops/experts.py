@@ -1,0 +1,418 @@
+"""The expert networks, down(silu(gate x) * up x), for many experts in one go.
+
+Rows are sorted by slot, so that each expert's weights are read once and its rows are computed together:
+
+    ids_TK      3 0 | 3 1 | 0 3            which expert, for each row (t, k)
+    sorted      t0 t2 | t1 | t0 t1 t2      src_R: the token of each sorted row
+    slot        0     | 1  | 3
+    tiles       (0, first 0, 2 rows) (1, first 2, 1 row) (3, first 3, 3 rows)
+
+    plan_local -> gate_up: h_RF -> down: y -> combine: residual + the weighted sum over k
+
+How many rows a slot has is known on the device only. So `plan_local` writes a list of *tiles*, up to `rows` rows of one
+slot each, and the two products are persistent: a fixed number of programs walks over tiles x columns. Neighbours in
+that walk have the same columns of the same slot, or of the next one: weights come from memory once.
+
+Weights come through TMA descriptors: with plain loads these kernels reach half the bandwidth of the memory, with
+descriptors nearly all of it. x and y lie wherever rows lie, in lanes for instance, of which torch knows nothing: they
+are given as the address of row 0, and it is the caller who keeps them mapped.
+
+No sum is split along its length, so a row's bits depend neither on its neighbours nor on the shape of tiles.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
+
+_MAX_CHUNK = 2048  # (t, k) rows that one program of a plan looks at together
+_COMBINE_COLUMNS = 512  # 4 per thread: more, and the rows of 8 experts would not fit into registers at once
+_ALIGNMENT = 32  # of tables, in int32
+_INTERPRETED_PROGRAMS = 3  # any number must do
+
+
+class Product(NamedTuple):
+    """How one matrix product is cut, and how it is run."""
+
+    columns: int  # of the result, per tile
+    depth: int  # how much of a row is multiplied at a time
+    stages: int
+    warps: int
+    programs: int  # per multiprocessor
+
+
+class Cut(NamedTuple):
+    """Tile shapes. Any cut is right for any batch, with the same bits; they differ in speed."""
+
+    rows: int
+    gate_up: Product
+    down: Product
+
+
+FEW_ROWS = Cut(16, Product(64, 128, 3, 4, 2), Product(64, 128, 4, 4, 2))
+SOME_ROWS = Cut(64, Product(128, 64, 4, 4, 1), Product(128, 64, 4, 4, 2))
+MANY_ROWS = Cut(128, Product(128, 64, 4, 8, 1), Product(128, 64, 4, 8, 1))
+
+
+def cut_for(max_rows_per_slot: int) -> Cut:
+    """The cut for about so many rows in the fullest slot."""
+    if max_rows_per_slot <= FEW_ROWS.rows:
+        return FEW_ROWS
+    return SOME_ROWS if max_rows_per_slot <= 2 * SOME_ROWS.rows else MANY_ROWS
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What to compute: `num_tiles` tiles of up to `cut.rows` sorted rows of one slot. Written by kernels; all int32."""
+
+    slot_M: Tensor
+    row_M: Tensor  # the first of its sorted rows
+    size_M: Tensor  # how many there are
+    num_tiles: Tensor  # the first element
+    cut: Cut
+
+    @classmethod
+    def empty(cls, max_rows: int, num_slots: int, cut: Cut, device: torch.device) -> "Tiles":
+        """Room for any distribution of so many rows. Nothing is in it before a kernel has written it."""
+        max_tiles = num_slots + max_rows // cut.rows
+        # Triton compiles kernels anew for pointers that are aligned otherwise.
+        padded = triton.cdiv(max_tiles, _ALIGNMENT) * _ALIGNMENT
+        slot_M, row_M, size_M, num_tiles = torch.empty(4, padded, dtype=torch.int32, device=device)
+        return cls(slot_M, row_M, size_M, num_tiles, cut)
+
+    def alternative(self, cut: Cut) -> "Tiles":
+        """The same lists for another cut, with a count of its own: whoever writes them decides which cut is used."""
+        assert cut.rows >= self.cut.rows
+        return Tiles(self.slot_M, self.row_M, self.size_M, torch.empty_like(self.num_tiles), cut)
+
+
+class LocalPlan(NamedTuple):
+    """Where each row goes. `pos_TK`: its place among the sorted rows, or -1. `src_R`: the token of each sorted row."""
+
+    pos_TK: Tensor
+    src_R: Tensor
+    tiles: Tiles
+
+
+class ExpertArena:
+    """The weights of all slots of all layers: two matrices in somebody else's memory, and the descriptors for them.
+
+    gate_up   [num_layers * num_slots * 2F, D]    of each slot the rows of gate, then those of up
+    down      [num_layers * num_slots * D, F]
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, num_layers: int, num_slots: int) -> None:
+        self.num_layers = num_layers
+        self.num_slots = num_slots
+        self.hidden_size, self.expert_size = gate_up.shape[1], down.shape[1]
+        all_slots = num_layers * num_slots
+        assert len(gate_up) == all_slots * 2 * self.expert_size and len(down) == all_slots * self.hidden_size
+        assert self.hidden_size % 8 == 0 and self.expert_size % 8 == 0, "rows must begin at multiples of 16 bytes"
+        assert gate_up.dtype == down.dtype == torch.bfloat16 and gate_up.is_contiguous() and down.is_contiguous()
+        self._gate_up = gate_up
+        self.down_matrix = down
+        self.gate_up = functools.cache(functools.partial(_descriptor, gate_up))
+        self.down = functools.cache(functools.partial(_descriptor, down))
+
+    def fill(self, layer_index: int, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put one expert's weights into a slot of the layer_index-th layer that has experts."""
+        assert 0 <= layer_index < self.num_layers and 0 <= slot < self.num_slots
+        place = layer_index * self.num_slots + slot
+        self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 0].copy_(gate_FD)
+        self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 1].copy_(up_FD)
+        self.down_matrix.view(-1, self.hidden_size, self.expert_size)[place].copy_(down_DF)
+
+
+def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop: Tensor) -> LocalPlan:
+    """Sort rows by slot, and cut them into tiles. Rows with the id -1 go nowhere."""
+    num_rows, top_k = ids_TK.numel(), ids_TK.shape[1]
+    pos_TK = torch.empty_like(ids_TK)
+    src_R = torch.empty(num_rows, dtype=torch.int32, device=ids_TK.device)
+    tiles = Tiles.empty(num_rows, num_slots, cut, ids_TK.device)
+    _plan_kernel[(num_slots + 1,)](
+        ids_TK, slot_of_N, pos_TK, src_R,
+        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, num_rows,
+        K=top_k, S=num_slots, SB=triton.next_power_of_2(num_slots), BM=cut.rows, CHUNK=chunk_of(num_rows),
+        **early(ids_TK.device), num_warps=4,
+    )  # fmt: skip
+    return LocalPlan(pos_TK, src_R, tiles)
+
+
+def tiles_of_one_slot(num_rows: int, cut: Cut, device: torch.device) -> tuple[Tensor, Tiles]:
+    """src_R and tiles for all rows in slot 0, in their order: what `plan_local` would find out, without a kernel."""
+    tiles = Tiles.empty(num_rows, 1, cut, device)
+    first = torch.arange(len(tiles.row_M), dtype=torch.int32, device=device) * cut.rows
+    tiles.slot_M.zero_()
+    tiles.row_M.copy_(first)
+    tiles.size_M.copy_((num_rows - first).clamp(0, cut.rows))
+    tiles.num_tiles.fill_(triton.cdiv(num_rows, cut.rows))
+    return torch.arange(num_rows, dtype=torch.int32, device=device), tiles
+
+
+def gate_up(
+    x_at: int,
+    x_row_R: Tensor,
+    arena: ExpertArena,
+    layer_at: Tensor,
+    tiles: Tiles,
+    h_RF: Tensor,
+    stop: Tensor,
+    slice_index: int = 0,
+    num_slices: int = 1,
+) -> None:
+    """h = silu(gate x) * up x for the sorted rows, of which row r is x's row x_row_R[r].
+
+    `layer_at` is one int32 on the device: an index among the layers that have experts. With `num_slices`, this call
+    computes one share of the columns: a kernel that runs for long keeps others off the device.
+    """
+    product, size = tiles.cut.gate_up, arena.expert_size
+    _gate_up_kernel[(_num_programs(h_RF.device, product),)](
+        x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at,
+        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
+        S=arena.num_slots, D=arena.hidden_size, F=size,
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        num_warps=product.warps,
+    )  # fmt: skip
+
+
+def down(
+    h_RF: Tensor,
+    arena: ExpertArena,
+    layer_at: Tensor,
+    tiles: Tiles,
+    y_at: int,
+    y_row_R: Tensor | None,
+    stop: Tensor,
+    slice_index: int = 0,
+    num_slices: int = 1,
+    kernel: Any = None,
+    arguments: tuple[Any, ...] = (),
+    **constants: int,
+) -> None:
+    """down h for the sorted rows; row r goes to y's row y_row_R[r], or, without that, to row r.
+
+    `kernel`: another one around `down_tiles`, with arguments and constants of its own.
+    """
+    product, size = tiles.cut.down, arena.expert_size
+    (kernel or _down_kernel)[(_num_programs(h_RF.device, product),)](
+        TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
+        arena.down(product.columns, product.depth), y_at, y_row_R, layer_at,
+        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
+        S=arena.num_slots, D=arena.hidden_size, F=size,
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        num_warps=product.warps, **constants,
+    )  # fmt: skip
+
+
+def combine(y_at: int, y_row_TK: Tensor, weights_TK: Tensor, residual_TD: Tensor, stop: Tensor) -> Tensor:
+    """residual + the sum over k, in its order, of weights * y; rows of y with the index -1 contribute nothing."""
+    num_tokens, hidden_size = residual_TD.shape
+    out_TD = torch.empty_like(residual_TD)
+    columns = combine_columns(hidden_size)
+    _combine_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
+        y_at, y_row_TK, weights_TK, residual_TD, out_TD, stop,
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **early(residual_TD.device), num_warps=4,
+    )  # fmt: skip
+    return out_TD
+
+
+def combine_columns(hidden_size: int) -> int:
+    """How many columns a program of `combine_row` has."""
+    size: int = triton.next_power_of_2(hidden_size)
+    return min(_COMBINE_COLUMNS, size)
+
+
+def chunk_of(num_rows: int) -> int:
+    """How many (t, k) rows a plan's program looks at together: at least one for each of its threads."""
+    size: int = triton.next_power_of_2(num_rows)
+    return max(128, min(size, _MAX_CHUNK))
+
+
+@triton.jit
+def write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, num_rows, BM):
+    """One slot's rows as tiles."""
+    for start in range(0, (num_rows + BM - 1) // BM, 32):
+        i = start + tl.arange(0, 32)
+        left = num_rows - i * BM
+        tl.store(slot_M + first_tile + i, tl.zeros((32,), tl.int32) + slot, mask=left > 0)
+        tl.store(row_M + first_tile + i, first_row + i * BM, mask=left > 0)
+        tl.store(size_M + first_tile + i, tl.minimum(left, BM), mask=left > 0)
+
+
+@triton.jit
+def _slots_of(ids, slot_of, r, num_rows):
+    """The slots of some rows; -1 for those that go nowhere."""
+    ids_R = tl.load(ids + r, mask=r < num_rows, other=-1)
+    return tl.load(slot_of + ids_R, mask=ids_R >= 0, other=-1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _plan_kernel(
+    ids, slot_of, pos, src, slot_M, row_M, size_M, num_tiles, stop, num_rows,
+    K: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program per slot, and one for the rows that go nowhere. Each counts all slots by itself: that is faster than
+    to wait for others."""
+    if is_stopped(stop, EARLY):
+        return
+    slot = tl.program_id(0)
+    counts_S = tl.zeros((SB,), tl.int32)
+    for start in range(0, num_rows, CHUNK):
+        slots_R = _slots_of(ids, slot_of, start + tl.arange(0, CHUNK), num_rows)
+        counts_S += tl.histogram(slots_R, SB, mask=slots_R >= 0)
+
+    slots_S = tl.arange(0, SB)
+    tiles_S = (counts_S + BM - 1) // BM
+    first_row = tl.sum(tl.where(slots_S < slot, counts_S, 0))
+    first_tile = tl.sum(tl.where(slots_S < slot, tiles_S, 0))
+    count = tl.sum(tl.where(slots_S == slot, counts_S, 0))
+    write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, count, BM)
+    is_nowhere = slot == S
+    if is_nowhere:
+        tl.store(num_tiles, first_tile)
+
+    wanted = tl.where(is_nowhere, -1, slot)
+    next_row = first_row
+    for start in range(0, num_rows, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        is_own = (_slots_of(ids, slot_of, r, num_rows) == wanted) & (r < num_rows)
+        row = next_row + tl.cumsum(is_own.to(tl.int32), 0) - 1
+        tl.store(pos + r, tl.where(is_nowhere, -1, row), mask=is_own)
+        tl.store(src + row, r // K, mask=is_own & (slot < S))
+        next_row += tl.sum(is_own.to(tl.int32))
+
+
+@triton.jit
+def _share(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
+    """Which (tile, column) pairs a slice has: from first up to end. None if the step is stopped."""
+    num_rows = tl.where(tl.load(stop) == 0, tl.load(num_tiles), 0)
+    total = num_rows * NUM_COLUMNS
+    return num_rows, total * slice_index // num_slices, total * (slice_index + 1) // num_slices
+
+
+@triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
+def _gate_up_kernel(
+    x_at, x_row, weights, h, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    await_before(EARLY)
+    num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (F + BN - 1) // BN)
+    layer = tl.load(layer_at)
+    x = tl.multiple_of(x_at.to(tl.pointer_type(tl.bfloat16)), 16)
+    for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
+        m = t % num_m
+        column = t // num_m * BN
+        slot = tl.load(slot_M + m)
+        row = tl.load(row_M + m)
+        i = tl.arange(0, BM)
+        is_row = i < tl.load(size_M + m)
+        d = tl.arange(0, BK)
+        x_rows = tl.load(x_row + row + i, mask=is_row, other=0).to(tl.int64)
+        x_at_MK = x + x_rows[:, None] * D + d[None, :]
+        gate = (layer * S + slot) * 2 * F + column
+        gate_MN = tl.zeros((BM, BN), tl.float32)
+        up_MN = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, D, BK, num_stages=STAGES):
+            if D % BK == 0:
+                x_MK = tl.load(x_at_MK + k, mask=is_row[:, None], other=0.0)
+            else:  # descriptors give zeros beyond the end of a row, and zeros they must meet
+                x_MK = tl.load(x_at_MK + k, mask=is_row[:, None] & (d + k < D)[None, :], other=0.0)
+            gate_MN = tl.dot(x_MK, weights.load([gate, k]).T, gate_MN)
+            up_MN = tl.dot(x_MK, weights.load([gate + F, k]).T, up_MN)
+        h_MN = gate_MN * tl.sigmoid(gate_MN) * up_MN
+        f = column + tl.arange(0, BN)
+        h_at_MN = h + (row + i).to(tl.int64)[:, None] * F + f[None, :]
+        tl.store(h_at_MN, h_MN.to(tl.bfloat16), mask=is_row[:, None] & (f < F)[None, :])
+
+
+@triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
+def _down_kernel(
+    h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    await_before(EARLY)
+    down_tiles(
+        h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+        S, D, F, BM, BN, BK, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit
+def down_tiles(
+    h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """This program's share."""
+    num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (D + BN - 1) // BN)
+    layer = tl.load(layer_at)
+    y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)
+    for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
+        m = t % num_m
+        column = t // num_m * BN
+        slot = tl.load(slot_M + m)
+        row = tl.load(row_M + m)
+        i = tl.arange(0, BM)
+        is_row = i < tl.load(size_M + m)
+        y_rows = row + i if y_row is None else tl.load(y_row + row + i, mask=is_row, other=0)
+        weight = (layer * S + slot) * D + column
+        y_MN = tl.zeros((BM, BN), tl.float32)
+        for k in tl.range(0, F, BK, num_stages=STAGES):
+            # Rows of other slots come along; they are computed for nothing, and not stored.
+            y_MN = tl.dot(h.load([row, k]), weights.load([weight, k]).T, y_MN)
+        d = column + tl.arange(0, BN)
+        y_at_MN = y + y_rows.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(y_at_MN, y_MN.to(tl.bfloat16), mask=is_row[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    y_at, y_row, weights, residual, out, stop,
+    K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if is_stopped(stop, EARLY):
+        return
+    combine_row(y_at, y_row, weights, residual, out, K, D, BD)
+
+
+@triton.jit
+def combine_row(y_at, y_row, weights, residual, out, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """Of the row program_id(0), the columns that are program_id(1)'s."""
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)
+    sum_D = tl.load(residual + token * D + d, mask=d < D)
+    # All rows are on their way before the first is waited for. (ptxas would not reorder them by itself.)
+    rows = ()
+    for k in tl.static_range(K):
+        rows += (tl.load(y_row + token * K + k).to(tl.int64),)  # type: ignore[assignment]
+    ys = ()
+    for k in tl.static_range(K):
+        ys += (tl.load(y + rows[k] * D + d, mask=(d < D) & (rows[k] >= 0), other=0.0),)  # type: ignore[assignment]
+    for k in tl.static_range(K):
+        weight = tl.load(weights + token * K + k)
+        sum_D = tl.where(rows[k] >= 0, sum_D + weight * ys[k].to(tl.float32), sum_D)
+    tl.store(out + token * D + d, sum_D, mask=d < D)
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _num_programs(device: torch.device, product: Product) -> int:
+    return _num_multiprocessors(device) * product.programs if device.type == "cuda" else _INTERPRETED_PROGRAMS
+
+
+@functools.cache
+def _num_multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

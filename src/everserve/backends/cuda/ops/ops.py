@@ -1,0 +1,174 @@
+"""CudaOps: the `Ops` of an NVIDIA device, over the kernels of this package.
+
+Weights and KV are bfloat16, sums float32, the residual stream float32. Rows come in a `DeviceBatch`, with padding.
+All of it is batch-invariant.
+
+Every kernel looks at `words.stop` before it writes, and torch itself computes nothing between the first experts and the
+last logits: a step that stopped goes on from there, over memory that later kernels of the same step share.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.device_batch import SEGMENT, DeviceBatch
+from everserve.backends.cuda.ops import attention, rows, sampling
+from everserve.backends.cuda.ops import greedy as choosing
+from everserve.backends.cuda.ops import routing as gating
+from everserve.backends.cuda.ops.dense import Linear
+from everserve.backends.cuda.ops.experts import ExpertArena, Tiles, cut_for, gate_up, tiles_of_one_slot
+from everserve.backends.cuda.ops.words import Words
+from everserve.model.batch import StepBatch
+from everserve.model.choosing import Draw
+from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
+from everserve.model.rope import Rotation
+
+
+class ArenaSlots:
+    """The slots of one layer: the dense FFN of a layer without experts."""
+
+    def __init__(self, num_slots: int, device: torch.device, arena: ExpertArena | None = None) -> None:
+        self.num_slots = num_slots
+        self._device = device
+        self.arena = arena
+
+    @classmethod
+    def of(cls, gate_up: Tensor, down: Tensor) -> "ArenaSlots":
+        """One slot, which is full, and whose memory is the caller's."""
+        return cls(1, gate_up.device, ExpertArena(gate_up, down, num_layers=1, num_slots=1))
+
+    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        if self.arena is None:
+            size, hidden = gate_FD.shape
+            gate_up = torch.empty(self.num_slots * 2 * size, hidden, dtype=torch.bfloat16, device=self._device)
+            down = torch.empty(self.num_slots * hidden, size, dtype=torch.bfloat16, device=self._device)
+            self.arena = ExpertArena(gate_up, down, num_layers=1, num_slots=self.num_slots)
+        self.arena.fill(0, slot, gate_FD, up_FD, down_DF)
+
+    def clear(self, slot: int) -> None:
+        """Whoever asks for it afterwards is wrong, and would be told so by the tables."""
+
+
+class CudaOps:
+    """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
+    shared by `share` processes that do the same."""
+
+    name = "cuda"
+    activation_dtype = torch.float32
+    batch_invariant = True
+
+    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int, share: int = 1) -> None:
+        self.device = device
+        self.words = Words.on(device)
+        self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
+        self._zero = torch.zeros(1, dtype=torch.int32, device=device)
+        self._share = share
+        self._linears: dict[int, Linear] = {}
+        self._allowed: dict[int, Tensor] = {}
+        self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
+        self._workspace: attention.Workspace | None = None
+        self._positions_T = torch.empty(0)  # of the batch at hand
+        self._greedy: tuple[int, list[int]] | None = None
+
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        return rows.rms_norm(x_TD, weight_D, eps, self.words.stop, rows_L)
+
+    def project_and_store(
+        self,
+        x_TD: Tensor,
+        qkv_XD: Tensor,
+        bias_X: Tensor | None,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        rotation: Rotation,
+    ) -> Tensor:
+        num_kv_heads, head_size = kv_pool.shape[3], kv_pool.shape[5]
+        num_heads = qkv_XD.shape[0] // head_size - 2 * num_kv_heads
+        return rows.rotate_and_store(
+            self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
+            batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
+        )  # fmt: skip
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+        assert isinstance(batch, DeviceBatch)
+        self._positions_T = batch.positions_T
+        if self._workspace is None:
+            _, num_heads, head_size = q_THE.shape
+            self._workspace = attention.Workspace(
+                self._max_split, self._max_segments, num_heads, head_size, self.device
+            )
+        return attention.attend(q_THE, batch, kv_pool, layer, scale, self._workspace, self.words.stop)
+
+    def project_and_norm(
+        self,
+        x_TX: Tensor,
+        weight_DX: Tensor,
+        bias_D: Tensor | None,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        sums = self._linear(weight_DX, bias_D).sums(x_TX, self.words.stop, residual_TO=residual_TD)
+        return rows.add_and_norm(sums, norm_D, eps, self.words.stop)
+
+    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        num_experts = router_ND.shape[0]
+        if num_experts not in self._allowed:
+            self._allowed[num_experts] = torch.ones(num_experts, dtype=torch.int32, device=self.device)
+        logits = self._linear(router_ND, None).sums(x_TD, self.words.stop, out_dtype=torch.float32)
+        return gating.route(logits, self._positions_T, self._allowed[num_experts], top_k, renormalise, self.words.stop)
+
+    def expert_slots(self, num_slots: int) -> ExpertSlots:
+        return ArenaSlots(num_slots, self.device)
+
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        """The experts' first product, with tiles that are known beforehand. The second one is a `Linear`: a single
+        slot has few columns for a sum that long, and only splits keep the device busy reading."""
+        assert isinstance(slots, ArenaSlots) and slots.arena is not None
+        arena, stop, num_rows = slots.arena, self.words.stop, len(x_TD)
+        if num_rows not in self._whole_batches:
+            self._whole_batches[num_rows] = tiles_of_one_slot(num_rows, cut_for(num_rows), self.device)
+        rows_T, tiles = self._whole_batches[num_rows]
+        h_TF = x_TD.new_empty(num_rows, arena.expert_size)
+        gate_up(x_TD.data_ptr(), rows_T, arena, self._zero, tiles, h_TF, stop)
+        return self._linear(arena.down_matrix, None)(h_TF, stop, residual_TO=residual_TD)
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        raise AssertionError("on a device rows are computed where they lie (backends/cuda/lanes)")
+
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        raise AssertionError("on a device rows are moved and computed by kernels (backends/cuda/lanes)")
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        raise AssertionError("on a device rows are combined where they lie (backends/cuda/lanes)")
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        raise AssertionError("on a device rows are combined where they lie (backends/cuda/lanes)")
+
+    def greedy(self, logits_LV: Tensor) -> Tensor:
+        """The most likely token of each row, int32, on the device."""
+        return choosing.greedy(logits_LV, self.words.stop)
+
+    def note_greedy(self, logits_LV: Tensor, tokens: list[int]) -> None:
+        """What `greedy` said of these very logits: `choose` need not ask the device again."""
+        self._greedy = (logits_LV.data_ptr(), tokens)
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        noted, self._greedy = self._greedy, None
+        if any(draw.temperature > 0 for draw in draws):
+            return sampling.sample(logits_LV, draws)
+        if noted is not None and noted[0] == logits_LV.data_ptr() and len(noted[1]) == len(draws):
+            return noted[1]
+        tokens: list[int] = self.greedy(logits_LV).tolist()
+        return tokens
+
+    def _linear(self, weight_OD: Tensor, bias_O: Tensor | None) -> Linear:
+        key = weight_OD.data_ptr()
+        if key not in self._linears:
+            self._linears[key] = Linear(weight_OD, bias_O, self._share)
+        return self._linears[key]

@@ -1,0 +1,165 @@
+"""What a spare does ahead of need on a GPU: it opens the device and builds what workers build, around weights that are
+not there.
+
+Kernels are compiled and loaded when they are first launched, for the very sizes that they are launched with, so nothing
+less will do. But every kernel looks at the word `stop` first and does nothing if it is set (and an expert worker has
+nothing to do before somebody sends it something): a weight only needs the right shape. That a model has many layers
+makes no difference to its kernels either: the first of each kind is enough.
+
+What a worker does only now and then is done too: send rows again, write and read a log, choose tokens in every way.
+
+What stays is the context and the code of the kernels. Everything else is let go of.
+"""
+
+import gc
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.build import Device, build_forward, lane_shape, make_recorder, open_device, tensor_at
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
+from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.backends.cuda.lanes.server import CudaServer
+from everserve.backends.cuda.logs import rehearse_log
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.placed_weights import PlacedWeights
+from everserve.backends.cuda.sampling import rehearse_sampling
+from everserve.memory.liveness import CELL_BYTES, Cell, Warden
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
+from everserve.procs.device_descriptors import entrust
+from everserve.tables.ids import Role
+from everserve.wire.channel import Channel
+from everserve.wire.messages import StartWorker
+from everserve.worker.lease import LEASE_S
+from everserve.worker.loading import Loading
+
+_NOWHERE_BYTES = 2 << 20  # a beginning for each tensor, and a row of the largest one
+_DETECT_MS = 1000.0
+
+
+def rehearse(like: Iterable[StartWorker], lifeline: Channel) -> None:
+    """For workers like these, which are on the same device."""
+    for start in like:
+        device = open_device(start, Loading(start))
+        entrust(lifeline)
+        if Role.ATTENTION in start.roles:
+            _rehearse_attention(device)
+            rehearse_log(device)
+            rehearse_sampling(device)
+        else:
+            _rehearse_expert(device)
+        torch.cuda.synchronize()
+        device.driver.close()
+        del device
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+class _Nowhere:
+    """Tensors of any shape, each at an address of its own, with hardly any memory behind them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(_NOWHERE_BYTES, dtype=torch.uint8, device=device)
+        self._num_tensors = 0
+
+    def tensor(self, shape: tuple[int, ...]) -> Tensor:
+        self._num_tensors += 1
+        return tensor_at(self.address + self._num_tensors * ALIGNMENT, shape)
+
+    def view(self, place: PlannedTensor) -> Tensor:
+        return self.tensor(place.shape)
+
+    @property
+    def address(self) -> int:
+        return self._memory.data_ptr()
+
+
+def _rehearse_attention(device: Device) -> None:
+    start, ops, sizes = device.start, device.ops, device.sizes
+    nowhere, model = _Nowhere(device.torch_device), _first_of_each_kind(device.model)
+    ops.words.stop.fill_(1)
+    torch.cuda.synchronize()  # or another stream's kernels would not see it, and read what is not there
+    plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
+    weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan, nowhere.view, is_complete=True)
+    decoder = Decoder(model, weights, ops, sizes.max_model_len)
+    num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.block_size)
+    kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
+    recorder = make_recorder(device)
+    if Role.EXPERT in start.roles:
+        arena = _arena(model, model.num_experts, nowhere) if model.moe_layers else None
+        local = LocalCudaExperts(ops, arena, model.moe_layers, model.num_experts)
+        build_forward(device, decoder, kv_pool, local, recorder)
+        return
+    cell = _own_cell()
+    peers = CudaPeers(
+        start.rank,
+        start.incarnation,
+        cell,
+        Warden(cell, _DETECT_MS),
+        lane_shape(device, start.lane_slots),
+        model.moe_layers,
+        model.num_experts,
+        device.driver,
+        range(start.num_attention, start.num_workers),
+        ops.words,
+    )
+    experts = CudaExperts(
+        peers,
+        ops,
+        device.driver,
+        recorder.cut,
+        detect_ms=_DETECT_MS,
+        lease_s=LEASE_S,
+        on_control=lambda: None,
+        on_suspect=lambda rank, incarnation, reason: None,
+        on_replay=lambda rank, layer, num_rows: None,
+    )
+    build_forward(device, decoder, kv_pool, experts, recorder)
+    experts.rehearse()
+    torch.cuda.synchronize()
+    peers.end()
+    cell.close()
+
+
+def _rehearse_expert(device: Device) -> None:
+    start, model = device.start, device.model
+    assert start.slots is not None, "an expert worker is told its slots"
+    nowhere, num_slots = _Nowhere(device.torch_device), start.slots.num_slots
+    server = CudaServer(
+        device.driver,
+        _arena(model, num_slots, nowhere),
+        lane_shape(device, num_slots),
+        start.num_attention,
+        torch.zeros(len(model.moe_layers), num_slots, dtype=torch.int32),
+        nowhere.address,
+        device.torch_device,
+    )
+    server.end()
+
+
+def _first_of_each_kind(model: ModelConfig) -> ModelConfig:
+    """The same model, but no longer than it takes to have seen both kinds of layers, if it has both."""
+    kinds = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
+    num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
+    moe_layers = tuple(layer for layer in model.moe_layers if layer < num_layers)
+    return replace(model, num_layers=num_layers, moe_layers=moe_layers)
+
+
+def _arena(model: ModelConfig, num_slots: int, nowhere: _Nowhere) -> ExpertArena:
+    plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
+    gate_up, down = nowhere.view(plan.tensor("expert_gate_up")), nowhere.view(plan.tensor("expert_down"))
+    return ExpertArena(gate_up, down, num_layers=len(model.moe_layers), num_slots=num_slots)
+
+
+def _own_cell() -> Cell:
+    fd = os.memfd_create("everserve-rehearsal")
+    os.ftruncate(fd, CELL_BYTES)
+    cell = Cell(fd)
+    os.close(fd)
+    return cell

@@ -1,0 +1,108 @@
+"""The two roles of a worker that computes on a GPU."""
+
+from everserve.backends.cuda.build import (
+    Device,
+    SeatWeights,
+    build_decoder,
+    build_forward,
+    build_server,
+    engine_config,
+    lane_shape,
+    make_recorder,
+    open_device,
+)
+from everserve.backends.cuda.expert_loop import CudaExpertLoop
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
+from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.backends.cuda.logs import CudaLogs
+from everserve.backends.cuda.recorder import Recorder
+from everserve.backends.cuda.rehearsal import rehearse
+from everserve.backends.cuda.sampling import rehearse_sampling
+from everserve.engine.engine import Engine
+from everserve.engine.warm_up import warm_up
+from everserve.memory.names import BELL
+from everserve.seam.captured import CapturedExperts
+from everserve.tables.ids import Role
+from everserve.worker.expert_service import ExpertService
+from everserve.worker.lease import LEASE_S
+from everserve.worker.parts import AttentionParts, Seam, Surroundings
+
+__all__ = ["build_attention", "build_expert", "prepare", "rehearse"]
+
+
+def prepare() -> None:
+    """The zygote must not touch a device: a fork could not use it."""
+
+
+def build_attention(around: Surroundings) -> AttentionParts:
+    """Own requests and their KV."""
+    start, device = around.start, _open(around)
+    logs = CudaLogs(device, around.memory)  # first: it may have to see somebody off meanwhile
+    weights = SeatWeights(device, around.memory)
+    decoder = build_decoder(device, weights)
+    recorder = make_recorder(device)
+    seam: Seam | None = None
+    experts: CapturedExperts
+    if Role.EXPERT in start.roles:
+        model = device.model
+        experts = LocalCudaExperts(device.ops, weights.arena(), model.moe_layers, model.num_experts)
+    else:
+        peers, experts = _reach_experts(around, device, recorder)
+        seam = Seam(peers, experts)
+    weights.complete()
+    kv_pool = logs.make_pool(decoder)
+    forward = build_forward(device, decoder, kv_pool, experts, recorder)
+    engine = Engine(engine_config(device), device.ops, forward, journal=logs.make_journal(kv_pool))
+    rehearse_sampling(device)
+    if isinstance(experts, CudaExperts):
+        experts.rehearse()
+    else:
+        warm_up(engine)
+    return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
+
+
+def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
+    """Own expert slots. Returns the name of the ops too."""
+    start, device = around.start, _open(around)
+    weights = SeatWeights(device, around.memory)
+    server = build_server(device, weights, around.memory[BELL])
+    weights.complete()
+    loop = CudaExpertLoop(
+        start, server, around.cell, around.warden, around.control, around.leave, around.events
+    )  # fmt: skip
+    return loop, device.ops.name
+
+
+def _open(around: Surroundings) -> Device:
+    device = open_device(around.start, around.loading)
+    around.control.leave_behind()  # also who dies before it is ready has something queued
+    return device
+
+
+def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> tuple[CudaPeers, CudaExperts]:
+    start, model = around.start, device.model
+    peers = CudaPeers(
+        start.rank,
+        start.incarnation,
+        around.cell,
+        around.warden,
+        lane_shape(device, start.lane_slots),
+        model.moe_layers,
+        model.num_experts,
+        device.driver,
+        range(start.num_attention, start.num_workers),
+        device.ops.words,
+    )
+    experts = CudaExperts(
+        peers,
+        device.ops,
+        device.driver,
+        recorder.cut,
+        detect_ms=around.detect_ms,
+        lease_s=LEASE_S,
+        on_control=around.on_control,
+        on_suspect=around.on_suspect,
+        on_replay=around.on_replay,
+    )
+    return peers, experts

@@ -1,0 +1,70 @@
+"""Who has died or fallen silent: life words and pulses, watched by a warden, turned into the machine's events.
+
+A crash is seen in the life word at once. Silence is only half of a finding: before the machine hears of it, the process
+is looked at through the kernel, which tells a stopped process from one that merely gets no CPU.
+"""
+
+import os
+from collections.abc import Callable
+
+from everserve.control import events
+from everserve.control.worker_ends import WorkerEnd
+from everserve.memory.liveness import ORCHESTRATOR_WORD, PeerState, Warden
+from everserve.procs import process
+from everserve.tables.ids import Incarnation, Rank
+
+Found = Callable[[Rank, Incarnation], events.AnyEvent]
+
+
+class Detector:
+    """Readable (select on it) whenever a worker's state has changed. `detect_ms` 0: never."""
+
+    def __init__(self, detect_ms: float) -> None:
+        self._is_on = detect_ms > 0
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._warden = Warden(None, detect_ms or 1.0, event_fd=self._event_fd)
+        if self._is_on:
+            self._warden.start()
+        self._watched: dict[Rank, WorkerEnd] = {}
+
+    def fileno(self) -> int:
+        return self._event_fd
+
+    def watch(self, end: WorkerEnd) -> None:
+        """A new incarnation takes the place of the old one, whose ending is known by then; an old one never does."""
+        old = self._watched.get(end.rank)
+        if not self._is_on or (old is not None and old.incarnation > end.incarnation):
+            return
+        if old is not None:
+            self.unwatch(old)
+        self._watched[end.rank] = end
+        self._warden.watch(end.rank, end.cell, ORCHESTRATOR_WORD)
+
+    def unwatch(self, end: WorkerEnd) -> None:
+        if self._watched.get(end.rank) is end:
+            del self._watched[end.rank]
+            self._warden.unwatch(end.rank)
+
+    def changes(self) -> list[tuple[Rank, Incarnation, Found]]:
+        """What was found since the last call."""
+        os.eventfd_read(self._event_fd)
+        found: list[tuple[Rank, Incarnation, Found]] = []
+        for key, state in self._warden.changes():
+            end = self._watched.get(Rank(key))
+            if end is not None:
+                found.append((end.rank, end.incarnation, self._judge(end, state)))
+        return found
+
+    def probe(self, end: WorkerEnd) -> Found:
+        """Look now: somebody suspects this worker."""
+        if self._watched.get(end.rank) is not end:
+            return events.Answered  # nothing is known against it; its channel or its exit will tell
+        return self._judge(end, self._warden.state(end.rank))
+
+    def _judge(self, end: WorkerEnd, state: PeerState) -> Found:
+        if state is PeerState.DIED:
+            return events.Died
+        if state is PeerState.SILENT:
+            letter = process.state_of(end.pid)
+            return lambda rank, incarnation: events.Silent(rank, incarnation, letter)
+        return events.Answered

@@ -1,0 +1,490 @@
+"""The state machine: what is told about processes -> who counts, what everybody is told, who is started or ended.
+
+What happens to the incarnation that a seat holds (an event about any other one changes nothing):
+
+    event                    effect                                    loss
+    Started                  its pid is published; lost if it does not
+                             say hello within `hello_s`                hang
+    SaidHello                its silence means something from now on
+    SaidReady                ready; routes may lead to it
+    SaidLeaving              leaving; routes lead to it only where no
+                             ready worker has the expert; killed if it
+                             has not ended after `leave_s`             left
+    SaidFailed               lost at once                              exit
+    Exited 0 or 1 / other    lost at once                              exit / crash
+    Died, ChannelEnded       lost at once                              crash
+    Silent, Z X              lost at once                              crash
+    Silent, T t or unknown   lost at once                              hang
+    Silent, any other state  in doubt; looked at again after           hang, if it is
+                             `starved_s` and lost if still silent      silent then
+    Answered                 no doubt; published again if a peer had reported it
+    Reported                 probed; lost if it pulses but did not
+                             serve this peer `max_unserved` times
+                             within `unserved_s`                       hang
+    DrainAsked (of a rank)   asked to leave if it is ready
+    EpochReported            published again if ours is not later
+    Tick                     whatever is due: starts, last looks, kills
+
+Silence means the same while a worker starts: its pulse begins with its hello and does not wait for the weights.
+
+A worker that leaves ends as it should, and its loss is called so (left), if it exits with status 0, if it dies and its
+status is not known, or if it dies in any way after it was killed for taking too long. Otherwise the table holds.
+
+Lost: published at once, then the next incarnation is provisioned at once, or after a delay if the seat's processes keep
+ending early (one that left is no such end). If nobody saw the process end it is killed after `fence_grace_s`; until
+then it may wake up, find itself fenced and exit. Losses are never taken back: a process that was declared gone wrongly
+is replaced all the same.
+
+An orchestrator that comes after another one resumes with what is found, seat by seat:
+
+    latest incarnation       seat
+    none                     provisioned
+    has ended                lost (crash; left, if it had said so): nobody may have seen it; the next is provisioned
+    was lost, and lives      lost once more (hang); the next is provisioned
+    about to be born         starting
+    has not reported         starting; lost (hang) if it does not report within `hello_s`
+    reported                 starting, ready or leaving, as it says
+
+Earlier incarnations were lost when the next one was provisioned: those that live are lost once more. Nothing else of
+the past counts: neither crashes nor doubts.
+"""
+
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from everserve.control.effects import (
+    AllReady,
+    AnyEffect,
+    AskToLeave,
+    BackOff,
+    Cause,
+    Decision,
+    GiveUp,
+    Kill,
+    Lost,
+    Probe,
+    Provision,
+    Publish,
+)
+from everserve.control.events import (
+    Answered,
+    AnyEvent,
+    ChannelEnded,
+    Died,
+    DrainAsked,
+    EpochReported,
+    Exited,
+    Reported,
+    Said,
+    SaidFailed,
+    SaidHello,
+    SaidLeaving,
+    SaidReady,
+    Seen,
+    Silent,
+    Started,
+    Stopping,
+    Tick,
+)
+from everserve.control.seats import Found, Policy, Seat, SeatSpec
+from everserve.plan.routing import make_routes
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.members import Members, WorkerState
+from everserve.tables.placement import Placement
+from everserve.tables.routes import Routes
+from everserve.tables.symptoms import DID_NOT_SERVE
+from everserve.tables.validity import degraded, violations
+
+__all__ = ["Found", "Machine", "Policy", "SeatSpec"]
+
+_ORDER = {Lost: 0, Publish: 1, Probe: 3}  # everything else between them
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What one event leads to, before the tables are compared."""
+
+    reason: str
+    effects: tuple[AnyEffect, ...] = ()
+    publish_anyway: bool = False  # a new epoch though the tables are the same
+
+
+class Machine:
+    """The seats of one instance. The host calls `start` or `resume` once, then `handle` for each event, and sends Tick
+    no later than `next_deadline`."""
+
+    def __init__(self, seats: Sequence[SeatSpec], placement: Placement | None, policy: Policy) -> None:
+        self.policy = policy
+        self.placement = placement
+        self.num_stale = 0  # what lost or unknown incarnations said
+        self.was_all_ready = False  # since the instance began: it is not given up any more
+        self._has_said_all_ready = False
+        self.ending = ""  # why nobody is started any more
+        self._seats = {spec.rank: Seat(spec) for spec in seats}
+        self._kill_at: dict[tuple[Rank, Incarnation], float] = {}  # lost, and nobody saw the process end
+        assert len(self._seats) == len(seats) > 0, seats
+        if placement is not None:
+            experts = {spec.rank for spec in seats if Role.EXPERT in spec.roles}
+            assert experts == {seat.rank for seat in placement.seats}, "expert seats and placement differ"
+        for seat in self._seats.values():
+            seat.slots = seat.spec.slots
+            if placement is not None and Role.EXPERT in seat.spec.roles:
+                slots = placement.seat(seat.rank)
+                seat.slots, seat.shadow_slots = slots.num_slots, slots.num_slots - slots.num_active
+        self._tables = self._tables_of(Epoch(0))
+
+    # -- what is true now ------------------------------------------------------------------------
+
+    def tables(self) -> Publish:
+        """What was published last."""
+        return self._tables
+
+    @property
+    def members(self) -> Members:
+        return self._tables.members
+
+    @property
+    def routes(self) -> Routes | None:
+        return self._tables.routes
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.members.epoch
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        return self._tables.violations
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        return self._tables.degraded
+
+    def next_deadline(self) -> float | None:
+        deadlines = [seat.next_deadline() for seat in self._seats.values()]
+        return min([at for at in deadlines if at is not None] + list(self._kill_at.values()), default=None)
+
+    def _tables_of(self, epoch: Epoch) -> Publish:
+        members = Members(epoch=epoch, workers=tuple(seat.worker() for seat in self._seats.values()))
+        routes = None
+        if self.placement is not None:
+            serving = [seat for seat in self._seats.values() if seat.can_serve]
+            leaving = {seat.rank for seat in serving if seat.state is WorkerState.LEAVING}
+            routes = make_routes(epoch, self.placement, {seat.rank for seat in serving} - leaving, leaving)
+        return Publish(
+            members=members,
+            routes=routes,
+            violations=violations(members, self.placement, routes),
+            degraded=degraded(members, self.placement, routes),
+        )
+
+    # -- doors -----------------------------------------------------------------------------------
+
+    def start(self, now: float) -> Decision:
+        """Provision every seat."""
+        effects = [self._provision(seat) for seat in self._seats.values()]
+        return self._decide(_Step(f"the instance starts with {len(effects)} seats", tuple(effects)))
+
+    def resume(self, now: float, found: Sequence[Found], epoch: Epoch, was_all_ready: bool) -> Decision:
+        """Go on where an orchestrator has died. `epoch` is the highest that anybody knows."""
+        assert {one.rank for one in found} <= self._seats.keys(), found
+        self.was_all_ready = was_all_ready
+        effects: list[AnyEffect] = []
+        for seat in self._seats.values():
+            in_order = sorted((one for one in found if one.rank == seat.rank), key=lambda one: one.incarnation)
+            for one in in_order[:-1]:
+                effects += self._fence_again(seat, one, now)
+            effects += self._take_over(seat, in_order[-1] if in_order else None, now)
+        self._tables = self._tables_of(epoch)
+        num_alive = sum(one.pid >= 0 for one in found)
+        reason = f"a new orchestrator goes on after epoch {epoch}; {num_alive} processes were found"
+        return self._decide(_Step(reason, tuple(effects), publish_anyway=True))
+
+    def handle(self, event: AnyEvent, now: float) -> Decision:
+        """One event, at this time."""
+        match event:
+            case DrainAsked():
+                step = self._drain(event.rank)
+            case EpochReported():
+                step = self._overtake(event.epoch)
+            case Tick():
+                step = self._tick(now)
+            case Stopping():
+                step = self._stop()
+            case _:
+                seat = self._seats.get(event.rank)
+                if seat is None or seat.state is WorkerState.GONE or seat.incarnation != event.incarnation:
+                    step = self._not_current(event, seat)
+                else:
+                    step = self._current(event, seat, now)
+        return self._decide(step)
+
+    def _decide(self, step: _Step) -> Decision:
+        """Compare the tables, publish if they changed.
+
+        Losses come first, so that nothing waits for anything slower; probes last, because the host may answer them
+        before it goes on.
+        """
+        effects = list(step.effects)
+        workers = tuple(seat.worker() for seat in self._seats.values())
+        if workers != self.members.workers or step.publish_anyway:
+            self._tables = self._tables_of(Epoch(self.epoch + 1))
+            effects.append(self._tables)
+        all_ready = all(worker.state is WorkerState.READY for worker in workers)
+        if all_ready and not self._has_said_all_ready and not self.ending:
+            self.was_all_ready = self._has_said_all_ready = True
+            effects.append(AllReady())
+        effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))
+        return Decision(tuple(effects), step.reason)
+
+    # -- events about a process ------------------------------------------------------------------
+
+    def _not_current(self, event: Said | Seen, seat: Seat | None) -> _Step:
+        """A lost incarnation, or one that never was. It changes nothing; what such a process *says* is counted."""
+        who = f"rank {event.rank} incarnation {event.incarnation}"
+        if seat is None or not 1 <= event.incarnation <= seat.incarnation:
+            self.num_stale += 1
+            return _Step(f"{who} was never provisioned: {type(event).__name__} dropped")
+        match event:
+            case Exited():
+                self._kill_at.pop((event.rank, event.incarnation), None)
+                return _Step(f"{who} was lost already; now its process has ended")
+            case Died() | ChannelEnded() | Silent() | Reported():  # a death is seen in many ways; one was the first
+                return _Step(f"{who} was lost already")
+            case Started() if (event.rank, event.incarnation) not in self._kill_at:
+                self.num_stale += 1
+                return _Step(f"{who} comes to be after it was lost: kill it", (Kill(event.rank, event.incarnation),))
+            case SaidFailed(user_error=True) if not self.was_all_ready and not self.ending:
+                # Last words that its death has overtaken. What is wrong with the input stays true.
+                self._end_for("the instance gave up")
+                return _Step(f"{who} was lost already, by the user's fault", (GiveUp(event.reason, True),))
+            case Started() | SaidHello() | SaidReady() | SaidLeaving() | SaidFailed() | Answered():
+                self.num_stale += 1
+                return _Step(f"{who} was lost already: {type(event).__name__} dropped")
+            case _:
+                assert_never(event)
+
+    def _current(self, event: Said | Seen, seat: Seat, now: float) -> _Step:
+        who = _who(seat)
+        match event:
+            case Started():
+                seat.exist(event.pid, now, self.policy)
+                return _Step(f"{who} exists")
+            case SaidHello():
+                seat.speak()
+                return _Step(f"{who} says hello")
+            case SaidReady():
+                # Not the end of a doubt: it may have said so before it fell silent.
+                if seat.state is not WorkerState.STARTING:
+                    return _Step(f"{who} was {seat.state} already")
+                seat.speak()
+                seat.become_ready(now)
+                return _Step(f"{who} is ready")
+            case SaidLeaving():
+                if seat.state is WorkerState.LEAVING:
+                    return _Step(f"{who} was leaving already")
+                seat.speak()
+                seat.leave(now, self.policy)
+                return _Step(f"{who} leaves")
+            case SaidFailed():
+                return self._lose(seat, "exit", event.reason, now, user_error=event.user_error)
+            case Exited():
+                return self._exited(seat, event.exit_status, now)
+            case Died():
+                return self._died(seat, "the kernel marked its life word", now)
+            case ChannelEnded():
+                return self._died(seat, "its control channel ended", now)
+            case Silent():
+                return self._silent(seat, event.process_state, now)
+            case Answered():
+                was_reported, was_silent = seat.is_reported, seat.starve_at is not None
+                seat.speak()
+                seat.clear_doubt()
+                if was_reported and seat.can_serve:
+                    return _Step(f"{who} answers: peers that suspect it shall trust it again", publish_anyway=True)
+                return _Step(f"{who} answers after a silence" if was_silent else f"{who} answers; nobody was in doubt")
+            case Reported():
+                said = f"{who} is suspected by rank {event.by}: {event.reason}"
+                if not seat.has_spoken:
+                    return _Step(f"{said}; it has not said hello yet, so there is nothing to look at")
+                if event.reason in DID_NOT_SERVE:
+                    num_times = seat.did_not_serve(event.by, now, self.policy)
+                    if num_times >= self.policy.max_unserved:
+                        return self._lose(seat, "hang", _unserved_words(event, num_times, self.policy), now)
+                seat.is_reported = True
+                return _Step(said, self._probe(seat))
+            case _:
+                assert_never(event)
+
+    def _exited(self, seat: Seat, exit_status: int, now: float) -> _Step:
+        cause: Cause = "exit" if exit_status in (0, 1) else "crash"
+        reason = _exit_words(exit_status)
+        if seat.state is WorkerState.LEAVING:
+            if seat.leave_by is None:
+                cause, reason = "left", f"{reason}, after {self.policy.leave_s:g} s in which it had not left"
+            elif exit_status == 0:
+                cause = "left"
+        return self._lose(seat, cause, reason, now, has_ended=True)
+
+    def _died(self, seat: Seat, reason: str, now: float) -> _Step:
+        """Its status is not known. Of one that leaves, death is no news."""
+        return self._lose(seat, "left" if seat.state is WorkerState.LEAVING else "crash", reason, now)
+
+    def _silent(self, seat: Seat, process_state: str | None, now: float) -> _Step:
+        seat.is_probed = False
+        seat.speak()  # only who has said hello is watched, though its hello may be on the way
+        match process_state:
+            case "T" | "t":
+                return self._lose(seat, "hang", f"silent and stopped ({process_state})", now)
+            case "Z" | "X":
+                return self._died(seat, f"silent and dead ({process_state})", now)
+            case None:
+                return self._lose(seat, "hang", "silent, and its process cannot be looked at", now)
+        if seat.starve_at is None:
+            seat.starve_at = now + self.policy.starved_s
+        if now < seat.starve_at:
+            return _Step(f"{_who(seat)} is silent but not stopped ({process_state}): it may only be starved")
+        silence = f"silent for {self.policy.starved_s:g} s though not stopped ({process_state})"
+        return self._lose(seat, "hang", silence, now)
+
+    # -- transitions -----------------------------------------------------------------------------
+
+    def _provision(self, seat: Seat) -> Provision:
+        seat.begin()
+        return Provision(seat.rank, seat.incarnation)
+
+    def _probe(self, seat: Seat) -> tuple[Probe, ...]:
+        """One look at a time."""
+        if seat.is_probed:
+            return ()
+        seat.is_probed = True
+        return (Probe(seat.rank, seat.incarnation),)
+
+    def _lose(
+        self, seat: Seat, cause: Cause, reason: str, now: float, has_ended: bool = False, user_error: bool = False
+    ) -> _Step:
+        """This incarnation is gone; see to the next one."""
+        has_left = cause == "left"
+        is_expected = has_left or bool(self.ending)
+        lost = Lost(seat.rank, seat.incarnation, seat.spec.roles, cause, reason, is_expected)
+        step_reason = f"{_who(seat)} is gone ({cause}): {reason}"
+        if not has_ended:
+            self._kill_at[seat.rank, seat.incarnation] = now + self.policy.fence_grace_s
+        seat.end(reason, now, self.policy, has_left)
+        give_up = self._give_up(seat, reason, user_error)
+        delay_s = 0.0 if has_left else self.policy.delay_s(seat.num_crashes)
+        if self.ending:
+            seat.leave_empty(self.ending)
+            return _Step(step_reason, (lost, *give_up))
+        if delay_s == 0:
+            return _Step(step_reason, (lost, self._provision(seat)))
+        seat.wait(delay_s, now)
+        return _Step(step_reason, (lost, BackOff(seat.rank, seat.num_crashes, delay_s)))
+
+    def _give_up(self, seat: Seat, reason: str, user_error: bool) -> tuple[GiveUp, ...]:
+        """Whether this loss shows that the instance will never come up. Once it was up, it is never given up."""
+        if self.was_all_ready or self.ending:
+            return ()
+        if not user_error:
+            if seat.num_failed_starts < self.policy.max_failed_starts:
+                return ()
+            reason = f"rank {seat.rank} ended {seat.num_failed_starts} times before it was ready; last: {reason}"
+        self._end_for("the instance gave up")
+        return (GiveUp(reason, user_error),)
+
+    def _take_over(self, seat: Seat, latest: Found | None, now: float) -> tuple[AnyEffect, ...]:
+        """The latest incarnation keeps the seat if it can; no earlier one does."""
+        if latest is None:
+            return (self._provision(seat),)
+        if latest.pid >= 0 and not latest.was_lost:
+            seat.adopt(latest, now, self.policy)
+            return ()
+        seat.incarnation = latest.incarnation
+        if latest.was_lost:
+            return (*self._fence_again(seat, latest, now), self._provision(seat))
+        cause: Cause = "left" if latest.is_leaving else "crash"
+        reason, is_expected = "ended while there was no orchestrator", cause == "left"
+        lost = Lost(seat.rank, latest.incarnation, seat.spec.roles, cause, reason, is_expected)
+        return lost, self._provision(seat)
+
+    def _fence_again(self, seat: Seat, old: Found, now: float) -> tuple[Lost, ...]:
+        """It was lost to an orchestrator that had no time left to see its end."""
+        if old.pid < 0:
+            return ()
+        self._kill_at[old.rank, old.incarnation] = now + self.policy.fence_grace_s
+        reason = "was lost to the orchestrator before this one, and lives"
+        return (Lost(old.rank, old.incarnation, seat.spec.roles, "hang", reason, is_expected=True),)
+
+    def _overtake(self, epoch: Epoch) -> _Step:
+        """Everybody drops tables that are older than his own."""
+        if epoch < self.epoch:
+            return _Step(f"epoch {epoch} is past")
+        self._tables = self._tables_of(epoch)
+        return _Step(f"somebody has tables of epoch {epoch} from the orchestrator before", publish_anyway=True)
+
+    def _drain(self, rank: Rank) -> _Step:
+        """The reason is the operator's answer."""
+        seat = self._seats.get(rank)
+        if seat is None:
+            return _Step(f"there is no rank {rank}")
+        if self.ending or seat.state is not WorkerState.READY:
+            return _Step(f"{_who(seat)} is not asked to leave: {self.ending or f'it is {seat.state}'}")
+        return _Step(f"{_who(seat)} is asked to leave", (AskToLeave(rank, seat.incarnation),))
+
+    def _stop(self) -> _Step:
+        self._end_for("the instance stops")
+        return _Step("the instance stops: nobody is started any more")
+
+    def _end_for(self, why: str) -> None:
+        self.ending = self.ending or why
+        for seat in self._seats.values():
+            if seat.state is WorkerState.GONE:
+                seat.leave_empty(self.ending)
+
+    def _tick(self, now: float) -> _Step:
+        steps = [step for seat in self._seats.values() for step in self._due(seat, now)]
+        for (rank, incarnation), at in list(self._kill_at.items()):
+            if at <= now:
+                del self._kill_at[rank, incarnation]
+                reason = f"rank {rank} incarnation {incarnation} was lost and has not ended: kill it"
+                steps.append(_Step(reason, (Kill(rank, incarnation),)))
+        reason = "; ".join(step.reason for step in steps)
+        return _Step(reason or "nothing is due", tuple(effect for step in steps for effect in step.effects))
+
+    def _due(self, seat: Seat, now: float) -> Iterator[_Step]:
+        due_at = seat.next_deadline()
+        if due_at is None or due_at > now:
+            return
+        if seat.state is WorkerState.GONE:
+            provision = self._provision(seat)
+            yield _Step(f"{_who(seat)} starts after a delay", (provision,))
+            return
+        if seat.hello_by is not None:
+            yield self._lose(seat, "hang", f"has not said a word in {self.policy.hello_s:g} s", now)
+            return
+        if seat.leave_by is not None and seat.leave_by <= now:
+            seat.leave_by = None
+            reason = f"{_who(seat)} has not left in {self.policy.leave_s:g} s: kill it"
+            yield _Step(reason, (Kill(seat.rank, seat.incarnation),))
+        if seat.starve_at is not None and seat.starve_at <= now and not seat.is_probed:
+            # A look, not the clock, has the last word: the host itself may have been held up.
+            yield _Step(f"{_who(seat)} has been silent for {self.policy.starved_s:g} s: a last look", self._probe(seat))
+
+
+def _who(seat: Seat) -> str:
+    return f"rank {seat.rank} incarnation {seat.incarnation}"
+
+
+def _unserved_words(event: Reported, num_times: int, policy: Policy) -> str:
+    often = f"{num_times} times within {policy.unserved_s:g} s"
+    return f"it pulses but did not serve rank {event.by}, {often} (last: {event.reason})"
+
+
+def _exit_words(exit_status: int) -> str:
+    if exit_status >= 0:
+        return f"exited with status {exit_status}"
+    try:
+        return f"killed by {signal.Signals(-exit_status).name}"
+    except ValueError:
+        return f"killed by signal {-exit_status}"

@@ -1,0 +1,63 @@
+"""What the gateway is told: tables, losses, events and counters. If it is gone, nobody is told; all else goes on."""
+
+import time
+
+from everserve.control.effects import Lost, Publish
+from everserve.tables.ids import Rank
+from everserve.tables.outputs import ExpertStats
+from everserve.wire.channel import Channel
+from everserve.wire.events import AnyEvent
+from everserve.wire.messages import AnyMessage, ClusterChanged, EventHappened, WorkerLost
+
+_RESEND_S = 1.0  # at most so often are counters alone a reason to tell the gateway
+
+
+class GatewayEnd:
+    """The orchestrator's end of the channel to the gateway."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel: Channel | None = channel
+        self._expert_stats: dict[Rank, ExpertStats] = {}
+        self._num_stale = 0
+        self._has_news = False
+        self._told_s = 0.0
+
+    def send(self, message: AnyMessage) -> None:
+        if self.channel is not None:
+            self.channel.send(message)
+
+    def tell(self, event: AnyEvent) -> None:
+        self.send(EventHappened(event=event))
+
+    def tell_lost(self, lost: Lost) -> None:
+        self.send(WorkerLost(rank=lost.rank, incarnation=lost.incarnation, roles=lost.roles, cause=lost.cause))
+
+    def tell_cluster(self, tables: Publish) -> None:
+        """The tables of a new epoch, or the same ones with new counters."""
+        self._told_s = time.monotonic()
+        self._has_news = False
+        self.send(
+            ClusterChanged(
+                members=tables.members,
+                violations=tables.violations,
+                degraded=tables.degraded,
+                num_experts_without_place=tables.routes.num_without_place if tables.routes is not None else 0,
+                expert_stats=dict(self._expert_stats),
+                num_stale=self._num_stale,
+            )
+        )
+
+    def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
+        self._expert_stats[rank] = stats
+        self._has_news = True
+
+    def count_stale(self, num: int) -> None:
+        self._num_stale += num
+        self._has_news = True
+
+    def flush(self, tables: Publish | None) -> None:
+        """What the kernel did not take, and counters that have waited long enough (None: there are no tables yet)."""
+        if tables is not None and self._has_news and time.monotonic() - self._told_s > _RESEND_S:
+            self.tell_cluster(tables)
+        if self.channel is not None:
+            self.channel.flush()

@@ -1,0 +1,185 @@
+"""The orchestrator's ends of its workers: channel, cell, and the memory between them.
+
+A worker's life here:
+
+    started (its process exists) -> connected (it said hello; lanes are being allocated)
+        -> ready (it said so and has all its lanes) -> ... -> lost (fenced, until its process is gone) -> forgotten
+
+One that was there before this orchestrator *reports* instead of saying hello, and may have lanes already.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from everserve.control import events
+from everserve.control.anchor_client import Memory
+from everserve.memory.liveness import Cell
+from everserve.memory.names import LANE, bell_name, cell_name, lack, lane_name
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.wire.channel import Channel
+from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report
+
+Seat = tuple[Rank, Incarnation]
+
+
+@dataclass(eq=False)
+class WorkerEnd:
+    """One incarnation of one rank, seen from here."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    pid: int
+    cell_fd: int  # held by `Memory`
+    cell: Cell
+    control: Channel | None  # None after its end was read
+    report: Report | None = None
+    has_said_hello: bool = False
+    waits_for: set[str] = field(default_factory=set)  # lanes that are still being allocated
+    has_said_ready: bool = False
+    is_ready: bool = False  # said so, and has all its lanes
+    is_lost: bool = False
+
+    @property
+    def seat(self) -> Seat:
+        return self.rank, self.incarnation
+
+    @property
+    def is_connected(self) -> bool:
+        return self.has_said_hello and self.control is not None and not self.is_lost
+
+    def send(self, message: AnyMessage, fds: tuple[int, ...] = ()) -> None:
+        """The message, and a ring: a worker in the middle of a layer looks at its cell, not at its socket."""
+        if self.control is not None:
+            self.control.send(message, fds)
+            self.cell.ring_control()
+
+    def flush(self) -> None:
+        """What the kernel did not take at once; and a ring, for whoever looked too early."""
+        if self.control is not None and self.control.wants_write:
+            self.control.flush()
+            self.cell.ring_control()
+
+    def close(self) -> None:
+        self.cell.close()
+        if self.control is not None:
+            self.control.close()
+            self.control = None
+
+
+class WorkerEnds:
+    """All incarnations that may still have a process."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        lane_bytes: int,
+        device_of: Callable[[Rank], int],
+        tell: Callable[[events.AnyEvent], None],
+    ) -> None:
+        self._memory = memory
+        self._lane_bytes = lane_bytes
+        self._device_of = device_of  # whose memory lanes of this attention worker are
+        self._tell = tell  # who is ready, and who cannot have a lane that it needs
+        self._ends: dict[Seat, WorkerEnd] = {}
+        self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
+
+    def __iter__(self) -> Iterator[WorkerEnd]:
+        return iter(list(self._ends.values()))
+
+    def get(self, rank: Rank, incarnation: Incarnation) -> WorkerEnd | None:
+        return self._ends.get((rank, incarnation))
+
+    def add(self, end: WorkerEnd) -> None:
+        self._ends[end.seat] = end
+
+    def connect(self, end: WorkerEnd) -> None:
+        """It lives: ask for a lane to every peer of the other role that does, where there is none yet."""
+        end.has_said_hello = True
+        for other in self:
+            pair = _pair(end, other)
+            if pair is not None and other.is_connected:
+                name = lane_name(pair[0].seat, pair[1].seat)
+                self._lanes[name] = pair
+                if not _have_a_lane(end, other):
+                    end.waits_for.add(name)
+                    self._memory.allocate(
+                        name,
+                        self._lane_bytes,
+                        then=functools.partial(self._hand_out, name, end),
+                        otherwise=functools.partial(self._lack_lane, end),
+                        device=self._device_of(pair[0].rank),
+                    )
+
+    def say_ready(self, end: WorkerEnd) -> None:
+        """It says so. It is ready when its lanes are there, too."""
+        end.has_said_ready = True
+        self._maybe_ready(end)
+
+    def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
+        """It may know workers that ended while nobody told it."""
+        for rank, incarnation in end.report.peers if end.report is not None else ():
+            peer = self.get(rank, incarnation)
+            if peer is None or peer.is_lost:
+                end.send(PeerLeft(rank=rank, incarnation=incarnation))
+
+    def part(self, lost: WorkerEnd) -> None:
+        """This one is gone: its peers are told, and nobody waits for its lanes."""
+        lost.is_lost = True
+        for name, pair in list(self._lanes.items()):
+            if lost in pair:
+                del self._lanes[name]
+                self._memory.release(name)
+                peer = pair[0] if pair[1] is lost else pair[1]
+                peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
+                peer.waits_for.discard(name)
+                self._maybe_ready(peer)
+
+    def forget(self, end: WorkerEnd) -> None:
+        """Its process is gone for certain."""
+        del self._ends[end.seat]
+        self._memory.release(cell_name(end.seat))
+        end.close()
+
+    def _hand_out(self, name: str, newer: WorkerEnd, lane_fd: int) -> None:
+        """A lane is there: both ends get it."""
+        pair = self._lanes[name]
+        for end, peer in (pair, pair[::-1]):
+            bell_fd = self._memory.held(bell_name(peer.rank))
+            fds = (peer.cell_fd, lane_fd) if bell_fd is None else (peer.cell_fd, lane_fd, bell_fd)
+            joined = PeerJoined(
+                rank=peer.rank, incarnation=peer.incarnation, roles=peer.roles, has_bell=bell_fd is not None
+            )
+            end.send(joined, fds=fds)
+        newer.waits_for.discard(name)
+        self._maybe_ready(newer)
+
+    def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
+        """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
+        self._tell(events.SaidFailed(*end.seat, lack(end.rank, LANE, reason), user_error=True))
+
+    def _maybe_ready(self, end: WorkerEnd) -> None:
+        """Ready means ready for others: it has said so, and its lanes are there."""
+        if end.has_said_ready and not end.is_ready and not end.waits_for:
+            end.is_ready = True
+            self._tell(events.SaidReady(end.rank, end.incarnation))
+
+
+def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:
+    """Both say so: an orchestrator before us may have died when only one of them had got it."""
+    return (
+        one.report is not None
+        and other.report is not None
+        and other.seat in one.report.peers
+        and one.seat in other.report.peers
+    )
+
+
+def _pair(one: WorkerEnd, other: WorkerEnd) -> tuple[WorkerEnd, WorkerEnd] | None:
+    """(attention, expert) if the two need a lane: a worker with both roles needs none."""
+    if one.roles == (Role.ATTENTION,) and other.roles == (Role.EXPERT,):
+        return one, other
+    if one.roles == (Role.EXPERT,) and other.roles == (Role.ATTENTION,):
+        return other, one
+    return None

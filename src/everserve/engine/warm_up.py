@@ -1,0 +1,12 @@
+"""The first steps of an engine."""
+
+from everserve.engine.engine import Engine
+from everserve.tables.requests import RequestSpec, SamplingParams
+
+
+def warm_up(engine: Engine) -> None:
+    """Two tokens for nobody, so that the first client does not pay for first touches. Too short to enter the cache."""
+    engine.add(RequestSpec(id="warm-up", prompt=[0], params=SamplingParams(max_tokens=2, temperature=0.0)))
+    while engine.has_work:
+        engine.step()
+    engine.check()

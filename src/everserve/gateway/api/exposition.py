@@ -1,0 +1,257 @@
+"""`/metrics`: Prometheus' text, under vLLM's names and labels where vLLM has the same thing."""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.streams.metrics import Histogram
+from everserve.tables.members import WorkerState
+
+_HISTOGRAMS = (
+    ("time_to_first_token_s", "time_to_first_token_seconds", "Time from arrival to the first token."),
+    ("inter_token_latency_s", "inter_token_latency_seconds", "Time between two tokens of a stream."),
+    (
+        "mean_token_s",
+        "request_time_per_output_token_seconds",
+        "Mean time per token after the first, by request.",
+    ),
+    ("queue_s", "request_queue_time_seconds", "Time a stream waited before it was first scheduled."),
+    ("latency_s", "e2e_request_latency_seconds", "Time from arrival to the end of a stream."),
+    ("decode_s", "request_decode_time_seconds", "Time from the first to the last token of a stream."),
+    ("prompt_tokens", "request_prompt_tokens", "Prompt tokens by request."),
+    ("generation_tokens", "request_generation_tokens", "Generated tokens by request."),
+)
+_ENGINE_GAUGES = (
+    ("num_running", "num_requests_running", "Streams in the running batch."),
+    ("num_waiting", "num_requests_waiting", "Streams waiting to run."),
+    ("kv_usage", "kv_cache_usage_perc", "KV cache usage; 1 means full."),
+)
+_ENGINE_COUNTERS = (
+    ("num_preemptions", "num_preemptions", "Streams that gave their KV blocks back."),
+    ("prefix_cache_queries", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+)
+_LOG_COUNTERS = (
+    ("num_restored_tokens", "tokens_restored", "Tokens of resumed streams whose KV came from a log."),
+    ("num_known_tokens", "tokens_recomputed", "Tokens of resumed streams that were computed a second time."),
+    ("num_broken_tokens", "log_broken_tokens", "Tokens that a log should have had: a gap, or a wrong checksum."),
+)
+
+
+class Metrics(Collector):
+    """Everything that `/metrics` shows."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._model = gateway.settings.served_model_names[0]
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._engines()
+        yield from self._cluster()
+        yield from self._survival()
+
+    def _engines(self) -> Iterator[Metric]:
+        labels = ["model_name", "engine"]
+        fleet = self._gateway.fleet
+        engines = {str(rank): engine for rank, engine in fleet.engines.items()}
+        stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
+        for field, name, text in _ENGINE_GAUGES:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank in engines:
+                gauge.add_metric([self._model, rank], getattr(stats[rank], field, 0))
+            yield gauge
+        captures = GaugeMetricFamily(
+            "everserve_graph_captures",
+            "Graphs that the rank's process has captured: none once it serves, whatever happens around it.",
+            labels=["rank"],
+        )
+        for rank in engines:
+            captures.add_metric([rank], getattr(stats[rank], "num_captures", 0))
+        yield captures
+        for field, name, text in _ENGINE_COUNTERS:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank, engine in engines.items():
+                counter.add_metric([self._model, rank], engine.total(field, stats[rank]))
+            yield counter
+        prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens processed.", labels=labels)
+        generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=labels)
+        success = CounterMetricFamily("vllm:request_success", "Ended streams.", labels=[*labels, "finished_reason"])
+        for rank, engine in engines.items():
+            prompt.add_metric([self._model, rank], engine.num_prompt_tokens)
+            generated.add_metric([self._model, rank], engine.num_generation_tokens)
+            for reason, count in engine.num_finished.items():
+                success.add_metric([self._model, rank, reason], count)
+        yield from (prompt, generated, success)
+        for field, name, text in _HISTOGRAMS:
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
+            for rank, engine in engines.items():
+                histogram: Histogram = getattr(engine, field)
+                family.add_metric([self._model, rank], buckets=histogram.cumulative(), sum_value=histogram.total)
+            yield family
+
+    def _cluster(self) -> Iterator[Metric]:
+        cluster = self._gateway.cluster
+        yield GaugeMetricFamily("everserve_epoch", "Version of the cluster's tables.", value=cluster.epoch)
+        yield GaugeMetricFamily(
+            "everserve_validity_violations",
+            "Reasons why the instance cannot serve as it is.",
+            value=len(cluster.violations()),
+        )
+        yield GaugeMetricFamily(
+            "everserve_degraded",
+            "What is missing although the instance is valid: workers being replaced, experts with too few places, the"
+            " orchestrator.",
+            value=len(cluster.degraded()),
+        )
+        yield GaugeMetricFamily(
+            "everserve_degraded_experts",
+            "Experts, over all layers, that nobody can compute now; streams that need them wait.",
+            value=cluster.num_experts_without_place,
+        )
+        workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
+        for (role, state), count in cluster.count_workers().items():
+            workers.add_metric([role, state], count)
+        yield workers
+        yield GaugeMetricFamily(
+            "everserve_spares", "Processes that are ready to become workers.", value=cluster.num_spares
+        )
+        yield from self._seats()
+
+    def _seats(self) -> Iterator[Metric]:
+        """Worker by worker, and what may still happen to them."""
+        members = self._gateway.cluster.members
+        seats = members.workers if members is not None else ()
+        restarts = CounterMetricFamily(
+            "everserve_worker_restarts", "Processes that a seat had before the present one.", labels=["rank", "role"]
+        )
+        slots = GaugeMetricFamily(
+            "everserve_expert_slots",
+            "Places for experts, per layer, in workers that are ready.",
+            labels=["rank", "kind"],
+        )
+        for worker in seats:
+            restarts.add_metric([str(worker.rank), "+".join(worker.roles)], max(0, worker.incarnation - 1))
+            if worker.slots:
+                is_ready = worker.state is WorkerState.READY
+                num_active = worker.slots - worker.shadow_slots
+                slots.add_metric([str(worker.rank), "active"], num_active if is_ready else 0)
+                slots.add_metric([str(worker.rank), "shadow"], worker.shadow_slots if is_ready else 0)
+        survivable = GaugeMetricFamily(
+            "everserve_survivable_expert_deaths",
+            "Expert workers that may still die at once without leaving an expert without a place; at least so many.",
+        )
+        if (num_left := self._gateway.spares.num_left(members)) is not None:
+            survivable.add_metric([], num_left)
+        yield from (restarts, slots, survivable)
+
+    def _survival(self) -> Iterator[Metric]:
+        yield from self._losses()
+        yield from self._logs()
+        yield from self._clients()
+        yield from self._http()
+
+    def _losses(self) -> Iterator[Metric]:
+        """What losing workers has cost."""
+        fleet = self._gateway.fleet
+        totals = fleet.totals
+        failovers = CounterMetricFamily("everserve_failovers", "Workers that were lost.", labels=["role", "cause"])
+        for (role, cause), count in totals.failovers.items():
+            failovers.add_metric([role, cause], count)
+        yield failovers
+        yield HistogramMetricFamily(
+            "everserve_stall_seconds",
+            "Time from noticing that a stream's worker is lost to the stream's next token.",
+            buckets=totals.stall_s.cumulative(),
+            sum_value=totals.stall_s.total,
+        )
+        yield GaugeMetricFamily(
+            "everserve_requests_queued", "Streams that wait in the gateway for a worker.", value=fleet.num_waiting
+        )
+        yield CounterMetricFamily(
+            "everserve_requests_resumed",
+            "Streams that lost their worker and were given to another one.",
+            value=totals.num_resumed,
+        )
+        yield CounterMetricFamily(
+            "everserve_streams_moved",
+            "Streams that were given to another worker because theirs was asked to leave.",
+            value=totals.num_moved,
+        )
+        yield CounterMetricFamily(
+            "everserve_stream_divergences",
+            "Outputs that contradicted what clients had already; they were dropped.",
+            value=totals.num_diverged,
+        )
+        yield CounterMetricFamily(
+            "everserve_replayed_rows",
+            "Rows sent to another expert worker because the first did not answer.",
+            value=self._engine_total("num_replayed_rows"),
+        )
+        yield CounterMetricFamily(
+            "everserve_stale_messages",
+            "Dropped because their sender is no longer trusted, or because they had been received before.",
+            value=totals.num_stale + self._engine_total("num_stale") + self._gateway.cluster.num_stale_elsewhere,
+        )
+
+    def _logs(self) -> Iterator[Metric]:
+        """What the KV logs have saved."""
+        fleet = self._gateway.fleet
+        stats = [fleet.stats(rank) for rank in fleet.engines]
+        yield GaugeMetricFamily(
+            "everserve_kv_log_lag_tokens",
+            "Tokens whose KV is computed but not in a log yet.",
+            value=sum(one.log_lag_tokens for one in stats if one is not None),
+        )
+        for field, name, text in _LOG_COUNTERS:
+            yield CounterMetricFamily(f"everserve_{name}", text, value=self._engine_total(field))
+
+    def _clients(self) -> Iterator[Metric]:
+        """Clients that lost their connection."""
+        keeper = self._gateway.keeper
+        yield CounterMetricFamily(
+            "everserve_client_resumes", "Clients that came back for the rest of their stream.", value=keeper.num_resumes
+        )
+        evicted = CounterMetricFamily(
+            "everserve_resume_evictions",
+            "Streams that were forgotten before their time because memory (--resume-memory-bytes) was short.",
+            labels=["state"],
+        )
+        for state, count in keeper.num_evicted.items():
+            evicted.add_metric([state], count)
+        yield evicted
+        yield GaugeMetricFamily(
+            "everserve_suspended_streams", "Streams whose client may come back.", value=keeper.num_suspended
+        )
+
+    def _http(self) -> Iterator[Metric]:
+        """As vLLM's servers have it."""
+        responses = CounterMetricFamily("http_requests", "HTTP responses.", labels=["handler", "method", "status"])
+        for labels, count in self._gateway.responses.items():
+            responses.add_metric(list(labels), count)
+        yield responses
+        connections = self._gateway.connections
+        yield GaugeMetricFamily(
+            "everserve_connections", "Connections of clients, idle ones included.", value=connections.num_open
+        )
+        closed = CounterMetricFamily(
+            "everserve_connections_closed",
+            "Connections closed before their request had arrived, or while idle, because of a limit.",
+            labels=["limit"],
+        )
+        for limit, count in connections.closed.items():
+            closed.add_metric([limit], count)
+        yield closed
+
+    def _engine_total(self, field: str) -> int:
+        fleet = self._gateway.fleet
+        return sum(engine.total(field, fleet.stats(rank)) for rank, engine in fleet.engines.items())

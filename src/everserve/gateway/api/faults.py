@@ -1,0 +1,70 @@
+"""`POST /cluster/fault`: an operator's signal to a process, to see that clients do not notice."""
+
+import signal
+from typing import Annotated, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from msgspec import Meta
+from starlette.responses import Response
+
+from everserve.errors import RequestError
+from everserve.gateway.api.depends import NEEDS_ADMIN, gateway_of
+from everserve.gateway.api.openapi import describe
+from everserve.gateway.gateway import Gateway
+from everserve.gateway.http.errors import HttpError
+from everserve.gateway.http.exchange import JsonResponse, read_json
+from everserve.gateway.http.responses import FaultView
+from everserve.gateway.questions import Unanswered
+from everserve.gateway.supervisor import PROCESSES
+from everserve.tables.ids import Rank
+
+router = APIRouter(dependencies=[NEEDS_ADMIN])
+
+
+class FaultRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which signal to send, and to whom: the worker in a seat, or a process that is not a worker."""
+
+    rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
+    process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
+    signal: Literal["KILL", "STOP", "CONT", "TERM"]
+
+
+_decoder = msgspec.json.Decoder(FaultRequest)
+
+
+@router.post("/cluster/fault", openapi_extra=describe(FaultView, request=FaultRequest, errors=(403, 409, 503)))
+async def inject_fault(http_request: Request) -> Response:
+    """Answers when the signal has been sent."""
+    gateway = gateway_of(http_request)
+    if not gateway.settings.enable_chaos:
+        raise HttpError(403, "Fault injection is off: start the server with --enable-chaos to allow it.")
+    fault = await read_json(http_request, _decoder)
+    if (fault.rank is None) == (fault.process is None):
+        raise RequestError("Give either 'rank' (a worker) or 'process' (any other process).", "rank")
+    if fault.process is not None:
+        return JsonResponse(await _signal_process(gateway, fault.process, fault.signal))
+    return JsonResponse(await _signal_worker(gateway, Rank(fault.rank or 0), fault.signal))
+
+
+async def _signal_worker(gateway: Gateway, rank: Rank, name: str) -> FaultView:
+    gateway.check_rank(rank)
+    answer = await gateway.orchestrator.inject(rank, signal.Signals[f"SIG{name}"])
+    pid = _check_pid(answer.pid, answer.reason, "rank")
+    return FaultView(rank=rank, incarnation=answer.incarnation, pid=pid, signal=name)
+
+
+async def _signal_process(gateway: Gateway, process: str, name: str) -> FaultView:
+    if process not in PROCESSES:
+        message = f"There is no process '{process}' that could get signals, only {', '.join(PROCESSES)} (and workers)."
+        raise HttpError(404, message, param="process")
+    if gateway.supervisor is None:
+        raise Unanswered("There is no supervisor: nobody can send signals.")
+    answer = await gateway.supervisor.signal(process, signal.Signals[f"SIG{name}"])
+    return FaultView(process=process, pid=_check_pid(answer.pid, answer.reason, "process"), signal=name)
+
+
+def _check_pid(pid: int | None, reason: str, param: str) -> int:
+    if pid is None:
+        raise HttpError(409, f"Nobody got the signal: {reason.rstrip('.')}.", param=param)
+    return pid

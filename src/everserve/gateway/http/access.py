@@ -1,0 +1,96 @@
+"""Who asks, and what they may do: API keys are for clients, the admin key is for what changes the cluster.
+
+    keys that are set   a client's request needs    a request that changes the cluster needs
+    none                nothing                     nothing on the loopback; beyond it all are refused
+    API keys            one of them                 one of them on the loopback; beyond it all are refused
+    admin key           nothing                     the admin key
+    both                one of them, or admin's     the admin key
+
+A stream belongs to the key that began it. Inside the gateway a key is known by its name (`key1`, `admin`), never by its
+text. Which pages of a browser may ask at all is decided in origins.py.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+
+from everserve.gateway.http.errors import HttpError
+from everserve.wire.messages import StartGateway
+
+Owner = str  # the name of the key that a request brought
+ANYONE: Owner = ""  # it brought none, and none is needed
+_ADMIN: Owner = "admin"
+
+
+class Access:
+    """The keys of this server. They are compared by their digests: in constant time, whatever their lengths."""
+
+    def __init__(self, settings: StartGateway) -> None:
+        names = {_digest(key.encode()): f"key{n}" for n, key in reversed([*enumerate(settings.api_keys, 1)])}
+        self.needs_key = bool(names)
+        self.has_admin_key = settings.admin_key is not None
+        if settings.admin_key is not None:
+            names[_digest(settings.admin_key.encode())] = _ADMIN
+        self._names = names
+        self._is_on_loopback = is_loopback(settings.listen_host)
+
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._names)
+
+    @property
+    def may_administer(self) -> bool:
+        """Whether any request may change the cluster."""
+        return self.has_admin_key or self._is_on_loopback
+
+    def check(self, authorization: str | None) -> Owner:
+        """Whose request this is, by its `Authorization: Bearer KEY`; 401 if that is not enough."""
+        owner = self._find(authorization)
+        if owner is None and self.needs_key:
+            raise _unauthorized(authorization)
+        return owner or ANYONE
+
+    def check_admin(self, authorization: str | None) -> Owner:
+        """The same for a request that changes the cluster; 403 if a client's key is not enough."""
+        if not self.has_admin_key:
+            owner = self.check(authorization)
+            if not self._is_on_loopback:
+                raise HttpError(
+                    403,
+                    "Administration is off: this server listens beyond the loopback address and has no admin key. "
+                    "Start it with --admin-key, or with EVERSERVE_ADMIN_KEY in its environment.",
+                )
+            return owner
+        found = self._find(authorization)
+        if found is None:
+            raise _unauthorized(authorization)
+        if found != _ADMIN:
+            raise HttpError(
+                403, "This changes the cluster and needs the admin key (--admin-key); an API key is not enough."
+            )
+        return found
+
+    def _find(self, authorization: str | None) -> Owner | None:
+        scheme, _, given = (authorization or "").encode("latin-1").partition(b" ")
+        digest = _digest(given.strip())
+        found = [name for known, name in self._names.items() if hmac.compare_digest(digest, known)]  # all, always
+        return found[0] if found and scheme.lower() == b"bearer" else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this host can reach this address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _unauthorized(authorization: str | None) -> HttpError:
+    message = "You didn't provide an API key: send it as 'Authorization: Bearer YOUR_KEY'."
+    if authorization:
+        message = "Incorrect API key provided."
+    return HttpError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})

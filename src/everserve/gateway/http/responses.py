@@ -1,0 +1,229 @@
+"""Response bodies. Fields that are UNSET do not appear at all."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from everserve.gateway.http.slices import batches
+
+FinishReason = Literal["stop", "length"]
+_ITEMS_PER_PIECE = 1 << 13
+encode = msgspec.json.Encoder().encode
+
+
+def encode_around(body: msgspec.Struct, empty: bytes) -> tuple[bytes, bytes]:
+    """The JSON of a body before and after the first field that is so empty (b'"choices":[]'), for what is written there
+    in pieces. A text in front of it cannot contain that: its quotes are escaped."""
+    before, found, after = encode(body).partition(empty)
+    assert found, "the field is there, and empty"
+    name, _, _ = empty.partition(b":")
+    return before + name + b":", after
+
+
+def encode_list(items: Iterable[Any]) -> Iterator[bytes]:
+    """The JSON of a list of numbers or short texts, in pieces."""
+    start = b"["
+    for batch in batches(items, _ITEMS_PER_PIECE):
+        yield start + encode(batch)[1:-1]
+        start = b","
+    yield b"[]" if start == b"[" else b"]"
+
+
+class PromptTokensDetails(msgspec.Struct, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Four lists of equal length; the first entry of an echoed prompt has no logprob."""
+
+    text_offset: list[int]
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string that ended the text, if it was one
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The whole answer, or one event of a stream (which has `usage` only if asked for)."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class TopLogprob(msgspec.Struct, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, kw_only=True):
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str
+
+
+class ChatChunkChoice(msgspec.Struct, kw_only=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    """One event of a chat stream."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Model(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "everserve"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class Version(msgspec.Struct, kw_only=True):
+    version: str
+
+
+class ServerLoad(msgspec.Struct, kw_only=True):
+    server_load: int
+
+
+class WorkerView(msgspec.Struct, kw_only=True):
+    """One worker in `/cluster`."""
+
+    rank: int
+    incarnation: int
+    pid: int
+    roles: list[str]
+    state: str
+    requests: int  # streams that the gateway has given it
+    running: int
+    waiting: int
+    kv_cache_usage: float
+    slots: int  # places for experts, per layer, shadows included
+    shadow_slots: int
+    note: str  # what an operator should know
+
+
+class ProcessView(msgspec.Struct, kw_only=True):
+    name: str
+    pid: int
+
+
+class SparesView(msgspec.Struct, kw_only=True):
+    """Processes that wait to become workers."""
+
+    ready: int
+    wanted: int
+
+
+class ClusterView(msgspec.Struct, kw_only=True):
+    """`/cluster`: who is here; no violations = valid."""
+
+    epoch: int
+    violations: list[str]
+    degraded: list[str]
+    experts_without_place: int  # over all layers
+    processes: list[ProcessView]
+    spares: SparesView
+    workers: list[WorkerView]
+    recent: list[str]  # what happened lately, in words, newest first
+
+
+class FaultView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/fault`: who got the signal, a worker or a process that is not one."""
+
+    rank: int | UnsetType = UNSET
+    incarnation: int | UnsetType = UNSET
+    process: str | UnsetType = UNSET
+    pid: int
+    signal: str
+
+
+class DrainView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/drain`: who was asked to leave."""
+
+    rank: int
+    incarnation: int

@@ -1,0 +1,112 @@
+"""Who is here now: the latest tables, as the orchestrator and the supervisor told us."""
+
+from collections import Counter, defaultdict
+
+from everserve.gateway.http.responses import ClusterView, ProcessView, SparesView, WorkerView
+from everserve.gateway.observe.story import Story
+from everserve.gateway.streams.fleet import Fleet
+from everserve.gateway.streams.metrics import RestartingCounter
+from everserve.tables.ids import Rank
+from everserve.tables.members import Members, Process, Worker
+from everserve.wire.messages import ClusterChanged, ProcessesChanged
+
+_NUM_RECENT = 5
+
+
+class Cluster:
+    """What `/cluster` shows. Nothing here decides anything."""
+
+    def __init__(self, fleet: Fleet, story: Story) -> None:
+        self.members: Members | None = None
+        self.processes: tuple[Process, ...] = ()
+        self.num_spares = self._num_spares_wanted = 0
+        self.orchestrator_is_gone = False  # and no new one has published anything yet
+        self._fleet = fleet
+        self._story = story
+        self._violations: tuple[str, ...] = ()
+        self._degraded: tuple[str, ...] = ()
+        self.num_experts_without_place = 0
+        self._stale_at_orchestrator = RestartingCounter()
+        self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
+
+    @property
+    def epoch(self) -> int:
+        return self.members.epoch if self.members is not None else 0
+
+    @property
+    def num_stale_elsewhere(self) -> int:
+        counters = (self._stale_at_orchestrator, *self._stale_at_experts.values())
+        return sum(counter.total for counter in counters)
+
+    def on_changed(self, change: ClusterChanged) -> None:
+        """Tables of the same epoch come again when only counters changed."""
+        if change.members.epoch < self.epoch:
+            return
+        self.orchestrator_is_gone = False
+        self.members = change.members
+        self._story.learn(change.members.workers)
+        self._violations = change.violations
+        self._degraded = change.degraded
+        self.num_experts_without_place = change.num_experts_without_place
+        self._stale_at_orchestrator.update(change.num_stale)
+        for rank, stats in change.expert_stats.items():
+            self._stale_at_experts[rank].update(stats.num_stale)
+
+    def on_processes(self, change: ProcessesChanged) -> None:
+        spares = [Process(name=f"spare-{i}", pid=pid) for i, pid in enumerate(change.spares)]
+        self.processes = (*change.processes, *spares)
+        self.num_spares, self._num_spares_wanted = len(spares), change.num_spares_wanted
+
+    def violations(self) -> tuple[str, ...]:
+        """Why requests cannot run now. Unknown is not healthy."""
+        if self.members is None:
+            return ("no membership table has been published yet",)
+        return self._violations
+
+    def degraded(self) -> tuple[str, ...]:
+        """What is missing although requests run. No request needs the orchestrator: its absence is no violation."""
+        if self.orchestrator_is_gone:
+            return (*self._degraded, "the orchestrator is gone: requests are served, lost workers are not replaced")
+        return self._degraded
+
+    def worker(self, rank: Rank) -> Worker | None:
+        workers = self.members.workers if self.members is not None else ()
+        return next((worker for worker in workers if worker.rank == rank), None)
+
+    def count_workers(self) -> Counter[tuple[str, str]]:
+        """How many workers there are, by role and state."""
+        workers = self.members.workers if self.members is not None else ()
+        return Counter((role.value, worker.state.value) for worker in workers for role in worker.roles)
+
+    def view(self) -> ClusterView:
+        workers = self.members.workers if self.members is not None else ()
+        return ClusterView(
+            epoch=self.epoch,
+            violations=list(self.violations()),
+            degraded=list(self.degraded()),
+            experts_without_place=self.num_experts_without_place,
+            processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
+            spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
+            workers=[self._view_worker(worker) for worker in workers],
+            recent=self._story.sentences(_NUM_RECENT),
+        )
+
+    def _view_worker(self, worker: Worker) -> WorkerView:
+        link = self._fleet.link(worker.rank)
+        if link is not None and link.incarnation != worker.incarnation:
+            link = None  # one of the two has not heard of the change yet
+        stats = link.stats if link is not None else None
+        return WorkerView(
+            rank=worker.rank,
+            incarnation=worker.incarnation,
+            pid=worker.pid,
+            roles=[role.value for role in worker.roles],
+            state=worker.state.value,
+            requests=len(link.streams) if link is not None else 0,
+            running=stats.num_running if stats else 0,
+            waiting=stats.num_waiting if stats else 0,
+            kv_cache_usage=stats.kv_usage if stats else 0.0,
+            slots=worker.slots,
+            shadow_slots=worker.shadow_slots,
+            note=worker.note,
+        )

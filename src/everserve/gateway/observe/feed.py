@@ -1,0 +1,138 @@
+"""What happened, and what happens: `/events`.
+
+Readers see the ids of their own requests only (stream_ids.py): an event that names a stream is written twice, once for
+those who may see its name and once for all others.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from everserve.gateway.http import sse
+from everserve.gateway.http.access import ANYONE, Owner
+from everserve.gateway.http.exchange import watch_disconnect
+from everserve.gateway.streams import stream_ids
+from everserve.wire.events import AnyEvent
+
+_NUM_RECENT = 1000
+_MAX_BEHIND = 2000  # events; a reader further behind is dropped
+_HEARTBEAT_S = 15.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """One event as it is sent."""
+
+    data: bytes
+    may_see: str = ANYONE  # who gets ...
+    own_data: bytes = b""  # ... this instead
+
+    @classmethod
+    def of(cls, event: AnyEvent) -> "_Item":
+        kind, name = str(event.__struct_config__.tag), getattr(event, "request_id", None)
+        if name is None:
+            return cls(sse.named_event(kind, event))
+        may_see = stream_ids.audience_of(name)
+        data, own_data = (
+            sse.named_event(kind, msgspec.structs.replace(event, request_id=stream_ids.seen_by(name, reader)))
+            for reader in (ANYONE, may_see)
+        )
+        return cls(data, may_see, own_data)
+
+    def seen_by(self, reader: Owner) -> bytes:
+        return self.own_data if self.own_data and self.may_see == reader else self.data
+
+
+class EventFeed:
+    """The recent events of all processes, and who reads along."""
+
+    def __init__(self) -> None:
+        self._recent: deque[_Item] = deque(maxlen=_NUM_RECENT)
+        self._readers: set[_Reader] = set()
+        self.listeners: list[Callable[[AnyEvent], None]] = []  # in this process
+
+    @property
+    def num_readers(self) -> int:
+        return len(self._readers)
+
+    def publish(self, event: AnyEvent) -> None:
+        """Remember it and tell all readers."""
+        item = _Item.of(event)
+        self._recent.append(item)
+        for reader in list(self._readers):
+            reader.put(item)
+        for listen in self.listeners:
+            listen(event)
+
+    def open_reader(self, owner: Owner = ANYONE) -> "_Reader":
+        """A reader that begins with the recent events, as the owner of this key may see them."""
+        reader = _Reader(owner, self._recent)
+        self._readers.add(reader)
+        return reader
+
+    def close_reader(self, reader: "_Reader") -> None:
+        self._readers.discard(reader)
+
+    def close(self) -> None:
+        """The gateway ends: so do all event streams."""
+        for reader in self._readers:
+            reader.end()
+
+
+class _Reader:
+    """One client of /events: what it has not been sent yet."""
+
+    def __init__(self, owner: Owner, recent: Iterable[_Item]) -> None:
+        self._owner = owner
+        self._waiting = deque(item.seen_by(owner) for item in recent)
+        self._ended = False
+        self._changed = asyncio.Event()
+
+    def put(self, item: _Item) -> None:
+        if len(self._waiting) >= _MAX_BEHIND:
+            self.end()  # it does not read; remembering more for it would have no end
+        elif not self._ended:
+            self._waiting.append(item.seen_by(self._owner))
+        self._changed.set()
+
+    def end(self) -> None:
+        self._ended = True
+        self._changed.set()
+
+    async def take(self) -> bytes | None:
+        """Everything that waits (a heartbeat if nothing happens for long), or None at the end."""
+        if not self._waiting and not self._ended:
+            self._changed.clear()
+            try:
+                await asyncio.wait_for(self._changed.wait(), _HEARTBEAT_S)
+            except TimeoutError:
+                return sse.HEARTBEAT
+        if self._ended:
+            return None
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        return data
+
+
+class EventsResponse(sse.EventStream):
+    """The recent events, and then each as it happens."""
+
+    def __init__(self, feed: EventFeed, owner: Owner) -> None:
+        super().__init__()
+        self._feed = feed
+        self._owner = owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.start(send)
+        reader = self._feed.open_reader(self._owner)
+        try:
+            with watch_disconnect(receive, reader.end):
+                while scope["method"] != "HEAD" and (data := await reader.take()) is not None:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._feed.close_reader(reader)

@@ -1,0 +1,191 @@
+"""One choice of a client's request: tokens in, text out."""
+
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import msgspec
+
+from everserve.errors import EverserveError
+from everserve.gateway.http.requests import GenerationRequest
+from everserve.gateway.http.responses import FinishReason
+from everserve.gateway.streams.fleet import Fleet
+from everserve.gateway.streams.stream import Stream
+from everserve.gateway.text.logprobs import Scored
+from everserve.gateway.text.prompts import Prompt
+from everserve.gateway.text.stops import StopMatcher, StopStrings
+from everserve.gateway.text.tokenizer import ModelTokenizer
+from everserve.tables.outputs import Output, TokenLogprobs
+from everserve.tables.requests import RequestSpec
+
+
+class ChoiceOwner(Protocol):
+    """The request that this choice is part of."""
+
+    def on_text(self, choice: "Choice", text: str, output: Output) -> None: ...
+
+    def on_failure(self, error: EverserveError) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """How a request wants its tokens turned into text; shared by its choices."""
+
+    skip_special_tokens: bool
+    stops: StopStrings | None
+    stop_token_ids: frozenset[int]
+    include_stop: bool
+
+    @classmethod
+    def of(cls, request: GenerationRequest) -> "TextOptions":
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop
+        return cls(
+            skip_special_tokens=request.skip_special_tokens is not False,
+            stops=StopStrings(stops) if stops else None,
+            stop_token_ids=frozenset(request.stop_token_ids or ()),
+            include_stop=bool(request.include_stop_str_in_output),
+        )
+
+
+class Scores:
+    """Log probabilities: of the prompt, where it is echoed, and of tokens with their places in the choice's text."""
+
+    def __init__(self, prompt: list[TokenLogprobs | None] | None = None) -> None:
+        self.prompt = prompt
+        self.tokens: list[Scored] = []
+        self.offsets: list[int] = []  # of each token
+
+    def add(self, token: int, scores: TokenLogprobs | None, offset: int) -> None:
+        self.tokens.append((token, scores))
+        self.offsets.append(offset)
+
+
+class Choice:
+    """Listens to one stream, makes text of its tokens, and ends at a stop string."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        spec: RequestSpec,
+        prompt: Prompt,
+        fleet: Fleet,
+        owner: ChoiceOwner,
+        tokenizer: ModelTokenizer,
+        options: TextOptions,
+        arrived_s: float,
+    ) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.num_tokens = 0
+        self.num_cached = 0
+        self.stream = Stream(spec, self)
+        self.texts: list[str] = []  # these two are filled only where the whole answer is needed at the end
+        self.scores = Scores()
+        self.offset = 0  # where the text of the latest token begins
+        self._num_characters = 0  # of all tokens so far, as far as they are whole characters
+        self._fleet = fleet
+        self._owner = owner
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+        self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
+        self._arrived_s = arrived_s
+        self._first_s = self.last_s = arrived_s  # of the first token, and of the last so far
+        self._away_since_s: float | None = None  # while it is suspended
+        self.has_ended = False
+
+    @property
+    def spec(self) -> RequestSpec:
+        return self.stream.spec
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.stream.tokens
+
+    def cancel(self) -> None:
+        """The client has gone. Nothing happens if the choice has ended."""
+        if not self.has_ended:
+            self._end("abort")
+            self._fleet.cancel(self.stream)
+
+    def suspend(self) -> None:
+        """The client has gone, and may come back."""
+        if not self.has_ended:
+            self._away_since_s = self._fleet.clock()
+            self._fleet.suspend(self.stream)
+
+    def resume(self, id: str) -> Stream:
+        """The client is back. Its stream gets a new name: its last worker may not have heard yet that it was suspended,
+        and what it still says must not be taken for what the next one says."""
+        self.stream.spec = msgspec.structs.replace(self.spec, id=id)
+        now_s = self._fleet.clock()
+        if self._away_since_s is not None:  # latencies are about this server, not about how long a client was away
+            self._arrived_s += now_s - self._away_since_s
+            self._first_s += now_s - self._away_since_s
+            self._away_since_s = None
+        self.last_s = now_s
+        return self.stream
+
+    def on_output(self, output: Output, now_s: float) -> None:
+        """One token, exactly once and in order."""
+        self._measure(output, now_s)
+        is_last = output.finish_reason is not None
+        self.offset = self._num_characters
+        text = self._text_of(output)
+        self._num_characters += len(text)
+        if is_last:
+            text += self._detokenizer.flush()
+            self.finish_reason = cast(FinishReason, output.finish_reason)
+            if output.stop_id in self._options.stop_token_ids:
+                self.stop_reason = output.stop_id  # the model's own end of sequence is no news
+        if self._stops is not None:
+            text = self._stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
+            if self._stops.hit is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stops.hit
+                if not is_last:
+                    self._fleet.cancel(self.stream)
+            elif is_last:
+                text += self._stops.flush()
+        if self.finish_reason is not None:
+            self._end(self.finish_reason)
+        self._owner.on_text(self, text, output)
+
+    def on_failure(self, error: EverserveError) -> None:
+        """The stream broke."""
+        self._end("error")
+        self._owner.on_failure(error)
+
+    def _text_of(self, output: Output) -> str:
+        if output.token is None or (output.stop_id is not None and not self._options.include_stop):
+            return ""
+        return self._detokenizer.push(output.token)
+
+    def _measure(self, output: Output, now_s: float) -> None:
+        metrics = self.stream.metrics
+        if output.index == 0:
+            self._first_s = now_s
+            self.num_cached = output.num_cached
+            metrics.time_to_first_token_s.observe(now_s - self._arrived_s)
+            metrics.queue_s.observe(self.stream.waited_s + output.queued_s)
+            metrics.num_prompt_tokens += len(self.spec.prompt)
+        else:
+            metrics.inter_token_latency_s.observe(now_s - self.last_s)
+        self.last_s = now_s
+        if output.token is not None:
+            self.num_tokens += 1
+            metrics.num_generation_tokens += 1
+
+    def _end(self, reason: str) -> None:
+        if self.has_ended:
+            return
+        self.has_ended = True
+        metrics = self.stream.metrics
+        metrics.num_finished[reason] += 1
+        if reason in ("stop", "length"):
+            metrics.latency_s.observe(self.last_s - self._arrived_s)
+            metrics.decode_s.observe(self.last_s - self._first_s)
+            metrics.prompt_tokens.observe(len(self.spec.prompt))
+            metrics.generation_tokens.observe(self.num_tokens)
+            if self.num_tokens > 1:
+                metrics.mean_token_s.observe((self.last_s - self._first_s) / (self.num_tokens - 1))

@@ -1,0 +1,383 @@
+"""The attention workers, and every stream that runs on one of them or waits for one.
+
+Streams are bound late: a stream is given to a worker when one has room, and waits here until then. Losing a worker is
+no event for its clients: its streams wait again, in front of the others, and go on elsewhere after the tokens that
+were delivered. Only their own end, their client or `close` ends them; or that they end their workers (suspects.py).
+
+A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
+whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
+first; for them it is the same, only sooner. Where they left off is in its log, until all of them go on
+(log_references.py).
+"""
+
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from everserve.errors import EverserveError, OverloadedError, RequestError
+from everserve.gateway.streams import suspects
+from everserve.gateway.streams.links import WorkerLink
+from everserve.gateway.streams.log_references import LostLogs
+from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams.stream import Stream, StreamBroken, count_blocks
+from everserve.gateway.streams.waiting import WaitingLine
+from everserve.plan import spread
+from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.outputs import EngineStats, Output
+from everserve.wire.events import (
+    AnyEvent,
+    BadBytes,
+    RequestResumed,
+    StaleDropped,
+    StreamBroke,
+    StreamDiverged,
+    StreamMoved,
+)
+
+_PROCESS = "gateway"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLimits:
+    """What every stream must keep to, wherever it runs."""
+
+    max_total_tokens: int
+    vocab_size: int
+    block_size: int
+
+
+class Fleet:
+    """All links and all streams."""
+
+    def __init__(
+        self,
+        max_queue: int,
+        tell: Callable[[AnyEvent], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.max_queue = max_queue
+        self.clock = clock
+        self.tell = tell
+        self.totals = FleetMetrics()
+        self.logs = LostLogs()
+        self.engines: dict[Rank, EngineMetrics] = {}
+        self.limits: ModelLimits | None = None  # known once a worker was ready, and remembered when none is
+        self.has_orchestrator = False  # it says why a worker was lost; without it we can only count that it was
+        self._links: dict[Rank, WorkerLink] = {}
+        self._unseated: set[WorkerLink] = set()  # fenced, or left; read until their ends
+        self._lost: dict[Rank, Incarnation] = {}  # the latest of each rank that was declared gone
+        self._waiting = WaitingLine()
+        self._groups = itertools.count(1)
+
+    # -- workers ---------------------------------------------------------------------------------
+
+    def attach(self, rank: Rank, incarnation: Incarnation, sock: socket.socket) -> None:
+        """A new process in this seat. It may have been declared gone before we hear of it."""
+        old = self._links.get(rank)
+        metrics = self.engines.setdefault(rank, EngineMetrics())
+        link = WorkerLink(rank, incarnation, sock, metrics, self)
+        if incarnation <= self._lost.get(rank, 0) or (old is not None and incarnation < old.incarnation):
+            link.fence()
+            self._unseated.add(link)
+            self.logs.lose(link.log)
+            return
+        if old is not None:
+            self._unseat(old, is_trusted=old.is_leaving)
+        self._links[rank] = link
+
+    def lose(self, rank: Rank, incarnation: Incarnation, roles: Iterable[Role], cause: str) -> None:
+        """The orchestrator's decision: this incarnation is gone."""
+        if incarnation > self._lost.get(rank, 0):  # not said before
+            self._lost[rank] = incarnation
+            if cause != "left":
+                self.totals.failovers.update((role.value, cause) for role in roles)
+            link = self._links.get(rank)
+            if link is not None and link.incarnation <= incarnation:
+                self._lose_link(link, cause)
+        if Role.ATTENTION in roles:
+            self.logs.lose((rank, incarnation))
+
+    def on_ready(self, link: WorkerLink) -> None:
+        """A worker can serve. Workers of one model hardly differ; where they do, requests must fit the smallest."""
+        ready = [(other, other.ready) for other in self._links.values() if other.ready is not None]
+        self.limits = ModelLimits(
+            max_total_tokens=min(other.max_total_tokens for other, _ in ready),
+            vocab_size=min(said.vocab_size for _, said in ready),
+            block_size=min(said.block_size for _, said in ready),
+        )
+        self._bind_waiting(self.clock())
+
+    def on_given_back(self, link: WorkerLink) -> None:
+        """A worker leaves. All of its streams go elsewhere: also those that it has not received yet."""
+        now_s = self.clock()
+        for stream in link.streams.remove_all():
+            stream.mark_moved(link.rank, now_s)
+            self.logs.need(stream, link.log)
+            self._waiting.add(stream)
+        self._bind_waiting(now_s)
+
+    def on_step(self) -> None:
+        """Streams may have ended, so there may be room."""
+        if self._waiting:
+            self._bind_waiting(self.clock())
+
+    def on_divergence(self, link: WorkerLink, stream: Stream, output: Output) -> None:
+        """A token contradicts the one that was delivered. The client has that one, and the stream goes on with it."""
+        assert output.token is not None
+        self.totals.num_diverged += 1
+        self.tell(
+            StreamDiverged(
+                process=_PROCESS,
+                request_id=stream.spec.id,
+                rank=link.rank,
+                index=output.index,
+                token=output.token,
+                delivered=stream.tokens[output.index],
+            )
+        )
+
+    def on_broken(self, link: WorkerLink, stream: Stream, error: EverserveError) -> None:
+        """A stream cannot go on, by our fault."""
+        event = StreamBroke(process=_PROCESS, request_id=stream.spec.id, rank=link.rank, reason=str(error))
+        self.tell(event)
+
+    def on_bad_bytes(self, num_dropped: int) -> None:
+        self.tell(BadBytes(process=_PROCESS, num_dropped=num_dropped))
+
+    def on_end(self, link: WorkerLink) -> None:
+        """A channel has ended."""
+        link.close()
+        if link in self._unseated:
+            self._unseated.remove(link)
+            if link.num_stale:
+                self.tell(_stale_event(link))
+            return
+        del self._links[link.rank]
+        if not self.has_orchestrator:
+            self._lost[link.rank] = link.incarnation  # counted now: a new orchestrator may say it later
+            if not link.is_leaving:
+                self.totals.failovers[Role.ATTENTION.value, "closed"] += 1
+        self._part_from(link)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    @property
+    def num_streams(self) -> int:
+        """Running and waiting."""
+        return sum(len(link.streams) for link in self._links.values()) + len(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        """Streams that wait here for a worker."""
+        return len(self._waiting)
+
+    def longest_wait_s(self, now_s: float) -> float:
+        """How long the client that waits longest for its next token has waited. First tokens are another matter."""
+        streams = itertools.chain(self._waiting, self._running())
+        return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
+
+    def check_room(self, num_streams: int, num_unread: int = 0) -> None:
+        """Raise unless so many more streams are welcome now, beside answers that are not read yet. Nothing is kept."""
+        if num_streams > self.max_queue:
+            raise RequestError(
+                f"This request asks for {num_streams} choices in total (prompts times 'n'); "
+                f"this server takes at most {self.max_queue} at a time."
+            )
+        num_taken = self.num_streams + num_unread
+        if num_taken + num_streams > self.max_queue:
+            raise OverloadedError(
+                f"The server is busy: {num_taken} of {self.max_queue} places are taken "
+                f"and this request needs {num_streams}."
+            )
+
+    def submit(self, siblings: list[Stream]) -> None:
+        """Run these streams, which have one prompt: on the same worker if one has room for all of them now."""
+        assert self.limits is not None, "nobody knows yet whether these streams can run"
+        now_s, group = self.clock(), next(self._groups)
+        for stream in siblings:
+            stream.group, stream.submitted_s = group, now_s
+            stream.metrics = next(iter(self.engines.values()))  # for those that never reach a worker
+            self._waiting.add(stream)
+        self._bind_waiting(now_s)
+
+    def cancel(self, stream: Stream) -> None:
+        """Nobody waits for this stream any more; nothing happens if it has ended."""
+        if stream.link is not None:
+            stream.link.cancel(stream)
+            self.on_step()
+        else:
+            self._waiting.remove(stream)
+        self.logs.release(stream)
+
+    def suspend(self, stream: Stream) -> None:
+        """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
+        self.cancel(stream)
+        stream.mark_suspended()
+
+    def resume(self, streams: list[Stream]) -> None:
+        """Their client is back. There is always room for them: they were let in before."""
+        now_s = self.clock()
+        for stream in streams:
+            stream.is_first = True
+            stream.last_s = now_s if stream.tokens else None  # nobody waited before
+            self._waiting.add(stream)
+        self._bind_waiting(now_s)
+
+    def close(self, error: EverserveError) -> None:
+        """The gateway ends: so does every stream."""
+        streams = [stream for link in self._links.values() for stream in link.streams.remove_all()]
+        streams += self._waiting.remove_all()
+        for link in (*self._links.values(), *self._unseated):
+            link.close()
+        self._links.clear()
+        self._unseated.clear()
+        for stream in streams:
+            stream.listener.on_failure(error)
+
+    # -- views -----------------------------------------------------------------------------------
+
+    def ready_links(self) -> list[WorkerLink]:
+        """Those that take streams."""
+        return [link for link in self._links.values() if link.is_open]
+
+    def lost_incarnations(self) -> list[LogId]:
+        """The latest of each rank that was declared gone. It never counts again, whatever a new orchestrator finds."""
+        return sorted(self._lost.items())
+
+    def logs_in_use(self) -> list[LogId]:
+        """Whose KV logs are needed, or may be."""
+        return [*self.logs.unsettled, *(link.log for link in self._links.values())]
+
+    def link(self, rank: Rank) -> WorkerLink | None:
+        """The link to the worker that has this seat now."""
+        return self._links.get(rank)
+
+    def stats(self, rank: Rank) -> EngineStats | None:
+        link = self._links.get(rank)
+        return link.stats if link is not None else None
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _lose_link(self, link: WorkerLink, cause: str) -> None:
+        """Declared gone. One that left had said goodbye before it ended, on a channel that we may not have read yet."""
+        num_reads = 2 if cause == "left" else 0  # its last messages, and its end
+        for _ in range(num_reads):
+            if self._links.get(link.rank) is link:
+                link.read()
+        if self._links.get(link.rank) is link:
+            self._unseat(link, is_trusted=False)
+
+    def _unseat(self, link: WorkerLink, is_trusted: bool) -> None:
+        """The worker is lost, but its channel is open: it may still speak."""
+        del self._links[link.rank]
+        self._unseated.add(link)
+        if not is_trusted:
+            link.fence()
+        self._part_from(link)
+
+    def _part_from(self, link: WorkerLink) -> None:
+        """Its streams wait in front of all others, and usually not for long."""
+        now_s = self.clock()
+        if link.stats is not None:
+            link.metrics.add_past(link.stats)
+        streams = link.streams.remove_all()
+        for stream in streams:
+            stream.mark_lost(link.rank, now_s)
+            self.logs.need(stream, link.log)
+            self._waiting.add(stream)
+        self.logs.lose(link.log)
+        for stream in streams:  # when all of them wait: whoever is told may cancel others
+            if stream.num_losses >= suspects.MAX_LOSSES and self._waiting.remove(stream):
+                self._give_up(stream, link)
+        self._bind_waiting(now_s)
+
+    def _give_up(self, stream: Stream, link: WorkerLink) -> None:
+        """It may be what ends them."""
+        error = StreamBroken(
+            f"{stream.num_losses} workers in a row have died while they ran this request, before its next token."
+        )
+        self.logs.release(stream)
+        self.on_broken(link, stream, error)
+        stream.listener.on_failure(error)
+
+    def _bind_waiting(self, now_s: float) -> None:
+        """Give waiting streams to workers with room, in order."""
+        parted: list[Stream] = []
+        num_passed_over = 0
+        while siblings := self._waiting.group(num_passed_over):
+            allowed = suspects.may_run(siblings, self._running())
+            if not allowed:
+                num_passed_over += 1
+                continue
+            link = self._choose(allowed)
+            if link is None:
+                break  # no worker has a place
+            bound = allowed[: link.room.num_streams_free]
+            self._waiting.bind(bound)
+            for stream in bound:
+                if stream.moved_s is not None or stream.lost_s is not None:
+                    parted.append(stream)
+                elif not stream.is_first:
+                    stream.waited_s = now_s - stream.submitted_s
+            link.submit(bound)
+        for link in self._links.values():
+            link.send_submitted()
+        for stream in parted:  # after all of them are on their way
+            self._count_parted(stream, now_s)
+
+    def _running(self) -> Iterable[Stream]:
+        return itertools.chain.from_iterable(link.streams for link in self._links.values())
+
+    def _choose(self, siblings: list[Stream]) -> WorkerLink | None:
+        links = self.ready_links()
+        if not links:
+            return None
+        assert self.limits is not None
+        num_blocks = count_blocks(siblings, self.limits.block_size)
+        rank = spread.choose([link.room for link in links], len(siblings), num_blocks)
+        return self._links[rank] if rank is not None else None
+
+    def _count_parted(self, stream: Stream, now_s: float) -> None:
+        """A stream that had a worker was given to another one."""
+        if stream.moved_s is not None:
+            self.totals.num_moved += 1
+            self.tell(_moved_event(stream, now_s))
+        else:
+            self.totals.num_resumed += 1
+            self.tell(_resumed_event(stream, now_s))
+
+
+def _resumed_event(stream: Stream, now_s: float) -> RequestResumed:
+    assert stream.lost_s is not None and stream.parted_rank is not None and stream.link is not None
+    return RequestResumed(
+        process=_PROCESS,
+        request_id=stream.spec.id,
+        from_rank=stream.parted_rank,
+        to_rank=stream.link.rank,
+        num_known=len(stream.tokens),
+        stalled_s=now_s - stream.lost_s,
+    )
+
+
+def _moved_event(stream: Stream, now_s: float) -> StreamMoved:
+    assert stream.moved_s is not None and stream.parted_rank is not None and stream.link is not None
+    return StreamMoved(
+        process=_PROCESS,
+        request_id=stream.spec.id,
+        from_rank=stream.parted_rank,
+        to_rank=stream.link.rank,
+        num_known=len(stream.tokens),
+        paused_s=now_s - stream.moved_s,
+    )
+
+
+def _stale_event(link: WorkerLink) -> StaleDropped:
+    return StaleDropped(
+        process=_PROCESS,
+        rank=link.rank,
+        incarnation=link.incarnation,
+        count=link.num_stale,
+        what="messages to the gateway",
+    )

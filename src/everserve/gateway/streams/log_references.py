@@ -1,0 +1,69 @@
+"""Whose KV logs streams still need: those of workers that they lost, until they go on elsewhere or end.
+
+    its worker is lost --> needed, by so many streams --the last of them goes on, or ends--> settled, and told
+                     '-------------------nobody needs it--------------------------^
+
+The orchestrator keeps a lost worker's log until it is told, so that forgetting to tell would cost memory for good, and
+telling too early would cost streams a restore. It is told once; a new orchestrator begins with what is still needed.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from everserve.tables.ids import Incarnation, LogId, Rank
+
+if TYPE_CHECKING:
+    from everserve.gateway.streams.stream import Stream
+
+
+class LostLogs:
+    """Which streams need which logs, and whose workers are lost."""
+
+    def __init__(self) -> None:
+        self._tell: Callable[[LogId], None] | None = None  # None while there is no orchestrator
+        self._told: dict[Rank, Incarnation] = {}  # the latest that the present orchestrator knows to be settled
+        self._num_needed: Counter[LogId] = Counter()  # by streams that have not gone on yet
+        self._unsettled: set[LogId] = set()  # lost, and needed
+
+    @property
+    def unsettled(self) -> list[LogId]:
+        return sorted(self._unsettled)
+
+    def report_to(self, tell: Callable[[LogId], None] | None) -> None:
+        """Whom to tell from now on. A new orchestrator gets `unsettled` first; all else is settled."""
+        self._tell = tell
+        self._told.clear()
+
+    def need(self, stream: "Stream", log: LogId) -> None:
+        """The stream leaves the worker whose log this is. If it never had an output there, an older log may have more
+        of it: it keeps to that one."""
+        if stream.source is None:
+            stream.source = log
+            self._num_needed[log] += 1
+
+    def release(self, stream: "Stream") -> None:
+        """The stream goes on at a worker, or has ended."""
+        log, stream.source = stream.source, None
+        if log is None:
+            return
+        self._num_needed[log] -= 1
+        if self._num_needed[log] == 0:
+            del self._num_needed[log]
+            if log in self._unsettled:
+                self._unsettled.remove(log)
+                self._say_settled(log)
+
+    def lose(self, log: LogId) -> None:
+        """Its worker is lost. Said by whoever notices, and so more than once."""
+        rank, incarnation = log
+        if log in self._num_needed:
+            self._unsettled.add(log)
+        elif incarnation > self._told.get(rank, 0):
+            self._say_settled(log)
+
+    def _say_settled(self, log: LogId) -> None:
+        if self._tell is not None:
+            rank, incarnation = log
+            self._told[rank] = max(incarnation, self._told.get(rank, incarnation))
+            self._tell(log)

@@ -1,0 +1,116 @@
+"""What is counted and measured, with vLLM's buckets.
+
+Observations are plain additions, because some are made for every token; exposition.py makes Prometheus' text of them
+when somebody asks.
+"""
+
+from bisect import bisect_left
+from collections import Counter
+
+from everserve.gateway.streams.pulse import Pulse
+from everserve.tables.ids import Role
+from everserve.tables.outputs import EngineStats
+
+_TTFT_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_REQUEST_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0),
+    *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+_STALL_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+FINISH_REASONS = ("stop", "length", "abort", "error")
+ENGINE_COUNTERS = (
+    *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
+    *("num_stale", "num_restored_tokens", "num_broken_tokens"),
+)
+
+
+class Histogram:
+    """Counts per bucket, and the sum."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """As Prometheus wants them: (upper bound, how many are at most that)."""
+        buckets: list[tuple[str, float]] = []
+        so_far = 0
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            so_far += count
+            buckets.append(("+Inf" if bound == float("inf") else str(bound), float(so_far)))
+        return buckets
+
+
+class EngineMetrics:
+    """What the gateway saw of one rank's streams. Outlives the rank's incarnations."""
+
+    def __init__(self) -> None:
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
+        self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
+        self.time_to_first_token_s = Histogram(_TTFT_S)
+        self.inter_token_latency_s = Histogram(_TOKEN_S)
+        self.mean_token_s = Histogram(_TOKEN_S)
+        self.queue_s = Histogram(_REQUEST_S)
+        self.latency_s = Histogram(_REQUEST_S)
+        self.decode_s = Histogram(_REQUEST_S)
+        self.prompt_tokens = Histogram(_TOKENS)
+        self.generation_tokens = Histogram(_TOKENS)
+        self._past: Counter[str] = Counter()  # counters of the engines of incarnations that are gone
+
+    def add_past(self, stats: EngineStats) -> None:
+        """An incarnation is gone; its engine's counters go on from here."""
+        self._past.update({field: getattr(stats, field) for field in ENGINE_COUNTERS})
+
+    def total(self, field: str, now: EngineStats | None) -> int:
+        """One of the engines' counters, over all incarnations."""
+        return self._past[field] + (getattr(now, field) if now is not None else 0)
+
+
+class FleetMetrics:
+    """What the gateway saw of the fleet as a whole."""
+
+    def __init__(self) -> None:
+        self.num_resumed = 0  # streams that lost their worker and were given to another one
+        self.num_moved = 0  # streams whose worker gave them back
+        self.num_diverged = 0  # outputs that contradicted what clients had already
+        self.num_stale = 0  # outputs that clients had already; messages of workers that were declared gone
+        self.stall_s = Histogram(_STALL_S)
+        self.pulse = Pulse()
+        self.failovers: Counter[tuple[str, str]] = Counter()  # by role and cause, from 0 for those that are expected
+        self.failovers.update({(role.value, cause): 0 for role in Role for cause in ("crash", "hang", "exit")})
+
+
+class RestartingCounter:
+    """A process' counter, which begins at 0 whenever the process is replaced, as one that never goes back."""
+
+    def __init__(self) -> None:
+        self._past = 0
+        self._last = 0
+
+    @property
+    def total(self) -> int:
+        return self._past + self._last
+
+    def update(self, value: int) -> None:
+        if value < self._last:
+            self._past += self._last
+        self._last = value

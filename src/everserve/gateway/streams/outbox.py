@@ -1,0 +1,173 @@
+"""From the callbacks that make events to the task that writes them to the client.
+
+In between is a list of encoded events and one future: the task is woken once however many events are ready, and not at
+all before the end if the client wants the whole answer.
+
+    Outbox       an event is gone once it is taken
+    KeptOutbox   events have ids, and stay: a client that lost its connection can have them again
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from everserve.gateway.http import sse
+from everserve.gateway.http.errors import HttpError
+from everserve.gateway.http.slices import Slices
+
+MAX_PENDING_BYTES = 8 << 20  # a client so far behind is not reading
+
+
+class Outbox:
+    """What one client has not been sent yet."""
+
+    def __init__(self) -> None:
+        self.has_begun = False  # there was an event
+        self.is_finished = False  # nothing more comes
+        self.error: HttpError | None = None  # why there is no answer at all
+        self._pending: list[sse.Event] = []
+        self._num_pending_bytes = 0  # put in since a client last took any; large events are bounded by sampling.py
+        self._num_large = 0
+        self._writer: asyncio.Task[None] | None = None
+        self._has_left = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    # -- for whoever makes the events ------------------------------------------------------------
+
+    def put(self, events: Iterable[sse.Event]) -> None:
+        """More to write. A client that does not read leaves its task hanging in a write: that task is ended."""
+        if self.is_finished:
+            return
+        self.has_begun = True
+        for event in events:
+            self._pending.append(event)
+            if isinstance(event, bytes):
+                self._num_pending_bytes += len(event)
+            else:
+                self._num_large += 1
+        if self._num_pending_bytes > MAX_PENDING_BYTES and self._writer is not None:
+            self._writer.cancel()
+        self._wake()
+
+    def finish(self) -> None:
+        """Nothing more comes."""
+        self.is_finished = True
+        self._wake()
+
+    def fail(self, error: HttpError) -> None:
+        """The answer cannot be completed. If it has begun, the client has a status already, and gets an event."""
+        if self.is_finished:
+            return
+        if self.has_begun:
+            self.put([sse.error_event(error.body())])
+        else:
+            self.error = error
+        self.finish()
+
+    # -- for whoever writes them -----------------------------------------------------------------
+
+    def attach(self, writer: "asyncio.Task[None]") -> None:
+        """This task writes from now on. An older one ends: its client has come back on another connection."""
+        if self._writer is not None:
+            self._writer.cancel()
+        self._writer, self._has_left = writer, False
+
+    def detach(self, writer: "asyncio.Task[None]") -> bool:
+        """This task has ended. False: another one had taken over."""
+        if self._writer is not writer:
+            return False
+        self._writer = None
+        return True
+
+    def leave(self, writer: "asyncio.Task[None]") -> None:
+        """The client of this task has gone."""
+        if self._writer is writer:
+            self._has_left = True
+            self._wake()
+
+    async def ready(self) -> bool:
+        """Wait until there is something to write, or nothing more will come. False: the client has gone."""
+        while not self._pending and not self.is_finished and not self._has_left:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return not self._has_left
+
+    async def encode_large(self, slices: Slices) -> None:
+        """If the next events include a large one, write it down: then it is an event like others."""
+        events = self._pending
+        at = self._first_large()
+        if at < len(events):
+            large = events[at]
+            assert isinstance(large, sse.LargeEvent)
+            events[at] = event = b"".join(await slices.run(large.pieces()))
+            self._num_large -= 1
+            self._on_encoded(len(event))
+
+    def take(self) -> bytes:
+        """Everything that is ready, up to the next large event."""
+        return b"".join(self._take())
+
+    @property
+    def is_empty(self) -> bool:
+        """All that was put in was taken, and nothing more comes."""
+        return self.is_finished and not self._pending
+
+    def _take(self) -> list[bytes]:
+        at = self._first_large()
+        events, self._pending = self._pending[:at], self._pending[at:]
+        taken = [event for event in events if isinstance(event, bytes)]
+        self._num_pending_bytes = sum(len(event) for event in self._pending if isinstance(event, bytes))
+        return taken
+
+    def _first_large(self) -> int:
+        if not self._num_large:
+            return len(self._pending)
+        return next(i for i, event in enumerate(self._pending) if isinstance(event, sse.LargeEvent))
+
+    def _on_encoded(self, num_bytes: int) -> None:
+        """A large event is bytes now."""
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class KeptOutbox(Outbox):
+    """Numbers events from 0, and remembers those that were taken until `forget`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sent = 0  # events that a connection was given, at least once
+        self.on_grown: Callable[[int], None] = lambda num_bytes: None
+        self._sent: list[bytes] = []
+        self._next_id = 0
+        self._is_kept = True
+
+    def put(self, events: Iterable[sse.Event]) -> None:
+        if self.is_finished:
+            return
+        numbered = [sse.with_id(id, event) for id, event in enumerate(events, start=self._next_id)]
+        self._next_id += len(numbered)
+        super().put(numbered)
+        self.on_grown(sum(len(event) for event in numbered if isinstance(event, bytes)))
+
+    def rewind(self, after: int) -> None:
+        """What comes next is the event after this one."""
+        assert self._is_kept and after < self.num_sent
+        self._pending[:0] = self._sent[after + 1 :]
+        del self._sent[after + 1 :]
+
+    def _take(self) -> list[bytes]:
+        taken = super()._take()
+        if self._is_kept:
+            self._sent += taken
+            self.num_sent = max(self.num_sent, len(self._sent))
+        return taken
+
+    def _on_encoded(self, num_bytes: int) -> None:
+        self.on_grown(num_bytes)
+
+    def forget(self) -> None:
+        """Nobody will come back for what was sent."""
+        self._is_kept = False
+        self._sent.clear()
+        self.on_grown = lambda num_bytes: None

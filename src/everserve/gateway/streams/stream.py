@@ -1,0 +1,216 @@
+"""Exactly once: a client's token streams, by token index.
+
+    waiting --bind--> running --> token 0 --> token 1 --> ... --> finished     (or failed, or cancelled, at any point)
+       ^--its worker is lost, or leaves--'
+       '---its client comes back--- suspended <--its client is gone, and may come back-- waiting or running
+
+A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
+elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
+and counted; if it contradicts what was delivered, that is told, for somebody is wrong. A gap means that a token is
+lost: the stream fails, because what follows would be a lie. Outputs for streams that are no longer in the table
+(cancelled, finished by a stop string) are late, not wrong: they are dropped.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from everserve.errors import EverserveError, RequestError
+from everserve.gateway.streams.log_references import LostLogs
+from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.tables.ids import LogId, Rank
+from everserve.tables.outputs import Output
+from everserve.tables.requests import RequestSpec
+
+if TYPE_CHECKING:
+    from everserve.gateway.streams.links import WorkerLink
+
+
+class Listener(Protocol):
+    """Who waits for a stream. After `on_failure`, or an output with a finish reason, nothing more comes."""
+
+    def on_output(self, output: Output, now_s: float) -> None: ...
+
+    def on_failure(self, error: EverserveError) -> None: ...
+
+
+class StreamBroken(EverserveError):
+    """One stream cannot go on and it is our fault; a new request may work."""
+
+
+class Stream:
+    """One token stream, from its client's request to its end."""
+
+    __slots__ = (
+        *("group", "is_first", "last_s", "link", "listener", "lost_s", "metrics", "moved_s", "num_losses"),
+        *("num_unanswered", "parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
+    )
+
+    def __init__(self, spec: RequestSpec, listener: Listener) -> None:
+        self.spec = spec
+        self.listener = listener
+        self.tokens: list[int] = []  # what the client has
+        self.group = 0  # siblings have the same number
+        self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
+        self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; the fleet's business
+        self.num_unanswered = 0  # tokens that its worker must compute before the next output
+        self.submitted_s = 0.0
+        self.waited_s = 0.0  # before it was given to its first worker
+        self.last_s: float | None = None  # when its last token came
+        # These six are about a stream that had a worker, until it goes on: until the next output.
+        self.num_losses = 0  # workers (suspects.py)
+        self.is_first = False  # its client is in the middle of an answer: it is bound before streams that are new
+        self.lost_s: float | None = None  # when it lost its worker
+        self.moved_s: float | None = None  # when its worker gave it back
+        self.parted_rank: Rank | None = None  # of that worker
+        self.source: LogId | None = None  # whose log may have its KV; the business of LostLogs
+
+    @property
+    def num_owed(self) -> int:
+        """How many tokens its worker has still to compute, at most."""
+        return self.num_unanswered + self.spec.params.max_tokens - len(self.tokens)
+
+    def mark_lost(self, rank: Rank, now_s: float) -> None:
+        """Its worker is gone. A second loss before it went on belongs to the same stall."""
+        self.is_first, self.parted_rank, self.moved_s = True, rank, None
+        self.num_losses += 1
+        if self.lost_s is None:
+            self.lost_s = now_s
+
+    def mark_moved(self, rank: Rank, now_s: float) -> None:
+        """Its worker has given it back."""
+        self.is_first, self.parted_rank = True, rank
+        if self.moved_s is None:
+            self.moved_s = now_s
+
+    def mark_suspended(self) -> None:
+        """No client waits for its next output. How many workers it has lost in a row still counts."""
+        self.is_first, self.lost_s, self.moved_s = False, None, None
+
+    def mark_going_on(self) -> None:
+        """The first output from its worker."""
+        self.mark_suspended()
+        self.num_losses = 0
+
+
+def count_blocks(siblings: Sequence[Stream], block_size: int) -> int:
+    """How many KV blocks these streams fill now. They have one prompt, and share the blocks that it fills."""
+    num_prompt = len(siblings[0].spec.prompt)
+    num_shared = num_prompt // block_size
+    return num_shared + sum(-(-(num_prompt + len(s.tokens) + 1) // block_size) - num_shared for s in siblings)
+
+
+class StreamTable:
+    """The streams that run at one worker, and how much work they are."""
+
+    def __init__(
+        self,
+        totals: FleetMetrics,
+        logs: LostLogs,
+        on_divergence: Callable[[Stream, Output], None],
+        on_broken: Callable[[Stream, EverserveError], None] = lambda stream, error: None,
+    ) -> None:
+        self.num_owed = 0  # tokens still to compute, over all streams
+        self._streams: dict[str, Stream] = {}
+        self._totals = totals
+        self._logs = logs
+        self._on_divergence = on_divergence
+        self._on_broken = on_broken
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[Stream]:
+        return iter(self._streams.values())
+
+    def __contains__(self, stream_id: str) -> bool:
+        return stream_id in self._streams
+
+    def add(self, stream: Stream) -> None:
+        assert stream.spec.id not in self._streams, f"two streams with the id {stream.spec.id}"
+        stream.num_unanswered = len(stream.spec.prompt) + len(stream.tokens)
+        self.num_owed += stream.num_owed
+        self._streams[stream.spec.id] = stream
+
+    def remove(self, stream: Stream) -> None:
+        """It ends here: finished, failed, cancelled, given back or lost."""
+        del self._streams[stream.spec.id]
+        self.num_owed -= stream.num_owed
+        stream.link = None
+
+    def remove_all(self) -> list[Stream]:
+        """Every stream, oldest first: the worker is gone, or leaves."""
+        streams = list(self._streams.values())
+        for stream in streams:
+            self.remove(stream)
+        return streams
+
+    def deliver(self, outputs: list[Output], now_s: float) -> list[str]:
+        """Hand each output to its listener, or drop it. Returns the streams that broke; the worker may forget them."""
+        broken: list[str] = []
+        num_tokens, gaps = 0, []
+        for output in outputs:
+            stream = self._streams.get(output.id)
+            if stream is None:
+                continue  # late
+            tokens, token = stream.tokens, output.token
+            if output.index != len(tokens):
+                if output.index < len(tokens):
+                    self._totals.num_stale += 1
+                    if token is not None and token != tokens[output.index]:
+                        self._on_divergence(stream, output)
+                    continue
+                broken.append(output.id)
+                self.fail(output.id, StreamBroken(f"Token {len(tokens)} of this stream was lost."))
+                continue
+            if stream.num_unanswered:
+                self._note_answer(stream, now_s)
+            if token is not None:
+                tokens.append(token)
+                self.num_owed -= 1
+                num_tokens += 1
+                if stream.last_s is not None:
+                    gaps.append(now_s - stream.last_s)
+                stream.last_s = now_s
+            if output.finish_reason is not None:
+                self.remove(stream)
+            try:
+                stream.listener.on_output(output, now_s)
+            except Exception:  # our own bug: it costs this stream, not the others in this step
+                traceback.print_exc(file=sys.stderr)
+                broken.append(output.id)
+                if stream.link is not None:
+                    self.remove(stream)
+                self._break(stream, StreamBroken("Internal server error."))
+        self._totals.pulse.note(now_s, num_tokens, gaps)
+        return broken
+
+    def fail(self, stream_id: str, error: EverserveError) -> None:
+        """End one stream with an error; nothing happens if it has ended."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            self.remove(stream)
+            self._logs.release(stream)
+            self._break(stream, error)
+
+    def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
+        """The worker will not run it. Once a client has tokens, its request cannot be what is wrong."""
+        stream = self._streams.get(stream_id)
+        if stream is not None:
+            error = StreamBroken if is_server_fault or stream.tokens else RequestError
+            self.fail(stream_id, error(reason))
+
+    def _break(self, stream: Stream, error: EverserveError) -> None:
+        if isinstance(error, StreamBroken):
+            self._on_broken(stream, error)
+        stream.listener.on_failure(error)
+
+    def _note_answer(self, stream: Stream, now_s: float) -> None:
+        """The first output from this worker: everything that was given is computed, and a stall is over."""
+        self.num_owed -= stream.num_unanswered
+        stream.num_unanswered = 0
+        if stream.lost_s is not None:
+            self._totals.stall_s.observe(now_s - stream.lost_s)
+        stream.mark_going_on()
+        self._logs.release(stream)  # what this worker has is at least as much

@@ -1,0 +1,224 @@
+"""The model's tokenizer and chat template. The only file of the package that imports transformers.
+
+A directory with a `tokenizer.json` is read by transformers' generic class for such files, which needs neither torch nor
+the model's own code (1 s to import instead of 4). Anything older goes through AutoTokenizer, which can convert it.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import textwrap
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jinja2
+from tokenizers import Tokenizer
+
+from everserve.errors import ConfigError, ModelError, RequestError
+from everserve.gateway.text.detokenizer import DecodingVocabulary, Detokenizer
+
+_LONG_TEXT = 4096  # characters; beyond that (about a millisecond) a thread does it, and the event loop goes on
+_VERY_LONG_TEXT = 1 << 18  # these have a thread of their own, so that they delay only each other
+_TEXT_WEIGHT = 16  # a text is at least as much work as so many characters, even if it is empty
+_T = TypeVar("_T")
+
+
+class ModelTokenizer:
+    """Text to tokens, tokens to text, messages to text."""
+
+    def __init__(self, hf_tokenizer: Any, config: dict[str, Any]) -> None:
+        self._hf = hf_tokenizer
+        self._backend: Tokenizer = hf_tokenizer.backend_tokenizer
+        self._backend.no_truncation()
+        self._backend.no_padding()
+        self._plain = DecodingVocabulary(self._backend, skip_special_tokens=False)
+        self._without_special = DecodingVocabulary(self._backend, skip_special_tokens=True)
+        self._token_texts: dict[int, str] = {}
+        self._longest_token = max(map(len, self._backend.get_vocab()))
+        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
+        self._thread_for_very_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._not_for_templates = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
+        self.config = config  # tokenizer_config.json, for /tokenizer_info
+        self.eos_id: int | None = hf_tokenizer.eos_token_id
+
+    @property
+    def chat_template(self) -> str | None:
+        template = self._hf.chat_template
+        if isinstance(template, dict):  # several, by name
+            template = template.get("default")
+        return None if template is None else str(template)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """By the name of their purpose: eos_token and the like."""
+        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
+
+    @property
+    def class_name(self) -> str:
+        return str(self.config.get("tokenizer_class") or type(self._hf).__name__)
+
+    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, field: str = "prompt") -> list[int]:
+        return (await self.encode_all([text], add_special_tokens, max_tokens, field))[0]
+
+    async def encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int, field: str = "prompt"
+    ) -> list[list[int]]:
+        """The tokens of each text. One with more than `max_tokens` is an error of this field."""
+
+        def work() -> list[list[int]]:
+            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            if (longest := max(map(len, encodings))) > max_tokens:
+                raise too_long(longest, max_tokens, field)  # making a list of them would hold the interpreter's lock
+            return [encoding.ids for encoding in encodings]
+
+        return await self.run(work, sum(map(len, texts)) + _TEXT_WEIGHT * len(texts))
+
+    async def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
+        def work() -> str:
+            return self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)[0]
+
+        return await self.run(work, 4 * len(tokens))
+
+    def max_characters(self, num_tokens: int) -> int:
+        """A text longer than this has more tokens than that, whatever it says.
+
+        Unicode normalization may shorten a text (never to less than a quarter), and every token has its length.
+        """
+        return 4 * self._longest_token * num_tokens
+
+    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
+        """For one stream."""
+        return self._vocabulary(skip_special_tokens).detokenizer()
+
+    def token_text(self, token: int) -> str:
+        """One token as it stands in a text; special ones are shown."""
+        text = self._token_texts.get(token)
+        if text is None:
+            text = self._token_texts[token] = self._plain.token_text(token)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out of texts unless the client wants to see it."""
+        return not self._without_special.is_visible(token)
+
+    def token_bytes(self, token: int) -> bytes:
+        """One token by itself, as bytes: half a character is half a character."""
+        return self._plain.token_bytes(token)
+
+    async def token_names(self, tokens: Sequence[int]) -> list[str]:
+        """The tokens' entries in the vocabulary."""
+        return await self.run(lambda: [self._backend.id_to_token(token) or "" for token in tokens], 4 * len(tokens))
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        template_kwargs: dict[str, Any],
+        weight: int,
+    ) -> str:
+        """The prompt that the chat template makes of these messages, which are as much work as `weight` characters."""
+        if self.chat_template is None:
+            raise RequestError(
+                "This model's tokenizer has no chat template. Use /v1/completions, "
+                "or start the server with --chat-template."
+            )
+        if reserved := self._not_for_templates & template_kwargs.keys():
+            raise RequestError(f"'chat_template_kwargs' must not contain {sorted(reserved)}.", "chat_template_kwargs")
+
+        def work() -> str:
+            try:
+                return str(
+                    self._hf.apply_chat_template(
+                        messages,
+                        tokenize=False,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        **template_kwargs,
+                    )
+                )
+            except Exception as error:  # a template is a program; whatever it raises is about these messages
+                reason = str(error)[:500]
+                raise RequestError(f"The chat template rejected the messages: {reason}", "messages") from error
+
+        return await self.run(work, weight)
+
+    def check_chat_template(self) -> None:
+        """Fail now rather than at the first chat request if the template is not a template."""
+        trial = [{"role": "user", "content": "Hello"}]
+        try:
+            self._hf.apply_chat_template(trial, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is broken: {error.message} (line {error.lineno})") from error
+        except Exception:
+            return  # a template may insist on other messages; that is for requests to find out
+
+    def _vocabulary(self, skip_special_tokens: bool) -> DecodingVocabulary:
+        return self._without_special if skip_special_tokens else self._plain
+
+    async def run(self, work: Callable[[], _T], num_characters: int) -> _T:
+        """Here if it is quick, in a thread if it is not.
+
+        Of tokenizers' functions only those for batches release the interpreter lock; `encode` of a long text would
+        stop the event loop from any thread.
+        """
+        if num_characters <= _LONG_TEXT:
+            return work()
+        threads = self._threads if num_characters <= _VERY_LONG_TEXT else self._thread_for_very_long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def too_long(num_tokens: int, max_tokens: int, field: str) -> RequestError:
+    """This field has more tokens than the model can read."""
+    return RequestError(
+        f"This model's maximum context length is {max_tokens} tokens. However, your request has "
+        f"{num_tokens} input tokens. Please reduce the length of the input.",
+        field,
+    )
+
+
+def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:
+    """The tokenizer in a model directory; a chat template given here (its text) replaces the model's own."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    directory = Path(model)
+    if not directory.is_dir():
+        raise ModelError(f"{model} is not a directory")
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - a second of work, in this process only
+
+    try:
+        if (directory / "tokenizer.json").is_file():
+            hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        else:
+            from transformers import AutoTokenizer  # noqa: PLC0415
+
+            hf_tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, use_fast=True)
+    except Exception as error:  # transformers raises many kinds; all mean that these files are no tokenizer
+        state = "broken" if (directory / "tokenizer.json").is_file() else "missing"
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise ModelError(f"cannot load a tokenizer from {directory} (tokenizer.json is {state}): {reason}") from error
+    if not getattr(hf_tokenizer, "is_fast", False):
+        raise ModelError(f"the tokenizer in {directory} has no fast version (tokenizer.json)")
+    if not hf_tokenizer.encode("text", add_special_tokens=False):  # an empty one is made where there are no files
+        raise ModelError(f"there is no tokenizer in {directory}: tokenizer.json is missing")
+    if chat_template is not None:
+        hf_tokenizer.chat_template = chat_template
+    tokenizer = ModelTokenizer(hf_tokenizer, read_json(directory / "tokenizer_config.json"))
+    tokenizer.check_chat_template()
+    return tokenizer
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in the model directory; empty if there is no such file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object")
+    return content

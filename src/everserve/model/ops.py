@@ -1,0 +1,123 @@
+"""The arithmetic of one kind of device, behind one small interface.
+
+`backends/cpu` and `backends/cuda` implement it; `backends/cpu/reference.py` is what both are tested against.
+
+Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
+O output features, N experts, K experts per token, R (token, expert) rows, F expert intermediate size.
+
+Batch invariance: an op is *batch-invariant* when each row of its result is the same, bit for bit, whatever
+other rows are in the call. All native ops are. Attention in addition reduces over keys in tiles at fixed absolute
+positions, so that prefill, chunked prefill and decode give a row the same bits. `Ops.batch_invariant` says
+whether the set as a whole has this property.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from everserve.model.batch import StepBatch
+from everserve.model.choosing import Draw
+from everserve.model.rope import Rotation
+
+
+class ExpertSlots(Protocol):
+    """The expert weights of one layer, by slot; slots are filled and emptied one by one."""
+
+    num_slots: int
+
+    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put one expert's weights into a slot.
+
+        Tensors may be views of mapped files: they are kept alive, not copied, where the device can read them in place.
+        """
+
+    def clear(self, slot: int) -> None:
+        """Empty the slot; using it afterwards is an error."""
+
+
+class RowMemory(NamedTuple):
+    """Foreign memory as one long matrix of float32 rows. Parts of it may be unreadable: only named rows are touched."""
+
+    base: int  # an address
+    num_rows: int
+    hidden_size: int
+
+
+class RowIndices(NamedTuple):
+    """Rows of a `RowMemory`: the addresses of three int32 arrays, and how many of their entries count."""
+
+    token_R: int  # where x is
+    slot_R: int
+    y_R: int  # where the answer goes; no x may be there
+    num_rows: int
+
+
+class Ops(Protocol):
+    """What a decoder needs. Activations are `activation_dtype`; weights may be float32, bfloat16 or float16."""
+
+    name: str
+    device: torch.device
+    activation_dtype: torch.dtype
+    batch_invariant: bool
+
+    def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits: x @ weight.T, float32."""
+
+    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+        """Root-mean-square norm of each row, or of those that are named, float32 inside."""
+
+    def project_and_store(
+        self,
+        x_TD: Tensor,
+        qkv_XD: Tensor,
+        bias_X: Tensor | None,
+        batch: StepBatch,
+        kv_pool: Tensor,
+        layer: int,
+        rotation: Rotation,
+    ) -> Tensor:
+        """qkv rows (H + G + G heads of size E); norm and rotate q and k, write k and v into the pool at batch.kv_slots,
+        return q_THE."""
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+        """Causal attention of every row over its own sequence in the pool, up to its own position; X = H * E."""
+
+    def project_and_norm(
+        self,
+        x_TX: Tensor,
+        weight_DX: Tensor,
+        bias_D: Tensor | None,
+        residual_TD: Tensor,
+        norm_D: Tensor,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """x @ weight.T (+ bias) + residual, and the norm of that."""
+
+    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+        """Softmax over experts, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""
+
+    def expert_slots(self, num_slots: int) -> ExpertSlots:
+        """An empty set of slots for one layer."""
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
+        """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]], down(silu(gate x) * up x).
+
+        Both index tensors are int32.
+        """
+
+    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
+        """`expert_rows` in place: x is read, and y is written, where it lies in memory shared with others."""
+
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        """residual + the one expert of these slots applied to every row: a dense FFN."""
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""
+
+    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
+        """`combine` in place: `row_TK` is the address of an array of int64, the address of each row. The same bits."""
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

@@ -1,0 +1,12 @@
+"""The processes of an instance: started, watched and ended together.
+
+supervisor.py          starts the processes, watches them, ends them together
+provisioner.py         the workers of this machine: forked from a zygote, signalled, reaped
+deferred_close.py      descriptors of ended processes that are closed a moment later
+device_descriptors.py  which descriptors these are, and how a process hands them over
+mps.py                 the daemon through which several processes compute on one GPU at the same time
+process.py             what a process asks of its kernel
+signals.py             signals as bytes on a descriptor
+listening.py           the socket that clients connect to
+local_server.py        `everserve serve` as a child process, for demos, benchmarks and tests
+"""

@@ -1,0 +1,75 @@
+"""What processes on a device have left with the supervisor (procs/device_descriptors.py), and when it is let go."""
+
+import time
+from collections import deque
+
+from everserve.errors import ProtocolError
+from everserve.procs.device_descriptors import PARTING_S, warn
+from everserve.wire.channel import Channel, ChannelClosed, Descriptors
+from everserve.wire.messages import DeviceDescriptors
+
+
+class Held:
+    """Of one process. `lifeline`: where it comes from, if that is a channel for nothing else to be read from."""
+
+    def __init__(self, owner: str, lifeline: Channel | None = None) -> None:
+        self._owner = owner
+        self._lifeline = lifeline
+        self._held: list[Descriptors] = []
+        self._arriving: list[Descriptors] = []  # the next set, which is not complete yet
+        self._is_unprotected = False  # some of it was lost
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all that it had open when it last told is here."""
+        return bool(self._held)
+
+    def read(self) -> None:
+        """Take in what has come."""
+        assert self._lifeline is not None
+        try:
+            for message, fds in self._lifeline.receive_frames():
+                if isinstance(message, DeviceDescriptors):
+                    self.add(message, fds)
+        except ChannelClosed:
+            pass  # its exit will be noticed
+        except ProtocolError as error:
+            if not self._is_unprotected:
+                warn(f"{self._owner}: {error}")
+            self._is_unprotected = True
+
+    def add(self, message: DeviceDescriptors, fds: Descriptors) -> None:
+        """With the last one of a set, what was held before is let go."""
+        self._arriving.append(fds)
+        if not message.num_following:
+            before, self._held, self._arriving = self._held, self._arriving, []
+            for old in before:
+                old.close()
+
+    def let_go(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()
+        for fds in (*self._held, *self._arriving):
+            fds.close()
+        self._held, self._arriving = [], []
+
+
+class Parting:
+    """Of processes that have ended, for a moment."""
+
+    def __init__(self) -> None:
+        self._ended: deque[tuple[float, Held]] = deque()  # when to let go
+
+    def part(self, held: Held) -> None:
+        """Its process has ended just now."""
+        self._ended.append((time.monotonic() + PARTING_S, held))
+
+    def tend(self) -> None:
+        """Let go of what is due."""
+        while self._ended and self._ended[0][0] <= time.monotonic():
+            self._ended.popleft()[1].let_go()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        while self._ended:
+            self._ended.popleft()[1].let_go()

@@ -1,0 +1,108 @@
+"""A server of one's own: `everserve serve` as a child process, for demos, benchmarks and tests.
+
+It learns the address and everything else from the server's typed events, never from its log text.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from everserve.errors import ConfigError, EverserveError
+from everserve.procs.process import die_with
+
+
+class LocalServer:
+    """Starts on entering, is up once entered, and is gone, with its children, on leaving."""
+
+    def __init__(
+        self,
+        model: str,
+        *flags: str,
+        start_timeout_s: float = 120.0,
+        on_wait: Callable[[list[dict[str, Any]]], None] = lambda events: None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """`on_wait`: called again and again while it starts, with all events so far. `environment`: instead of ours."""
+        if any(flag.split("=")[0] == "--event-log" for flag in flags):
+            raise ConfigError("--event-log: whoever starts this server reads its events, and says where they go")
+        self.model = model
+        self.url = ""
+        self._flags = flags
+        self._start_timeout_s = start_timeout_s
+        self._on_wait = on_wait
+        self._environment = environment
+        self._stack = contextlib.ExitStack()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> "LocalServer":
+        self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="everserve-")))
+        self._log = self._stack.enter_context((self._directory / "log").open("wb+"))
+        command = [sys.executable, "-m", "everserve.cli", "serve", self.model, "--port", "0"]
+        self.process = subprocess.Popen(
+            [*command, "--event-log", str(self._directory / "events"), *self._flags],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=self._environment,
+            start_new_session=True,  # Ctrl-C is for whoever uses the server; that one stops it in order
+            # Whoever is killed cannot. (noqa: threads that hold locks do not matter to a single call of the kernel.)
+            preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
+        )
+        try:
+            self.url = self._wait_for("serving")["url"]
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGTERM)  # twice: at once
+            try:
+                self.process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._stack.close()
+
+    def events(self, process: str = "") -> list[dict[str, Any]]:
+        """Every event of every process so far (or of those whose name begins so), by time."""
+        paths = (self._directory / "events").glob(f"{process}*.jsonl")
+        lines = [line for path in paths for line in path.read_text().splitlines()]
+        return sorted((json.loads(line) for line in lines), key=lambda event: event["at_s"])
+
+    def log_text(self) -> str:
+        """What the server printed; for people, not for programs."""
+        return (self._directory / "log").read_text(errors="replace")
+
+    def save(self, directory: Path) -> None:
+        """Copy what it printed and all its events there, for a look later."""
+        shutil.copytree(self._directory, directory, dirs_exist_ok=True)
+
+    def _wait_for(self, name: str) -> dict[str, Any]:
+        assert self.process is not None
+        deadline = time.monotonic() + self._start_timeout_s
+        while time.monotonic() < deadline:
+            events = self.events()
+            self._on_wait(events)
+            found = [event for event in events if event["event"] == name]
+            if found:
+                return found[0]
+            if self.process.poll() is not None:
+                raise EverserveError(f"the server did not start: {self.log_text().strip()[-2000:]}")
+            time.sleep(0.02)
+        raise EverserveError(f"the server was not ready after {self._start_timeout_s:.0f} s: {self.log_text()[-2000:]}")

@@ -1,0 +1,285 @@
+"""The local provisioner: worker processes are forked from the zygote, each with its channels and its memory.
+
+    Provision --> channels made --> ForkWorker --> WorkerForked --> WorkerStarted to the orchestrator,
+                                                                    Attach to the gateway
+                                                        ... --> WorkerExited to the orchestrator
+
+The zygote has torch imported and nothing else to do, so a new worker exists after milliseconds. If the zygote dies, a
+new one gets the forks that it still owed. It may have spares, which are our children too: those of a zygote that is
+gone have nothing to live for.
+
+Orchestrators come and go too. What the next one needs is kept here: each worker's cell and memory, and a *lifeline* to
+it, through which it gets its channel to the new orchestrator. Memory (a log, a seat's weights) is kept by its name when
+its worker has exited, until the orchestrator says that nobody needs it, or a worker that lives has it: a seat's weights
+have the same name in every incarnation, and seats with the same weights share them.
+"""
+
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from everserve.procs import process
+from everserve.procs.deferred_close import Held, Parting
+from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.wire.channel import Channel
+from everserve.wire.messages import (
+    Attach,
+    ForkWorker,
+    FoundProcess,
+    MemoryKept,
+    OrchestratorAttached,
+    Provision,
+    Signalled,
+    SignalWorker,
+    StartWorker,
+    WorkerExited,
+    WorkerForked,
+    WorkerStarted,
+)
+
+Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver is gone
+Seat = tuple[Rank, Incarnation]
+
+
+@dataclass
+class _Birth:
+    """A worker that the zygote was asked for: what it shall be, its memory, and both ends of its channels."""
+
+    start: StartWorker
+    memory: list[int]  # its cell, and what `start` names
+    control: tuple[socket.socket, socket.socket]  # orchestrator's end, worker's end
+    lifeline: tuple[socket.socket, socket.socket]  # our end, worker's end
+    tokens: tuple[socket.socket, socket.socket] | None  # gateway's end, worker's end
+
+    @property
+    def worker_fds(self) -> list[int]:
+        cell_fd, *memory = self.memory
+        tokens = [self.tokens[1].fileno()] if self.tokens is not None else []
+        return [cell_fd, self.control[1].fileno(), self.lifeline[1].fileno(), *tokens, *memory]
+
+    def close(self) -> None:
+        for fd in self.memory:
+            os.close(fd)
+        for sock in (*self.control, *self.lifeline, *(self.tokens or ())):
+            sock.close()
+
+
+@dataclass
+class _Process:
+    """A worker that exists."""
+
+    start: StartWorker
+    pid: int
+    memory: list[int]
+    lifeline: Channel
+    held: Held  # what must outlast it
+    rehearsed: Held | None = None  # the same of the spare that it was, until it has told anew
+
+    def read(self) -> None:
+        """Take in what it has left with us."""
+        self.held.read()
+        if self.rehearsed is not None and self.held.is_complete:
+            self.rehearsed.let_go()
+            self.rehearsed = None
+
+
+@dataclass
+class Workers:
+    """Every worker process of this machine that exists or is about to."""
+
+    to_zygote: Send
+    to_orchestrator: Send
+    to_gateway: Send
+    _processes: dict[Seat, _Process] = field(default_factory=dict)
+    _births: dict[Seat, _Birth] = field(default_factory=dict)
+    _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited, if no other worker has it
+    _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
+    _latest: dict[Rank, Incarnation] = field(default_factory=dict)
+    _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
+    _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
+    _parting: Parting = field(default_factory=Parting)
+
+    # -- births ----------------------------------------------------------------------------------
+
+    def provision(self, message: Provision, memory: list[int]) -> None:
+        """Make the channels and ask the zygote. The descriptors are ours from now on."""
+        self._latest[message.start.rank] = message.start.incarnation
+        self._ask(message.start, memory)
+
+    def ask_again(self, own_pids: set[int]) -> None:
+        """There is a new zygote. What the old one may have forked without telling is nobody's: end it, and begin again
+        with new channels."""
+        known = own_pids | {worker.pid for worker in self._processes.values()}
+        for pid in process.children_of(os.getpid()):
+            if pid not in known:
+                os.kill(pid, signal.SIGKILL)
+        owed, self._births = self._births, {}
+        for birth in owed.values():
+            self._ask(birth.start, [os.dup(fd) for fd in birth.memory])
+            birth.close()
+
+    def forked(self, message: WorkerForked) -> None:
+        """The process exists: tell those who talk to it."""
+        seat = (message.rank, message.incarnation)
+        birth = self._births.pop(seat)
+        memory = [os.dup(fd) for fd in birth.memory]
+        lifeline = Channel(birth.lifeline[0].dup())
+        held = Held(f"worker {message.rank}", lifeline)
+        rehearsed = self._spares.pop(message.pid, None)
+        worker = _Process(birth.start, message.pid, memory, lifeline, held, rehearsed)
+        self._processes[seat] = worker
+        for name in worker.start.memory:
+            self._let_go(name)
+        self._introduce(worker, birth.control[0])
+        if birth.tokens is not None:
+            attach = Attach(rank=message.rank, incarnation=message.incarnation)
+            self.to_gateway(attach, fds=[birth.tokens[0].fileno()])
+        birth.close()
+        if message.pid in self._early_exits:
+            self.exited(message.pid, self._early_exits.pop(message.pid))
+        if not self._births:
+            self._early_exits.clear()
+
+    def spare_forked(self, pid: int, lifeline: Channel) -> None:
+        """The zygote has a spare, which rehearses on its device from now on."""
+        self._spares[pid] = Held(f"spare {pid}", lifeline)
+
+    def kinds(self) -> tuple[StartWorker, ...]:
+        """One worker of each kind that there is on each device."""
+        starts = [worker.start for worker in self._processes.values()]
+        starts += [birth.start for birth in self._births.values()]
+        return tuple({(start.device_index, start.roles): start for start in starts}.values())
+
+    # -- a new orchestrator ----------------------------------------------------------------------
+
+    def found(self) -> tuple[FoundProcess, ...]:
+        """What there is for an orchestrator to start from."""
+        found = [(seat, worker.pid) for seat, worker in self._processes.items()]
+        found += [(seat, 0) for seat in self._births]
+        known = {seat for seat, _ in found}
+        found += [(seat, -1) for seat in self._latest.items() if seat not in known]
+        return tuple(FoundProcess(rank=rank, incarnation=incarnation, pid=pid) for (rank, incarnation), pid in found)
+
+    def hand_over(self) -> None:
+        """A new orchestrator: it gets a channel to every worker, and all memory that matters."""
+        for worker in self._processes.values():
+            ours, theirs = Channel.pair()
+            worker.lifeline.send(OrchestratorAttached(), fds=[theirs.fileno()])
+            theirs.close()
+            self._introduce(worker, ours)
+            ours.close()
+        for name, fd in self._kept.items():
+            self.to_orchestrator(MemoryKept(name=name), fds=[fd])
+
+    def _introduce(self, worker: _Process, control: socket.socket) -> None:
+        self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
+
+    def flush(self) -> None:
+        """Now and then."""
+        for worker in self._processes.values():
+            worker.lifeline.flush()
+            worker.read()
+        for held in self._spares.values():
+            held.read()
+        self._parting.tend()
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether `flush` should be called again soon (`Channel.is_held_back`)."""
+        return any(worker.lifeline.is_held_back for worker in self._processes.values())
+
+    # -- ends ------------------------------------------------------------------------------------
+
+    @property
+    def pids(self) -> list[int]:
+        return [worker.pid for worker in self._processes.values()]
+
+    def exited(self, pid: int, status: int) -> Seat | None:
+        """A child that is not one of the supervisor's own was reaped; returns whose seat that was, if known already."""
+        for seat, worker in self._processes.items():
+            if worker.pid == pid:
+                del self._processes[seat]
+                cell_fd, *memory = worker.memory
+                os.close(cell_fd)
+                self._part(worker)
+                for name, fd in zip(worker.start.memory, memory, strict=True):
+                    self._keep(name, fd)
+                self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
+                return seat
+        if (held := self._spares.pop(pid, None)) is not None:
+            self._parting.part(held)
+        if self._births:  # it may be one of them; else it was a spare, whose pid may be another process's some day
+            self._early_exits[pid] = status
+        return None
+
+    def _part(self, worker: _Process) -> None:
+        for held in (worker.held, worker.rehearsed):
+            if held is not None and worker.start.settings.device == "cuda":
+                self._parting.part(held)
+            elif held is not None:
+                held.let_go()
+
+    def _keep(self, name: str, fd: int) -> None:
+        if name in self._dropped or self._lives_on(name):
+            self._dropped.discard(name)
+            os.close(fd)
+        else:
+            self._kept[name] = fd
+
+    def drop(self, name: str) -> None:
+        """Nobody needs it any more. Its worker was declared gone, but its process may not have ended yet."""
+        if self._lives_on(name):
+            self._dropped.add(name)
+        else:
+            self._let_go(name)
+
+    def _lives_on(self, name: str) -> bool:
+        """A worker that exists has it, and is introduced to a new orchestrator with it."""
+        return any(name in worker.start.memory for worker in self._processes.values())
+
+    def _let_go(self, name: str) -> None:
+        if (fd := self._kept.pop(name, None)) is not None:
+            os.close(fd)
+
+    def signal(self, message: SignalWorker) -> None:
+        """Send a signal to exactly this incarnation: its pid is ours until we reap it, so it cannot be anybody else."""
+        worker = self._processes.get((message.rank, message.incarnation))
+        if worker is not None:
+            os.kill(worker.pid, message.signal)
+        if message.id is not None:
+            reason = "" if worker is not None else f"worker {message.rank} has no process at the moment"
+            pid = worker.pid if worker is not None else None
+            self.to_orchestrator(Signalled(id=message.id, pid=pid, reason=reason))
+
+    def kill_all(self) -> None:
+        """Every worker, and wait for its end."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+        for pid in self.pids:
+            os.waitpid(pid, 0)
+        for worker in self._processes.values():
+            _close(worker.memory)
+            self._part(worker)
+        for held in self._spares.values():
+            held.let_go()
+        self._spares.clear()
+        self._parting.close()
+        self._processes.clear()
+        for birth in self._births.values():
+            birth.close()
+        self._births.clear()
+        _close(self._kept.values())
+        self._kept.clear()
+
+    def _ask(self, start: StartWorker, memory: list[int]) -> None:
+        tokens = Channel.pair() if Role.ATTENTION in start.roles else None
+        birth = _Birth(start, memory, Channel.pair(), Channel.pair(), tokens)
+        self._births[start.rank, start.incarnation] = birth
+        self.to_zygote(ForkWorker(start=start), fds=birth.worker_fds)
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,232 @@
+"""Who the expert workers are, which of them this attention worker trusts, and hence where each expert is for it.
+
+A peer, as seen from here:
+
+    join ──> trusted ──died, silent, deaf, refused──> suspect ──pardoned *and* pulsing, in either order──> trusted
+                │                                        │
+                └───────────────── leave ────────────────┴──> retired ──its process is dead──> forgotten
+
+Suspicion is local and immediate: the next candidate of the routes takes over, in the middle of a layer if need be. It
+is not a decision; only the orchestrator makes a peer leave. The lane of a retired peer stays mapped, because a process
+that was stopped may wake up and answer: that is counted, and never used.
+
+Routes that come after the suspicion are the pardon: the orchestrator knows of the peer and keeps it. Its warden and
+ours look at different moments, so the pardon may come while the peer is still silent for us. It is remembered then,
+and the next pulse ends the suspicion.
+
+How lanes are mapped depends on where they are: peers.py in host memory, cuda/peers.py in device memory.
+"""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from everserve.memory.liveness import Cell, PeerState, life_word
+from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
+from everserve.tables.routes import NOBODY, Routes
+from everserve.tables.symptoms import Symptom
+
+log = logging.getLogger(__name__)
+
+_SYMPTOMS = {PeerState.DIED: Symptom.DIED, PeerState.SILENT: Symptom.SILENT}
+
+
+class Watcher(Protocol):
+    """What is needed of a `Warden`."""
+
+    alarm_address: int
+
+    @property
+    def alarm(self) -> int: ...
+    def renew(self, seconds: float) -> None: ...
+    def watch(self, key: int, cell: Cell, word: int) -> None: ...
+    def unwatch(self, key: int) -> None: ...
+    def state(self, key: int) -> PeerState: ...
+    def changes(self) -> list[tuple[int, PeerState]]: ...
+
+
+@dataclass(eq=False)
+class Peer:
+    """One incarnation of an expert worker. `suspicion` is why it is not trusted, or None. `is_pardoned`: only the
+    missing pulse still stands against it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    cell: Cell
+    lane: int
+    suspicion: Symptom | None = None
+    is_pardoned: bool = False
+
+
+class Suspicion(NamedTuple):
+    """For the orchestrator's ears."""
+
+    rank: Rank
+    incarnation: Incarnation
+    reason: Symptom
+
+
+class Peers(ABC):
+    """The expert workers of one attention worker. `num_experts` and `moe_layers` are the model's."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        incarnation: Incarnation,
+        cell: Cell,
+        warden: Watcher,
+        moe_layers: Sequence[int],
+        num_experts: int,
+    ) -> None:
+        self.rank = rank
+        self.incarnation = incarnation
+        self.cell = cell
+        self.warden = warden
+        self.moe_layers = tuple(moe_layers)
+        self.num_experts = num_experts
+        self.epoch = 0
+        cell.position = -1  # nobody should wait for us yet
+        self._peers: dict[Rank, Peer] = {}
+        self._word = life_word(rank, incarnation)
+        # [index of the MoE layer][expert] -> rank and slot, as trusted now. Changed in place: others have addresses.
+        self.owner_LN = np.full((len(self.moe_layers), num_experts), NOBODY, np.int32)
+        self.slot_LN = np.full_like(self.owner_LN, NOBODY)
+        self.num_changes = 0  # of these two
+        self._candidates = np.empty((*self.owner_LN.shape, 0, 2), np.int16)
+
+    # -- where lanes are -------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, rank: Rank, incarnation: Incarnation, cell: Cell, lane_fd: int, bell_fd: int | None) -> int:
+        """Map a lane; returns its address. Descriptors stay the caller's."""
+
+    @abstractmethod
+    def _retire(self, peer: Peer) -> None:
+        """It has left. Its lane may have to stay for a while."""
+
+    @abstractmethod
+    def _note_trust(self, rank: Rank, is_trusted: bool) -> None:
+        """Whoever sends should know."""
+
+    @property
+    @abstractmethod
+    def num_stale(self) -> int:
+        """Answers that came too late to be used."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Forget the retired whose processes are certainly dead. Not in the middle of a layer: their answers, if they
+        came in time, may still be in use."""
+
+    # -- what the orchestrator says --------------------------------------------------------------
+
+    def join(self, rank: Rank, incarnation: Incarnation, cell: Cell, lane_fd: int, bell_fd: int | None = None) -> None:
+        """An expert worker is there. Takes over the cell and the descriptors."""
+        try:
+            if rank in self._peers:
+                self.leave(rank, self._peers[rank].incarnation)
+            lane = self._open(rank, incarnation, cell, lane_fd, bell_fd)
+        finally:
+            for fd in (lane_fd, bell_fd):
+                if fd is not None:
+                    os.close(fd)
+        self._peers[rank] = Peer(rank, incarnation, cell, lane)
+        self.warden.watch(rank, cell, self._word)
+        self._resolve()
+
+    def leave(self, rank: Rank, incarnation: Incarnation) -> None:
+        """That incarnation is gone: nothing of it counts any more."""
+        peer = self._peers.get(rank)
+        if peer is None or peer.incarnation != incarnation:
+            return
+        del self._peers[rank]
+        self.warden.unwatch(rank)
+        self._retire(peer)
+        self._resolve()
+
+    def use(self, routes: Routes) -> None:
+        """Follow these routes from now on. They pardon all suspects: the orchestrator knows of them."""
+        if routes.epoch < self.epoch:
+            log.warning("routes of epoch %d came after those of epoch %d: dropped", routes.epoch, self.epoch)
+            return
+        candidates = routes.array()
+        if candidates.shape[:2] != self.owner_LN.shape:
+            raise ValueError(f"routes for {candidates.shape[:2]} layers and experts; there are {self.owner_LN.shape}")
+        if candidates[..., 0].max(initial=NOBODY) >= MAX_RANKS:
+            raise ValueError(f"routes name a rank beyond {MAX_RANKS - 1}")
+        self.epoch = routes.epoch
+        self._candidates = candidates
+        for peer in self._peers.values():
+            peer.is_pardoned = peer.suspicion is not None
+        self.reconsider()
+
+    @property
+    def incarnations(self) -> list[tuple[Rank, Incarnation]]:
+        """Who has joined and not left."""
+        return [(peer.rank, peer.incarnation) for peer in self._peers.values()]
+
+    # -- what is seen from here ------------------------------------------------------------------
+
+    @property
+    def suspects(self) -> dict[Rank, Symptom]:
+        """Peers that are there but not trusted, and why."""
+        return {peer.rank: peer.suspicion for peer in self._peers.values() if peer.suspicion is not None}
+
+    def trusted(self, rank: Rank) -> Peer | None:
+        """The peer in that rank, if there is one and it is trusted."""
+        peer = self._peers.get(rank)
+        return peer if peer is not None and peer.suspicion is None else None
+
+    def look(self) -> list[Suspicion]:
+        """After an alarm: suspect every trusted peer that died or fell silent; trust the pardoned that pulse again."""
+        suspicions: list[Suspicion] = []
+        for rank in sorted({Rank(key) for key, _ in self.warden.changes()} & self._peers.keys()):
+            peer, state = self._peers[rank], self.warden.state(rank)  # now, not at that change
+            if state is PeerState.ALIVE:
+                if peer.is_pardoned:
+                    self._trust(peer)
+                    self._resolve()
+            elif peer.suspicion is None:
+                suspicions.append(self.suspect(peer, _SYMPTOMS[state]))
+        return suspicions
+
+    def suspect(self, peer: Peer, reason: Symptom) -> Suspicion:
+        """Route around a peer from now on."""
+        peer.suspicion = reason
+        self._resolve()
+        return Suspicion(peer.rank, peer.incarnation, reason)
+
+    def reconsider(self) -> None:
+        """Trust every suspect again that pulses."""
+        for peer in self._peers.values():
+            if peer.suspicion is not None and self.warden.state(peer.rank) is PeerState.ALIVE:
+                self._trust(peer)
+        self._resolve()
+
+    def _trust(self, peer: Peer) -> None:
+        peer.suspicion, peer.is_pardoned = None, False
+
+    def _resolve(self) -> None:
+        """Owners and slots: for each expert the first candidate that is trusted. Runs in the middle of a layer."""
+        self.num_changes += 1
+        trusted = np.zeros(MAX_RANKS + 1, bool)  # NOBODY is -1: the last one
+        for rank, peer in self._peers.items():
+            trusted[rank] = peer.suspicion is None
+            self._note_trust(rank, peer.suspicion is None)
+        if self._candidates.shape[2] == 0:
+            self.owner_LN[...] = NOBODY
+            return
+        rank_LNC, slot_LNC = self._candidates[..., 0], self._candidates[..., 1]
+        usable_LNC = trusted[rank_LNC]
+        first_LN1 = usable_LNC.argmax(axis=2)[..., None]
+
+        def first(table_LNC: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(table_LNC, first_LN1, axis=2)[..., 0]
+
+        self.owner_LN[...] = np.where(first(usable_LNC), first(rank_LNC), NOBODY)
+        self.slot_LN[...] = first(slot_LNC)

@@ -1,0 +1,633 @@
+"""Every message between processes. Frozen, tagged, no pickle: `encode` and `decode` are msgpack.
+
+    gateway -> attention worker    Submit, Cancel
+    attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
+
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, Leave, Fenced, Shutdown
+    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
+                                   Failed, Suspected, ExpertReport, EventHappened
+
+    orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, DrainAnswered, EventHappened
+    gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
+
+    orchestrator -> anchor         Allocate, Adopt, Release
+    anchor -> orchestrator         Allocated, AllocationFailed
+
+    supervisor -> zygote           PrepareSpares (first), ForkWorker, Shutdown
+    zygote -> supervisor           Ready, WorkerForked, SparesChanged
+    zygote -> spare                ForkWorker
+    spare -> zygote                Ready
+
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, MemoryKept, WorkerExited,
+                                   Signalled, Shutdown
+    orchestrator -> supervisor     Provision, DropMemory, SignalWorker, Ready, Failed
+
+    supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
+                                   ProcessSignalled, EventHappened, Shutdown
+    gateway -> supervisor          Ready, Failed, SignalProcess
+
+    supervisor -> anchor           OrchestratorAttached, Shutdown
+    anchor -> supervisor           Ready
+    supervisor -> worker           OrchestratorAttached
+    worker -> supervisor           DeviceDescriptors
+
+Tensors never travel here: they go through lanes (backends/cpu/lane.py), and so never wait behind a message, nor the
+other way round. "+ fds" says which descriptors come along.
+"""
+
+import msgspec
+
+from everserve.errors import ProtocolError
+from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
+from everserve.tables.members import Members, Process
+from everserve.tables.outputs import EngineStats, ExpertStats, Output
+from everserve.tables.placement import SeatSlots
+from everserve.tables.requests import RequestSpec
+from everserve.tables.routes import Routes
+from everserve.tables.symptoms import Symptom
+from everserve.wire.events import AnyEvent
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the class name is the tag on the wire."""
+
+
+# -- gateway -> worker ---------------------------------------------------------------------------
+
+
+class Submit(Message, frozen=True):
+    """Gateway to worker: start this stream, or go on with it. `source`: whose log may hold its KV, as far as the worker
+    that ran it last had come. `num_following`: so many more are sent right behind it."""
+
+    spec: RequestSpec
+    source: LogId | None = None
+    num_following: int = 0
+
+
+class Cancel(Message, frozen=True):
+    """Gateway to worker: nobody waits for this stream any more, or a stop string ended it."""
+
+    id: str
+
+
+# -- worker -> gateway ---------------------------------------------------------------------------
+
+
+class WorkerReady(Message, frozen=True):
+    """Worker to gateway, first message: what this worker can serve."""
+
+    rank: Rank
+    incarnation: Incarnation
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_num_seqs: int  # streams in one step; the gateway keeps what is much more than that to itself
+
+
+class StepOutput(Message, frozen=True):
+    """Worker to gateway, after every step, and once a second while idle."""
+
+    outputs: list[Output]
+    stats: EngineStats
+
+
+class Rejected(Message, frozen=True):
+    """Worker to gateway: this stream cannot run here, or cannot go on. Nothing was kept of it."""
+
+    id: str
+    reason: str
+    is_server_fault: bool = False  # False: the request asks for the impossible (HTTP 400); True: HTTP 500
+
+
+class GivenBack(Message, frozen=True):
+    """Worker to gateway: I leave. These streams go on elsewhere; my log has them as far as my outputs went."""
+
+    ids: list[str]
+
+
+# -- orchestrator <-> worker ---------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Worker to orchestrator, first message: my warden runs; from now on my silence means something."""
+
+
+class PeerJoined(Message, frozen=True):
+    """Orchestrator to worker: a worker of the other role is there. + fds: its cell, the lane between the two, and its
+    bell if it has one."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    has_bell: bool = False
+
+
+class PeerLeft(Message, frozen=True):
+    """Orchestrator to worker: this incarnation is gone; nothing of it counts any more."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class RoutesChanged(Message, frozen=True):
+    """Orchestrator to attention worker: use these routes from the next layer on."""
+
+    routes: Routes
+
+
+class LogJoined(Message, frozen=True):
+    """Orchestrator to attention worker: the log of another incarnation of an attention worker. Keep it: streams that
+    lose that worker may come to you. + fds: the log's memory, and that of its blocks if that is another."""
+
+    rank: Rank
+    incarnation: Incarnation
+    has_kv: bool = False  # its blocks are in memory of their own, on a device
+
+
+class LogLeft(Message, frozen=True):
+    """Orchestrator to attention worker: that incarnation is gone, and no stream needs its log any more."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class Leave(Message, frozen=True):
+    """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
+
+
+class Fenced(Message, frozen=True):
+    """Orchestrator to worker: you were declared gone. Nothing that you send counts; exit."""
+
+    reason: str
+
+
+class Leaving(Message, frozen=True):
+    """Worker to orchestrator: I was asked to leave. I exit as soon as nobody needs me."""
+
+
+class Report(Message, frozen=True):
+    """Worker to a new orchestrator, first message: what I know from the one before."""
+
+    is_ready: bool
+    is_leaving: bool
+    epoch: Epoch  # of the routes that I use; 0: none
+    peers: list[LogId]  # workers of the other role that I have a lane to
+    logs: list[LogId]  # that I keep
+
+
+class Suspected(Message, frozen=True):
+    """Worker to orchestrator: this peer does not answer; I route around it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    reason: Symptom
+
+
+class ExpertReport(Message, frozen=True):
+    """Expert worker to orchestrator, about once a second while something changes: its counters."""
+
+    stats: ExpertStats
+
+
+# -- orchestrator <-> gateway --------------------------------------------------------------------
+
+
+class ClusterChanged(Message, frozen=True):
+    """Orchestrator to gateway: a new epoch."""
+
+    members: Members
+    violations: tuple[str, ...]
+    degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
+    num_experts_without_place: int  # over all layers
+    expert_stats: dict[Rank, ExpertStats]
+    num_stale: int  # what workers said after they were declared gone, and what they say they dropped then
+
+
+class WorkerLost(Message, frozen=True):
+    """Orchestrator to gateway: this incarnation is gone; its streams belong to others now."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    cause: str  # "crash", "hang", "exit"; "left": it was asked to leave, and did
+
+
+class GatewayReport(Message, frozen=True):
+    """Gateway to orchestrator, first message: what I know from the one before, if there was one."""
+
+    epoch: Epoch
+    logs: list[LogId]  # of attention workers that have streams, or had some that wait for another worker
+    lost: list[LogId] = []  # the latest incarnation of each rank that was declared gone
+
+
+class LogSettled(Message, frozen=True):
+    """Gateway to orchestrator: this incarnation is lost, and all streams that it had go on elsewhere or have ended."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class DrainWorker(Message, frozen=True):
+    """Gateway to orchestrator: an operator wants this worker to give its streams to others, leave, and be replaced."""
+
+    id: str
+    rank: Rank
+
+
+class DrainAnswered(Message, frozen=True):
+    """Orchestrator to gateway: who was asked to leave. `incarnation` is 0 if nobody was; `reason` says why."""
+
+    id: str
+    incarnation: Incarnation
+    reason: str
+
+
+class InjectFault(Message, frozen=True):
+    """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
+
+    id: str
+    rank: Rank
+    signal: int
+
+
+class FaultInjected(Message, frozen=True):
+    """Orchestrator to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+
+    id: str
+    pid: int | None
+    incarnation: Incarnation
+    reason: str
+
+
+# -- orchestrator <-> anchor ---------------------------------------------------------------------
+
+
+class Allocate(Message, frozen=True):
+    """Orchestrator to anchor: own this much zeroed shared memory under this name."""
+
+    name: str
+    num_bytes: int
+    device: int = -1  # whose memory; -1: the host's
+
+
+class Allocated(Message, frozen=True):
+    """Anchor to orchestrator: here it is. + fds: the memory."""
+
+    name: str
+
+
+class AllocationFailed(Message, frozen=True):
+    """Anchor to orchestrator: there is no such memory; one line that says why."""
+
+    name: str
+    reason: str
+
+
+class Adopt(Message, frozen=True):
+    """Orchestrator to a new anchor, or a new orchestrator to its anchor: this memory exists; own it under this name.
+    + fds: the memory."""
+
+    name: str
+
+
+class Release(Message, frozen=True):
+    """Orchestrator to anchor: nobody needs this memory any more."""
+
+    name: str
+
+
+# -- supervisor <-> zygote -----------------------------------------------------------------------
+
+
+class ForkWorker(Message, frozen=True):
+    """Supervisor to zygote, zygote to spare: become this. + fds: its cell, its control channel, its lifeline (to the
+    supervisor); its gateway channel if it has the attention role; its memory, in the order of the names in `start`."""
+
+    start: "StartWorker"
+
+
+class WorkerForked(Message, frozen=True):
+    """Zygote to supervisor: the new process, which is the supervisor's child by now."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int
+
+
+class PrepareSpares(Message, frozen=True):
+    """Supervisor to zygote, first message: keep so many spares for each device. `like`: what they may have to become,
+    if workers exist already; the zygote learns the rest from what it is asked to fork."""
+
+    num_each: int
+    like: tuple["StartWorker", ...] = ()
+
+
+class SpareForked(Message, frozen=True):
+    """Zygote to supervisor: this process rehearses on its device from now on. + fd: the supervisor's end of its
+    lifeline."""
+
+    pid: int
+
+
+class SparesChanged(Message, frozen=True):
+    """Zygote to supervisor: the spares that are ready, and how many there should be."""
+
+    pids: tuple[int, ...]
+    num_wanted: int
+
+
+# -- supervisor <-> orchestrator -----------------------------------------------------------------
+
+
+class StartOrchestrator(Message, frozen=True):
+    """Supervisor to orchestrator, first message: what to build. Ranks are attention seats first, then expert seats;
+    with no expert seat each attention seat has both roles."""
+
+    model: str
+    num_attention: int
+    num_expert: int
+    shadow_experts: int | None  # slots per expert worker and layer; None: enough to survive any one death
+    detect_ms: float
+    worker: "WorkerSettings"
+    event_log: str | None
+    num_devices: int = 0  # that the workers share; 0: they compute on CPUs
+    found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
+    is_serving: bool = False  # all seats were ready once
+
+
+class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker process that exists, or is about to (pid 0), when an orchestrator starts. `pid` -1: only the number of
+    the last incarnation is known; its process has ended."""
+
+    rank: Rank
+    incarnation: Incarnation
+    pid: int
+
+
+class AnchorAttached(Message, frozen=True):
+    """Supervisor to orchestrator: a (new) anchor. + fds: the channel to it."""
+
+
+class MemoryKept(Message, frozen=True):
+    """Supervisor to a new orchestrator: memory of a worker that has exited. + fds: the memory."""
+
+    name: str
+
+
+class DropMemory(Message, frozen=True):
+    """Orchestrator to supervisor: nobody needs this memory of a worker any more, or will when that worker has ended."""
+
+    name: str
+
+
+class Provision(Message, frozen=True):
+    """Orchestrator to supervisor: start this worker. + fds: its cell, and its memory."""
+
+    start: "StartWorker"
+
+
+class WorkerStarted(Message, frozen=True):
+    """Supervisor to orchestrator: the process exists; to a new orchestrator: it has existed for a while. + fds: the
+    channel to it, its cell, and its memory."""
+
+    start: "StartWorker"
+    pid: int
+
+
+class WorkerExited(Message, frozen=True):
+    """Supervisor to orchestrator: the process is no more. Negative status: the signal that killed it."""
+
+    rank: Rank
+    incarnation: Incarnation
+    exit_status: int
+
+
+class SignalWorker(Message, frozen=True):
+    """Orchestrator to supervisor: send a signal, to make an end of a fenced worker or as an injected fault."""
+
+    rank: Rank
+    incarnation: Incarnation
+    signal: int
+    id: str | None  # of the InjectFault to answer
+
+
+class Signalled(Message, frozen=True):
+    """Supervisor to orchestrator: the answer to a SignalWorker that has an id."""
+
+    id: str
+    pid: int | None
+    reason: str
+
+
+# -- supervisor <-> gateway, about the other processes -------------------------------------------
+
+
+class SignalProcess(Message, frozen=True):
+    """Gateway to supervisor: an operator asks for this signal to a process that is not a worker."""
+
+    id: str
+    name: str
+    signal: int
+
+
+class ProcessSignalled(Message, frozen=True):
+    """Supervisor to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+
+    id: str
+    pid: int | None
+    reason: str
+
+
+# -- supervisor -> child -------------------------------------------------------------------------
+
+
+class OrchestratorAttached(Message, frozen=True):
+    """Supervisor to gateway, anchor or worker: a (new) orchestrator. + fds: the channel to it."""
+
+
+class DeviceDescriptors(Message, frozen=True):
+    """Worker or spare to supervisor, through its lifeline, and anchor to supervisor: what ties it to its device, to be
+    held until a moment after its end (procs/device_descriptors.py). `num_following` more such messages belong to it;
+    with the last one, what was held before is let go. + fds: copies of the driver's descriptors."""
+
+    num_following: int
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What all workers of an instance have in common."""
+
+    model: str
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_while_decoding: int
+    block_size: int
+    kv_cache_bytes: int  # of each attention worker; the same for all incarnations, so that streams fit everywhere
+    kv_log: str  # "mirror", "anchor" or "off"
+    enable_prefix_caching: bool
+    batch_invariant: bool
+    num_threads: int | None  # None: the cores, shared by the workers
+    fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
+    event_log: str | None
+    pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
+    device: str = "cpu"  # or "cuda"
+    load_format: str = "auto"  # or "dummy": random weights
+    fingerprint: str = ""  # of the model's files when the instance was started (model/checkpoint.py); "": any will do
+
+
+class StartWorker(Message, frozen=True):
+    """Inside Provision and ForkWorker: what to be."""
+
+    rank: Rank
+    incarnation: Incarnation
+    roles: tuple[Role, ...]
+    settings: WorkerSettings
+    num_workers: int  # in all, to share the cores fairly
+    slots: SeatSlots | None  # of an expert worker
+    detect_ms: float
+    memory: tuple[str, ...] = ()  # names of what comes along besides its cell (memory/names.py)
+    device_index: int = 0  # which device is its own, or shared by it
+    num_attention: int = 1  # of these workers; the others' ranks come after theirs
+    num_attention_on_device: int = 1  # of those, how many share its device
+    lane_slots: int = 0  # expert slots per layer that lanes have room for
+
+
+class StartGateway(Message, frozen=True):
+    """Supervisor to gateway, first message: what to be. The listening socket comes as an inherited descriptor."""
+
+    model: str
+    served_model_names: list[str]
+    api_keys: list[str]
+    max_queue: int
+    shutdown_timeout_s: float
+    enable_chaos: bool
+    seed: int | None
+    max_logprobs: int
+    chat_template: str | None
+    event_log: str | None
+    resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
+    admin_key: str | None = None  # of requests that change the cluster
+    listen_host: str = "127.0.0.1"  # the address of the listening socket
+    allowed_hosts: list[str] = []  # names by which clients may ask for this server, besides its addresses; "*": any
+    resume_memory_bytes: int = 256 << 20  # for all streams that are kept
+
+
+class Attach(Message, frozen=True):
+    """Supervisor to gateway: an attention worker exists. + fds: the channel to it."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+class ProcessesChanged(Message, frozen=True):
+    """Supervisor to gateway: the processes that are not workers; the spares that are ready, and how many there should
+    be."""
+
+    processes: tuple[Process, ...]
+    spares: tuple[int, ...] = ()
+    num_spares_wanted: int = 0
+
+
+class Shutdown(Message, frozen=True):
+    """Whoever started a process to that process: finish what runs within `grace_s`, then exit."""
+
+    grace_s: float
+
+
+# -- child -> supervisor (workers: -> orchestrator) ----------------------------------------------
+
+
+class Ready(Message, frozen=True):
+    """Start-up is done. From the orchestrator: all seats are ready for the first time."""
+
+
+class Failed(Message, frozen=True):
+    """Before it exits: one line that says why, and whether the user is at fault."""
+
+    reason: str
+    user_error: bool
+
+
+class EventHappened(Message, frozen=True):
+    """Towards the gateway, which shows it: something worth telling."""
+
+    event: AnyEvent
+
+
+AnyMessage = (
+    Submit
+    | Cancel
+    | WorkerReady
+    | StepOutput
+    | Rejected
+    | GivenBack
+    | Hello
+    | PeerJoined
+    | PeerLeft
+    | RoutesChanged
+    | LogJoined
+    | LogLeft
+    | Leave
+    | Fenced
+    | Leaving
+    | Report
+    | Suspected
+    | ExpertReport
+    | ClusterChanged
+    | WorkerLost
+    | GatewayReport
+    | LogSettled
+    | DrainWorker
+    | DrainAnswered
+    | InjectFault
+    | FaultInjected
+    | Allocate
+    | Allocated
+    | AllocationFailed
+    | Adopt
+    | Release
+    | ForkWorker
+    | WorkerForked
+    | PrepareSpares
+    | SpareForked
+    | SparesChanged
+    | StartOrchestrator
+    | AnchorAttached
+    | MemoryKept
+    | DropMemory
+    | Provision
+    | WorkerStarted
+    | WorkerExited
+    | SignalWorker
+    | Signalled
+    | SignalProcess
+    | ProcessSignalled
+    | OrchestratorAttached
+    | DeviceDescriptors
+    | StartWorker
+    | StartGateway
+    | Attach
+    | ProcessesChanged
+    | Shutdown
+    | Ready
+    | Failed
+    | EventHappened
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    """The message as bytes."""
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes | memoryview) -> AnyMessage:
+    """The message in these bytes; ProtocolError if it is none of ours."""
+    try:
+        return _decoder.decode(frame)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ProtocolError(f"not one of our messages: {error}") from error

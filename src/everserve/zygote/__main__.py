@@ -1,0 +1,210 @@
+"""`python -m everserve.zygote`: the zygote, started by the supervisor, never by hand.
+
+It imports what workers need, starts no thread, and forks:
+
+    ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
+
+or gives the message to a spare (spares.py), which was forked in the same way and has waited for it.
+
+A fork of a process with threads inherits their locks but not the threads; that is why there are none here.
+"""
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from everserve.procs import process
+from everserve.wire.channel import RETRY_S, Channel, ChannelClosed
+from everserve.wire.messages import ForkWorker, PrepareSpares, Ready, Shutdown, SpareForked, SparesChanged, WorkerForked
+from everserve.zygote.spares import Like, Spare, Spares
+
+_PID = struct.Struct("<i")
+_HAND_OVER_S = 1.0  # a message that a spare does not take in this time is lost, and the worker with it
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--supervisor-pid", type=int, required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
+    args = parser.parse_args()
+    process.die_with(args.supervisor_pid)
+    process.set_name("es-zygote")
+    control = Channel(socket.socket(fileno=args.control_fd))
+
+    from everserve.zygote.backend import backend_for  # noqa: PLC0415 (torch: be the supervisor's child first)
+
+    backend_for("cpu").prepare()
+    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+    assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
+    gc.collect()
+    gc.freeze()  # keep the pages of what was imported shared between all workers
+    control.send(Ready())
+    try:
+        return Zygote(control, args.supervisor_pid).run()
+    except ChannelClosed:
+        return 0
+
+
+class Zygote:
+    """Forks on demand, and ahead of it."""
+
+    def __init__(self, control: Channel, supervisor_pid: int) -> None:
+        self._control = control
+        self._supervisor_pid = supervisor_pid
+        self._spares = Spares(self._fork_spare, process.state_of, _kill)
+        self._told = SparesChanged(pids=(), num_wanted=0)
+
+    def run(self) -> int:
+        """Until told to stop."""
+        while True:
+            self._wait()
+            for message, fds in self._control.receive_frames():
+                if isinstance(message, ForkWorker):
+                    self._start_worker(message, fds.take())
+                elif isinstance(message, PrepareSpares):
+                    self._spares.prepare(message.num_each, message.like, time.monotonic())
+                elif isinstance(message, Shutdown):
+                    return 0
+            self._spares.tend(time.monotonic())
+            self._tell()
+
+    def _wait(self) -> None:
+        """Not with epoll: its descriptor would be every worker's."""
+        with selectors.PollSelector() as selector:
+            writes = selectors.EVENT_WRITE if self._control.wants_write else 0
+            selector.register(self._control, selectors.EVENT_READ | writes)
+            for channel in self._spares.channels:
+                selector.register(channel, selectors.EVENT_READ)
+            selector.select(self._spares.timeout_s(time.monotonic()))
+        self._control.flush()
+
+    def _tell(self) -> None:
+        now = SparesChanged(pids=self._spares.ready_pids, num_wanted=self._spares.num_wanted)
+        if now != self._told:
+            self._told = now
+            self._control.send(now)
+
+    def _start_worker(self, message: ForkWorker, fds: list[int]) -> None:
+        start = message.start
+        self._spares.learn(start, time.monotonic())
+        spare = self._spares.take(start.device_index, time.monotonic())
+        if spare is not None:
+            _hand_over(spare, message, fds)
+            pid = spare.pid
+        else:
+            pid = self._fork_orphan(lambda: _be_worker(message, fds))
+        for fd in fds:
+            os.close(fd)
+        self._control.send(WorkerForked(rank=start.rank, incarnation=start.incarnation, pid=pid))
+
+    def _fork_spare(self, device: int, like: Like) -> Spare:
+        ours, theirs = Channel.pair()
+        lifeline, supervisors = Channel.pair()
+
+        def live() -> int:
+            ours.close()
+            supervisors.close()
+            return _be_spare(Channel(theirs), Channel(lifeline), like)
+
+        pid = self._fork_orphan(live)
+        self._control.send(SpareForked(pid=pid), fds=[supervisors.fileno()])  # long before it has opened its device
+        for end in (theirs, lifeline, supervisors):
+            end.close()
+        return Spare(pid, device, Channel(ours))
+
+    def _fork_orphan(self, live: Callable[[], int]) -> int:
+        """Fork a process that forks another one and ends, so that the other one's parent is the supervisor. Its whole
+        life is `live`. Returns its pid."""
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            middle = os.getpid()
+            orphan = os.fork()
+            if orphan == 0:
+                os.close(reader)
+                os.close(writer)
+                for end in (self._control, *self._spares.channels):
+                    end.close()  # or a spare would not see the end of the zygote
+                _live(live, middle, self._supervisor_pid)
+            os.write(writer, _PID.pack(orphan))
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with os.fdopen(reader, "rb") as pipe:
+            return int(_PID.unpack(pipe.read(_PID.size))[0])
+
+
+def _hand_over(spare: Spare, message: ForkWorker, fds: list[int]) -> None:
+    """Whatever happens to it from here on happens to a worker."""
+    spare.channel.send(message, fds)
+    while spare.channel.wants_write:
+        if not spare.channel.wait(_HAND_OVER_S):
+            _kill(spare.pid)  # it was stopped at this very moment
+            break
+    spare.channel.close()
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+# -- in the new process --------------------------------------------------------------------------
+
+
+def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None:
+    """Never returns."""
+    status = 70
+    try:
+        while os.getppid() == middle_pid:
+            os.sched_yield()  # it is about to end
+        process.die_with(supervisor_pid)
+        status = live()
+    except BaseException:  # the process boundary: say what happened, and die
+        traceback.print_exc()
+    finally:
+        logging.shutdown()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
+    """Until the zygote is gone, or there is something to become."""
+    from everserve.zygote.backend import backend_for  # noqa: PLC0415
+
+    process.set_name("es-spare")
+    backend_for(like[0].settings.device).rehearse(like, lifeline)
+    while lifeline.wants_write:
+        lifeline.wait(RETRY_S)
+    lifeline.close()
+    zygote.send(Ready())
+    try:
+        frame = zygote.receive_frame()
+    except ChannelClosed:
+        return 0
+    assert frame is not None and isinstance(frame.message, ForkWorker), frame
+    zygote.close()
+    return _be_worker(frame.message, frame.fds.take())
+
+
+def _be_worker(message: ForkWorker, fds: list[int]) -> int:
+    from everserve.worker import boot  # noqa: PLC0415
+    from everserve.zygote.backend import backend_for  # noqa: PLC0415
+
+    process.set_name(f"es-worker-{message.start.rank}")
+    return boot.run(message.start, fds, backend_for(message.start.settings.device))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
