@@ -22,7 +22,7 @@ import uvloop
 from everserve.errors import OverloadedError, UserError
 from everserve.gateway.api.app import create_app
 from everserve.gateway.gateway import Gateway
-from everserve.gateway.http.server import Server, raise_descriptor_limit
+from everserve.gateway.http.server import Server
 from everserve.gateway.observe.feed import EventFeed
 from everserve.gateway.observe.tracing import make_tracing
 from everserve.gateway.streams.fleet import Fleet
@@ -188,7 +188,7 @@ def main() -> int:
     arguments = parser.parse_args()
     process.die_with(arguments.supervisor_pid)
     process.set_name("es-gateway")
-    raise_descriptor_limit()
+    process.raise_open_files()
     sys.setswitchinterval(_SWITCH_S)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.get_loop().set_exception_handler(_die)

@@ -14,7 +14,8 @@ Routes that come after the suspicion are the pardon: the orchestrator knows of t
 ours look at different moments, so the pardon may come while the peer is still silent for us. It is remembered then,
 and the next pulse ends the suspicion.
 
-How lanes are mapped depends on where they are: peers.py in host memory, cuda/peers.py in device memory.
+How lanes are mapped depends on where they are: backends/cpu/peers.py in host memory, backends/cuda/lanes/peers.py in
+device memory.
 """
 
 import logging

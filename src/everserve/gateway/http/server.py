@@ -29,15 +29,6 @@ _RESERVED_SHARE = 0.25  # ... but no more than this, where the limit is low
 _TURNED_AWAY = raw_response(unavailable("The server has as many connections as it can have. Please try again."))
 
 
-def raise_descriptor_limit() -> None:
-    """As far as the hard limit lets us, or as it makes sense."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _WANTED_DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def max_connections(num_other: int) -> int:
     """How many clients may be connected while so many other descriptors are open. The limit may change any time."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -19,7 +19,7 @@
 
 enum part_state { OPEN = 0, ARRIVED = 1, LOST = 2, REFUSED = 3 };
 
-/* lane.py: Outcome. */
+/* seam/outcomes.py: Outcome. */
 enum outcome {
     DONE = 0,
     ATTEND = 1,   /* the alarm or the control word has changed */
@@ -30,7 +30,7 @@ enum outcome {
     UNBLOCKED = 6 /* a box has become free: send again */
 };
 
-/* All fields are 8 bytes wide: peers.py and remote.py declare the same structs. */
+/* All fields are 8 bytes wide: peers.py and remote_experts.py declare the same structs. */
 
 struct end { /* of the lane to one expert rank */
     char *lane; /* NULL: nobody there */

@@ -38,7 +38,7 @@ struct lane_header {
     int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for whoever debugs */
 };
 
-/* Why a request was not computed; 0: it was. lane.py: STATUSES. */
+/* Why a request was not computed; 0: it was. seam/outcomes.py: STATUSES. */
 enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3 };
 
 struct box {

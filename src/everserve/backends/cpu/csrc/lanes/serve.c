@@ -8,7 +8,7 @@
 #define MAX_REQUESTS (MAX_RANKS * NUM_BOXES)
 #define SOMETHING_CHANGED (INT64_C(1) << 32)
 
-/* All fields are 8 bytes wide: serve.py declares the same structs. */
+/* All fields are 8 bytes wide: lane_server.py declares the same structs. */
 
 struct incoming { /* the lane from one attention rank */
     char *lane; /* NULL: nobody there */

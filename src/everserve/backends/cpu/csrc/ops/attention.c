@@ -22,7 +22,7 @@
 
 #define TILE 16           /* positions; a multiple of VW */
 #define MAX_QUERIES 32    /* per task */
-#define MAX_HEAD_SIZE 512 /* native.py checks */
+#define MAX_HEAD_SIZE 512 /* ops.py checks */
 
 #define WEIGHT float
 #define LOAD load_f32

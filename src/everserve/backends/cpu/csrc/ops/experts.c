@@ -18,7 +18,7 @@
 #define ROWS_PER_PASS 64 /* rows of hidden that stay in cache between the products and silu */
 #define MAX_COLUMNS 256  /* of hidden per task */
 
-/* What native.py keeps per slot. All zeros when empty. */
+/* What ops.py keeps per slot. All zeros when empty. */
 struct slot {
     const void *gate, *up, *down;
     int64_t gate_stride, up_stride, down_stride, dtype;

@@ -11,7 +11,7 @@
 
 enum { KEYS = 0, VALUES = 1 };
 
-struct kv_pool { /* packed by native.py */
+struct kv_pool { /* packed by ops.py */
     void *data;
     int64_t dtype, num_layers, num_heads, block_size, head_size, layer;
 };

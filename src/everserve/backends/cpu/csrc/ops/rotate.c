@@ -7,7 +7,7 @@
 
 #define ROWS_PER_TASK 8
 #define MACS_PER_ELEMENT 4
-#define MAX_HEAD_SIZE 512 /* native.py checks */
+#define MAX_HEAD_SIZE 512 /* ops.py checks */
 
 struct rotate_args {
     struct kv_pool pool;

@@ -5,7 +5,7 @@
 #include "threads.h"
 
 #define ROWS_PER_TASK 8
-#define MAX_EXPERTS 1024 /* native.py checks */
+#define MAX_EXPERTS 1024 /* ops.py checks */
 
 struct route_args {
     const float *x;

@@ -4,7 +4,7 @@
 
 #include <stddef.h>
 
-/* Called from native.py, always with one pointer to a struct of 8-byte fields that Python has packed: so a call through
+/* Called from ops.py, always with one pointer to a struct of 8-byte fields that Python has packed: so a call through
    ctypes takes half a microsecond rather than two. */
 #define EXPORT __attribute__((visibility("default")))
 
