@@ -5,6 +5,7 @@ import http.client
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import subprocess
@@ -336,8 +337,9 @@ def test_clients_leave_descriptors_to_workers(gateway: GatewayUnderTest) -> None
     address = ("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
     crowd = [socket.create_connection(address, timeout=TIMEOUT_S) for _ in range(2 * limit)]
     try:
-        assert read_all(crowd[-1]).startswith(b"HTTP/1.1 503 "), "the gateway refuses it before the kernel would"
-        assert limit // 2 < num_descriptors(gateway) < limit - 10
+        # A 503, or, for those that have not asked for a second, the end of the connection: both can be read.
+        wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) >= len(crowd) - limit)
+        wait_until(lambda: num_descriptors(gateway) < limit - 10)  # those that are closed go in the next turn
         first.close()
         second = gateway.attach(2)  # its channel is a descriptor
         gateway.orchestrator.close()
@@ -361,11 +363,11 @@ def num_descriptors(gateway: GatewayUnderTest) -> int:
     return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
 
 
-def read_all(sock: socket.socket) -> bytes:
-    data = b""
-    while part := sock.recv(4096):
-        data += part
-    return data
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 def stream_when_there_is_room(url: str, received: list[Any]) -> None:
