@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from everserve.gateway.streams import suspects
 from everserve.gateway.streams.stream import Stream
-from everserve.tables.ids import LogId
+from everserve.tables.ids import WorkerId
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
 
 NUM_RANKS = 3
@@ -49,7 +49,7 @@ class Orchestrator:
 
     def __init__(self, life: "Life") -> None:
         fleet = life.toy.fleet
-        self.settled: list[LogId] = []
+        self.settled: list[WorkerId] = []
         reported = fleet.logs_in_use()
         assert len(set(reported)) == len(reported)
         self.needs_no_word = life.lost_logs() - set(reported)
@@ -57,7 +57,7 @@ class Orchestrator:
         fleet.has_orchestrator = True
         fleet.logs.report_to(self.on_settled)
 
-    def on_settled(self, log: LogId) -> None:
+    def on_settled(self, log: WorkerId) -> None:
         assert log not in self.settled, "said twice"
         assert log not in self._life.needed_logs(), "said too early"
         self.settled.append(log)
@@ -66,7 +66,7 @@ class Orchestrator:
 class Seen:
     """What was seen of a stream at the worker that it has, or had last."""
 
-    def __init__(self, stream: Stream, log: LogId, source: LogId | None) -> None:
+    def __init__(self, stream: Stream, log: WorkerId, source: WorkerId | None) -> None:
         self.log = log
         self.source = source
         self.num_known = len(stream.tokens)
@@ -207,10 +207,10 @@ class Life:
         away = self.cancelled | self.suspended
         return [s for i, s in enumerate(self.toy.streams) if is_open(s.listener) and i not in away]
 
-    def needed_logs(self) -> set[LogId]:
+    def needed_logs(self) -> set[WorkerId]:
         return {stream.source for stream in self.here() if stream.source is not None}
 
-    def lost_logs(self) -> set[LogId]:
+    def lost_logs(self) -> set[WorkerId]:
         """Of workers that the fleet knows to be gone."""
         links = [self.toy.fleet.link(rank) for rank in range(NUM_RANKS)]
         return {worker.log for worker in self.toy.workers} - {link.log for link in links if link is not None}

@@ -9,7 +9,7 @@ from typing import Any
 from everserve.errors import EverserveError
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.stream import Stream
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.wire.channel import Channel, ChannelClosed
@@ -62,7 +62,7 @@ class ToyWorker:
         self.rank = Rank(rank)
         self.incarnation = Incarnation(incarnation)
         self.specs: dict[str, RequestSpec] = {}  # all that it was ever given, in order
-        self.sources: dict[str, LogId | None] = {}  # with each of them
+        self.sources: dict[str, WorkerId | None] = {}  # with each of them
         self.following: list[int] = []  # how many were announced behind each of them
         self.tokens: dict[str, list[int]] = {}  # of those that run
         self.is_liar = False
@@ -71,7 +71,7 @@ class ToyWorker:
         self._stats: dict[str, Any] = {}
 
     @property
-    def log(self) -> LogId:
+    def log(self) -> WorkerId:
         return self.rank, self.incarnation
 
     def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64, num_blocks: int = 100) -> None:
@@ -150,7 +150,7 @@ class ToyFleet:
         self.events: list[AnyEvent] = []
         self.fleet = Fleet(max_queue, tell=self.events.append, clock=lambda: self.now_s)
         self.fleet.has_orchestrator = True
-        self.settled: list[LogId] = []  # what the orchestrator was told
+        self.settled: list[WorkerId] = []  # what the orchestrator was told
         self.fleet.logs.report_to(self.settled.append)
         self.workers: list[ToyWorker] = []
         self.streams: list[Stream] = []

@@ -19,7 +19,7 @@ from everserve.gateway.streams.tracing import Tracing
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.text.sampling import GenerationDefaults
 from everserve.gateway.text.tokenizer import ModelTokenizer
-from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
@@ -119,7 +119,7 @@ class ScriptedWorker:
         self.incarnation = Incarnation(incarnation)
         self.channel = channel
         self.specs: list[RequestSpec] = []
-        self.sources: list[LogId | None] = []
+        self.sources: list[WorkerId | None] = []
         self.cancelled: list[str] = []
         self._script = script
         self._is_paced = is_paced
@@ -212,7 +212,7 @@ class ToyOrchestrator:
     def __init__(self, channel: AsyncChannel) -> None:
         self.channel = channel
         self.report: GatewayReport | None = None  # what the gateway knew at the beginning
-        self.settled: list[LogId] = []
+        self.settled: list[WorkerId] = []
         self.asked: list[InjectFault | DrainWorker] = []
         self.answers = True
         self.pid: int | None = 4242  # of whoever gets an injected fault

@@ -2,7 +2,7 @@
 
 import pytest
 
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import Output
 from everserve.wire.events import StreamMoved
 from tests.unit.fleet_toy import CAPACITY, ToyFleet, assert_complete, whole_stream, with_fleet
@@ -273,7 +273,7 @@ def test_what_was_settled_while_there_was_no_orchestrator() -> None:
         assert toy.settled == [(0, 1), (1, 1)]
         counts = {key: count for key, count in toy.fleet.totals.failovers.items() if count}
         assert counts == {("attention", "closed"): 2}, "counted once"
-        later: list[LogId] = []
+        later: list[WorkerId] = []
         toy.fleet.logs.report_to(later.append)
         toy.lose(b, "crash")
         assert later == [(1, 1)], "what was said to an orchestrator that is gone may have been said to nobody"

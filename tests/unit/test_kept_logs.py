@@ -12,20 +12,20 @@ from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from everserve.memory.names import kv_name, log_name, log_of
 from everserve.memory.owned import create_memory
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 from everserve.worker.logs import KeptLogs
 from tests.logs import SHAPE, Owner, Stream
 from tests.toy import spec
 
-A: LogId = (Rank(0), Incarnation(1))
-B: LogId = (Rank(1), Incarnation(4))
+A: WorkerId = (Rank(0), Incarnation(1))
+B: WorkerId = (Rank(1), Incarnation(4))
 
 
 class End:
     """A worker, or the supervisor: what it was sent, and what the descriptors were."""
 
-    def __init__(self, seat: LogId | None = None) -> None:
+    def __init__(self, seat: WorkerId | None = None) -> None:
         self.seat, self.roles, self.is_connected = seat, (Role.ATTENTION,), True
         self.got: list = []
 

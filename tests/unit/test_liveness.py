@@ -16,6 +16,7 @@ import pytest
 from everserve.memory.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
 from everserve.memory.liveness.cell import NUM_LIFE_WORDS, load
 from everserve.native import BuildError
+from everserve.tables.ids import MAX_RANKS
 
 try:
     load()
@@ -67,12 +68,12 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_every_watcher_has_a_life_word_of_its_own():
-    words = [life_word(rank, incarnation) for rank in range(63) for incarnation in range(1, 5)]
+    words = [life_word(rank, incarnation) for rank in range(MAX_RANKS) for incarnation in range(1, 5)]
     assert len({*words, ORCHESTRATOR_WORD}) == len(words) + 1
     assert all(0 <= word < NUM_LIFE_WORDS for word in words)
     assert life_word(5, 9) == life_word(5, 1), "the fifth process in a seat takes over the word of the first"
     with pytest.raises(AssertionError):
-        life_word(63, 1)
+        life_word(MAX_RANKS, 1)
 
 
 def test_two_mappings_are_one_cell():

@@ -12,12 +12,12 @@ from everserve.engine.engine import Engine
 from everserve.errors import EverserveError
 from everserve.kvlog.layout import LogShape
 from everserve.model.config import ModelConfig
-from everserve.tables.ids import Incarnation, LogId, Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.worker.logs import KeptLogs
 
 NUM_PROMPT = 32
-_LOST: LogId = (Rank(1), Incarnation(1))
+_LOST = WorkerId(Rank(1), Incarnation(1))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from everserve.memory.names import (
 from everserve.model.config import ModelConfig
 from everserve.plan.placement import place_experts, survivable_deaths
 from everserve.plan.weights import WeightsPlan
-from everserve.tables.ids import LogId, Rank, Role
+from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.placement import Placement, SeatSlots
 from everserve.wire.events import PlacementMade
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -109,7 +109,7 @@ class Design:
         seats = (seat.rank for seat in self.seats)
         return next(r for r in seats if (self.device_of(r), self.roles_of(r), self.slots_of(r)) == like)
 
-    def memory_of(self, seat: LogId) -> tuple[NeededMemory, ...]:
+    def memory_of(self, seat: WorkerId) -> tuple[NeededMemory, ...]:
         """What this incarnation is born with: its cell first, what belongs to the seat last."""
         rank, device = seat[0], self.device_of(seat[0])
         needed = [NeededMemory(cell_name(seat), CELL_BYTES)]

@@ -11,7 +11,7 @@ from everserve.control.log_references import Logs
 from everserve.control.provisioning import Births
 from everserve.control.to_gateway import GatewayEnd
 from everserve.control.worker_ends import WorkerEnds
-from everserve.tables.ids import Role
+from everserve.tables.ids import Role, WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.events import EpochPublished, EventLog, FaultDetected, WorkerBackedOff, WorkerLeft
 from everserve.wire.messages import Failed, Fenced, Leave, Ready, RoutesChanged, SignalWorker
@@ -50,7 +50,7 @@ class Acting:
             case effects.Publish():
                 self._publish(effect, reason)
             case effects.Provision():
-                self._births.provision((effect.rank, effect.incarnation))
+                self._births.provision(WorkerId(effect.rank, effect.incarnation))
             case effects.BackOff():
                 self._back_off(effect)
             case effects.Probe():
@@ -87,7 +87,7 @@ class Acting:
         """Fence it: whoever knows it is told, and what it says from now on is only counted."""
         self._record_loss(effect)
         self._gateway.tell_lost(effect)
-        seat = (effect.rank, effect.incarnation)
+        seat = WorkerId(effect.rank, effect.incarnation)
         end = self._ends.get(*seat)
         if end is not None:
             self._ends.part(end)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from everserve.control import effects, events
 from everserve.control.machine import Found, Machine
 from everserve.control.recovery import Recovery
-from everserve.control.worker_ends import Seat
-from everserve.tables.ids import Epoch
+from everserve.tables.ids import Epoch, WorkerId
 from everserve.tables.members import WorkerState
 
 CarryOut = Callable[[effects.Decision], None]
@@ -75,7 +74,7 @@ class Deciding:
         """What was published last."""
         return self._machine.tables()
 
-    def is_lost(self, seat: Seat) -> bool:
+    def is_lost(self, seat: WorkerId) -> bool:
         """Whether it was given up, maybe before it came to be. While we recover nobody is."""
         if self.recovery is not None:
             return False

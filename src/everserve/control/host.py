@@ -29,6 +29,7 @@ from everserve.control.provisioning import Births
 from everserve.control.recovery import Recovery
 from everserve.control.to_gateway import GatewayEnd
 from everserve.control.worker_ends import WorkerEnds
+from everserve.tables.ids import WorkerId
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.events import EventLog, OrchestratorRecovered
 from everserve.wire.messages import (
@@ -160,7 +161,7 @@ class Host:
         rank, incarnation = message.rank, message.incarnation
         self._hearing.last_words(rank, incarnation)
         if self._deciding.recovery is not None:
-            self._deciding.recovery.ended((rank, incarnation))
+            self._deciding.recovery.ended(WorkerId(rank, incarnation))
         self._deciding.tell(events.Exited(rank, incarnation, message.exit_status))
         end = self._ends.get(rank, incarnation)
         if end is not None:
@@ -192,7 +193,7 @@ class Host:
         elif isinstance(message, DrainWorker):
             self._orders.drain(message)
         elif isinstance(message, LogSettled):
-            self._logs.settle((message.rank, message.incarnation))
+            self._logs.settle(WorkerId(message.rank, message.incarnation))
         elif isinstance(message, GatewayReport):
             if self._deciding.recovery is not None:
                 self._deciding.recovery.heard_gateway(message)

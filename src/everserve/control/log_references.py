@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from everserve.control.anchor_client import Memory
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.memory.names import kv_name, log_name
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 
@@ -26,11 +26,11 @@ class Logs:
         self._memory = memory
         self._ends = ends
         self._supervisor = supervisor
-        self._known: set[LogId] = set()
-        self._lost: set[LogId] = set()
-        self._settled: set[LogId] = set()
+        self._known: set[WorkerId] = set()
+        self._lost: set[WorkerId] = set()
+        self._settled: set[WorkerId] = set()
 
-    def add(self, log: LogId, fd: int) -> None:
+    def add(self, log: WorkerId, fd: int) -> None:
         """The descriptor is ours from now on. Every attention worker that is there gets it."""
         self._known.add(log)
         self._memory.hold(log_name(log), fd)
@@ -38,7 +38,7 @@ class Logs:
             if _keeps(end, log):
                 self._give(end, log)
 
-    def introduce(self, end: WorkerEnd, but: Iterable[LogId] = ()) -> None:
+    def introduce(self, end: WorkerEnd, but: Iterable[WorkerId] = ()) -> None:
         """A worker has come: it keeps all logs from now on. (`but`: those that it has already.)"""
         had = set(but)
         for log in sorted(self._known - had):
@@ -47,35 +47,35 @@ class Logs:
         for rank, incarnation in sorted(had - self._known):
             end.send(LogLeft(rank=rank, incarnation=incarnation))
 
-    def has(self, log: LogId) -> bool:
+    def has(self, log: WorkerId) -> bool:
         return log in self._known
 
-    def descriptors(self, log: LogId) -> tuple[int, ...]:
+    def descriptors(self, log: WorkerId) -> tuple[int, ...]:
         """Its memory, and before that the memory of its blocks if that is another."""
         held = [self._memory.held(name) for name in (kv_name(log), log_name(log))]
         return tuple(fd for fd in held if fd is not None)
 
-    def last_of(self, rank: Rank) -> LogId | None:
+    def last_of(self, rank: Rank) -> WorkerId | None:
         """The log of the latest incarnation in this seat that has one."""
         return max((log for log in self._known if log[0] == rank), default=None)
 
-    def lose(self, log: LogId) -> None:
+    def lose(self, log: WorkerId) -> None:
         if log in self._known:
             self._lost.add(log)
             self._maybe_drop(log)
 
-    def settle(self, log: LogId) -> None:
+    def settle(self, log: WorkerId) -> None:
         if log in self._known:
             self._settled.add(log)
             self._maybe_drop(log)
 
-    def settle_lost_but(self, needed: Iterable[LogId]) -> None:
+    def settle_lost_but(self, needed: Iterable[WorkerId]) -> None:
         """The gateway knows what its streams need. What it may have told the orchestrator before us, it does not tell
         again. Only of those that are lost: streams may come to all others."""
         for log in sorted(self._lost - set(needed)):
             self.settle(log)
 
-    def _maybe_drop(self, log: LogId) -> None:
+    def _maybe_drop(self, log: WorkerId) -> None:
         if log not in self._lost or log not in self._settled:
             return
         rank, incarnation = log
@@ -89,11 +89,11 @@ class Logs:
             if _keeps(end, log):
                 end.send(LogLeft(rank=rank, incarnation=incarnation))
 
-    def _give(self, end: WorkerEnd, log: LogId) -> None:
+    def _give(self, end: WorkerEnd, log: WorkerId) -> None:
         rank, incarnation = log
         *kv, fd = self.descriptors(log)
         end.send(LogJoined(rank=rank, incarnation=Incarnation(incarnation), has_kv=bool(kv)), fds=(fd, *kv))
 
 
-def _keeps(end: WorkerEnd, log: LogId) -> bool:
+def _keeps(end: WorkerEnd, log: WorkerId) -> bool:
     return Role.ATTENTION in end.roles and end.is_connected and end.seat != log

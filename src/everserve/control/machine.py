@@ -90,7 +90,7 @@ from everserve.control.events import (
 )
 from everserve.control.seats import Found, Policy, Seat, SeatSpec
 from everserve.plan.routing import make_routes
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.ids import Epoch, Rank, Role, WorkerId
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.placement import Placement
 from everserve.tables.routes import Routes
@@ -123,7 +123,7 @@ class Machine:
         self._has_said_all_ready = False
         self.ending = ""  # why nobody is started any more
         self._seats = {spec.rank: Seat(spec) for spec in seats}
-        self._kill_at: dict[tuple[Rank, Incarnation], float] = {}  # lost, and nobody saw the process end
+        self._kill_at: dict[WorkerId, float] = {}  # lost, and nobody saw the process end
         assert len(self._seats) == len(seats) > 0, seats
         if placement is not None:
             experts = {spec.rank for spec in seats if Role.EXPERT in spec.roles}
@@ -248,11 +248,11 @@ class Machine:
             return _Step(f"{who} was never provisioned: {type(event).__name__} dropped")
         match event:
             case Exited():
-                self._kill_at.pop((event.rank, event.incarnation), None)
+                self._kill_at.pop(WorkerId(event.rank, event.incarnation), None)
                 return _Step(f"{who} was lost already; now its process has ended")
             case Died() | ChannelEnded() | Silent() | Reported():  # a death is seen in many ways; one was the first
                 return _Step(f"{who} was lost already")
-            case Started() if (event.rank, event.incarnation) not in self._kill_at:
+            case Started() if WorkerId(event.rank, event.incarnation) not in self._kill_at:
                 self.num_stale += 1
                 return _Step(f"{who} comes to be after it was lost: kill it", (Kill(event.rank, event.incarnation),))
             case SaidFailed(user_error=True) if not self.was_all_ready and not self.ending:
@@ -370,7 +370,7 @@ class Machine:
         lost = Lost(seat.rank, seat.incarnation, seat.spec.roles, cause, reason, is_expected)
         step_reason = f"{_who(seat)} is gone ({cause}): {reason}"
         if not has_ended:
-            self._kill_at[seat.rank, seat.incarnation] = now + self.policy.fence_grace_s
+            self._kill_at[seat.id] = now + self.policy.fence_grace_s
         seat.end(reason, now, self.policy, has_left)
         give_up = self._give_up(seat, reason, user_error)
         delay_s = 0.0 if has_left else self.policy.delay_s(seat.num_crashes)
@@ -412,7 +412,7 @@ class Machine:
         """It was lost to an orchestrator that had no time left to see its end."""
         if old.pid < 0:
             return ()
-        self._kill_at[old.rank, old.incarnation] = now + self.policy.fence_grace_s
+        self._kill_at[WorkerId(old.rank, old.incarnation)] = now + self.policy.fence_grace_s
         reason = "was lost to the orchestrator before this one, and lives"
         return (Lost(old.rank, old.incarnation, seat.spec.roles, "hang", reason, is_expected=True),)
 
@@ -444,11 +444,11 @@ class Machine:
 
     def _tick(self, now: float) -> _Step:
         steps = [step for seat in self._seats.values() for step in self._due(seat, now)]
-        for (rank, incarnation), at in list(self._kill_at.items()):
+        for worker, at in list(self._kill_at.items()):
             if at <= now:
-                del self._kill_at[rank, incarnation]
-                reason = f"rank {rank} incarnation {incarnation} was lost and has not ended: kill it"
-                steps.append(_Step(reason, (Kill(rank, incarnation),)))
+                del self._kill_at[worker]
+                reason = f"rank {worker.rank} incarnation {worker.incarnation} was lost and has not ended: kill it"
+                steps.append(_Step(reason, (Kill(*worker),)))
         reason = "; ".join(step.reason for step in steps)
         return _Step(reason or "nothing is due", tuple(effect for step in steps for effect in step.effects))
 

@@ -12,10 +12,10 @@ from everserve.control.anchor_client import Memory
 from everserve.control.design import Design, NeededMemory
 from everserve.control.event_queue import Deciding
 from everserve.control.log_references import Logs
-from everserve.control.worker_ends import Seat, WorkerEnd, WorkerEnds
+from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.memory.liveness import ORCHESTRATOR_WORD, Cell
 from everserve.memory.names import cell_name, kind_of, kv_name, lack, log_name, log_of
-from everserve.tables.ids import Rank
+from everserve.tables.ids import Rank, WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog, WorkerProvisioned
 from everserve.wire.messages import Provision, StartWorker, WorkerStarted
@@ -44,7 +44,7 @@ class Births:
         self._supervisor = supervisor
         self._event_log = event_log
 
-    def provision(self, seat: Seat) -> None:
+    def provision(self, seat: WorkerId) -> None:
         """One piece of memory after the other is asked for; when the last one is there, the worker is started."""
         if self._deciding.is_lost(seat):
             return  # it was given up while its memory was being allocated
@@ -54,7 +54,7 @@ class Births:
                 return
         self._start(seat)
 
-    def call_off(self, seat: Seat) -> None:
+    def call_off(self, seat: WorkerId) -> None:
         """It is lost while its memory is still being allocated, or its process is just being born."""
         for name in (cell_name(seat), kv_name(seat), log_name(seat)):
             self._memory.release(name)
@@ -63,7 +63,7 @@ class Births:
         """A process exists; its descriptors have come with the message, and are ours from now on."""
         control_fd, cell_fd, *memory = fds
         start, channel = message.start, Channel.of_fd(control_fd)
-        seat = (start.rank, start.incarnation)
+        seat = WorkerId(start.rank, start.incarnation)
         cell_fd = self._memory.hold(cell_name(seat), cell_fd)
         end = WorkerEnd(start.rank, start.incarnation, start.roles, message.pid, cell_fd, Cell(cell_fd), channel)
         end.is_lost = self._deciding.is_lost(seat)
@@ -85,7 +85,7 @@ class Births:
             self._logs.add(log_id, fd)
             self._logs.lose(log_id)
 
-    def _ask_for(self, seat: Seat, needed: NeededMemory) -> None:
+    def _ask_for(self, seat: WorkerId, needed: NeededMemory) -> None:
         def go_on(fd: int) -> None:
             self._memory.hold(needed.name, os.dup(fd))
             self.provision(seat)
@@ -111,7 +111,7 @@ class Births:
         is_dead = end is None or end.cell.is_dead(ORCHESTRATOR_WORD)
         return self._logs.descriptors(log_id) if is_dead else ()
 
-    def _start(self, seat: Seat) -> None:
+    def _start(self, seat: WorkerId) -> None:
         """The new worker's memory is there."""
         rank, incarnation = seat
         roles = self._design.roles_of(rank)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from everserve.control.seats import Found
 from everserve.control.worker_ends import WorkerEnds
-from everserve.tables.ids import Epoch, LogId
+from everserve.tables.ids import Epoch, WorkerId
 from everserve.wire.messages import FoundProcess, GatewayReport
 
 REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, when it has loaded
@@ -21,13 +21,15 @@ class Recovery:
         self.began_s = now
         self.deadline = now + REPORT_S
         self.epoch = Epoch(0)  # the highest that anybody knows
-        self.logs_needed: Sequence[LogId] | None = None  # by streams; None: the gateway has not reported
+        self.logs_needed: Sequence[WorkerId] | None = None  # by streams; None: the gateway has not reported
         self._found = found
-        self._awaited: set[LogId] = {(process.rank, process.incarnation) for process in found if process.pid > 0}
-        self._ended: set[LogId] = set()
-        self._lost: set[LogId] = set()  # the gateway was told that these are gone
+        self._awaited: set[WorkerId] = {
+            WorkerId(process.rank, process.incarnation) for process in found if process.pid > 0
+        }
+        self._ended: set[WorkerId] = set()
+        self._lost: set[WorkerId] = set()  # the gateway was told that these are gone
 
-    def heard(self, seat: LogId, epoch: Epoch) -> None:
+    def heard(self, seat: WorkerId, epoch: Epoch) -> None:
         """A worker has reported."""
         self._awaited.discard(seat)
         self.epoch = max(self.epoch, epoch)
@@ -37,7 +39,7 @@ class Recovery:
         self._lost.update(report.lost)
         self.epoch = max(self.epoch, report.epoch)
 
-    def ended(self, seat: LogId) -> None:
+    def ended(self, seat: WorkerId) -> None:
         """Its process is no more."""
         self._awaited.discard(seat)
         self._ended.add(seat)
@@ -53,7 +55,7 @@ class Recovery:
         """The machine's view: every incarnation, and what it said of itself."""
         result: list[Found] = []
         for process in self._found:
-            seat = (process.rank, process.incarnation)
+            seat = WorkerId(process.rank, process.incarnation)
             end = ends.get(*seat)
             has_ended = seat in self._ended
             report = end.report if end is not None else None

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Worker, WorkerState
 
 
@@ -109,6 +109,11 @@ class Seat:
     @property
     def rank(self) -> Rank:
         return self.spec.rank
+
+    @property
+    def id(self) -> WorkerId:
+        """The incarnation that the seat holds, or held last."""
+        return WorkerId(self.rank, self.incarnation)
 
     @property
     def can_serve(self) -> bool:

@@ -16,11 +16,9 @@ from everserve.control import events
 from everserve.control.anchor_client import Memory
 from everserve.memory.liveness import Cell
 from everserve.memory.names import LANE, bell_name, cell_name, lack, lane_name
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report
-
-Seat = tuple[Rank, Incarnation]
 
 
 @dataclass(eq=False)
@@ -42,8 +40,8 @@ class WorkerEnd:
     is_lost: bool = False
 
     @property
-    def seat(self) -> Seat:
-        return self.rank, self.incarnation
+    def seat(self) -> WorkerId:
+        return WorkerId(self.rank, self.incarnation)
 
     @property
     def is_connected(self) -> bool:
@@ -82,14 +80,14 @@ class WorkerEnds:
         self._lane_bytes = lane_bytes
         self._device_of = device_of  # whose memory lanes of this attention worker are
         self._tell = tell  # who is ready, and who cannot have a lane that it needs
-        self._ends: dict[Seat, WorkerEnd] = {}
+        self._ends: dict[WorkerId, WorkerEnd] = {}
         self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
 
     def __iter__(self) -> Iterator[WorkerEnd]:
         return iter(list(self._ends.values()))
 
     def get(self, rank: Rank, incarnation: Incarnation) -> WorkerEnd | None:
-        return self._ends.get((rank, incarnation))
+        return self._ends.get(WorkerId(rank, incarnation))
 
     def add(self, end: WorkerEnd) -> None:
         self._ends[end.seat] = end
@@ -157,7 +155,7 @@ class WorkerEnds:
 
     def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
         """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
-        self._tell(events.SaidFailed(*end.seat, lack(end.rank, LANE, reason), user_error=True))
+        self._tell(events.SaidFailed(end.rank, end.incarnation, lack(end.rank, LANE, reason), user_error=True))
 
     def _maybe_ready(self, end: WorkerEnd) -> None:
         """Ready means ready for others: it has said so, and its lanes are there."""

@@ -15,7 +15,7 @@ from everserve.errors import ProtocolError
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.questions import Questions, Unanswered
 from everserve.gateway.streams.fleet import Fleet
-from everserve.tables.ids import Epoch, LogId, Rank
+from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.wire.channel import AsyncChannel, ChannelClosed
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import (
@@ -103,7 +103,7 @@ class OrchestratorLink:
         else:
             raise AssertionError(f"the orchestrator does not send {type(message).__name__} to the gateway")
 
-    def _tell_settled(self, log: LogId) -> None:
+    def _tell_settled(self, log: WorkerId) -> None:
         rank, incarnation = log
         self._send(LogSettled(rank=rank, incarnation=incarnation))
 

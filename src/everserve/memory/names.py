@@ -13,7 +13,7 @@ without knowing what is in it.
 
 from collections.abc import Sequence
 
-from everserve.tables.ids import Incarnation, LogId, Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 
 ON_HOST = -1  # instead of a device's number
 CELL, LOG, KV, LANE, BELL = "cell", "log", "kv", "lane", "bell"
@@ -24,19 +24,19 @@ WEIGHTS, WEIGHTS_STATE = "weights", "weights-state"
 WEIGHTS_STATE_BYTES = 4096
 
 
-def cell_name(seat: LogId) -> str:
+def cell_name(seat: WorkerId) -> str:
     return f"{CELL}-{_seat(seat)}"
 
 
-def log_name(log: LogId) -> str:
+def log_name(log: WorkerId) -> str:
     return f"{LOG}-{_seat(log)}"
 
 
-def kv_name(log: LogId) -> str:
+def kv_name(log: WorkerId) -> str:
     return f"{KV}-{_seat(log)}"
 
 
-def lane_name(attention: LogId, expert: LogId) -> str:
+def lane_name(attention: WorkerId, expert: WorkerId) -> str:
     return f"{LANE}-{_seat(attention)}-{_seat(expert)}"
 
 
@@ -62,12 +62,12 @@ def kind_of(name: str) -> str:
     return name.rsplit("-", 1)[0]
 
 
-def log_of(name: str) -> LogId | None:
+def log_of(name: str) -> WorkerId | None:
     """Whose log this is; None if it is no log."""
     if kind_of(name) != LOG:
         return None
     rank, incarnation = name.rsplit("-", 1)[1].split(".")
-    return Rank(int(rank)), Incarnation(int(incarnation))
+    return WorkerId(Rank(int(rank)), Incarnation(int(incarnation)))
 
 
 def by_kind(names: Sequence[str], fds: Sequence[int]) -> dict[str, int]:
@@ -91,5 +91,5 @@ def lack(rank: Rank, kind: str, reason: str) -> str:
     return f"no memory for {what} of worker {rank}: {reason}; {_ADVICE.get(kind, 'free some memory')}"
 
 
-def _seat(seat: LogId) -> str:
+def _seat(seat: WorkerId) -> str:
     return f"{seat[0]}.{seat[1]}"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from everserve.procs import process
 from everserve.procs.deferred_close import Held, Parting
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     Attach,
@@ -40,7 +40,6 @@ from everserve.wire.messages import (
 )
 
 Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver is gone
-Seat = tuple[Rank, Incarnation]
 
 
 @dataclass
@@ -92,8 +91,8 @@ class Workers:
     to_zygote: Send
     to_orchestrator: Send
     to_gateway: Send
-    _processes: dict[Seat, _Process] = field(default_factory=dict)
-    _births: dict[Seat, _Birth] = field(default_factory=dict)
+    _processes: dict[WorkerId, _Process] = field(default_factory=dict)
+    _births: dict[WorkerId, _Birth] = field(default_factory=dict)
     _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited, if no other worker has it
     _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class Workers:
 
     def forked(self, message: WorkerForked) -> None:
         """The process exists: tell those who talk to it."""
-        seat = (message.rank, message.incarnation)
+        seat = WorkerId(message.rank, message.incarnation)
         birth = self._births.pop(seat)
         memory = [os.dup(fd) for fd in birth.memory]
         lifeline = Channel(birth.lifeline[0].dup())
@@ -159,7 +158,7 @@ class Workers:
         found = [(seat, worker.pid) for seat, worker in self._processes.items()]
         found += [(seat, 0) for seat in self._births]
         known = {seat for seat, _ in found}
-        found += [(seat, -1) for seat in self._latest.items() if seat not in known]
+        found += [(seat, -1) for seat in map(WorkerId._make, self._latest.items()) if seat not in known]
         return tuple(FoundProcess(rank=rank, incarnation=incarnation, pid=pid) for (rank, incarnation), pid in found)
 
     def hand_over(self) -> None:
@@ -196,7 +195,7 @@ class Workers:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._processes.values()]
 
-    def exited(self, pid: int, status: int) -> Seat | None:
+    def exited(self, pid: int, status: int) -> WorkerId | None:
         """A child that is not one of the supervisor's own was reaped; returns whose seat that was, if known already."""
         for seat, worker in self._processes.items():
             if worker.pid == pid:
@@ -245,7 +244,7 @@ class Workers:
 
     def signal(self, message: SignalWorker) -> None:
         """Send a signal to exactly this incarnation: its pid is ours until we reap it, so it cannot be anybody else."""
-        worker = self._processes.get((message.rank, message.incarnation))
+        worker = self._processes.get(WorkerId(message.rank, message.incarnation))
         if worker is not None:
             os.kill(worker.pid, message.signal)
         if message.id is not None:
@@ -276,7 +275,7 @@ class Workers:
     def _ask(self, start: StartWorker, memory: list[int]) -> None:
         tokens = Channel.pair() if Role.ATTENTION in start.roles else None
         birth = _Birth(start, memory, Channel.pair(), Channel.pair(), tokens)
-        self._births[start.rank, start.incarnation] = birth
+        self._births[WorkerId(start.rank, start.incarnation)] = birth
         self.to_zygote(ForkWorker(start=start), fds=birth.worker_fds)
 
 

@@ -28,7 +28,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from everserve.memory.liveness import Cell, PeerState, life_word
-from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
+from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
 from everserve.tables.routes import NOBODY, Routes
 from everserve.tables.symptoms import Symptom
 
@@ -167,9 +167,9 @@ class Peers(ABC):
         self.reconsider()
 
     @property
-    def incarnations(self) -> list[tuple[Rank, Incarnation]]:
+    def incarnations(self) -> list[WorkerId]:
         """Who has joined and not left."""
-        return [(peer.rank, peer.incarnation) for peer in self._peers.values()]
+        return [WorkerId(peer.rank, peer.incarnation) for peer in self._peers.values()]
 
     # -- what is seen from here ------------------------------------------------------------------
 

@@ -1,15 +1,21 @@
 """Numbers and names that must not be mixed up."""
 
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (csrc/lanes/lane.h)
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
 Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1
 Epoch = NewType("Epoch", int)  # the version of the tables
-LogId = tuple[Rank, Incarnation]  # one incarnation of a seat, and hence its KV log
 SlotId = NewType("SlotId", int)  # a physical place for one expert's weights in one layer of one worker
+
+
+class WorkerId(NamedTuple):
+    """One worker process: its cell, its KV log and its lanes are named by it."""
+
+    rank: Rank
+    incarnation: Incarnation
 
 
 class Role(StrEnum):

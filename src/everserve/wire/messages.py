@@ -38,7 +38,7 @@ other way round. "+ fds" says which descriptors come along.
 import msgspec
 
 from everserve.errors import ProtocolError
-from everserve.tables.ids import Epoch, Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.placement import SeatSlots
@@ -60,7 +60,7 @@ class Submit(Message, frozen=True):
     that ran it last had come. `num_following`: so many more are sent right behind it."""
 
     spec: RequestSpec
-    source: LogId | None = None
+    source: WorkerId | None = None
     num_following: int = 0
 
 
@@ -172,8 +172,8 @@ class Report(Message, frozen=True):
     is_ready: bool
     is_leaving: bool
     epoch: Epoch  # of the routes that I use; 0: none
-    peers: list[LogId]  # workers of the other role that I have a lane to
-    logs: list[LogId]  # that I keep
+    peers: list[WorkerId]  # workers of the other role that I have a lane to
+    logs: list[WorkerId]  # that I keep
 
 
 class Suspected(Message, frozen=True):
@@ -217,8 +217,8 @@ class GatewayReport(Message, frozen=True):
     """Gateway to orchestrator, first message: what I know from the one before, if there was one."""
 
     epoch: Epoch
-    logs: list[LogId]  # of attention workers that have streams, or had some that wait for another worker
-    lost: list[LogId] = []  # the latest incarnation of each rank that was declared gone
+    logs: list[WorkerId]  # of attention workers that have streams, or had some that wait for another worker
+    lost: list[WorkerId] = []  # the latest incarnation of each rank that was declared gone
 
 
 class LogSettled(Message, frozen=True):

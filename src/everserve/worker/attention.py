@@ -23,7 +23,7 @@ from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
 from everserve.memory.liveness import Cell
 from everserve.seam.trust import Peers
-from everserve.tables.ids import Epoch, Rank
+from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.outputs import EngineStats
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
 from everserve.wire.events import BadBytes, RequestPreempted, StreamRestored, StreamsContinued, StreamsPaused
@@ -171,9 +171,9 @@ class AttentionLoop:
     def _handle_control(self, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, LogJoined):
             fd, *kv = fds.take()
-            self._logs.join((message.rank, message.incarnation), fd, kv[0] if message.has_kv else None)
+            self._logs.join(WorkerId(message.rank, message.incarnation), fd, kv[0] if message.has_kv else None)
         elif isinstance(message, LogLeft):
-            self._logs.leave((message.rank, message.incarnation), self._engine)
+            self._logs.leave(WorkerId(message.rank, message.incarnation), self._engine)
         elif isinstance(message, Leave):
             self._leave_request.ask()
         elif isinstance(message, Shutdown):

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
-from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.channel import Descriptors
 from everserve.wire.events import EventLog, StaleDropped
@@ -161,7 +161,7 @@ class ExpertService(ABC):
             is_ready=True,
             is_leaving=self._leave_at is not None,
             epoch=Epoch(0),
-            peers=[(rank, customer.incarnation) for rank, customer in self._customers.items()],
+            peers=[WorkerId(rank, customer.incarnation) for rank, customer in self._customers.items()],
             logs=[],
         )
 

@@ -12,7 +12,7 @@ from everserve.engine.engine import Engine
 from everserve.engine.saved import Saved
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
-from everserve.tables.ids import LogId
+from everserve.tables.ids import WorkerId
 from everserve.tables.requests import RequestSpec
 
 # Of descriptors, which stay the caller's: the log's, and its blocks'. None: it cannot be read here.
@@ -26,22 +26,22 @@ class KeptLogs:
         self._open_log = open_log  # None: logs are off
         self._own = own
         self._opens_early = opens_early
-        self._fds: dict[LogId, tuple[int, int | None]] = {}
-        self._open: dict[LogId, Log | None] = {}
+        self._fds: dict[WorkerId, tuple[int, int | None]] = {}
+        self._open: dict[WorkerId, Log | None] = {}
         self._left: list[Log] = []  # nobody needs them, but a stream may still wait with one in its hands
 
     @property
-    def ids(self) -> list[LogId]:
+    def ids(self) -> list[WorkerId]:
         return sorted(self._fds)
 
-    def join(self, id: LogId, fd: int, kv_fd: int | None = None) -> None:
+    def join(self, id: WorkerId, fd: int, kv_fd: int | None = None) -> None:
         """The descriptors are ours from now on. kv_fd: of its blocks, if these are in memory of their own."""
         if id in self._fds:
             close_fds(fd, kv_fd)
         else:
             self._fds[id] = fd, kv_fd
 
-    def leave(self, id: LogId, engine: Engine) -> None:
+    def leave(self, id: WorkerId, engine: Engine) -> None:
         """Nobody needs it. It is unmapped with the next `sweep`: a device may be in the middle of a step."""
         fds = self._fds.pop(id, None)
         if fds is not None:
@@ -53,7 +53,7 @@ class KeptLogs:
         if opened is not None:
             self._left.append(opened)
 
-    def find(self, spec: RequestSpec, source: LogId) -> Saved | None:
+    def find(self, spec: RequestSpec, source: WorkerId) -> Saved | None:
         """What that log has of this stream, if anything."""
         log = self._log(source)
         record = log.find(key_of(spec.id)) if log is not None else None
@@ -68,7 +68,7 @@ class KeptLogs:
             for id in self._fds:
                 self._log(id)
 
-    def _log(self, source: LogId) -> Log | None:
+    def _log(self, source: WorkerId) -> Log | None:
         if source not in self._open and source in self._fds and self._open_log is not None:
             self._open[source] = self._open_log(*self._fds[source])
         return self._open.get(source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, load, write_header
 from everserve.memory.liveness import Cell
 from everserve.seam.trust import Peer, Peers, Watcher
-from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
+from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
 
 _MAX_LANES = 2 * MAX_RANKS  # half of them may be retired
 _int64 = ctypes.c_int64
@@ -94,7 +94,7 @@ class ExpertPeers(Peers):
         if not self._region.num_free:
             self._forget(self._retired[0])
         lane = self._region.map(lane_fd)
-        write_header(lane, self.shape, (self.rank, self.incarnation), (rank, incarnation))
+        write_header(lane, self.shape, WorkerId(self.rank, self.incarnation), WorkerId(rank, incarnation))
         self.ends[rank] = End(lane=lane, cell=cell.address, part=_PerBox(-1, -1))
         return lane
 

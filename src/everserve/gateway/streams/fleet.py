@@ -24,7 +24,7 @@ from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.streams.stream import Stream, StreamBroken, count_blocks
 from everserve.gateway.streams.waiting import WaitingLine
 from everserve.plan import spread
-from everserve.tables.ids import Incarnation, LogId, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import EngineStats, Output
 from everserve.wire.events import (
     AnyEvent,
@@ -97,7 +97,7 @@ class Fleet:
             if link is not None and link.incarnation <= incarnation:
                 self._lose_link(link, cause)
         if Role.ATTENTION in roles:
-            self.logs.lose((rank, incarnation))
+            self.logs.lose(WorkerId(rank, incarnation))
 
     def on_ready(self, link: WorkerLink) -> None:
         """A worker can serve. Workers of one model hardly differ; where they do, requests must fit the smallest."""
@@ -242,11 +242,11 @@ class Fleet:
         """Those that take streams."""
         return [link for link in self._links.values() if link.is_open]
 
-    def lost_incarnations(self) -> list[LogId]:
+    def lost_incarnations(self) -> list[WorkerId]:
         """The latest of each rank that was declared gone. It never counts again, whatever a new orchestrator finds."""
-        return sorted(self._lost.items())
+        return sorted(map(WorkerId._make, self._lost.items()))
 
-    def logs_in_use(self) -> list[LogId]:
+    def logs_in_use(self) -> list[WorkerId]:
         """Whose KV logs are needed, or may be."""
         return [*self.logs.unsettled, *(link.log for link in self._links.values())]
 

@@ -20,7 +20,7 @@ from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.streams.stream import Stream, StreamTable, count_blocks
 from everserve.plan.spread import Room
-from everserve.tables.ids import Incarnation, LogId, Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.tables.outputs import EngineStats, Output
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.messages import AnyMessage, Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
@@ -89,9 +89,9 @@ class WorkerLink:
         self._loop.add_reader(sock, self.read)
 
     @property
-    def log(self) -> LogId:
+    def log(self) -> WorkerId:
         """The worker's KV log."""
-        return self.rank, self.incarnation
+        return WorkerId(self.rank, self.incarnation)
 
     @property
     def is_open(self) -> bool:
@@ -187,7 +187,7 @@ class WorkerLink:
         elif isinstance(message, GivenBack):
             self.is_leaving = True
             self._owner.on_given_back(self)
-        elif isinstance(message, WorkerReady) and (message.rank, message.incarnation) == (self.rank, self.incarnation):
+        elif isinstance(message, WorkerReady) and (message.rank, message.incarnation) == self.log:
             self.ready = message
             if self.is_open:
                 self._owner.on_ready(self)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from everserve.tables.ids import Incarnation, LogId, Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 
 if TYPE_CHECKING:
     from everserve.gateway.streams.stream import Stream
@@ -21,21 +21,21 @@ class LostLogs:
     """Which streams need which logs, and whose workers are lost."""
 
     def __init__(self) -> None:
-        self._tell: Callable[[LogId], None] | None = None  # None while there is no orchestrator
+        self._tell: Callable[[WorkerId], None] | None = None  # None while there is no orchestrator
         self._told: dict[Rank, Incarnation] = {}  # the latest that the present orchestrator knows to be settled
-        self._num_needed: Counter[LogId] = Counter()  # by streams that have not gone on yet
-        self._unsettled: set[LogId] = set()  # lost, and needed
+        self._num_needed: Counter[WorkerId] = Counter()  # by streams that have not gone on yet
+        self._unsettled: set[WorkerId] = set()  # lost, and needed
 
     @property
-    def unsettled(self) -> list[LogId]:
+    def unsettled(self) -> list[WorkerId]:
         return sorted(self._unsettled)
 
-    def report_to(self, tell: Callable[[LogId], None] | None) -> None:
+    def report_to(self, tell: Callable[[WorkerId], None] | None) -> None:
         """Whom to tell from now on. A new orchestrator gets `unsettled` first; all else is settled."""
         self._tell = tell
         self._told.clear()
 
-    def need(self, stream: "Stream", log: LogId) -> None:
+    def need(self, stream: "Stream", log: WorkerId) -> None:
         """The stream leaves the worker whose log this is. If it never had an output there, an older log may have more
         of it: it keeps to that one."""
         if stream.source is None:
@@ -54,7 +54,7 @@ class LostLogs:
                 self._unsettled.remove(log)
                 self._say_settled(log)
 
-    def lose(self, log: LogId) -> None:
+    def lose(self, log: WorkerId) -> None:
         """Its worker is lost. Said by whoever notices, and so more than once."""
         rank, incarnation = log
         if log in self._num_needed:
@@ -62,7 +62,7 @@ class LostLogs:
         elif incarnation > self._told.get(rank, 0):
             self._say_settled(log)
 
-    def _say_settled(self, log: LogId) -> None:
+    def _say_settled(self, log: WorkerId) -> None:
         if self._tell is not None:
             rank, incarnation = log
             self._told[rank] = max(incarnation, self._told.get(rank, incarnation))

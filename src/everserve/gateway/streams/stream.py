@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
-from everserve.tables.ids import LogId, Rank
+from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
 
@@ -64,7 +64,7 @@ class Stream:
         self.lost_s: float | None = None  # when it lost its worker
         self.moved_s: float | None = None  # when its worker gave it back
         self.parted_rank: Rank | None = None  # of that worker
-        self.source: LogId | None = None  # whose log may have its KV; the business of LostLogs
+        self.source: WorkerId | None = None  # whose log may have its KV; the business of LostLogs
 
     @property
     def num_owed(self) -> int:

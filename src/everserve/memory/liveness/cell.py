@@ -23,12 +23,12 @@ from struct import Struct
 from typing import Any
 
 from everserve.native import BuildError, library
+from everserve.tables.ids import MAX_RANKS
 
 SOURCES = Path(__file__).parent / "csrc"
-NUM_LIFE_WORDS = 256  # csrc/cell.h
+NUM_LIFE_WORDS = 4 * MAX_RANKS + 4  # csrc/cell.h
 CELL_BYTES = 4 * 64 + 16 * NUM_LIFE_WORDS
-ORCHESTRATOR_WORD = 63
-_MAX_RANK = 62
+ORCHESTRATOR_WORD = 4 * MAX_RANKS  # behind those of all seats
 _OWNER_DIED = 1 << 30  # FUTEX_OWNER_DIED in linux/futex.h
 
 # Where the words are, counted in words of their size.
@@ -41,8 +41,8 @@ _wait_args = Struct("Pqdd").pack
 
 def life_word(rank: int, incarnation: int) -> int:
     """The life word, in every peer's cell, for the watcher in that seat: the kernel wakes one waiter per word."""
-    assert 0 <= rank <= _MAX_RANK, f"rank {rank} has no life word of its own"
-    return rank + 64 * (incarnation % 4)
+    assert 0 <= rank < MAX_RANKS, f"rank {rank} has no life word of its own"
+    return rank + MAX_RANKS * (incarnation % 4)
 
 
 class Library:

@@ -21,7 +21,7 @@ from everserve.memory.device import Driver, Region
 from everserve.memory.liveness import Cell
 from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.seam.trust import Peer, Peers, Watcher
-from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 
 _ZERO, _AWAITED = bytes(4), b"\xff" * 4
 
@@ -83,7 +83,7 @@ class CudaPeers(Peers):
             super().join(rank, incarnation, cell, lane_fd, bell_fd)
 
     def leave(self, rank: Rank, incarnation: Incarnation) -> None:
-        for joining in [j for j in self._joining if (j.rank, j.incarnation) == (rank, incarnation)]:
+        for joining in [j for j in self._joining if WorkerId(j.rank, j.incarnation) == WorkerId(rank, incarnation)]:
             self._joining.remove(joining)  # it has come and gone in one step
             joining.cell.close()
             for fd in (joining.lane_fd, joining.bell_fd):
@@ -102,8 +102,8 @@ class CudaPeers(Peers):
             retired.cell.close()
 
     @property
-    def incarnations(self) -> list[tuple[Rank, Incarnation]]:
-        return [*super().incarnations, *((peer.rank, peer.incarnation) for peer in self._joining)]
+    def incarnations(self) -> list[WorkerId]:
+        return [*super().incarnations, *(WorkerId(peer.rank, peer.incarnation) for peer in self._joining)]
 
     def upload(self) -> None:
         """Bring the device's tables up to date, in the order of its current stream."""

@@ -28,7 +28,7 @@
 
 #define CELL_LINE 64
 #define CELL_FOREVER INT64_MAX
-#define NUM_LIFE_WORDS 256 /* the kernel walks at most 2048 entries of a robust list */
+#define NUM_LIFE_WORDS 260 /* four for each of 64 seats and one for orchestrators; a robust list has at most 2048 */
 
 /* One entry of the owner's robust list: when the owner dies, however it dies, the kernel walks the list, sets
    FUTEX_OWNER_DIED in every word and wakes one waiter of each. Hence one word per watcher. */
