@@ -104,7 +104,6 @@ def _start(rank: Rank) -> StartWorker:
         enable_prefix_caching=True,
         batch_invariant=False,
         num_threads=1,
-        fixed_routes=(0, 0),
         event_log=None,
     )
     return StartWorker(

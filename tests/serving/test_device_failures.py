@@ -17,7 +17,7 @@ from everserve.procs.supervisor import Supervisor
 model, events = {str(DEMO_MODEL)!r}, sys.argv[1]
 settings = WorkerSettings(model=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
     max_prefill_while_decoding=64, block_size=16, kv_cache_bytes=1 << 24, kv_log="mirror", enable_prefix_caching=True,
-    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=events, device="cuda")
+    batch_invariant=False, num_threads=1, event_log=events, device="cuda")
 start = StartOrchestrator(model=model, num_attention=2, num_expert=2, shadow_experts=None, detect_ms=50.0,
     worker=settings, event_log=events, num_devices=1)
 gateway = StartGateway(model=model, served_model_names=["demo"], api_keys=[], max_queue=8, shutdown_timeout_s=1.0,

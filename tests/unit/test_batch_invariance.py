@@ -26,7 +26,7 @@ def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **override
         "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,
         "block_size": 16,
         "kv_cache_bytes": 64 << 20, "kv_log": "off", "enable_prefix_caching": True, "batch_invariant": True,
-        "num_threads": 2, "fixed_routes": (0, 0), "event_log": None,
+        "num_threads": 2, "event_log": None,
     }  # fmt: skip
     threads = torch.get_num_threads()
     start = StartWorker(

@@ -63,7 +63,7 @@ def start(num_attention=2, num_expert=3, num_devices=2, **settings) -> StartOrch
         **{"model": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8},
         **{"max_num_batched_tokens": 64, "max_prefill_while_decoding": 64, "block_size": 16, "kv_cache_bytes": 0},
         **{"kv_log": "off", "enable_prefix_caching": True, "batch_invariant": False, "num_threads": None},
-        **{"fixed_routes": (0, 0), "event_log": None, "device": "cuda"},
+        **{"event_log": None, "device": "cuda"},
     }
     return StartOrchestrator(
         model=str(DEMO_MODEL),

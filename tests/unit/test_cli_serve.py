@@ -114,18 +114,6 @@ def test_free_memory_is_shared_by_attention_workers_and_mirrors(monkeypatch):
     assert kv_bytes(kv_log="anchor", attention_workers=2, gpu_memory_utilization=0.5) == (4 << 30) // 4
 
 
-def test_fixed_routes_lead_where_the_placement_puts_experts():
-    def routes(**changes: object) -> tuple[int, int]:
-        sized = flags(kv_cache_memory_bytes=1 << 20, attention_workers=3, **changes)
-        return orchestrator_settings(sized, DEMO, MODEL, ON_CPU).worker.fixed_routes
-
-    assert routes() == (0, 0)
-    assert routes(fixed_routes=True, expert_workers=2) == (MODEL.num_experts // 2, 3)
-    for changes in ({}, {"expert_workers": MODEL.num_experts - 1}):
-        with pytest.raises(ConfigError, match="--fixed-routes needs --expert-workers that divide"):
-            routes(fixed_routes=True, **changes)
-
-
 def test_names_and_files_of_the_gateway(tmp_path):
     assert gateway_settings(flags(), DEMO).served_model_names == ["demo"]
     template = tmp_path / "template.jinja"
@@ -140,14 +128,6 @@ def test_names_and_files_of_the_gateway(tmp_path):
 def test_a_model_that_is_not_there():
     with pytest.raises(ConfigError, match="/does/not/exist is not a directory"):
         resolve_model("/does/not/exist")
-
-
-@pytest.mark.parametrize("flag", [{"fixed_routes": True}, {"pause_checkpoint_every": 8}])
-def test_what_only_cpus_know(flag):
-    wanted = flags(expert_workers=2, kv_cache_memory_bytes=1 << 24, **flag)
-    orchestrator_settings(wanted, DEMO, MODEL, ON_CPU)
-    with pytest.raises(ConfigError, match="only on a CPU"):
-        orchestrator_settings(wanted, DEMO, MODEL, Chosen("cuda"))
 
 
 def test_keys_and_hosts_of_the_gateway(monkeypatch):

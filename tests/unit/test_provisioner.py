@@ -37,7 +37,7 @@ from everserve.wire.messages import (
 SETTINGS = WorkerSettings(
     model="m", dtype="auto", max_model_len=None, max_num_seqs=1, max_num_batched_tokens=1,
     max_prefill_while_decoding=1, block_size=16, kv_cache_bytes=1, kv_log="mirror", enable_prefix_caching=False,
-    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=None,
+    batch_invariant=False, num_threads=1, event_log=None,
 )  # fmt: skip
 
 

@@ -198,7 +198,6 @@ def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
         enable_prefix_caching=False,
         batch_invariant=True,
         num_threads=None,
-        fixed_routes=(0, 0),
         event_log=None,
         device="cuda",
         load_format="dummy",

@@ -49,7 +49,6 @@ def settings_of(model: str, context: int, kv_log: str = "off", max_batched: int 
         enable_prefix_caching=False,
         batch_invariant=False,
         num_threads=1,
-        fixed_routes=(0, 0),
         event_log=None,
     )
 

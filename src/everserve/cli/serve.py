@@ -189,12 +189,6 @@ def serve(
         int, typer.Option(help="Memory for streams with an X-Request-Id, so that their clients can come back.", min=0)
     ] = 256 << 20,
     enable_chaos: Annotated[bool, typer.Option("--enable-chaos", help="Allow fault injection over HTTP.")] = False,
-    fixed_routes: Annotated[
-        bool, typer.Option("--fixed-routes", hidden=True, help="To measure what routes cost; no death is survived.")
-    ] = False,
-    pause_checkpoint_every: Annotated[
-        int, typer.Option(hidden=True, min=0, help="To measure it: stop every N steps and copy all KV.")
-    ] = 0,
     event_log: Annotated[Path | None, typer.Option(help="Directory for typed events, a file per process.")] = None,
     otlp_traces_endpoint: Annotated[
         str | None,

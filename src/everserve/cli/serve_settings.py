@@ -75,8 +75,6 @@ class Flags:
     resume_window: float
     resume_memory_bytes: int
     enable_chaos: bool
-    fixed_routes: bool
-    pause_checkpoint_every: int
     event_log: Path | None
     otlp_traces_endpoint: str | None
 
@@ -142,15 +140,13 @@ def orchestrator_settings(flags: Flags, directory: Path, model: ModelConfig, cho
     """With the KV cache as large as the flags want it, or as these devices have room for it."""
     if flags.load_format == "dummy" and chosen.device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
-    if chosen.device != "cpu" and (flags.fixed_routes or flags.pause_checkpoint_every):
-        raise ConfigError("--fixed-routes, --pause-checkpoint-every: only on a CPU, to measure; leave them out")
     start = StartOrchestrator(
         model=str(directory),
         num_attention=flags.attention_workers,
         num_expert=flags.expert_workers,
         shadow_experts=flags.shadow_experts,
         detect_ms=flags.detect_ms,
-        worker=_worker_settings(flags, directory, model, chosen.device),
+        worker=_worker_settings(flags, directory, chosen.device),
         event_log=_text(flags.event_log),
         num_devices=len(chosen.devices),
     )
@@ -164,7 +160,7 @@ def orchestrator_settings(flags: Flags, directory: Path, model: ModelConfig, cho
     return structs.replace(start, worker=structs.replace(start.worker, kv_cache_bytes=kv_bytes))
 
 
-def _worker_settings(flags: Flags, directory: Path, model: ModelConfig, device: str) -> WorkerSettings:
+def _worker_settings(flags: Flags, directory: Path, device: str) -> WorkerSettings:
     return WorkerSettings(
         model=str(directory),
         dtype=dtype_on(device, flags.dtype),
@@ -178,9 +174,7 @@ def _worker_settings(flags: Flags, directory: Path, model: ModelConfig, device: 
         enable_prefix_caching=flags.enable_prefix_caching,
         batch_invariant=flags.batch_invariant,
         num_threads=flags.threads,
-        fixed_routes=_fixed_routes(flags, model) if flags.fixed_routes else (0, 0),
         event_log=_text(flags.event_log),
-        pause_checkpoint_every=flags.pause_checkpoint_every,
         device=device,
         load_format=flags.load_format,
         fingerprint=fingerprint(directory),
@@ -211,13 +205,6 @@ def _kv_cache_bytes(share: float, num_attention: int, has_mirror: bool) -> int:
     """What is free now, shared by the attention workers; a mirror costs as much again."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return int(free * share / num_attention / (2 if has_mirror else 1))
-
-
-def _fixed_routes(flags: Flags, model: ModelConfig) -> tuple[int, int]:
-    """(experts per worker, first expert rank): where the placement puts them as long as nobody dies."""
-    if not flags.expert_workers or model.num_experts % flags.expert_workers:
-        raise ConfigError("--fixed-routes needs --expert-workers that divide the number of experts")
-    return model.num_experts // flags.expert_workers, flags.attention_workers
 
 
 def _split(names: list[str]) -> list[str]:

@@ -469,9 +469,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     batch_invariant: bool
     num_threads: int | None  # None: the cores, shared by the workers
-    fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
     event_log: str | None
-    pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
     device: str = "cpu"  # or "cuda"
     load_format: str = "auto"  # or "dummy": random weights
     fingerprint: str = ""  # of the model's files when the instance was started (model/checkpoint.py); "": any will do

@@ -28,7 +28,6 @@ from everserve.seam import ExpertIO
 from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
-from everserve.worker.pausing import PausingCheckpoint
 from everserve.worker.shortage import memory_for
 
 
@@ -100,7 +99,6 @@ class EngineBuilder:
         self._expert_io: ExpertIO = _no_experts
         self.log: Log | None = None
         self.writer: LogWriter | None = None
-        self.pausing: PausingCheckpoint | None = None
         if log_fd is not None:
             with memory_for(start.rank, LOG, opened.sizes.log.num_bytes):
                 self.log = Log(log_fd, opened.sizes.log)
@@ -116,7 +114,7 @@ class EngineBuilder:
             progress=self._opened.loading.part("layers"),
         )
         kv_pool = self._make_pool(decoder)
-        if self.log is not None and not settings.pause_checkpoint_every:
+        if self.log is not None:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
         forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
         engine = Engine(
@@ -134,8 +132,6 @@ class EngineBuilder:
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
         )
-        if self.log is not None and settings.pause_checkpoint_every:
-            self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
         warm_up(engine)  # alone: the experts may not be there yet
         self._expert_io, forward.stepping = expert_io, stepping
         return engine

@@ -52,7 +52,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
             experts.do_meanwhile(*builder.writer.meanwhile)
     logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
     num_slots = opened.model.num_experts if seam is None else 0
-    return AttentionParts(engine, seam, logs, opened.ops.name, num_slots, builder.pausing)
+    return AttentionParts(engine, seam, logs, opened.ops.name, num_slots)
 
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
@@ -87,7 +87,6 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,
         spin_us=_spin_us(around),
-        fixed_routes=start.settings.fixed_routes,
     )
     return peers, experts
 
