@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from everserve.config.kvlog import LogConfig
 from everserve.control.design import Design
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
@@ -15,7 +16,6 @@ from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
 
-DEVICES = ("auto", "cpu", "cuda")
 _GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything
 _PINNED_SHARE = 0.5  # of the host's free memory, for mirrors of KV that devices write to: such pages cannot be swapped
 
@@ -31,8 +31,6 @@ class Chosen:
 
 def choose(device: str, share: bool | None, num_workers: int) -> Chosen:
     """Raises ConfigError if it is not possible. Does not initialise the driver in this process."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     missing = _missing_for_cuda()
     if device == "cpu" or (device == "auto" and missing):
         if share:
@@ -76,7 +74,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     """For each attention worker: what is left of the devices, each of which has so many spares. With a mirror, no more
     than the host can pin."""
     assert chosen.device == "cuda", chosen
-    without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
+    without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     design = Design.of(msgspec.structs.replace(start, worker=without_kv))
     # One lane more than there are peers: those of a worker that died go when everybody has let go of them.
     lanes_bytes = (start.num_expert + 1) * design.lane_bytes if start.num_expert else 0
@@ -92,7 +90,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     ]
     memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
-    if start.worker.kv_log == "mirror":
+    if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))
     return num_bytes

@@ -105,7 +105,7 @@ class Births:
     def _inherited_log(self, rank: Rank) -> tuple[int, ...]:
         """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if nobody can write to it any more."""
         log_id = self._logs.last_of(rank)
-        if self._design.settings.kv_log != "anchor" or log_id is None:
+        if self._design.settings.log.mode != "anchor" or log_id is None:
             return ()
         end = self._ends.get(*log_id)
         is_dead = end is None or end.cell.is_dead(ORCHESTRATOR_WORD)

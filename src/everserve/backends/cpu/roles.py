@@ -43,7 +43,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
     builder = EngineBuilder(start, opened, log_fd)
     seam: Seam | None = None
     if Role.EXPERT in start.roles:
-        engine = builder.build(LocalExperts(load_experts(opened, start.settings.dtype, slots=None)))
+        engine = builder.build(LocalExperts(load_experts(opened, start.settings.model.dtype, slots=None)))
     else:
         peers, experts = _reach_experts(around, opened)
         seam = Seam(peers, experts)
@@ -61,7 +61,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     opened = open_model(start, around.loading)
     loop = ExpertLoop(
         start,
-        load_experts(opened, start.settings.dtype, start.slots),
+        load_experts(opened, start.settings.model.dtype, start.slots),
         around.cell,
         around.warden,
         around.control,
@@ -74,7 +74,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
 
 def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, RemoteExperts]:
     start, model = around.start, opened.model
-    shape = LaneShape.of(model, start.settings.max_num_batched_tokens)
+    shape = LaneShape.of(model, start.settings.engine.max_num_batched_tokens)
     peers = ExpertPeers(
         start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
     )

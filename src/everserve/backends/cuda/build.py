@@ -19,7 +19,7 @@ from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
-from everserve.engine.engine import EngineConfig
+from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver, Mapping
 from everserve.memory.names import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
@@ -57,22 +57,23 @@ class Device:
 def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
-    model = ModelConfig.from_directory(Path(settings.model))
+    directory = Path(settings.model.directory)
+    model = ModelConfig.from_directory(directory)
     torch_device = torch.device("cuda", start.device_index)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)
     checkpoint: Checkpoint
-    if settings.load_format == "dummy":
-        checkpoint = RandomCheckpoint(Path(settings.model), model, torch_device)
+    if settings.model.load_format == "dummy":
+        checkpoint = RandomCheckpoint(directory, model, torch_device)
     else:
-        checkpoint = Checkpoint.open(Path(settings.model))
+        checkpoint = Checkpoint.open(directory)
         check_checkpoint(model, checkpoint)
-    sizes = KvSizes.of(model, settings)
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.zeros(1, device=torch_device)  # the context
     driver = Driver(start.device_index)
     ops = CudaOps(
         torch_device,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.engine.max_num_seqs,
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_device,
     )
@@ -91,12 +92,12 @@ class SeatWeights:
         self._state = WeightsState(memory[WEIGHTS_STATE])
         for kind in (WEIGHTS, WEIGHTS_STATE):
             os.close(memory[kind])
-        settings = start.settings
-        source = f"{settings.load_format}:{settings.model}:{settings.fingerprint}"
-        self._identity = identity_of(source, model, settings.dtype, start.roles, start.slots)
+        source = start.settings.model
+        name = f"{source.load_format}:{source.directory}:{source.fingerprint}"
+        self._identity = identity_of(name, model, source.dtype, start.roles, start.slots)
         self.is_complete = self._state.holds(self._identity)
         if not self.is_complete:
-            check_unchanged(settings.model, settings.fingerprint)
+            check_unchanged(source.directory, source.fingerprint)
             self._state.begin(self._identity)
 
     @staticmethod
@@ -159,9 +160,9 @@ def _num_slots(device: Device) -> int:
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
     """Whoever allocates a lane and both its ends must come to the same shape."""
-    model, settings = device.model, device.start.settings
+    model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
-        settings.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+        engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
     )
 
 
@@ -176,7 +177,7 @@ def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
 
 
 def make_pool(device: Device, decoder: Decoder) -> Tensor:
-    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.block_size)
+    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.engine.block_size)
     return torch.empty(shape, dtype=torch.bfloat16, device=device.torch_device)
 
 
@@ -187,15 +188,15 @@ def make_recorder(device: Device) -> Recorder:
 def build_forward(
     device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
 ) -> CapturedForward:
-    settings = device.start.settings
+    engine = device.start.settings.engine
     return CapturedForward(
         decoder,
         kv_pool,
         experts,
         recorder,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_blocks=-(-device.sizes.max_model_len // settings.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_blocks=-(-device.sizes.max_model_len // engine.block_size),
         progress=device.loading.part("graphs"),
     )
 
@@ -216,18 +217,12 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServ
     )
 
 
-def engine_config(device: Device) -> EngineConfig:
-    settings, sizes = device.start.settings, device.sizes
-    return EngineConfig(
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_prefill_while_decoding=settings.max_prefill_while_decoding,
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
+def engine_limits(device: Device) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=device.sizes.max_model_len,
+        num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        max_restored_while_serving=_MAX_RESTORED[device.start.settings.log.mode],
         work=StepWork.of(device.model, device.start.num_attention_on_device),
     )
 
