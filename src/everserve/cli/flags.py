@@ -7,7 +7,7 @@ is called with what the command line says of them. The config is made of that on
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -26,6 +26,12 @@ class Said(Generic[T]):
 
     kind: type[T]
     values: dict[str, Any]
+
+    @classmethod
+    def of(cls, kind: type[T], flags: Mapping[str, Any]) -> "Said[T]":
+        """None: the command line does not have this flag."""
+        given = [(option, flags[option.name]) for option in _options_of(kind)]
+        return cls(kind, {option.field: option.read(value) for option, value in given if value is not None})
 
     def make(self, device: str = "", /, **otherwise: Any) -> T:
         """The config: what was said, else these values, else the defaults; some of those are of a kind of device."""
@@ -56,11 +62,8 @@ def expand(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        for name, kind in configs.items():
-            given = {option: values.pop(option.name) for option in _options_of(kind)}
-            said = {option.field: option.read(value) for option, value in given.items() if value is not None}
-            values[name] = Said(kind, said)
-        command(**values)
+        said = {name: Said.of(kind, values) for name, kind in configs.items()}
+        command(**said, **{name: values[name] for name in own.parameters if name not in configs})
 
     vars(run)["__signature__"] = own.replace(parameters=parameters)
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -103,39 +103,39 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API."""
     # What cannot be served is refused before anything starts.
-    size = cluster.make()
+    workers = cluster.make()
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
-    directory = resolve_model(model)
     if event_log is not None:
         check_directory(event_log, "--event-log", mode=0o700)
+    directory = resolve_model(model)
     events = str(event_log.resolve()) if event_log is not None else None
-    http = gateway.make(
+    gateway_config = gateway.make(
         model=str(directory),
         served_model_names=[model],
         chat_template=read_text(chat_template, "--chat-template") if chat_template is not None else None,
         event_log=events,
     )
     tracing.ask_for(otlp_traces_endpoint)
-    model_config = ModelConfig.from_directory(directory)
-    check_experts(size, model_config)
+    check_experts(workers, ModelConfig.from_directory(directory))
     check_compiler()
-    chosen = choose(compute.make().device, share_device, size.num_workers)
-    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory))
-    worker = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
-    start = start_orchestrator(size, worker, chosen, gpu_memory_utilization)
 
-    listen = listen_on(http.host, http.port)
-    bars = FollowingBars(url_of(listen), http.api_keys, f"everserve: {model}")
+    chosen = choose(compute.make().device, share_device, workers.num_workers)
+    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory))
+    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
+    start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
+
+    listen = listen_on(gateway_config.host, gateway_config.port)
+    bars = FollowingBars(url_of(listen), gateway_config.api_keys, f"everserve: {model}")
     supervisor = Supervisor(
         listen,
-        StartGateway(config=structs.replace(http, listen_host=listen.getsockname()[0])),
+        StartGateway(config=structs.replace(gateway_config, listen_host=listen.getsockname()[0])),
         start,
-        grace_s=http.shutdown_timeout_s,
+        grace_s=gateway_config.shutdown_timeout_s,
         event_log=events,
         on_ready=lambda url: _say_ready(model, url, bars),
         share_device=chosen.share,
-        num_spares=size.spares,
+        num_spares=workers.spares,
     )
     with bars:
         sys.exit(supervisor.run())
