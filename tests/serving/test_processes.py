@@ -233,7 +233,7 @@ def test_a_taken_port_is_one_clear_line():
     ("arguments", "words"),
     [
         (["/does/not/exist"], "is not a directory"),
-        (["demo", "--block-size", "17"], "choose 16, 32, 64 or 128"),
+        (["demo", "--block-size", "17"], "choose one of 16, 32, 64, 128"),
         (["demo", "--dtype", "int3"], "choose one of"),
         (["demo", "--port", "0", "--max-model-len", "1000000"], "max_position_embeddings"),
         (["demo", "--port", "0", "--kv-cache-memory-bytes", "1000"], "lower --max-model-len"),
