@@ -12,8 +12,8 @@ from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
-from everserve.memory.names import LOG
 from everserve.tables.ids import Role
+from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.expert_service import ExpertService
@@ -38,7 +38,7 @@ def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
 
 def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
-    start, log_fd = around.start, around.memory.get(LOG)
+    start, log_fd = around.start, around.memory.get(Kind.LOG)
     opened = open_model(start, around.loading)
     builder = EngineBuilder(start, opened, log_fd)
     seam: Seam | None = None

@@ -22,7 +22,7 @@ from everserve.backends.cuda.weights_state import WeightsState, identity_of
 from everserve.engine.engine import EngineConfig
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver, Mapping
-from everserve.memory.names import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
+from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -33,7 +33,8 @@ from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.seam.captured import CapturedExperts
 from everserve.tables.ids import Role
-from everserve.tables.placement import EMPTY
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
@@ -58,7 +59,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
     model = ModelConfig.from_directory(Path(settings.model))
-    torch_device = torch.device("cuda", start.device_index)
+    torch_device = torch.device("cuda", start.device)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)
     checkpoint: Checkpoint
@@ -69,7 +70,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         check_checkpoint(model, checkpoint)
     sizes = KvSizes.of(model, settings)
     torch.zeros(1, device=torch_device)  # the context
-    driver = Driver(start.device_index)
+    driver = Driver(start.device)
     ops = CudaOps(
         torch_device,
         max_num_seqs=settings.max_num_seqs,
@@ -82,14 +83,14 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
 class SeatWeights:
     """The weights of one seat, in its memory. `is_complete`: a predecessor has loaded them."""
 
-    def __init__(self, device: Device, memory: dict[str, int]) -> None:
+    def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
         start, model = device.start, device.model
         self._device = device
         self.num_slots = _num_slots(device)
         self.plan = self.plan_of(device)
-        self._mapping = Mapping(device.driver, memory[WEIGHTS], self.plan.num_bytes)
-        self._state = WeightsState(memory[WEIGHTS_STATE])
-        for kind in (WEIGHTS, WEIGHTS_STATE):
+        self._mapping = Mapping(device.driver, memory[Kind.WEIGHTS], self.plan.num_bytes)
+        self._state = WeightsState(memory[Kind.WEIGHTS_STATE])
+        for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE):
             os.close(memory[kind])
         settings = start.settings
         source = f"{settings.load_format}:{settings.model}:{settings.fingerprint}"
@@ -208,8 +209,8 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServ
     return CudaServer(
         device.driver,
         arena,
-        lane_shape(device, weights.num_slots),
-        device.start.num_attention,
+        lane_shape(device, device.start.capacity.slots_per_layer),
+        device.start.capacity.max_workers,
         weights.filled(),
         bell_at(bell.address, device.start.incarnation),
         device.torch_device,

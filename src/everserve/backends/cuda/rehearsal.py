@@ -102,11 +102,11 @@ def _rehearse_attention(device: Device) -> None:
         start.incarnation,
         cell,
         Warden(cell, _DETECT_MS),
-        lane_shape(device, start.lane_slots),
+        lane_shape(device, start.capacity.slots_per_layer),
         model.moe_layers,
         model.num_experts,
         device.driver,
-        range(start.num_attention, start.num_workers),
+        range(start.capacity.max_workers),
         ops.words,
     )
     experts = CudaExperts(
@@ -135,7 +135,7 @@ def _rehearse_expert(device: Device) -> None:
         device.driver,
         _arena(model, num_slots, nowhere),
         lane_shape(device, num_slots),
-        start.num_attention,
+        start.capacity.max_workers,
         torch.zeros(len(model.moe_layers), num_slots, dtype=torch.int32),
         nowhere.address,
         device.torch_device,

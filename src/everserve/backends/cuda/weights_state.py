@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.model.config import ModelConfig
 from everserve.tables.ids import Role
-from everserve.tables.placement import SeatSlots
+from everserve.tables.slots import SeatSlots
 
 _MAGIC = 0x73746867696577  # "weights"
 _LOADING, _COMPLETE = 1, 2
@@ -38,7 +38,7 @@ _IDENTITY_BYTES = hashlib.sha256().digest_size
 def identity_of(source: str, config: ModelConfig, dtype: str, roles: Sequence[Role], slots: SeatSlots | None) -> bytes:
     """A hash of everything that decides which bytes lie where. `source`: which files. `slots`: None where slot numbers
     are expert numbers."""
-    experts = [slots.num_active, slots.experts] if slots is not None else None
+    experts = slots.experts if slots is not None else None
     described = [source, dataclasses.asdict(config), dtype, list(roles), experts]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
