@@ -21,6 +21,7 @@ from everserve.wire.messages import (
     Ready,
     Report,
     RoutesChanged,
+    SlotsReported,
     Suspected,
 )
 
@@ -93,6 +94,8 @@ class Hearing:
             self._deciding.tell(reported)
         elif isinstance(message, ExpertReport):
             self._gateway.count_expert(end.rank, message.stats)
+        elif isinstance(message, SlotsReported):
+            pass  # placement is what the goal says, until routes follow from what workers hold
         else:
             raise AssertionError(f"a worker does not send {type(message).__name__} to the orchestrator")
 

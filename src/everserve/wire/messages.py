@@ -3,9 +3,10 @@
     gateway -> attention worker    Submit, Cancel
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, Leave, Fenced, Shutdown
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
+                                   Leave, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, EventHappened
+                                   Failed, Suspected, ExpertReport, SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, DrainAnswered, EventHappened
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
@@ -44,6 +45,7 @@ from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.placement import SeatSlots
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes
+from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
 from everserve.tables.symptoms import Symptom
 from everserve.wire.events import AnyEvent
 
@@ -152,6 +154,26 @@ class LogLeft(Message, frozen=True):
     incarnation: Incarnation
 
 
+class FillSlots(Message, frozen=True):
+    """Orchestrator to expert worker: put these experts into these slots, one after the other, whatever is there now."""
+
+    fills: list[Fill]
+
+
+class ClearSlots(Message, frozen=True):
+    """Orchestrator to expert worker: empty these slots."""
+
+    places: list[Place]
+
+
+class SlotsReported(Message, frozen=True):
+    """Expert worker to orchestrator, before Ready and whenever a FillSlots or ClearSlots was carried out: what all of
+    its slots hold now. `failed`: fills of that message that left their slots empty."""
+
+    slots: HeldSlots
+    failed: list[FailedFill] = []
+
+
 class Leave(Message, frozen=True):
     """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
 
@@ -174,6 +196,7 @@ class Report(Message, frozen=True):
     epoch: Epoch  # of the routes that I use; 0: none
     peers: list[WorkerId]  # workers of the other role that I have a lane to
     logs: list[WorkerId]  # that I keep
+    slots: HeldSlots | None = None  # of an expert worker
 
 
 class Suspected(Message, frozen=True):
@@ -569,6 +592,9 @@ AnyMessage = (
     | RoutesChanged
     | LogJoined
     | LogLeft
+    | FillSlots
+    | ClearSlots
+    | SlotsReported
     | Leave
     | Fenced
     | Leaving
