@@ -1,10 +1,39 @@
-"""Slots: physical places for one expert's weights, in each layer of an expert worker."""
+"""What an expert worker's slots hold, as it reports it; and what they are to hold instead.
+
+A *generation* counts the changes of one slot: two reports with the same generation are about the same weights.
+"""
+
+from typing import NamedTuple
 
 import msgspec
 
 from everserve.tables.ids import Rank
 
 EMPTY = -1
+
+
+class Place(NamedTuple):
+    """One slot of one layer of a worker."""
+
+    layer_index: int  # among layers with experts
+    slot: int
+
+
+class Fill(NamedTuple):
+    """An expert for a slot."""
+
+    layer_index: int
+    slot: int
+    expert: int
+
+
+class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that is empty because its expert could not be loaded."""
+
+    layer_index: int
+    slot: int
+    expert: int
+    reason: str
 
 
 class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,15 +56,18 @@ class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """What an incarnation of an expert worker reports to hold. A slot's generation grows with each change of it."""
+    """All slots of one incarnation, [index of the MoE layer][slot]."""
 
-    experts: tuple[tuple[int, ...], ...]  # [index of the MoE layer][slot] -> expert, or EMPTY
+    experts: tuple[tuple[int, ...], ...]  # or EMPTY
     generations: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
+        sizes = {len(slots) for slots in self.experts}
+        if len(sizes) > 1:
+            raise ValueError("a different number of slots in different layers")
         if [len(slots) for slots in self.experts] != [len(slots) for slots in self.generations]:
-            raise ValueError("slots and their generations differ in number")
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.experts[0]) if self.experts else 0
+            raise ValueError("slots without a generation, or generations without a slot")
+        if any(expert < EMPTY for slots in self.experts for expert in slots):
+            raise ValueError("a slot holds an expert with a negative number")
+        if any(generation < 0 for slots in self.generations for generation in slots):
+            raise ValueError("a generation is negative")

@@ -3,7 +3,8 @@
     gateway -> attention worker    Submit, Cancel
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, Leave, Fenced, Shutdown
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
+                                   Leave, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
                                    Failed, Suspected, ExpertReport, RoutesUsed, SlotsReported, EventHappened
 
@@ -46,7 +47,7 @@ from everserve.tables.memory import Memory
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes
-from everserve.tables.slots import HeldSlots, SeatSlots
+from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place, SeatSlots
 from everserve.tables.symptoms import Symptom
 from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
@@ -156,6 +157,26 @@ class LogLeft(Message, frozen=True):
     incarnation: Incarnation
 
 
+class FillSlots(Message, frozen=True):
+    """Orchestrator to expert worker: put these experts into these slots, one after the other, whatever is there now."""
+
+    fills: list[Fill]
+
+
+class ClearSlots(Message, frozen=True):
+    """Orchestrator to expert worker: empty these slots."""
+
+    places: list[Place]
+
+
+class SlotsReported(Message, frozen=True):
+    """Expert worker to orchestrator, before Ready and whenever a FillSlots or ClearSlots was carried out: what all of
+    its slots hold now. `failed`: fills of that message that left their slots empty."""
+
+    slots: HeldSlots
+    failed: list[FailedFill] = []
+
+
 class Leave(Message, frozen=True):
     """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
 
@@ -179,12 +200,6 @@ class Report(Message, frozen=True):
     peers: list[WorkerId]  # workers of the other role that I have a lane to
     logs: list[WorkerId]  # that I keep
     slots: HeldSlots | None = None  # of an expert worker
-
-
-class SlotsReported(Message, frozen=True):
-    """Expert worker to orchestrator, before it is ready and after every change: what my slots hold."""
-
-    slots: HeldSlots
 
 
 class RoutesUsed(Message, frozen=True):
@@ -592,13 +607,15 @@ AnyMessage = (
     | RoutesChanged
     | LogJoined
     | LogLeft
+    | FillSlots
+    | ClearSlots
+    | SlotsReported
     | Leave
     | Fenced
     | Leaving
     | Report
     | Suspected
     | ExpertReport
-    | SlotsReported
     | RoutesUsed
     | ClusterChanged
     | WorkerLost

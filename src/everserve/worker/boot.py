@@ -109,6 +109,7 @@ class Worker:
         """Own expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
         service, ops_name = self._backend.build_expert(self._around)
+        service.report_slots()
         self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
         service.run()
 

@@ -9,9 +9,11 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.backends.cpu.slots import CpuSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
+from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
@@ -59,9 +61,11 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start = around.start
     opened = open_model(start, around.loading)
+    experts = load_experts(opened, start.settings.dtype, start.slots)
     loop = ExpertLoop(
         start,
-        load_experts(opened, start.settings.dtype, start.slots),
+        experts,
+        CpuSlots(experts, lambda: check_unchanged(start.settings.model, start.settings.fingerprint)),
         around.cell,
         around.warden,
         around.control,

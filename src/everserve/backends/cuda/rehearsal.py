@@ -34,6 +34,7 @@ from everserve.model.decoder import Decoder
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
 from everserve.procs.device_descriptors import entrust
 from everserve.tables.ids import Role
+from everserve.tables.slots import EMPTY
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.lease import LEASE_S
@@ -136,7 +137,7 @@ def _rehearse_expert(device: Device) -> None:
         _arena(model, num_slots, nowhere),
         lane_shape(device, num_slots),
         start.capacity.max_workers,
-        torch.zeros(len(model.moe_layers), num_slots, dtype=torch.int32),
+        torch.full((len(model.moe_layers), num_slots), EMPTY, dtype=torch.int32),
         nowhere.address,
         device.torch_device,
     )

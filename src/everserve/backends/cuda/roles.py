@@ -66,10 +66,10 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, device = around.start, _open(around)
     weights = SeatWeights(device, around.memory)
-    server = build_server(device, weights, around.memory[Kind.BELL])
+    server, slots = build_server(device, weights, around.memory[Kind.BELL])
     weights.complete()
     loop = CudaExpertLoop(
-        start, server, around.cell, around.warden, around.control, around.leave, around.events
+        start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
     return loop, device.ops.name
 
