@@ -23,7 +23,6 @@ from everserve.wire.messages import (
     GatewayReport,
     Hello,
     KeepGoal,
-    MemoryKept,
     Provision,
     Ready,
     Release,
@@ -35,7 +34,7 @@ from everserve.wire.messages import (
     WorkerExited,
     WorkerStarted,
 )
-from tests.worker_settings import worker_settings
+from tests.configs import worker_settings
 
 Kind = TypeVar("Kind")
 
@@ -47,7 +46,7 @@ def start_of(num_attention: int = 1, num_expert: int = 2, **more) -> StartOrches
         num_expert=num_expert,
         shadow_experts=None,
         detect_ms=0.0,  # nothing is silent
-        worker=worker_settings(str(DEMO_MODEL)),
+        worker=worker_settings(directory=str(DEMO_MODEL)),
         event_log=None,
         **more,
     )
@@ -246,5 +245,3 @@ def succeed(
     after.settle()
     return after
 
-
-__all__ = ["MemoryKept", "ToyOrchestrator", "ToyWorker", "serving", "start_of", "succeed"]

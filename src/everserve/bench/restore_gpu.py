@@ -10,7 +10,7 @@ from everserve.backends.cuda.build import (
     SeatWeights,
     build_decoder,
     build_forward,
-    engine_config,
+    engine_limits,
     make_recorder,
     open_device,
 )
@@ -18,6 +18,8 @@ from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.logs import CudaLogs
 from everserve.bench.restore_cpu import settings_of, start_of
 from everserve.bench.restore_stage import Worker
+from everserve.config.compute import ComputeConfig
+from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
 from everserve.engine.journal import Journal
 from everserve.engine.warm_up import warm_up
@@ -57,24 +59,22 @@ class GpuWorkers:
         kv_pool = logs.make_pool(self._decoder)
         forward = build_forward(device, self._decoder, kv_pool, self._experts, make_recorder(device))
         journal = logs.make_journal(kv_pool)
-        config = replace(
-            engine_config(device), max_num_batched_tokens=max_batched, max_prefill_while_decoding=max_batched
+        config = structs.replace(
+            device.start.settings.engine, max_num_batched_tokens=max_batched, max_prefill_while_decoding=max_batched
         )
-        engine = Engine(config, device.ops, forward, journal=journal)
+        engine = Engine(config, engine_limits(device), device.ops, forward, journal=journal)
         warm_up(engine)
         if journal is not None:
             _wait_for_reach(engine, journal)
         return Worker(engine, logs.keep(), fds.get(Kind.LOG), fds.get(Kind.KV))
 
     def _start(self, kv_log: str, max_batched: int) -> StartWorker:
+        on_cpu = settings_of(self._directory, self._context, kv_log, max_batched)
         settings = structs.replace(
-            settings_of(self._directory, self._context, kv_log, max_batched),
-            dtype="bfloat16",
-            block_size=64,
-            batch_invariant=True,
-            num_threads=None,
-            device="cuda",
-            load_format="dummy",
+            on_cpu,
+            model=ModelSource(directory=self._directory, dtype="bfloat16", load_format="dummy"),
+            engine=structs.replace(on_cpu.engine, block_size=64),
+            compute=ComputeConfig(device="cuda", batch_invariant=True),
         )
         return start_of(settings)
 

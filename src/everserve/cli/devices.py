@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from everserve.config.kvlog import LogConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
@@ -19,7 +20,6 @@ from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
 
-DEVICES = ("auto", "cpu", "cuda")
 _GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything
 _PINNED_SHARE = 0.5  # of the host's free memory, for mirrors of KV that devices write to: such pages cannot be swapped
 
@@ -35,8 +35,6 @@ class Chosen:
 
 def choose(device: str, share: bool | None, num_workers: int) -> Chosen:
     """Raises ConfigError if it is not possible. Does not initialise the driver in this process."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     missing = _missing_for_cuda()
     if device == "cpu" or (device == "auto" and missing):
         if share:
@@ -80,7 +78,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     """For each attention worker: what is left of the devices, each of which has so many spares. With a mirror, no more
     than the host can pin."""
     assert chosen.device == "cuda", chosen
-    without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
+    without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     start_without = msgspec.structs.replace(start, worker=without_kv)
     model = ModelConfig.from_directory(Path(start.model))
     goal = first_goal(start_without, model)
@@ -101,7 +99,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     ]
     memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
-    if start.worker.kv_log == "mirror":
+    if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))
     return num_bytes

@@ -57,21 +57,21 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
 
 def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) -> int:
     """How much memory the lanes of these workers need, in the memory of the device that they compute on."""
-    if settings.device == "cuda":
+    if settings.compute.device == "cuda":
         from everserve.backends.cuda.lanes.lane import CudaLaneShape  # noqa: PLC0415 (only here, and it needs torch)
 
         top_k = max(model.experts_per_token, 1)
-        shape = CudaLaneShape(settings.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
+        shape = CudaLaneShape(settings.engine.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
         return shape.lane_bytes()
-    return LaneShape.of(model, settings.max_num_batched_tokens).lane_bytes()
+    return LaneShape.of(model, settings.engine.max_num_batched_tokens).lane_bytes()
 
 
 def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
     """How much memory each log needs: of the host, and of a device, for blocks that are the KV cache itself."""
-    if settings.kv_log == "off":
+    if settings.log.mode == "off":
         return 0, 0
-    shape = KvSizes.of(model, settings).log
-    if settings.device == "cuda" and settings.kv_log == "anchor":
+    shape = KvSizes.of(model, settings.engine, settings.model.dtype).log
+    if settings.compute.device == "cuda" and settings.log.mode == "anchor":
         return shape.head_bytes, shape.num_blocks * shape.block_bytes
     return shape.num_bytes, 0
 

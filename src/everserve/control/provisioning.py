@@ -113,7 +113,7 @@ class Births:
         more. All of it, or nothing."""
         of_log = [piece for piece in memory if piece.kind in _OF_LOG]
         before = self._logs.last_of(worker.rank)
-        if self._needs.settings.kv_log != "anchor" or before is None or missing not in of_log[:1]:
+        if self._needs.settings.log.mode != "anchor" or before is None or missing not in of_log[:1]:
             return False
         end = self._ends.get(before)
         if end is not None and not end.cell.is_dead(ORCHESTRATOR_WORD):

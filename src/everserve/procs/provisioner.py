@@ -216,7 +216,7 @@ class Workers:
 
     def _part(self, worker: _Process) -> None:
         for held in (worker.held, worker.rehearsed):
-            if held is not None and worker.start.settings.device == "cuda":
+            if held is not None and worker.start.settings.compute.device == "cuda":
                 self._parting.part(held)
             elif held is not None:
                 held.let_go()

@@ -71,3 +71,7 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("a slot holds an expert with a negative number")
         if any(generation < 0 for slots in self.generations for generation in slots):
             raise ValueError("a generation is negative")
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.experts[0]) if self.experts else 0

@@ -38,6 +38,11 @@ other way round. "+ fds" says which descriptors come along.
 
 import msgspec
 
+from everserve.config.compute import ComputeConfig
+from everserve.config.engine import EngineConfig
+from everserve.config.gateway import GatewayConfig
+from everserve.config.kvlog import LogConfig
+from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
 from everserve.tables.capacity import Capacity
 from everserve.tables.goal import Goal
@@ -494,26 +499,13 @@ class DeviceDescriptors(Message, frozen=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of an instance have in common."""
+    """What all workers of an instance have in common: the configs of their components."""
 
-    model: str
-    dtype: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_while_decoding: int
-    block_size: int
-    kv_cache_bytes: int  # of each attention worker; the same for all incarnations, so that streams fit everywhere
-    kv_log: str  # "mirror", "anchor" or "off"
-    enable_prefix_caching: bool
-    batch_invariant: bool
-    num_threads: int | None  # None: the cores, shared by the workers
-    fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
-    event_log: str | None
-    pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
-    device: str = "cpu"  # or "cuda"
-    load_format: str = "auto"  # or "dummy": random weights
-    fingerprint: str = ""  # of the model's files when the instance was started (model/checkpoint.py); "": any will do
+    model: ModelSource
+    engine: EngineConfig
+    log: LogConfig
+    compute: ComputeConfig
+    event_log: str | None = None
 
 
 class StartWorker(Message, frozen=True):
@@ -535,21 +527,7 @@ class StartWorker(Message, frozen=True):
 class StartGateway(Message, frozen=True):
     """Supervisor to gateway, first message: what to be. The listening socket comes as an inherited descriptor."""
 
-    model: str
-    served_model_names: list[str]
-    api_keys: list[str]
-    max_queue: int
-    shutdown_timeout_s: float
-    enable_chaos: bool
-    seed: int | None
-    max_logprobs: int
-    chat_template: str | None
-    event_log: str | None
-    resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
-    admin_key: str | None = None  # of requests that change the cluster
-    listen_host: str = "127.0.0.1"  # the address of the listening socket
-    allowed_hosts: list[str] = []  # names by which clients may ask for this server, besides its addresses; "*": any
-    resume_memory_bytes: int = 256 << 20  # for all streams that are kept
+    config: GatewayConfig
 
 
 class Attach(Message, frozen=True):

@@ -70,7 +70,6 @@ class AttentionLoop:
         self._engine = parts.engine
         self._seam = parts.seam
         self._logs = parts.logs
-        self._pausing = parts.pausing
         self._sends_late = parts.sends_late
         self._late: Callable[[], None] | None = None  # what is still to be done about the last step
         self._sources: dict[str, Rank] = {}  # whose log a stream waits to be restored from
@@ -245,8 +244,6 @@ class AttentionLoop:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
         self._engine.log_step()
-        if self._pausing is not None:
-            self._pausing.after_step()
         self._tell_restored(result)
         for sequence in result.preempted:
             self._events.append(

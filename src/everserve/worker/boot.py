@@ -102,7 +102,7 @@ class Worker:
         loop = AttentionLoop(self._around, parts, gateway)
         self._on_control = loop.read_control
         gateway.send(self._hello(parts.engine))
-        self._say_ready(parts.ops_name, parts.engine.config.num_blocks, parts.num_slots)
+        self._say_ready(parts.ops_name, parts.engine.limits.num_blocks, parts.num_slots)
         loop.run()
 
     def run_expert(self) -> None:
@@ -135,10 +135,10 @@ class Worker:
         return WorkerReady(
             rank=self._start.rank,
             incarnation=self._start.incarnation,
-            max_model_len=engine.config.max_model_len,
+            max_model_len=engine.limits.max_model_len,
             max_num_seqs=engine.config.max_num_seqs,
-            vocab_size=engine.config.vocab_size,
-            num_blocks=engine.config.num_blocks,
+            vocab_size=engine.limits.vocab_size,
+            num_blocks=engine.limits.num_blocks,
             block_size=engine.config.block_size,
         )
 
@@ -154,7 +154,7 @@ class Worker:
                 num_slots=num_slots,
             )
         )
-        if self._start.settings.device == "cuda":
+        if self._start.settings.compute.device == "cuda":
             self._control.leave_behind()
         self._control.send(Ready())
         roles = " and ".join(self._start.roles)

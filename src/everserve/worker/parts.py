@@ -18,7 +18,6 @@ from everserve.worker.expert_service import ExpertService
 from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.logs import KeptLogs
-from everserve.worker.pausing import PausingCheckpoint
 
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to look at the control socket while waiting for an answer
 
@@ -70,7 +69,6 @@ class AttentionParts:
     logs: KeptLogs
     ops_name: str
     num_slots: int  # expert slots per layer of its own
-    pausing: PausingCheckpoint | None = None
     sends_late: bool = False  # outputs of a step are sent while the next one runs: the host is idle then
 
 

@@ -20,7 +20,7 @@ from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.slots import CudaSlots
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
-from everserve.engine.engine import EngineConfig
+from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver, Mapping
 from everserve.memory.names import BELL_BYTES, bell_at
@@ -59,22 +59,23 @@ class Device:
 def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
-    model = ModelConfig.from_directory(Path(settings.model))
+    directory = Path(settings.model.directory)
+    model = ModelConfig.from_directory(directory)
     torch_device = torch.device("cuda", start.device)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)
     checkpoint: Checkpoint
-    if settings.load_format == "dummy":
-        checkpoint = RandomCheckpoint(Path(settings.model), model, torch_device)
+    if settings.model.load_format == "dummy":
+        checkpoint = RandomCheckpoint(directory, model, torch_device)
     else:
-        checkpoint = Checkpoint.open(Path(settings.model))
+        checkpoint = Checkpoint.open(directory)
         check_checkpoint(model, checkpoint)
-    sizes = KvSizes.of(model, settings)
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.zeros(1, device=torch_device)  # the context
     driver = Driver(start.device)
     ops = CudaOps(
         torch_device,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.engine.max_num_seqs,
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_device,
     )
@@ -98,7 +99,7 @@ class SeatWeights:
         self._state.claim(start.incarnation)
         self.is_complete = self._state.holds(self._identity)
         if not self.is_complete:
-            check_unchanged(start.settings.model, start.settings.fingerprint)
+            check_unchanged(start.settings.model.directory, start.settings.model.fingerprint)
             self._state.begin(self._identity)
 
     @staticmethod
@@ -144,8 +145,8 @@ class SeatWeights:
 
     def load_checked(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate, up and down, for the arena to copy. Raises if the files are not those that this instance serves."""
-        settings = self._device.start.settings
-        check_unchanged(settings.model, settings.fingerprint)
+        source = self._device.start.settings.model
+        check_unchanged(source.directory, source.fingerprint)
         return self._load(layer_index, expert)
 
     def _load(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,8 +169,9 @@ class SeatWeights:
 
     def _identity_now(self) -> bytes:
         start = self._device.start
-        source = f"{start.settings.load_format}:{start.settings.model}:{start.settings.fingerprint}"
-        return identity_of(source, self._device.model, start.settings.dtype, start.roles, self._experts)
+        source = start.settings.model
+        files = f"{source.load_format}:{source.directory}:{source.fingerprint}"
+        return identity_of(files, self._device.model, source.dtype, start.roles, self._experts)
 
     def complete(self) -> None:
         """Everything is loaded: say so to those who come after us."""
@@ -186,9 +188,9 @@ def _num_slots(device: Device) -> int:
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
     """Whoever allocates a lane and both its ends must come to the same shape."""
-    model, settings = device.model, device.start.settings
+    model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
-        settings.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+        engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
     )
 
 
@@ -203,7 +205,7 @@ def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
 
 
 def make_pool(device: Device, decoder: Decoder) -> Tensor:
-    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.block_size)
+    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.engine.block_size)
     return torch.empty(shape, dtype=torch.bfloat16, device=device.torch_device)
 
 
@@ -214,15 +216,15 @@ def make_recorder(device: Device) -> Recorder:
 def build_forward(
     device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
 ) -> CapturedForward:
-    settings = device.start.settings
+    engine = device.start.settings.engine
     return CapturedForward(
         decoder,
         kv_pool,
         experts,
         recorder,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_blocks=-(-device.sizes.max_model_len // settings.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_blocks=-(-device.sizes.max_model_len // engine.block_size),
         progress=device.loading.part("graphs"),
     )
 
@@ -244,18 +246,12 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> tuple[Cu
     return server, CudaSlots(weights, arena, server, device.model.num_experts)
 
 
-def engine_config(device: Device) -> EngineConfig:
-    settings, sizes = device.start.settings, device.sizes
-    return EngineConfig(
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_prefill_while_decoding=settings.max_prefill_while_decoding,
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
+def engine_limits(device: Device) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=device.sizes.max_model_len,
+        num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        max_restored_while_serving=_MAX_RESTORED[device.start.settings.log.mode],
         work=StepWork.of(device.model, device.start.num_attention_on_device),
     )
 

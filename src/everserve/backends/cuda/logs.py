@@ -56,7 +56,7 @@ class CudaLogs:
         self._predecessor.wait()
         own(own_log)
         head = device.driver.register_host(own_log.layout.base, self._shape.head_bytes)
-        words, max_rows = head + own_log.layout.words_at, device.start.settings.max_num_batched_tokens
+        words, max_rows = head + own_log.layout.words_at, device.start.settings.engine.max_num_batched_tokens
         side = SideStream(device.torch_device)
         mirror = Reach(own_log, device.driver) if own_log.elsewhere is None else None
         return Journal(CudaLogWriter(own_log, kv_pool.data_ptr(), words, max_rows, side, mirror))
@@ -100,7 +100,7 @@ def rehearse_log(device: Device) -> None:
     """Load the kernels that a worker like this needs for its log, over one block. They depend on what a block is like,
     and on whether there is a mirror; where everything is does not matter. Nothing is right or in reach, so no kernel
     writes into the log."""
-    kind = device.start.settings.kv_log
+    kind = device.start.settings.log.mode
     if kind == "off":
         return
     shape = replace(device.sizes.log, num_blocks=1, num_records=1, max_blocks=1)
@@ -114,7 +114,7 @@ def rehearse_log(device: Device) -> None:
         rehearsed,
         pool.data_ptr(),
         head + rehearsed.layout.words_at,
-        device.start.settings.max_num_batched_tokens,
+        device.start.settings.engine.max_num_batched_tokens,
         SideStream(device.torch_device),
         _OutOfReach() if kind == "mirror" else None,
     )

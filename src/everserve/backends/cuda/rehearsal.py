@@ -89,7 +89,7 @@ def _rehearse_attention(device: Device) -> None:
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
     weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan, nowhere.view, is_complete=True)
     decoder = Decoder(model, weights, ops, sizes.max_model_len)
-    num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.block_size)
+    num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.engine.block_size)
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
     if Role.EXPERT in start.roles:

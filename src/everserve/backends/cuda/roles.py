@@ -6,7 +6,7 @@ from everserve.backends.cuda.build import (
     build_decoder,
     build_forward,
     build_server,
-    engine_config,
+    engine_limits,
     lane_shape,
     make_recorder,
     open_device,
@@ -53,7 +53,8 @@ def build_attention(around: Surroundings) -> AttentionParts:
     weights.complete()
     kv_pool = logs.make_pool(decoder)
     forward = build_forward(device, decoder, kv_pool, experts, recorder)
-    engine = Engine(engine_config(device), device.ops, forward, journal=logs.make_journal(kv_pool))
+    journal = logs.make_journal(kv_pool)
+    engine = Engine(start.settings.engine, engine_limits(device), device.ops, forward, journal=journal)
     rehearse_sampling(device)
     if isinstance(experts, CudaExperts):
         experts.rehearse()
