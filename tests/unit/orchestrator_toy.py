@@ -244,4 +244,3 @@ def succeed(
     after.gateway.send(GatewayReport(epoch=Epoch(epoch), logs=[], lost=[]))
     after.settle()
     return after
-
