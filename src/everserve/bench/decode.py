@@ -27,8 +27,9 @@ from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
 from everserve.errors import ConfigError
 from everserve.memory.device import Driver
-from everserve.memory.names import WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.memory import Kind
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.wire.messages import StartWorker, WorkerSettings
 
@@ -182,10 +183,10 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
     return Engine(start.settings.engine, engine_limits(device), device.ops, forward), config
 
 
-def _memory(driver: Driver, num_bytes: int) -> dict[str, int]:
+def _memory(driver: Driver, num_bytes: int) -> dict[Kind, int]:
     state_fd = os.memfd_create("weights-state")
     os.ftruncate(state_fd, WEIGHTS_STATE_BYTES)
-    return {WEIGHTS: driver.create(num_bytes), WEIGHTS_STATE: state_fd}
+    return {Kind.WEIGHTS: driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd}
 
 
 def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
@@ -211,6 +212,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
         num_workers=1,
         slots=None,
         detect_ms=0.0,
+        device=0,
     )
 
 

@@ -24,8 +24,9 @@ from everserve.engine.engine import Engine
 from everserve.engine.journal import Journal
 from everserve.engine.warm_up import warm_up
 from everserve.errors import EverserveError
-from everserve.memory.names import KV, LOG, WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.memory.owned import create_memory
+from everserve.tables.memory import Kind
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
@@ -44,8 +45,8 @@ class GpuWorkers:
         start = self._start("off", _FEWEST_ROWS)
         self._device = device = open_device(start, Loading(start))
         num_bytes = SeatWeights.plan_of(device).num_bytes
-        state_fd = create_memory(WEIGHTS_STATE, WEIGHTS_STATE_BYTES)
-        weights = SeatWeights(device, {WEIGHTS: device.driver.create(num_bytes), WEIGHTS_STATE: state_fd})
+        state_fd = create_memory(Kind.WEIGHTS_STATE, WEIGHTS_STATE_BYTES)
+        weights = SeatWeights(device, {Kind.WEIGHTS: device.driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd})
         self._decoder = build_decoder(device, weights)
         self.model = device.model
         self._experts = LocalCudaExperts(device.ops, weights.arena(), self.model.moe_layers, self.model.num_experts)
@@ -65,7 +66,7 @@ class GpuWorkers:
         warm_up(engine)
         if journal is not None:
             _wait_for_reach(engine, journal)
-        return Worker(engine, logs.keep(), fds.get(LOG), fds.get(KV))
+        return Worker(engine, logs.keep(), fds.get(Kind.LOG), fds.get(Kind.KV))
 
     def _start(self, kv_log: str, max_batched: int) -> StartWorker:
         on_cpu = settings_of(self._directory, self._context, kv_log, max_batched)
@@ -77,14 +78,14 @@ class GpuWorkers:
         )
         return start_of(settings)
 
-    def _memory(self, kv_log: str) -> dict[str, int]:
+    def _memory(self, kv_log: str) -> dict[Kind, int]:
         """What the anchor would have made for it (control/design.py)."""
         shape = self.shape
         if kv_log == "mirror":
-            return {LOG: create_memory(LOG, shape.num_bytes)}
+            return {Kind.LOG: create_memory(Kind.LOG, shape.num_bytes)}
         if kv_log == "anchor":
             kv_fd = self._device.driver.create(shape.num_blocks * shape.block_bytes)
-            return {LOG: create_memory(LOG, shape.head_bytes), KV: kv_fd}
+            return {Kind.LOG: create_memory(Kind.LOG, shape.head_bytes), Kind.KV: kv_fd}
         return {}
 
 
@@ -93,5 +94,5 @@ def _wait_for_reach(engine: Engine, journal: Journal) -> None:
     deadline = time.monotonic() + _REACH_S
     while journal.writer.reach < journal.log.shape.num_blocks:
         if time.monotonic() > deadline:
-            raise EverserveError(f"the device does not reach the KV log in host memory after {_REACH_S:.0f} s")
+            raise EverserveError(f"the device does not reach the Kind.KV log in host memory after {_REACH_S:.0f} s")
         warm_up(engine)

@@ -41,6 +41,7 @@ from everserve.wire.messages import (
     Rejected,
     Report,
     RoutesChanged,
+    RoutesUsed,
     Shutdown,
     StepOutput,
     Submit,
@@ -81,6 +82,7 @@ class AttentionLoop:
         self._paused_since: float | None = None
         self._was_busy = False
         self._dropped_said = False
+        self._acknowledged = 0  # the latest epoch that the orchestrator knows we use
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
@@ -96,6 +98,7 @@ class AttentionLoop:
                 if self._leave_request.was_asked:
                     self._leave()
                     return
+                self._acknowledge()
                 if self._engine.has_work:
                     self._step()
                 else:
@@ -121,7 +124,15 @@ class AttentionLoop:
         while self._gateway.wants_write and time.monotonic() < deadline:
             self._gateway.wait(0.1)
 
+    def _acknowledge(self) -> None:
+        """Between two steps: say which routes we use, if they are new. No request that follows older ones is under
+        way."""
+        if self._seam is not None and self._seam.peers.epoch > self._acknowledged:
+            self._acknowledged = self._seam.peers.epoch
+            self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
+
     def _report(self) -> Report:
+        self._acknowledged = 0  # the new orchestrator has not heard it; and this may be the middle of a step
         peers = self._seam.peers if self._seam is not None else None
         return Report(
             is_ready=True,

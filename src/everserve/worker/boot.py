@@ -9,8 +9,8 @@ from collections.abc import Callable
 from everserve.engine.engine import Engine
 from everserve.errors import UserError
 from everserve.memory.liveness import Cell, Warden
-from everserve.memory.names import by_kind
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.memory import Kind
 from everserve.tables.symptoms import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
@@ -32,7 +32,8 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
     began_s = time.monotonic()
     cell_fd, control_fd, lifeline_fd, *others = fds
-    memory = by_kind(start.memory, others[len(others) - len(start.memory) :])
+    fds_of_memory = others[len(others) - len(start.memory) :]
+    memory = {piece.kind: fd for piece, fd in zip(start.memory, fds_of_memory, strict=True)}
     cell = Cell(cell_fd)
     os.close(cell_fd)
     control = ControlEnd(Channel.of_fd(control_fd), Channel.of_fd(lifeline_fd))
@@ -67,7 +68,7 @@ class Worker:
         self,
         start: StartWorker,
         backend: Backend,
-        memory: dict[str, int],
+        memory: dict[Kind, int],
         cell: Cell,
         warden: Warden,
         control: ControlEnd,
@@ -108,6 +109,7 @@ class Worker:
         """Own expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
         service, ops_name = self._backend.build_expert(self._around)
+        service.report_slots()
         self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
         service.run()
 

@@ -8,6 +8,7 @@ from everserve.engine.engine import Engine
 from everserve.memory.liveness import Cell, Warden
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.memory import Kind
 from everserve.tables.symptoms import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
@@ -26,7 +27,7 @@ class Surroundings:
     """What every worker has, whatever it computes with."""
 
     start: StartWorker
-    memory: dict[str, int]  # descriptors by kind (memory/names.py); whoever uses one closes it
+    memory: dict[Kind, int]  # descriptors by kind; the part that uses one closes it
     cell: Cell
     warden: Warden
     control: ControlEnd

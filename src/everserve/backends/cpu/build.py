@@ -17,7 +17,7 @@ from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
-from everserve.memory.names import KV_CACHE, LOG
+from everserve.memory.names import KV_CACHE
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -26,7 +26,8 @@ from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops import Ops
 from everserve.seam import ExpertIO
-from everserve.tables.placement import EMPTY, SeatSlots
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 from everserve.worker.shortage import memory_for
@@ -102,7 +103,7 @@ class EngineBuilder:
         self.log: Log | None = None
         self.writer: LogWriter | None = None
         if log_fd is not None:
-            with memory_for(start.rank, LOG, opened.sizes.log.num_bytes):
+            with memory_for(start.rank, Kind.LOG, opened.sizes.log.num_bytes):
                 self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 

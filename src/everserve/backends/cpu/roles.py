@@ -9,11 +9,13 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.backends.cpu.slots import CpuSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
-from everserve.memory.names import LOG
+from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
+from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.expert_service import ExpertService
@@ -38,7 +40,7 @@ def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
 
 def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
-    start, log_fd = around.start, around.memory.get(LOG)
+    start, log_fd = around.start, around.memory.get(Kind.LOG)
     opened = open_model(start, around.loading)
     builder = EngineBuilder(start, opened, log_fd)
     seam: Seam | None = None
@@ -57,11 +59,13 @@ def build_attention(around: Surroundings) -> AttentionParts:
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
-    start = around.start
+    start, source = around.start, around.start.settings.model
     opened = open_model(start, around.loading)
+    experts = load_experts(opened, source.dtype, start.slots)
     loop = ExpertLoop(
         start,
-        load_experts(opened, start.settings.model.dtype, start.slots),
+        experts,
+        CpuSlots(experts, lambda: check_unchanged(source.directory, source.fingerprint)),
         around.cell,
         around.warden,
         around.control,

@@ -1,4 +1,4 @@
-"""The KV log of an attention worker on a GPU, and those of others as its device reaches them.
+"""The Kind.KV log of an attention worker on a GPU, and those of others as its device reaches them.
 
 anchor   the pool is device memory that outlives us; the log without its blocks is host memory, into which kernels
          write words
@@ -23,8 +23,8 @@ from everserve.backends.cuda.predecessor import Predecessor, own
 from everserve.engine.journal import Journal
 from everserve.kvlog.log import Log
 from everserve.memory.device import CudaError, Mapping
-from everserve.memory.names import KV, LOG
 from everserve.model.decoder import Decoder
+from everserve.tables.memory import Kind
 from everserve.worker.logs import KeptLogs, close_fds
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 class CudaLogs:
     """`memory`: by kind; the descriptors of the log and of its blocks are ours."""
 
-    def __init__(self, device: Device, memory: dict[str, int]) -> None:
+    def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
         self._device = device
         self._shape = device.sizes.log
         self._own: Log | None = None
-        if LOG in memory:
-            fds = memory[LOG], memory.get(KV)
+        if Kind.LOG in memory:
+            fds = memory[Kind.LOG], memory.get(Kind.KV)
             self._own = self._open(*fds)
             close_fds(*fds)
             self._predecessor = Predecessor(self._own)
@@ -71,7 +71,7 @@ class CudaLogs:
         try:
             return self._open(fd, kv_fd)
         except CudaError as error:
-            log.warning("a KV cache cannot be reached, so its streams cannot be restored here: %s", error)
+            log.warning("a Kind.KV cache cannot be reached, so its streams cannot be restored here: %s", error)
             return None
 
     def _open(self, fd: int, kv_fd: int | None) -> Log:

@@ -6,7 +6,7 @@
                               |                  |
                               |                  `--a box is needed--> still arrived, but copied out of the box
                               |--peer not trusted any more--> lost     its rows are sent again, marked as a replay
-                              `--answer says no-----------> refused    likewise
+                              `--answer says no or moved--> refused    likewise
 
    Nothing here decides whom to trust: `ends[rank].trusted` and the owners of experts are set by peers.py. */
 
@@ -177,7 +177,7 @@ static void append(struct exchange *e, struct end *end, int64_t t, int64_t r) {
     }
     int64_t i = end->num_rows++;
     tokens_of(layout, box)[i] = (int32_t)(end->num_tokens - 1);
-    slots_of(layout, box)[i] = slot_of(e, e->ids[r]);
+    slots_of(layout, box)[i] = row_word(slot_of(e, e->ids[r]), e->ids[r]);
     end->replay |= e->row_part[r] != NO_PART;
     e->row_part[r] = (int32_t)end->filling;
     e->row_at[r] = y_of(layout, box) + (size_t)i * size;
