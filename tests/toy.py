@@ -106,7 +106,9 @@ def make_config(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
 def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
     return Engine(
-        make_config(num_blocks, block_size, **overrides), ReferenceOps(), EagerForward(model, torch.device("cpu"))
+        make_config(num_blocks, block_size, **overrides),
+        ReferenceOps(),
+        EagerForward(lambda batch, experts: model(batch), torch.device("cpu")),
     ), model
 
 
@@ -130,7 +132,10 @@ class LoggedToy:
         assert writer.pool_is_in_log == is_in_place
         self.journal = Journal(writer)
         self.engine = Engine(
-            config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
+            config,
+            ReferenceOps(),
+            EagerForward(lambda batch, experts: self.model(batch), torch.device("cpu")),
+            journal=self.journal,
         )
 
     def open_log(self) -> Log:

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everserve.backends.cpu.select import select_ops
+from everserve.backends.cpu.select import HostOps, select_ops
 from everserve.engine.engine import Engine, EngineConfig
-from everserve.engine.forward import EagerForward, Stepping
+from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
@@ -23,8 +23,7 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
-from everserve.model.ops import Ops
-from everserve.seam import ExpertIO
+from everserve.seam.experts import Experts
 from everserve.tables.placement import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
@@ -38,7 +37,7 @@ class Opened:
 
     model: ModelConfig
     checkpoint: Checkpoint
-    ops: Ops
+    ops: HostOps
     sizes: KvSizes
     loading: Loading
 
@@ -97,7 +96,6 @@ class EngineBuilder:
     def __init__(self, start: StartWorker, opened: Opened, log_fd: int | None = None) -> None:
         self._start = start
         self._opened = opened
-        self._expert_io: ExpertIO = _no_experts
         self.log: Log | None = None
         self.writer: LogWriter | None = None
         self.pausing: PausingCheckpoint | None = None
@@ -106,7 +104,7 @@ class EngineBuilder:
                 self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
-    def build(self, expert_io: ExpertIO, stepping: Stepping | None = None) -> Engine:
+    def build(self, experts: Experts) -> Engine:
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
@@ -118,7 +116,7 @@ class EngineBuilder:
         kv_pool = self._make_pool(decoder)
         if self.log is not None and not settings.pause_checkpoint_every:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
-        forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
+        forward = EagerForward(lambda batch, experts: decoder.forward(batch, kv_pool, experts), ops.device)
         engine = Engine(
             EngineConfig(
                 max_model_len=sizes.max_model_len,
@@ -137,7 +135,7 @@ class EngineBuilder:
         if self.log is not None and settings.pause_checkpoint_every:
             self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
         warm_up(engine)  # alone: the experts may not be there yet
-        self._expert_io, forward.stepping = expert_io, stepping
+        forward.experts = experts
         return engine
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
@@ -147,8 +145,3 @@ class EngineBuilder:
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
         with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
             return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
-
-
-def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
-    """Experts that answer nothing."""
-    return residual_TD
