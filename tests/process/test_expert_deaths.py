@@ -20,8 +20,7 @@ from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.backends.cpu.slots import CpuSlots
 from everserve.memory.liveness import Cell, Warden
 from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.tables.placement import EMPTY
-from everserve.tables.slots import Fill, Place
+from everserve.tables.slots import EMPTY, Fill, Place
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
 from everserve.wire.messages import (
@@ -36,10 +35,10 @@ from everserve.wire.messages import (
     Shutdown,
     SlotsReported,
     StartWorker,
-    WorkerSettings,
 )
 from everserve.worker.control import ControlEnd
 from everserve.worker.leave_request import LeaveRequest
+from tests.configs import worker_settings
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
 from tests.in_process_experts import new_cell, new_memory
 
@@ -105,27 +104,11 @@ class ExpertProcess:
 
 
 def _start(rank: Rank) -> StartWorker:
-    settings = WorkerSettings(
-        model="",
-        dtype="auto",
-        max_model_len=None,
-        max_num_seqs=1,
-        max_num_batched_tokens=MAX_TOKENS,
-        max_prefill_while_decoding=MAX_TOKENS,
-        block_size=16,
-        kv_cache_bytes=256 << 20,
-        kv_log="off",
-        enable_prefix_caching=True,
-        batch_invariant=False,
-        num_threads=1,
-        fixed_routes=(0, 0),
-        event_log=None,
-    )
     return StartWorker(
         rank=rank,
         incarnation=Incarnation(1),
         roles=(Role.EXPERT,),
-        settings=settings,
+        settings=worker_settings(max_num_batched_tokens=MAX_TOKENS),
         num_workers=3,
         slots=None,
         detect_ms=DETECT_MS,

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from everserve.errors import ProtocolError
 from everserve.tables.members import Members, Worker
-from everserve.tables.placement import SeatSlots
 from everserve.tables.routes import Routes
-from everserve.tables.slots import HeldSlots
+from everserve.tables.slots import HeldSlots, SeatSlots
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, Message, decode, encode
 
@@ -44,6 +43,8 @@ def table_of(num_layers: int, num_slots: int) -> st.SearchStrategy:
 def values_of(kind: object) -> st.SearchStrategy:
     """Any value of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return values_of(arguments[0])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return instances(kind)
     if isinstance(kind, typing.NewType):

@@ -9,8 +9,7 @@ from everserve.backends.cpu.slots import CpuSlots
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.slots import CudaSlots
 from everserve.errors import ModelError
-from everserve.tables.placement import EMPTY
-from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
+from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from everserve.wire.messages import ClearSlots, FillSlots, SlotsReported
 from everserve.worker.slot_changes import SlotChanges
 from tests.experts import MOE_LAYERS, NUM_EXPERTS, RandomExperts

@@ -14,7 +14,7 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import ExpertOps, RowIndices, RowMemory
-from everserve.tables.placement import EMPTY
+from everserve.tables.slots import EMPTY
 
 
 class ExpertHalf:

@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from everserve.tables.placement import EMPTY
+from everserve.tables.ids import Rank
+
+EMPTY = -1
 
 
 class Place(NamedTuple):
@@ -32,6 +34,25 @@ class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     expert: int
     reason: str
+
+
+class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """What the slots of one worker hold."""
+
+    rank: Rank
+    experts: tuple[tuple[int, ...], ...]  # [index of the MoE layer][slot] -> expert, or EMPTY
+
+    def __post_init__(self) -> None:
+        if len({len(slots) for slots in self.experts}) > 1:
+            raise ValueError(f"rank {self.rank} has a different number of slots in different layers")
+        for slots in self.experts:
+            filled = [expert for expert in slots if expert != EMPTY]
+            if len(set(filled)) != len(filled):
+                raise ValueError(f"rank {self.rank} holds an expert twice in one layer")
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.experts[0]) if self.experts else 0
 
 
 class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):

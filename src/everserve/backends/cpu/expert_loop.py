@@ -36,7 +36,7 @@ class ExpertLoop(ExpertService):
     ) -> None:
         super().__init__(start, slots, cell, warden, control, leave, events)
         self._policy = policy
-        shape = LaneShape.of(experts.config, start.settings.max_num_batched_tokens)
+        shape = LaneShape.of(experts.config, start.settings.engine.max_num_batched_tokens)
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0

@@ -59,7 +59,7 @@ class _Exchange(ctypes.Structure):
     _fields_ = [
         ("layout", Layout),
         *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
-        *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns", "fixed_share", "fixed_first")),
+        *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns")),
         *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
         *((name, _int64) for name in ("fresh", "layer", "next_layer", "epoch", "num_tokens")),
         *((name, _int64) for name in ("ids", "x", "owner", "slot_of")),
@@ -89,8 +89,7 @@ class RemoteExperts:
     The last two are called after the rows are on their way: words can wait, rows cannot. `lease_s` is renewed with the
     warden while answers are awaited. `spin_us`: how long to spin for an answer before sleeping; 0 where processes
     outnumber cores. `others_turn`, for peers in this very process, lets them work and says whether they did; when they
-    did not, time passes. `fixed_routes`, for benchmarks only: (experts per worker, first rank) instead of tables, which
-    nothing survives.
+    did not, time passes.
     """
 
     def __init__(
@@ -105,7 +104,6 @@ class RemoteExperts:
         on_replay: Callable[[Rank, int, int], None],
         spin_us: float = 0.0,
         others_turn: Callable[[], bool] | None = None,
-        fixed_routes: tuple[int, int] = (0, 0),
     ) -> None:
         self.num_replayed_rows = 0
         self.num_moved_rows = 0  # of requests that were answered "moved"
@@ -134,7 +132,6 @@ class RemoteExperts:
             peers.num_experts,
             0 if others_turn is not None else round(detect_ms * 1e6),
             round(spin_us * 1e3),
-            *fixed_routes,
         )
         self._layer_at = _Exchange.fresh.offset
         self._bytes = memoryview(self._exchange).cast("B")

@@ -20,10 +20,10 @@ from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.slots import CudaSlots
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
-from everserve.engine.engine import EngineConfig
+from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver, Mapping
-from everserve.memory.names import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
+from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -33,7 +33,8 @@ from everserve.model.random_weights import RandomCheckpoint
 from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.tables.ids import Role
-from everserve.tables.placement import EMPTY
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
@@ -57,22 +58,23 @@ class Device:
 def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
-    model = ModelConfig.from_directory(Path(settings.model))
-    torch_device = torch.device("cuda", start.device_index)
+    directory = Path(settings.model.directory)
+    model = ModelConfig.from_directory(directory)
+    torch_device = torch.device("cuda", start.device)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)
     checkpoint: Checkpoint
-    if settings.load_format == "dummy":
-        checkpoint = RandomCheckpoint(Path(settings.model), model, torch_device)
+    if settings.model.load_format == "dummy":
+        checkpoint = RandomCheckpoint(directory, model, torch_device)
     else:
-        checkpoint = Checkpoint.open(Path(settings.model))
+        checkpoint = Checkpoint.open(directory)
         check_checkpoint(model, checkpoint)
-    sizes = KvSizes.of(model, settings)
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.zeros(1, device=torch_device)  # the context
-    driver = Driver(start.device_index)
+    driver = Driver(start.device)
     ops = CudaOps(
         torch_device,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.engine.max_num_seqs,
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_device,
     )
@@ -82,21 +84,21 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
 class SeatWeights:
     """The weights of one seat, in its memory. `is_complete`: a predecessor has loaded them."""
 
-    def __init__(self, device: Device, memory: dict[str, int]) -> None:
+    def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
         start = device.start
         self._device = device
         self.num_slots = _num_slots(device)
         self.plan = self.plan_of(device)
-        self._mapping = Mapping(device.driver, memory[WEIGHTS], self.plan.num_bytes)
-        self._state = WeightsState(memory[WEIGHTS_STATE])
-        for kind in (WEIGHTS, WEIGHTS_STATE):
+        self._mapping = Mapping(device.driver, memory[Kind.WEIGHTS], self.plan.num_bytes)
+        self._state = WeightsState(memory[Kind.WEIGHTS_STATE])
+        for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE):
             os.close(memory[kind])
         self._experts = [[*slots] for slots in start.slots.experts] if start.slots is not None else None
         self._identity = self._identity_now()
         self._state.claim(start.incarnation)
         self.is_complete = self._state.holds(self._identity)
         if not self.is_complete:
-            check_unchanged(start.settings.model, start.settings.fingerprint)
+            check_unchanged(start.settings.model.directory, start.settings.model.fingerprint)
             self._state.begin(self._identity)
 
     @staticmethod
@@ -142,8 +144,8 @@ class SeatWeights:
 
     def load_checked(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate, up and down, for the arena to copy. Raises if the files are not those that this instance serves."""
-        settings = self._device.start.settings
-        check_unchanged(settings.model, settings.fingerprint)
+        source = self._device.start.settings.model
+        check_unchanged(source.directory, source.fingerprint)
         return self._load(layer_index, expert)
 
     def _load(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,8 +168,9 @@ class SeatWeights:
 
     def _identity_now(self) -> bytes:
         start = self._device.start
-        source = f"{start.settings.load_format}:{start.settings.model}:{start.settings.fingerprint}"
-        return identity_of(source, self._device.model, start.settings.dtype, start.roles, self._experts)
+        source = start.settings.model
+        files = f"{source.load_format}:{source.directory}:{source.fingerprint}"
+        return identity_of(files, self._device.model, source.dtype, start.roles, self._experts)
 
     def complete(self) -> None:
         """Everything is loaded: say so to those who come after us."""
@@ -184,9 +187,9 @@ def _num_slots(device: Device) -> int:
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
     """Whoever allocates a lane and both its ends must come to the same shape."""
-    model, settings = device.model, device.start.settings
+    model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
-        settings.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+        engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
     )
 
 
@@ -201,7 +204,7 @@ def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
 
 
 def make_pool(device: Device, decoder: Decoder) -> Tensor:
-    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.block_size)
+    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.engine.block_size)
     return torch.empty(shape, dtype=torch.bfloat16, device=device.torch_device)
 
 
@@ -212,15 +215,15 @@ def make_recorder(device: Device) -> Recorder:
 def build_forward(
     device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
 ) -> CapturedForward:
-    settings = device.start.settings
+    engine = device.start.settings.engine
     return CapturedForward(
         decoder,
         kv_pool,
         experts,
         recorder,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_blocks=-(-device.sizes.max_model_len // settings.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_blocks=-(-device.sizes.max_model_len // engine.block_size),
         progress=device.loading.part("graphs"),
     )
 
@@ -233,8 +236,8 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> tuple[Cu
     server = CudaServer(
         device.driver,
         arena,
-        lane_shape(device, weights.num_slots),
-        device.start.num_attention,
+        lane_shape(device, device.start.capacity.slots_per_layer),
+        device.start.capacity.max_workers,
         torch.tensor(weights.experts, dtype=torch.int32),
         bell_at(bell.address, device.start.incarnation),
         device.torch_device,
@@ -242,18 +245,12 @@ def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> tuple[Cu
     return server, CudaSlots(weights, arena, server, device.model.num_experts)
 
 
-def engine_config(device: Device) -> EngineConfig:
-    settings, sizes = device.start.settings, device.sizes
-    return EngineConfig(
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_prefill_while_decoding=settings.max_prefill_while_decoding,
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
+def engine_limits(device: Device) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=device.sizes.max_model_len,
+        num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        max_restored_while_serving=_MAX_RESTORED[device.start.settings.log.mode],
         work=StepWork.of(device.model, device.start.num_attention_on_device),
     )
 

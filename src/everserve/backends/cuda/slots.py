@@ -12,8 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from everserve.backends.cuda.ops.experts import ExpertArena
-from everserve.tables.placement import EMPTY
-from everserve.tables.slots import Fill, HeldSlots, Place
+from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
 
 
 class _Weights(Protocol):

@@ -15,7 +15,7 @@ from everserve.backends.cuda.lanes.lane import REQUEST_AT, CudaLaneShape
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
 from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
-from everserve.tables.placement import EMPTY
+from everserve.tables.slots import EMPTY
 
 _QUEUED = 8  # graphs
 _RING_EVERY_S = 50e-6

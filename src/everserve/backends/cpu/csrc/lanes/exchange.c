@@ -61,7 +61,6 @@ struct exchange {
     const float **row_at;
     float *spill; /* room for every row of a layer; touched only when needed */
     int64_t num_experts, timeout_ns, spin_ns;
-    int64_t fixed_share, fixed_first; /* to measure what tables cost: expert e is at rank first + e / share, for good */
     int64_t alarm_seen, control_seen;
     /* What to do once the rows of a layer are on their way, before waiting for them; NULL: nothing. */
     void (*meanwhile)(void *arg, int64_t layer);
@@ -80,11 +79,11 @@ struct exchange {
 };
 
 static int64_t owner_of(const struct exchange *e, int32_t expert) {
-    return e->fixed_share ? e->fixed_first + expert / e->fixed_share : e->owner[expert];
+    return e->owner[expert];
 }
 
 static int32_t slot_of(const struct exchange *e, int32_t expert) {
-    return e->fixed_share ? (int32_t)(expert % e->fixed_share) : e->slot_of[expert];
+    return e->slot_of[expert];
 }
 
 static bool is_answered(const struct layout *layout, const struct end *end, int64_t b) {
