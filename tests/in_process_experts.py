@@ -219,7 +219,7 @@ class MemoryPeer:
 
 
 class MemoryExperts:
-    """An attention worker's view of expert workers: `peers`, and an `ExpertIO` for them."""
+    """An attention worker's view of expert workers: `peers`, and `Experts` for them."""
 
     def __init__(self, shape: LaneShape, moe_layers: Sequence[int], num_experts: int) -> None:
         self.cell, self._cell_fd = new_cell()

@@ -122,7 +122,9 @@ def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 
 def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
     config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
-    return Engine(*config, ReferenceOps(), EagerForward(model, torch.device("cpu"))), model
+    return Engine(
+        *config, ReferenceOps(), EagerForward(lambda batch, experts: model(batch), torch.device("cpu"))
+    ), model
 
 
 class LoggedToy:
@@ -147,7 +149,10 @@ class LoggedToy:
         assert writer.pool_is_in_log == is_in_place
         self.journal = Journal(writer)
         self.engine = Engine(
-            *config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
+            *config,
+            ReferenceOps(),
+            EagerForward(lambda batch, experts: self.model(batch), torch.device("cpu")),
+            journal=self.journal,
         )
 
     def open_log(self) -> Log:

@@ -363,7 +363,7 @@ def test_a_dead_expert_stops_the_step_and_a_replay_gives_the_same_bits(device) -
     worker.send(1)
     cluster.experts[0].serve()
     worker.finish(1)
-    assert state.stop.item() == 2 and state.missing.item() == 0b10
+    assert state.stop.item() == 2 and state.absent.item() == 0b10
     worker.send(2)  # what is queued behind falls through
     assert state.sent_E.tolist() == [1, 1]
     assert cluster.word(0, 0, REQUEST_AT).item() == 1 << 16 | 1 << 1
@@ -401,7 +401,7 @@ def test_an_answer_to_an_earlier_request_does_not_count(device) -> None:
     cluster.word(0, 0, FLAG_AT, torch.int32).zero_()  # whoever ended the wait
     cluster.experts[1].serve()
     worker.finish(1)
-    assert worker.state.stop.item() == 2 and worker.state.missing.item() == 0b01
+    assert worker.state.stop.item() == 2 and worker.state.absent.item() == 0b01
 
 
 @pytest.mark.parametrize(
@@ -432,7 +432,7 @@ def test_what_cannot_be_computed_is_refused(device, damage, status) -> None:
     server.serve()
     assert server.state.served.tolist() == [1, 20, 1, 0], "the other one does not suffer"
     cluster.attention[0].finish(1)
-    assert cluster.attention[0].state.stop.item() == 2 and cluster.attention[0].state.missing.item() == 0b01
+    assert cluster.attention[0].state.stop.item() == 2 and cluster.attention[0].state.absent.item() == 0b01
     assert_complete(cluster, 1, 2)
 
 
@@ -451,7 +451,7 @@ def test_what_moved_is_marked_and_the_next_place_computes_it(device) -> None:
     assert [moved_expert(word) for word in cluster.counts(0, 0, 1).tolist()] == [None, None, 2, None, None, None]
     assert cluster.experts[0].state.served.tolist() == [1, 10, 1, 0]
     worker.finish(1)
-    assert worker.state.stop.item() == 2 and worker.state.missing.item() == 0b01
+    assert worker.state.stop.item() == 2 and worker.state.absent.item() == 0b01
     worker.state.stop.zero_()
     ranks = [0, 1, 1, 1, 0, 1]
     worker.route(ranks, [(n + rank) % NUM_EXPERTS for n, rank in enumerate(ranks)])
@@ -488,7 +488,7 @@ def test_rows_without_a_place_stop_the_step_before_anything_is_sent(device) -> N
     worker.ids_TK[0] = torch.tensor([1, 4], dtype=torch.int32)
     worker.route([0, -1, 0, 0, -1, 0], list(range(NUM_EXPERTS)))
     worker.send(2)
-    assert worker.state.stop.item() == 3 and worker.state.homeless.item() == 4 + 1
+    assert worker.state.stop.item() == 3 and worker.state.unplaced.item() == 4 + 1
     assert worker.state.sent_E.tolist() == [0, 0]
     assert cluster.word(0, 0, REQUEST_AT).item() == 0 and cluster.experts[0].serve() == -1
 

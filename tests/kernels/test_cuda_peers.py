@@ -3,6 +3,7 @@
 import ctypes
 import os
 import time
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -135,13 +136,13 @@ class Worker:
         for at, value in ((STATUS_AT, status), (ANSWER_AT, seq)):
             self.driver.write(self.peers._region.address(rank) + at, value.to_bytes(8, "little"))
 
-    def heal(self, index: int, *absent: int, missing: int = 0) -> bool:
-        return self.experts.heal(index, missing, sum(1 << rank for rank in absent))
+    def heal(self, index: int, *absent: int, unplaced: int = 0) -> bool:
+        return self.experts._heal(index, unplaced, sum(1 << rank for rank in absent))
 
     def tell(self) -> list[tuple]:
         """The next wait, for something that is there already."""
         done = np.ones(1, np.int64)
-        assert self.experts.wait(done.ctypes.data, 1, 0) == Outcome.DONE
+        assert self.experts._wait(done.ctypes.data, 1, 0) == Outcome.DONE
         told, self.told = self.told, []
         return told
 
@@ -164,7 +165,7 @@ def test_rows_of_who_died_are_counted_and_told_after_they_were_sent_again(worker
     worker.send(1, [[0, 1], [2, 0], [1, 2]])  # four rows for rank 1, two for rank 2
     worker.answer(2)
     worker.warden.dead.add(1)
-    worker.experts.attend(Outcome.ATTEND)
+    worker.experts._attend(Outcome.ATTEND)
     assert worker.word(1, FLAG_AT, 4) == 0, "it is not waited for"
     assert worker.told == [("suspect", 1, 1, "died")]
     assert worker.heal(1, 1), "they must be sent again"
@@ -172,6 +173,46 @@ def test_rows_of_who_died_are_counted_and_told_after_they_were_sent_again(worker
     assert worker.tell() == [("suspect", 1, 1, "died"), ("replay", 1, LAYERS[1], 4)]
     assert worker.peers.place_of_LN[1].tolist() == [8, 9, 10, 11], "all at rank 2"
     assert worker.tell() == []
+
+
+class Step:
+    """A step that was launched: what it reports, one report after the other, and how it was told to go on."""
+
+    def __init__(self, *reports: tuple[int, int, int]) -> None:
+        self.due_ns, self.went_on = 0, []
+        self._reports, self._ended = list(reports), np.zeros(1, np.int64)
+        self.report = SimpleNamespace(address=self._ended.ctypes.data, num_due=0)
+        self._launch()
+
+    @contextmanager
+    def stopped(self):
+        yield self.report.stop - 1
+
+    def go_on(self, moe_layer: int, send_again: bool) -> None:
+        self.went_on.append((moe_layer, send_again))
+        self._launch()
+
+    def _launch(self) -> None:
+        self.report.num_due += 1
+        self.report.stop, self.report.unplaced, self.report.absent = self._reports.pop(0)
+        self._ended[0] += 1
+
+
+def test_a_step_is_seen_through_whatever_stops_it(worker):
+    worker.send(0, [[0, 1]])
+    step = Step((1, 0, 1 << 1), (1, 0, 1 << 2), (0, 0, 0))
+    worker.answer(2, status=Status.BAD_REQUEST)
+    worker.experts.see_through(step)
+    assert step.went_on == [(0, False), (0, True)], "a flag that was written for nothing, then a refusal"
+    assert [told[:2] for told in worker.told] == [("suspect", 2), ("replay", 2)]
+
+
+def test_a_step_that_cannot_go_on_is_abandoned(worker):
+    worker.send(0, [[0, 1]])
+    step = Step((2, 1 + 3, 0))
+    with pytest.raises(StepAbandoned) as abandoned:
+        worker.experts.see_through(step)
+    assert (abandoned.value.layer, abandoned.value.experts) == (LAYERS[1], (3,)) and step.went_on == []
 
 
 def test_who_refuses_is_suspected(worker):
@@ -223,9 +264,9 @@ def test_moved_everywhere(worker):
     assert worker.heal(0, 2)
     worker.words.stop.zero_()
     worker.send_again(0, [[0, 1]])
-    assert worker.words.stop.item() == 1 and worker.words.missing.item() == 0 + 1
+    assert worker.words.stop.item() == 1 and worker.words.unplaced.item() == 0 + 1
     with pytest.raises(StepAbandoned):
-        worker.heal(0, missing=1)
+        worker.heal(0, unplaced=1)
     assert worker.tell() == [] and worker.peers.suspects == {}
     worker.words.stop.zero_()
     worker.send(0, [[0, 1]])
@@ -248,7 +289,7 @@ def test_an_expert_without_a_place(worker):
     worker.send(0, [[0, 1]])
     assert all(worker.word(rank, POSITION_AT, 4) > 0 for rank in EXPERTS)
     with pytest.raises(StepAbandoned):
-        worker.heal(0, missing=4)
+        worker.heal(0, unplaced=4)
     assert all(worker.word(rank, POSITION_AT, 4) == 0 for rank in EXPERTS), "nobody should wait for us"
 
 
@@ -257,9 +298,9 @@ def test_who_never_answers_is_given_up(worker):
     worker.answer(1)
     worker.driver.write(worker.peers._region.address(1) + FLAG_AT, bytes(4))
     for _ in range(_GIVE_UP - 1):
-        worker.experts.attend(Outcome.TIMEOUT)
+        worker.experts._attend(Outcome.TIMEOUT)
     assert not worker.told
-    worker.experts.attend(Outcome.TIMEOUT)
+    worker.experts._attend(Outcome.TIMEOUT)
     assert worker.told == [("suspect", 2, 1, "deaf")] and worker.word(2, FLAG_AT, 4) == 0
 
 
@@ -270,7 +311,7 @@ def test_who_answers_now_and_then_is_not(worker):
         worker.answer(1)
         worker.answer(2)
         worker.send_again(0, [[0, 1]])
-        worker.experts.attend(Outcome.TIMEOUT)
+        worker.experts._attend(Outcome.TIMEOUT)
     assert not worker.told
 
 
@@ -280,7 +321,7 @@ def test_who_never_answers_is_given_up_also_while_somebody_is_dead(worker, monke
     monkeypatch.setattr(cuda_remote, "time", SimpleNamespace(monotonic_ns=lambda: now_ns))
     worker.send(0, [[0, 1]])
     worker.warden.dead.add(1)
-    worker.experts.attend(Outcome.ATTEND)
+    worker.experts._attend(Outcome.ATTEND)
     assert worker.heal(0, 1)
     worker.send_again(0, [[0, 1]])
     worker.tell()
@@ -288,7 +329,7 @@ def test_who_never_answers_is_given_up_also_while_somebody_is_dead(worker, monke
     while not worker.told:
         now_ns += 200_000
         num_attended += 1
-        worker.experts.attend(Outcome.TIMEOUT)
+        worker.experts._attend(Outcome.TIMEOUT)
     assert worker.told == [("suspect", 2, 1, "deaf")]
     assert num_attended == _GIVE_UP * 50, "looks are 10 ms apart"
 
@@ -297,7 +338,7 @@ def test_a_place_where_nobody_is_stops_the_step(worker):
     """The tables should not say so. If they do, nothing is sent, and nothing is summed up that nobody has computed."""
     worker.peers.state.present_E[2] = 0
     worker.send(0, [[0, 1]])
-    assert worker.words.stop.item() == 1 and worker.words.missing.item() == 1 + 1
+    assert worker.words.stop.item() == 1 and worker.words.unplaced.item() == 1 + 1
     assert all(worker.word(rank, REQUEST_AT) == 0 for rank in EXPERTS)
 
 
@@ -305,7 +346,7 @@ def test_a_place_where_nobody_is_stops_the_step(worker):
 def test_a_late_answer_is_seen_when_its_lane_goes(worker, comes_late):
     worker.send(0, [[0, 1]])
     worker.warden.dead.add(1)
-    worker.experts.attend(Outcome.ATTEND)
+    worker.experts._attend(Outcome.ATTEND)
     worker.heal(0, 1)
     worker.experts.end_step()
     if comes_late:
@@ -320,7 +361,7 @@ def test_what_is_rehearsed_changes_nothing(worker):
     worker.experts.rehearse()
     for rank in EXPERTS:
         assert worker.word(rank, POSITION_AT, 4) == 0 and worker.word(rank, FLAG_AT, 4) == 0
-    assert not worker.words.missing.item() and not worker.told
+    assert not worker.words.unplaced.item() and not worker.told
 
 
 @pytest.mark.parametrize("comes_at_once", [False, True])
@@ -331,7 +372,7 @@ def test_a_flag_that_was_written_for_nothing_is_put_back(worker, comes_at_once):
     worker.peers.release(Rank(1))
     if comes_at_once:
         worker.answer(1)
-    assert not worker.experts.heal(0, missing=0, absent=1 << 1), "nothing is lost"
+    assert not worker.experts._heal(0, unplaced=0, absent=1 << 1), "nothing is lost"
     assert worker.word(1, FLAG_AT, 4) == (0 if comes_at_once else -1)
     assert not worker.told
 
@@ -342,7 +383,7 @@ def test_the_lead_is_the_first_who_has_an_expert(worker):
     assert worker.peers.state.lead.item() == 1
     assert [worker.word(rank, REQUEST_AT) >> 15 & 1 for rank in EXPERTS] == [1, 0]
     worker.warden.dead.add(1)
-    worker.experts.attend(Outcome.ATTEND)
+    worker.experts._attend(Outcome.ATTEND)
     worker.heal(0, 1)
     assert worker.peers.state.lead.item() == 2
     worker.experts.end_step()

@@ -51,5 +51,5 @@ def test_only_waiting_for_a_peer_renews_the_lease(is_waited_for: bool) -> None:
         on_control=lambda: None, on_suspect=lambda *told: None, on_replay=lambda *told: None,
     )  # fmt: skip
     for outcome in (Outcome.TIMEOUT, Outcome.ATTEND, Outcome.TIMEOUT):
-        experts.attend(outcome)
+        experts._attend(outcome)
     assert (peers.warden.num_renewals > 0) is is_waited_for

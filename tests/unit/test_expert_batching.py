@@ -1,7 +1,7 @@
 """When an expert worker starts computing, and what."""
 
 from everserve.backends.cpu.lane_server import Request
-from everserve.seam.batching import BatchPolicy, choose
+from everserve.seam.batching import ON_GPUS, BatchPolicy, choose, choose_layer
 from everserve.tables.ids import Rank
 
 POLICY = BatchPolicy(hold_us=100, enough_rows=32, reach=1)
@@ -75,3 +75,43 @@ def test_a_layer_that_waits_does_not_hold_up_another():
     assert chosen(pending, r0=4, r2=3) == ([1], "everybody is here")
     choice = choose(pending, {Rank(2): 3, Rank(3): 7}, NOW, POLICY)
     assert choice.batch == [] and round(choice.wait_s * 1e6) == 50, "until the first of them has waited long enough"
+
+
+def test_the_lowest_layer_first():
+    assert chosen([request(0, 7), request(1, 3)]) == ([1], "everybody is here")
+    assert chosen([request(0, 7, replay=True), request(1, 3, replay=True), request(2, 0)]) == ([1], "replay")
+
+
+def test_does_not_wait_for_one_that_waits_for_us():
+    """Rank 1 cannot be on its way to layer 3 before it has the answer to layer 2."""
+    pending = [request(0, 3), request(1, 2)]
+    assert chosen(pending, r0=4, r1=3) == ([1], "everybody is here")
+    assert chosen(pending, r0=4, r1=3, r2=2) == ([], "waiting for company"), "rank 2 may come to both"
+    assert chosen(pending, r0=4, r1=3, r2=1) == ([0], "everybody is here"), "to layer 2 only"
+
+
+# where attention workers are kept in step
+
+
+def in_step(pending: list[Request], *beginners: int, waited_us: float = 0, **positions: int) -> tuple[int | None, str]:
+    at = {Rank(int(name[1:])): at for name, at in positions.items()}
+    return choose_layer(pending, at, NOW + round(waited_us * 1e3), ON_GPUS, [Rank(rank) for rank in beginners])[:2]
+
+
+def test_only_the_most_urgent_layer_counts():
+    pending = [request(0, 3), request(1, 7)]
+    assert in_step(pending, r0=4, r1=8, r2=3) == (None, "waiting for company")
+    assert in_step(pending, r0=4, r1=8, r2=2) == (None, "waiting for company"), "from any distance"
+    assert in_step(pending, r0=4, r1=8, r2=3, waited_us=ON_GPUS.hold_us) == (3, "waited long enough")
+    assert in_step([*pending, request(2, 9, replay=True)], r0=4, r1=8) == (9, "replay")
+
+
+def test_steps_begin_together():
+    pending = [request(0, 0)]
+    assert in_step(pending, 0, r0=1, r1=5) == (None, "nothing to do"), "stands back"
+    assert in_step(pending, r0=1, r1=5) == (0, "everybody is here"), "need not"
+    assert in_step([*pending, request(1, 5)], 0, r0=1, r1=6) == (5, "everybody is here")
+    assert in_step(pending, 0, r0=1, r1=0) == (None, "waiting for company")
+    assert in_step(pending, 0, r0=1, r1=1) == (0, "everybody is here"), "it has just begun, and is caught up with"
+    assert in_step([request(1, 5)], r0=1, r1=6) == (5, "everybody is here"), "who may stand back is not waited for"
+    assert in_step([request(0, 0, replay=True)], 0, r0=1, r1=5) == (0, "replay")

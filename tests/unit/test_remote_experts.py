@@ -97,7 +97,7 @@ def test_no_tokens(make):
 
 def test_position_is_the_layer_that_comes_next(make):
     cluster = make(TWO_EACH)
-    cluster.expert_io.begin_step()
+    cluster.expert_io.begin_step(num_rows=1)
     positions = [cluster.cell.position]
     for layer in MOE_LAYERS:
         cluster.check(layer)

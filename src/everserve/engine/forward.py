@@ -8,6 +8,7 @@ from torch import Tensor
 
 from everserve.engine.batching import Rows, to_batch
 from everserve.model.batch import StepBatch
+from everserve.seam.experts import Experts, NoExperts
 
 
 class Forward(Protocol):
@@ -21,32 +22,23 @@ class Forward(Protocol):
         """`meanwhile` is called once, when the host has nothing else to do: at the latest before this returns."""
 
 
-class Stepping(Protocol):
-    """Who wants to know when a step begins and ends (backends/cpu/remote_experts.py)."""
-
-    def begin_step(self) -> None: ...
-
-    def end_step(self) -> None: ...
-
-
 class EagerForward:
-    """Computed here and now, by the processor that would have to do everything else too."""
+    """Computed here and now, by the processor that would have to do everything else too. `experts` may be replaced
+    between two steps."""
 
     num_captures = 0
 
     def __init__(
-        self, compute: Callable[[StepBatch], Tensor], device: torch.device, stepping: Stepping | None = None
+        self, compute: Callable[[StepBatch, Experts], Tensor], device: torch.device, experts: Experts | None = None
     ) -> None:
-        self.stepping = stepping
+        self.experts: Experts = experts or NoExperts()
         self._compute = compute
         self._device = device
 
     def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
         meanwhile()
-        if self.stepping is None:
-            return self._compute(to_batch(rows, self._device))
-        self.stepping.begin_step()
+        self.experts.begin_step(len(rows.tokens_T))
         try:
-            return self._compute(to_batch(rows, self._device))
+            return self._compute(to_batch(rows, self._device), self.experts)
         finally:
-            self.stepping.end_step()
+            self.experts.end_step()

@@ -1,7 +1,7 @@
 """Decoder: the whole model around the seam.
 
-It holds everything but the experts. Those are reached through `expert_io`, a callable given to each forward pass, so
-that the decoder is the same whether experts are in this process or behind a network.
+It holds everything but the experts. Those are reached through `Experts`, which are given to each forward pass, so that
+the decoder is the same whether experts are in this process or in others.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
-
-# (layer, ids_TK, weights_TK, normed_TD, residual_TD) -> hidden_TD
-ExpertCall = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+from everserve.seam.experts import Experts
 
 
 class Decoder:
@@ -58,18 +56,18 @@ class Decoder:
         c = self.config
         return (num_blocks, c.num_layers, 2, c.num_kv_heads, block_size, c.head_size)
 
-    def forward(self, batch: StepBatch, kv_pool: Tensor, expert_io: ExpertCall) -> Tensor:
+    def forward(self, batch: StepBatch, kv_pool: Tensor, experts: Experts) -> Tensor:
         """Compute all rows, write their KV into the pool, return logits_LV (float32) of the rows asked for."""
-        return self.logits(self.run(batch, kv_pool, expert_io), batch.logits_rows_L)
+        return self.logits(self.run(batch, kv_pool, experts), batch.logits_rows_L)
 
-    def run(self, batch: StepBatch, kv_pool: Tensor, expert_io: ExpertCall) -> Tensor:
+    def run(self, batch: StepBatch, kv_pool: Tensor, experts: Experts) -> Tensor:
         """All layers: hidden_TD."""
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
             if half.is_moe:
                 ids_TK, weights_TK = half.route(normed_TD)
-                hidden_TD = expert_io(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
+                hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:
                 hidden_TD = half.feed_forward(normed_TD, residual_TD)
         return hidden_TD

@@ -13,7 +13,7 @@ from torch import Tensor
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
-from everserve.model.ops import Ops, RowIndices, RowMemory
+from everserve.model.ops import ExpertOps, RowIndices, RowMemory
 from everserve.tables.slots import EMPTY
 
 
@@ -21,13 +21,13 @@ class ExpertHalf:
     """The expert slots of all MoE layers: `num_slots` per layer, empty at first."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: Ops, num_slots: int, dtype: str = "auto"
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: ExpertOps, num_slots: int, dtype: str = "auto"
     ) -> None:
         self.config = config
         self._weights = Weights(config, checkpoint, dtype, ops.device)
         self._make_slots(ops, num_slots)
 
-    def _make_slots(self, ops: Ops, num_slots: int) -> None:
+    def _make_slots(self, ops: ExpertOps, num_slots: int) -> None:
         self.ops = ops
         self.num_slots = num_slots
         self._slots = {layer: ops.expert_slots(num_slots) for layer in self.config.moe_layers}

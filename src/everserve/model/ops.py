@@ -1,6 +1,7 @@
 """The arithmetic of one kind of device, behind one small interface.
 
-`backends/cpu` and `backends/cuda` implement it; `backends/cpu/reference.py` is what both are tested against.
+`backends/cpu` and `backends/cuda` implement `Ops`, what a decoder needs; `backends/cpu/reference.py` is what both are
+tested against. `ExpertOps` is the other half, where that is a matter of ops.
 
 Shapes, as suffixes: T tokens (rows) of the step, D hidden size, H query heads, G KV heads, E head size,
 O output features, N experts, K experts per token, R (token, expert) rows, F expert intermediate size.
@@ -101,6 +102,22 @@ class Ops(Protocol):
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         """An empty set of slots for one layer."""
 
+    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        """residual + the one expert of these slots applied to every row: a dense FFN."""
+
+    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
+        """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""
+
+
+class ExpertOps(Protocol):
+    """What computes rows of experts, and sums them up, in host memory. On a GPU kernels do both where the rows lie, so
+    its ops have nothing of this (backends/cuda/lanes)."""
+
+    device: torch.device
+
+    def expert_slots(self, num_slots: int) -> ExpertSlots:
+        """An empty set of slots for one layer."""
+
     def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
         """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]], down(silu(gate x) * up x).
 
@@ -110,14 +127,8 @@ class Ops(Protocol):
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         """`expert_rows` in place: x is read, and y is written, where it lies in memory shared with others."""
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        """residual + the one expert of these slots applied to every row: a dense FFN."""
-
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""
 
     def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """`combine` in place: `row_TK` is the address of an array of int64, the address of each row. The same bits."""
-
-    def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
-        """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

@@ -6,6 +6,7 @@ from typing import Protocol
 
 from everserve.engine.engine import Engine
 from everserve.memory.liveness import Cell, Warden
+from everserve.seam.experts import Experts
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.memory import Kind
@@ -43,21 +44,12 @@ class Surroundings:
         return self.start.detect_ms or _NO_DETECTION_MS
 
 
-class SeamExperts(Protocol):
-    """Experts in other processes, as the loop sees them."""
-
-    num_replayed_rows: int
-
-    def rest(self) -> None:
-        """There is nothing to compute for a while."""
-
-
 @dataclass(frozen=True)
 class Seam:
     """How an attention worker reaches its experts when they are in other processes."""
 
     peers: Peers
-    experts: SeamExperts
+    experts: Experts
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everserve.backends.cpu.select import select_ops
+from everserve.backends.cpu.select import HostOps, select_ops
 from everserve.engine.engine import Engine
-from everserve.engine.forward import EagerForward, Stepping
+from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
@@ -24,8 +24,7 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
-from everserve.model.ops import Ops
-from everserve.seam import ExpertIO
+from everserve.seam.experts import Experts
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
@@ -39,7 +38,7 @@ class Opened:
 
     model: ModelConfig
     checkpoint: Checkpoint
-    ops: Ops
+    ops: HostOps
     sizes: KvSizes
     loading: Loading
 
@@ -99,7 +98,6 @@ class EngineBuilder:
     def __init__(self, start: StartWorker, opened: Opened, log_fd: int | None = None) -> None:
         self._start = start
         self._opened = opened
-        self._expert_io: ExpertIO = _no_experts
         self.log: Log | None = None
         self.writer: LogWriter | None = None
         if log_fd is not None:
@@ -107,7 +105,7 @@ class EngineBuilder:
                 self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
-    def build(self, expert_io: ExpertIO, stepping: Stepping | None = None) -> Engine:
+    def build(self, experts: Experts) -> Engine:
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
@@ -119,7 +117,7 @@ class EngineBuilder:
         kv_pool = self._make_pool(decoder)
         if self.log is not None:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
-        forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
+        forward = EagerForward(lambda batch, experts: decoder.forward(batch, kv_pool, experts), ops.device)
         engine = Engine(
             settings.engine,
             EngineLimits(
@@ -132,7 +130,7 @@ class EngineBuilder:
             journal=Journal(self.writer) if self.writer is not None else None,
         )
         warm_up(engine)  # alone: the experts may not be there yet
-        self._expert_io, forward.stepping = expert_io, stepping
+        forward.experts = experts
         return engine
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
@@ -142,8 +140,3 @@ class EngineBuilder:
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
         with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
             return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
-
-
-def _no_experts(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
-    """Experts that answer nothing."""
-    return residual_TD

@@ -6,7 +6,7 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.model.expert_half import ExpertHalf
-from everserve.seam.batching import BatchPolicy, Choice, Request, choose
+from everserve.seam.batching import ON_CPUS, BatchPolicy, Choice, Request, choose
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
@@ -31,11 +31,11 @@ class ExpertLoop(ExpertService):
         leave: LeaveRequest,
         events: EventLog,
         *,
-        policy: BatchPolicy | None = None,
+        policy: BatchPolicy = ON_CPUS,
         spin_us: float = 0.0,
     ) -> None:
         super().__init__(start, slots, cell, warden, control, leave, events)
-        self._policy = policy or BatchPolicy()
+        self._policy = policy
         shape = LaneShape.of(experts.config, start.settings.engine.max_num_batched_tokens)
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
         self._pending: list[Request] = []  # in order of arrival

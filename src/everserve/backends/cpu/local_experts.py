@@ -7,13 +7,21 @@ from everserve.model.expert_half import ExpertHalf
 
 
 class LocalExperts:
-    """`ExpertIO` without a wire: the answer that all other implementations must reproduce."""
+    """`Experts` without a wire: the answer that all other implementations must reproduce."""
+
+    num_replayed_rows = 0
 
     def __init__(self, expert_half: ExpertHalf) -> None:
         assert expert_half.num_slots >= expert_half.config.num_experts
         self._experts = expert_half
         # 0 0 0 1 1 1 2 2 2 ...: whose row is whose. Smaller batches use the beginning of it.
         self._token_R = torch.empty(0, dtype=torch.int32)
+
+    def begin_step(self, num_rows: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def rest(self) -> None: ...
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor

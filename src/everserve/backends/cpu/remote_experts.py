@@ -28,7 +28,7 @@ from everserve.backends.cpu.lane import MAX_EXPERTS, Layout, load, moved_place
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.errors import StepAbandoned
 from everserve.memory.tables import Memory
-from everserve.model.ops import Ops
+from everserve.model.ops import ExpertOps
 from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
@@ -80,7 +80,7 @@ class _Exchange(ctypes.Structure):
 
 
 class RemoteExperts:
-    """`ExpertIO` over lanes.
+    """`Experts` over lanes.
 
     on_control()                              read the control socket; may call any method of `peers`
     on_suspect(rank, incarnation, reason)     a peer is routed around from now on
@@ -95,7 +95,7 @@ class RemoteExperts:
     def __init__(
         self,
         peers: ExpertPeers,
-        ops: Ops,
+        ops: ExpertOps,
         *,
         detect_ms: float,
         lease_s: float,
@@ -147,7 +147,7 @@ class RemoteExperts:
         """
         self._exchange.meanwhile, self._exchange.meanwhile_arg = function, argument
 
-    def begin_step(self) -> None:
+    def begin_step(self, num_rows: int) -> None:
         """Tell expert workers that we are on our way to the first layer."""
         self._peers.cell.position = self._peers.moe_layers[0]
 

@@ -49,7 +49,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
     else:
         peers, experts = _reach_experts(around, opened)
         seam = Seam(peers, experts)
-        engine = builder.build(experts, stepping=experts)
+        engine = builder.build(experts)
         if builder.writer is not None:
             experts.do_meanwhile(*builder.writer.meanwhile)
     logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)

@@ -2,15 +2,20 @@
 
 import logging
 import os
+from typing import Protocol
 
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.model.config import ModelConfig
-from everserve.model.ops import Ops
+from everserve.model.ops import ExpertOps, Ops
 
 log = logging.getLogger(__name__)
 
 
-def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> Ops:
+class HostOps(Ops, ExpertOps, Protocol):
+    """Both halves: on CPUs the same ops compute attention and experts."""
+
+
+def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> HostOps:
     """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
     from everserve.backends.cpu import ops as native  # noqa: PLC0415 (only who computes needs it)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.captured import CapturedForward
+from everserve.backends.cuda.captured import CapturedExperts, CapturedForward
 from everserve.backends.cuda.lanes.lane import CudaLaneShape
 from everserve.backends.cuda.lanes.server import CudaServer
 from everserve.backends.cuda.ops.experts import ExpertArena
@@ -32,7 +32,6 @@ from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.random_weights import RandomCheckpoint
 from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
-from everserve.seam.captured import CapturedExperts
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY

@@ -1,18 +1,20 @@
 """CapturedForward: a step is new contents for fixed addresses, and the replay of graphs.
 
-    fill -> launch -> (meanwhile: the host does what can wait) -> wait for the report -> heal and go on, or done
+    fill -> launch -> (meanwhile: the host does what can wait) -> see it through: wait, heal and go on, or done
 
 Steps come in *buckets* of rows: a step goes into the smallest one that has room, the rest of it is padding. Everything
 that may change between steps, or in one (who is there, where experts are), is read by the graphs from memory, so
 nothing is ever captured again.
 
 The device does not decide anything. A step whose experts do not all answer stops there: every kernel after that finds
-the word `stop` set and does nothing, so all that is needed to go on is where it was. The host changes the tables, has
-the rows sent again (the chain's aside) and launches the rest of the chain.
+the word `stop` set and does nothing, so all that is needed to go on is where it was. Its experts change the tables,
+have the rows sent again (the chain's aside) and launch the rest of the chain: how a layer is healed is their matter.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,8 +26,7 @@ from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
 from everserve.errors import StepAbandoned
 from everserve.model.decoder import Decoder
-from everserve.seam.captured import CapturedExperts
-from everserve.seam.outcomes import Outcome
+from everserve.seam.experts import Experts
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
 _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -38,6 +39,39 @@ class _Bucket:
         self.hidden_TD = hidden_TD
         self.logits_LV = logits_LV
         self.lasted_ns = 0  # the last step in it
+
+
+class LaunchedStep:
+    """A step that was launched, from its first layer to its report. It may stop in between, any number of times."""
+
+    def __init__(self, stream: torch.cuda.Stream, stop: Tensor, chain: Chain, report: Report, due_ns: int) -> None:
+        self.report = report
+        self.due_ns = due_ns  # on the monotonic clock
+        self._stream = stream
+        self._stop = stop
+        self._chain = chain
+
+    @contextmanager
+    def stopped(self) -> Iterator[int]:
+        """After a report that says so: the index of the MoE layer in which it stopped. Inside, kernels can be launched
+        that do not belong to the step."""
+        with torch.cuda.stream(self._stream):
+            self._stop.zero_()
+            yield self.report.stop - 1
+
+    def go_on(self, moe_layer: int, send_again: bool) -> None:
+        """From the answers of this layer on; `send_again`: its rows must be sent once more before that."""
+        if send_again:
+            self._chain.asides[moe_layer].replay()
+        self._chain.launch(moe_layer + 1)
+        self.report.num_due += 1
+
+
+class CapturedExperts(Experts, Protocol):
+    """`Experts` whose calls are recorded once, and replayed in every step."""
+
+    def see_through(self, step: LaunchedStep) -> None:
+        """Until it has ended as it should. StepAbandoned if it cannot; then it has stopped for good."""
 
 
 class CapturedForward:
@@ -65,7 +99,6 @@ class CapturedForward:
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks
         self._report = Report(max_num_seqs, self._ops.device)
-        self._num_reports = 0
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
         self._buckets: list[_Bucket] = []
@@ -85,11 +118,15 @@ class CapturedForward:
         with torch.cuda.stream(self._stream):
             self._experts.begin_step(len(rows.tokens_T))
             bucket.staging.fill(rows)
-            self._launch(bucket, 0)
+            bucket.chain.launch()
+            self._report.num_due += 1
         began_ns = time.monotonic_ns()
         meanwhile()
+        due_ns = began_ns + bucket.lasted_ns
         try:
-            self._complete(bucket, due_ns=began_ns + bucket.lasted_ns)
+            self._experts.see_through(
+                LaunchedStep(self._stream, self._ops.words.stop, bucket.chain, self._report, due_ns)
+            )
             bucket.lasted_ns = time.monotonic_ns() - began_ns
         except StepAbandoned:  # it has stopped. After anything else the device may wait for a flag that nobody sets
             self._experts.end_step()
@@ -102,29 +139,6 @@ class CapturedForward:
         logits_LV = bucket.logits_LV[:num_logits]
         self._ops.note_greedy(logits_LV, self._report.tokens(num_logits))
         return logits_LV
-
-    def _complete(self, bucket: _Bucket, due_ns: int) -> None:
-        """Until the step has ended as it should. StepAbandoned if it cannot."""
-        while True:
-            outcome = self._experts.wait(self._report.address, self._num_reports, due_ns)
-            if outcome != Outcome.DONE:
-                self._experts.attend(outcome)
-            elif not self._report.stop:
-                return
-            else:
-                self._go_on(bucket, self._report.stop - 1)
-
-    def _go_on(self, bucket: _Bucket, moe_layer: int) -> None:
-        with torch.cuda.stream(self._stream):
-            self._ops.words.stop.zero_()
-            must_resend = self._experts.heal(moe_layer, self._report.missing, self._report.absent)
-            if must_resend:
-                bucket.chain.asides[moe_layer].replay()
-            self._launch(bucket, moe_layer + 1)
-
-    def _launch(self, bucket: _Bucket, first: int) -> None:
-        bucket.chain.launch(first)
-        self._num_reports += 1
 
     def _bucket_for(self, rows: Rows) -> _Bucket:
         num_rows, num_seqs = len(rows.tokens_T), len(rows.block_tables_SB)
@@ -143,12 +157,12 @@ class CapturedForward:
         )  # fmt: skip
         with torch.cuda.stream(self._stream):
             self._run(staging)  # once for nobody: kernels are compiled and loaded
-            self._num_reports += 1
+            self._report.num_due += 1
         torch.cuda.synchronize()
         with self._recorder.record() as chain:
             hidden_TD, logits_LV = self._run(staging)
         with torch.cuda.stream(self._stream):
-            self._num_reports += chain.rehearse()  # for nobody too
+            self._report.num_due += chain.rehearse()  # for nobody too
         torch.cuda.synchronize()
         return _Bucket(staging, chain, hidden_TD, logits_LV)
 

@@ -2,7 +2,7 @@
 
 ended     counts reports; stored last
 stop      0, or 1 + the index of the MoE layer in which the step stopped
-missing   an expert without a place, plus 1; or 0
+unplaced  an expert without a place, plus 1; or 0
 absent    a bit for each rank whose answer was not there
 tokens    the most likely token of each row whose logits were wanted
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from everserve.backends.cuda.ops.pdl import await_before, early
 from everserve.backends.cuda.ops.words import Words
 
-_ENDED, _STOP, _MISSING, _ABSENT, _FIRST_TOKEN = 0, 1, 2, 3, 8
+_ENDED, _STOP, _UNPLACED, _ABSENT, _FIRST_TOKEN = 0, 1, 2, 3, 8
 
 
 class Report:
@@ -28,6 +28,7 @@ class Report:
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self._view = self._words.numpy()
         self.address: int = self._words.data_ptr() + 8 * _ENDED
+        self.num_due = 0  # how many reports there will be when all that was launched has ended
         assert ctypes.sizeof(ctypes.c_int64) == self._words.element_size()
 
     @property
@@ -39,8 +40,8 @@ class Report:
         return int(self._view[_STOP])
 
     @property
-    def missing(self) -> int:
-        return int(self._view[_MISSING])
+    def unplaced(self) -> int:
+        return int(self._view[_UNPLACED])
 
     @property
     def absent(self) -> int:
@@ -53,20 +54,20 @@ class Report:
     def launch(self, words: Words, tokens_L: Tensor) -> None:
         """To be captured as the last thing of a step."""
         _report[(1,)](
-            self._words, self._count, words.stop, words.missing, words.absent, tokens_L, len(tokens_L),
+            self._words, self._count, words.stop, words.unplaced, words.absent, tokens_L, len(tokens_L),
             FIRST=_FIRST_TOKEN, BLOCK=256, **early(tokens_L.device), num_warps=4,
         )  # fmt: skip
 
 
 @triton.jit
 def _report(
-    words, count, stop, missing, absent, tokens_L, num_tokens,
+    words, count, stop, unplaced, absent, tokens_L, num_tokens,
     FIRST: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     ended = tl.load(count) + 1
     tl.store(words + 1, tl.load(stop).to(tl.int64))
-    tl.store(words + 2, tl.load(missing).to(tl.int64))
+    tl.store(words + 2, tl.load(unplaced).to(tl.int64))
     tl.store(words + 3, tl.load(absent))
     for first in range(0, num_tokens, BLOCK):
         at = first + tl.arange(0, BLOCK)

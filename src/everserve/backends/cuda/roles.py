@@ -11,6 +11,7 @@ from everserve.backends.cuda.build import (
     make_recorder,
     open_device,
 )
+from everserve.backends.cuda.captured import CapturedExperts
 from everserve.backends.cuda.expert_loop import CudaExpertLoop
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.peers import CudaPeers
@@ -21,7 +22,6 @@ from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
-from everserve.seam.captured import CapturedExperts
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.worker.expert_service import ExpertService

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from everserve.backends.cuda.captured import LaunchedStep
 from everserve.backends.cuda.ops.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.waiting import load
@@ -13,10 +14,12 @@ _NAP_NS = 20_000
 
 
 class LocalCudaExperts:
-    """`CapturedExperts` in one process: expert e is in slot e, and there is never anything to heal.
+    """`Experts` in one process: expert e is in slot e, and there is never anything to heal.
 
     `arena` is None for a model without experts, which is never called.
     """
+
+    num_replayed_rows = 0
 
     def __init__(self, ops: CudaOps, arena: ExpertArena | None, moe_layers: tuple[int, ...], num_experts: int) -> None:
         if arena is None:
@@ -49,14 +52,12 @@ class LocalCudaExperts:
 
     def end_step(self) -> None: ...
 
-    def wait(self, address: int, want: int, due_ns: int) -> int:
-        outcome: int = load()(address, want, None, 0, None, 0, _LOOK_EVERY_NS, _NAP_NS, due_ns)
-        return outcome
-
-    def attend(self, outcome: int) -> None:
-        """A step that takes longer than a second: a very large one, or the device is lost, which it would say."""
-        assert outcome == Outcome.TIMEOUT
-        torch.cuda.current_stream(self._ops.device).query()
-
-    def heal(self, moe_layer: int, missing: int, absent: int) -> bool:
-        raise AssertionError(f"a step without others stopped in layer {moe_layer}")
+    def see_through(self, step: LaunchedStep) -> None:
+        report = step.report
+        while True:
+            outcome = load()(report.address, report.num_due, None, 0, None, 0, _LOOK_EVERY_NS, _NAP_NS, step.due_ns)
+            if outcome == Outcome.DONE:
+                assert not report.stop, f"a step without others stopped in layer {report.stop - 1}"
+                return
+            # It takes longer than a second: a very large one, or the device is lost, which it would say.
+            torch.cuda.current_stream(self._ops.device).query()

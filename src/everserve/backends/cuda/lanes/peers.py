@@ -68,7 +68,7 @@ class CudaPeers(Peers):
         self._region = Region(driver, num_ranks, shape.lane_bytes())
         self._bells = Region(driver, num_ranks, driver.whole(BELL_BYTES))
         state = SendState.empty(shape, self._region.base, num_ranks, words.stop)
-        self.state = replace(state, homeless=words.missing, missing=words.absent)
+        self.state = replace(state, unplaced=words.unplaced, absent=words.absent)
         num_layers, num_places = len(self.moe_layers), num_ranks * shape.num_slots
         self.place_of_LN = torch.full((num_layers, num_experts), -1, dtype=torch.int32, device=device)
         self.expert_at_LP = torch.full((num_layers, num_places), -1, dtype=torch.int32, device=device)

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from everserve.backends.cuda.captured import LaunchedStep
 from everserve.backends.cuda.lanes import send
 from everserve.backends.cuda.lanes.lane import FLAG_AT
 from everserve.backends.cuda.lanes.peers import CudaPeers
@@ -41,7 +42,7 @@ Cut = Callable[[Callable[[], None]], None]
 
 
 class CudaExperts:
-    """`CapturedExperts` over lanes.
+    """`Experts` over lanes.
 
     cut(aside)   where the recording may be taken up again; `aside` is recorded for that case
     The others as in RemoteExperts.
@@ -123,7 +124,7 @@ class CudaExperts:
     def rehearse(self) -> None:
         """What is only done when something is wrong, or nothing is to be done: once, before there is anybody."""
         self.rest()
-        self._state.homeless.zero_()
+        self._state.unplaced.zero_()
         for rank in map(Rank, self._peers.expert_ranks):
             self._peers.release(rank)
             self._peers.is_awaited(rank)
@@ -134,17 +135,31 @@ class CudaExperts:
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
-    def wait(self, address: int, want: int, due_ns: int) -> int:
+    def see_through(self, step: LaunchedStep) -> None:
+        """Wait for its report. If somebody is waited for in vain, do not; if it has stopped, heal that layer."""
+        while True:
+            outcome = self._wait(step.report.address, step.report.num_due, step.due_ns)
+            if outcome != Outcome.DONE:
+                self._attend(outcome)
+            elif not step.report.stop:
+                return
+            else:
+                with step.stopped() as moe_layer:
+                    step.go_on(moe_layer, self._heal(moe_layer, step.report.unplaced, step.report.absent))
+
+    def _wait(self, address: int, num_due: int, due_ns: int) -> int:
+        """Until so many reports are there, or there is something to attend to."""
         peers = self._peers
         while self._untold:
             self._untold.pop(0)()
         outcome: int = load()(
-            address, want, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
+            address, num_due, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
             _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS, due_ns,
         )  # fmt: skip
         return outcome
 
-    def attend(self, outcome: int) -> None:
+    def _attend(self, outcome: int) -> None:
+        """Look after others, so that the step can end: who is waited for in vain is given up."""
         peers, suspicions = self._peers, []
         if outcome == Outcome.ATTEND:
             # The words are read first: what comes later rings again.
@@ -160,14 +175,16 @@ class CudaExperts:
             peers.release(rank)  # again and again: it may have been before the device began to wait
         self._tell(suspicions)
 
-    def heal(self, moe_layer: int, missing: int, absent: int) -> bool:
+    def _heal(self, moe_layer: int, unplaced: int, absent: int) -> bool:
+        """The step stopped in this layer. Returns whether its rows must be sent again; StepAbandoned if an expert has
+        no place."""
         peers = self._peers
         layer = peers.moe_layers[moe_layer]
-        self._state.homeless.zero_()
-        if missing:
+        self._state.unplaced.zero_()
+        if unplaced:
             peers.reconsider()
             self.rest()
-            raise StepAbandoned(layer, (missing - 1,))
+            raise StepAbandoned(layer, (unplaced - 1,))
         late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
         suspicions: list[Suspicion] = []
         moved: list[Rank] = []

@@ -4,7 +4,7 @@
     post      x rows into the boxes; then the requests, and our position
               (the stream waits until flag >= 0 in every lane that may have been sent something)
     collect   is every answer there? then the sum of y rows, straight out of the boxes, by y_row_TK;
-              otherwise stop, and say who is missing
+              otherwise stop, and say who is absent
 
 All tables are contents of device memory, so that a captured graph follows every change of routes. A layer is sent
 again, after somebody died, by plan and post with new tables and `replay`: under new sequence numbers, into the other
@@ -64,8 +64,8 @@ class SendState:
     lead: Tensor  # int32: who lets our steps begin; if there is no such rank, nobody
     rows_E: Tensor  # int32: how many rows of this layer went there
     num_done: Tensor  # int32: programs of `post` that have done their part
-    homeless: Tensor  # int32: an expert without a place, plus 1, if that is why the step stopped
-    missing: Tensor  # int64: the ranks (as bits) without an answer, if that is why the step stopped
+    unplaced: Tensor  # int32: an expert without a place, plus 1, if that is why the step stopped
+    absent: Tensor  # int64: the ranks (as bits) without an answer, if that is why the step stopped
 
     @classmethod
     def empty(cls, shape: CudaLaneShape, region: int, num_ranks: int, stop: Tensor) -> "SendState":
@@ -84,8 +84,8 @@ class SendState:
             lead=zeros(1) - 1,
             rows_E=zeros(num_ranks),
             num_done=zeros(1),
-            homeless=zeros(1),
-            missing=zeros(1, torch.int64),
+            unplaced=zeros(1),
+            absent=zeros(1, torch.int64),
         )
 
     @property
@@ -104,7 +104,7 @@ def plan(state: SendState, ids_TK: Tensor, place_of_N: Tensor, expert_at_P: Tens
     y_row_TK = torch.empty_like(ids_TK)
     _plan_kernel[(len(expert_at_P) + 1,)](
         state.region, ids_TK, place_of_N, expert_at_P, state.present_E, state.sent_E, state.rows_E, y_row_TK,
-        state.homeless, state.stop, num_rows, layer,
+        state.unplaced, state.stop, num_rows, layer,
         P=len(expert_at_P), S=shape.num_slots, CHUNK=chunk_of(num_rows),
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_ROWS=shape.lane_rows(), FIRST_Y=shape.first_y(0), BOX_ROWS=shape.box_rows,
@@ -133,7 +133,7 @@ def collect(state: SendState, y_row_TK: Tensor, weights_TK: Tensor, residual_TD:
     out_TD = torch.empty_like(residual_TD)
     columns = combine_columns(hidden_size)
     _collect_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
-        state.region, state.rows_E, state.sent_E, state.missing, y_row_TK, weights_TK, residual_TD, out_TD, state.stop,
+        state.region, state.rows_E, state.sent_E, state.absent, y_row_TK, weights_TK, residual_TD, out_TD, state.stop,
         layer,
         K=y_row_TK.shape[1], D=hidden_size, BD=columns, **_all_ranks(state), num_warps=4,
     )  # fmt: skip
@@ -157,7 +157,7 @@ def _places_of(ids_R, place_of):
 
 @triton.jit(do_not_specialize=["num_rows", "layer"], do_not_specialize_on_alignment=["place_of", "expert_at"])
 def _plan_kernel(
-    region, ids, place_of, expert_at, present, sent, rows, y_row, homeless, stop, num_rows, layer,
+    region, ids, place_of, expert_at, present, sent, rows, y_row, unplaced, stop, num_rows, layer,
     P: tl.constexpr, S: tl.constexpr, CHUNK: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_Y: tl.constexpr, BOX_ROWS: tl.constexpr, EARLY: tl.constexpr,
@@ -168,7 +168,7 @@ def _plan_kernel(
         return
     place = tl.program_id(0)
     if place == P:
-        _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK)
+        _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK)
     else:
         rank = place // S
         slot = place % S
@@ -191,7 +191,7 @@ def _plan_kernel(
                 tl.store(y_row + r, row, mask=is_own)
                 count += tl.sum(is_own.to(tl.int32))
             if (count > 0) & (is_there == 0):  # the tables contradict each other: stop, as if it had no place
-                tl.store(homeless, expert + 1)
+                tl.store(unplaced, expert + 1)
                 tl.store(stop, layer + 1)
             if slot == S - 1:
                 tl.store(rows + rank, tl.where(is_there, before + count, 0))
@@ -201,7 +201,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK: tl.constexpr):
+def _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
     """Rows without a place: padding has no row, anything else stops the step. The highest expert is told."""
     highest = 0
     for start in range(0, num_rows, CHUNK):
@@ -211,7 +211,7 @@ def _plan_homeless(ids, place_of, y_row, homeless, stop, num_rows, layer, CHUNK:
         tl.store(y_row + r, tl.full((CHUNK,), -1, tl.int32), mask=has_none & (r < num_rows))
         highest = tl.maximum(highest, tl.max(tl.where(has_none, ids_R + 1, 0)))
     if highest > 0:
-        tl.store(homeless, highest)
+        tl.store(unplaced, highest)
         tl.store(stop, layer + 1)
 
 
@@ -269,7 +269,7 @@ def _send(
 
 @triton.jit(do_not_specialize=["layer"])
 def _collect_kernel(
-    region, rows, sent, missing, y_row, weights, residual, out, stop, layer,
+    region, rows, sent, absent, y_row, weights, residual, out, stop, layer,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row. Each program looks by itself. If some of them see an answer that others did not see yet,
@@ -281,10 +281,10 @@ def _collect_kernel(
     seq = tl.load(sent + ranks, mask=ranks < E, other=0)
     answer = tl.atomic_add(words64(region, ranks, LANE_BYTES, ANSWER), 0, mask=is_asked, sem="acquire", scope="sys")
     status = tl.load(words64(region, ranks, LANE_BYTES, STATUS), mask=is_asked, other=0, volatile=True)
-    is_missing = is_asked & ((answer != seq) | (status != 0))
-    bits = tl.sum(is_missing.to(tl.int64) << ranks.to(tl.int64))
+    is_absent = is_asked & ((answer != seq) | (status != 0))
+    bits = tl.sum(is_absent.to(tl.int64) << ranks.to(tl.int64))
     if bits != 0:
-        tl.store(missing, bits)
+        tl.store(absent, bits)
         tl.store(stop, layer + 1)
     else:
         combine_row(region, y_row, weights, residual, out, K, D, BD)

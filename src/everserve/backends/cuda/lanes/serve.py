@@ -2,12 +2,10 @@
 
     choose -> gather -> gate_up -> down and answer         (the products: backends/cuda/ops/experts.py)
 
-`choose` looks for requests and decides much as seam/batching.py does: replays at once, otherwise the lowest layer,
-and before it goes ahead it waits a moment for those who are on their way to this layer or to an earlier one. And steps
-begin together: whoever is to begin one *stands back* until the others have ended theirs, unless they have just begun
-and can be caught up with. Otherwise two workers that are half a step apart stay so, and all weights are read twice.
-That is up to one expert worker, whom the attention workers name (send.py): if two of them saw things differently, each
-would let another one begin, and so on for good.
+`choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Who has to
+stand back at the beginning of a step is up to one expert worker, whom the attention workers name (send.py): deciding
+independently, two expert workers could each hold back the one that the other lets begin, and so deadlock until their
+patience ends.
 
 It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
 that, or has written before, costs it a request, not us a crash. It also compares the experts that the counts are for
@@ -34,26 +32,24 @@ from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
+from everserve.seam.batching import JUST_BEGUN, ON_GPUS, ORDINARY
 from everserve.seam.outcomes import Status
 
 _ROWS_AT_A_TIME = 64
-# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most (attention seldom takes
-# longer), and hardly at all if there is nothing and nobody is in the middle of a step. It may wait longer than that, in
-# several launches: in the middle of a step (0.6 ms) for company that is about to come, and where one begins (2.5 ms)
-# for as long as it takes to choose tokens and hand them over. Whoever waits too long loses that once; if somebody goes
-# ahead too soon, all weights are read once more in every layer until the step ends.
-_LIMITS = (320, 1024, 4096)
+# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
+# there is nothing and nobody is in the middle of a step. It may wait longer than that, in several launches.
+_POLL_US = 0.6
+_LIMITS = (320, round(ON_GPUS.hold_us / _POLL_US), round(ON_GPUS.first_hold_us / _POLL_US))
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(int(Status.BAD_REQUEST))
 _MOVED = tl.constexpr(int(Status.MOVED))
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 _COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
 _IS_MOVED = tl.constexpr(-(1 << 31))  # in a slot's word of an answer
-_ORDINARY = tl.constexpr(1 << 15)  # added to the layer of a request that is no replay; layers have 14 bits
-_NOTHING = tl.constexpr(1 << 16)
-# The position of one that has sent its first layer. Whoever is there, or not even there, may have to stand back for
-# those who are further than the next layer: these do not wait for it.
-_BEGINNING = tl.constexpr(2)
+_ORDINARY = tl.constexpr(ORDINARY)  # layers have 14 bits
+_NOTHING = tl.constexpr(2 * ORDINARY)
+_JUST_BEGUN = tl.constexpr(JUST_BEGUN)
+_BEGINNING = tl.constexpr(JUST_BEGUN + 1)  # the position of one that has just begun; positions are layers + 1
 _NEVER = 1 << 30
 
 
@@ -213,7 +209,7 @@ def _look(
         first, num_back = _first(request, position, is_healthy, is_new, may_stand_back, L)
         layer = first % _ORDINARY
         is_coming = is_healthy & (is_new == 0) & (position > 0) & (position - 1 <= layer)
-        is_coming &= (position > _BEGINNING) | (layer <= 1)
+        is_coming &= (position > _BEGINNING) | (layer <= _JUST_BEGUN)
         limit = tl.where(layer == 0, first_patience, patience)
         waits = (first >= _ORDINARY) & (num_waits < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
@@ -244,7 +240,7 @@ def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexp
     """The urgency of what comes first among what was asked for, or _NOTHING; and how many stand back."""
     layers = _layers_of(request)
     urgency = tl.where((request & 1) == 1, layers, layers + _ORDINARY)
-    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > 1)
+    is_amid = is_healthy & (tl.where(is_new, layers, position - 1) > _JUST_BEGUN)
     stands_back = is_new & ((request >> 15) & 1 == 1) & may_stand_back & (tl.sum(is_amid.to(tl.int32)) > 0)
     first = tl.min(tl.where(is_new & (layers < L) & (stands_back == 0), urgency, _NOTHING))
     return first, tl.sum(stands_back.to(tl.int32))

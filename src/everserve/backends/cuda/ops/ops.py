@@ -21,7 +21,7 @@ from everserve.backends.cuda.ops.experts import ExpertArena, Tiles, cut_for, gat
 from everserve.backends.cuda.ops.words import Words
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
-from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
 
 
@@ -137,18 +137,6 @@ class CudaOps:
         h_TF = x_TD.new_empty(num_rows, arena.expert_size)
         gate_up(x_TD.data_ptr(), rows_T, arena, self._zero, tiles, h_TF, stop)
         return self._linear(arena.down_matrix, None)(h_TF, stop, residual_TO=residual_TD)
-
-    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
-        raise AssertionError("on a device rows are computed where they lie (backends/cuda/lanes)")
-
-    def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
-        raise AssertionError("on a device rows are moved and computed by kernels (backends/cuda/lanes)")
-
-    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
-        raise AssertionError("on a device rows are combined where they lie (backends/cuda/lanes)")
-
-    def combine_at(self, row_TK: int, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
-        raise AssertionError("on a device rows are combined where they lie (backends/cuda/lanes)")
 
     def greedy(self, logits_LV: Tensor) -> Tensor:
         """The most likely token of each row, int32, on the device."""

@@ -12,13 +12,13 @@ class Words:
     nothing if it is set. The other two say why (backends/cuda/lanes)."""
 
     stop: Tensor  # int32
-    missing: Tensor  # int32: 1 + an expert that has no place; 0: all have
+    unplaced: Tensor  # int32: 1 + an expert that has no place; 0: all have
     absent: Tensor  # int64: a bit for each rank that has not answered
 
     @classmethod
     def on(cls, device: torch.device) -> "Words":
         return cls(
             stop=torch.zeros(1, dtype=torch.int32, device=device),
-            missing=torch.zeros(1, dtype=torch.int32, device=device),
+            unplaced=torch.zeros(1, dtype=torch.int32, device=device),
             absent=torch.zeros(1, dtype=torch.int64, device=device),
         )
