@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from everserve.chaos.faults import Injector, Record
+from everserve.chaos.faults import InjectedFault, Injector
 from everserve.chaos.schedule import Blow, Fault, Victim
 from everserve.chaos.target import Target, View, supervisor_here
 from everserve.errors import ConfigError
@@ -65,7 +65,7 @@ def inject(view: dict, *blows: Blow, is_local: bool = True, while_it_runs=None, 
             posted.append((asked.path, asked.body))
             yield json_answer(answer or {}, status)
 
-    async def main() -> Record:
+    async def main() -> InjectedFault:
         async with serving(respond) as url:
             injector = Injector(Target(url), os.getpid() if is_local else None)
             until = asyncio.Event()

@@ -8,13 +8,13 @@ from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
 from everserve.control.design import Design
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
-from everserve.memory.devices import Device
+from everserve.memory.devices import DeviceInfo
 from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import Incarnation, Rank
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
 
 GIB = 1 << 30
-GPU = Device(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
+GPU = DeviceInfo(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from everserve.bench import failover_report, report
-from everserve.bench.cells import FAULTS, Found
 from everserve.bench.failover_report import TITLES, both
+from everserve.bench.grid import FAULTS, PointResult
 from everserve.bench.incident import Round
 
 _LEGEND = (
@@ -18,7 +18,7 @@ _LEGEND = (
 )
 
 
-def summarize(found: Sequence[Found]) -> dict[str, Any]:
+def summarize(found: Sequence[PointResult]) -> dict[str, Any]:
     """The cells, in the order of the table, and the verdict over all of them."""
     ordered = sorted(found, key=lambda one: (one.cell.context, one.cell.num_streams))
     totals = failover_report.summarize([round_ for one in found for round_ in one.rounds])
@@ -35,7 +35,7 @@ def is_passed(result: dict[str, Any]) -> bool:
     return failover_report.is_passed(result) and not result["num_failures"]
 
 
-def _of_cell(found: Found) -> dict[str, Any]:
+def _of_cell(found: PointResult) -> dict[str, Any]:
     of_faults = {fault: failover_report.of_fault([r for r in found.rounds if r.fault == fault]) for fault in FAULTS}
     return {
         **asdict(found.cell),

@@ -23,7 +23,7 @@ _PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Record:
+class InjectedFault:
     """One fault of the schedule, as it happened."""
 
     at_s: float  # since the storm began
@@ -53,7 +53,7 @@ class Injector:
         self._began_s = time.perf_counter()
         self._wakes: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()  # everybody who sleeps is woken
-        self.records: list[Record] = []
+        self.records: list[InjectedFault] = []
 
     async def run(self, schedule: Iterable[Fault], until: asyncio.Event) -> None:
         """Each fault at its moment, until told to stop; then nobody stays stopped."""
@@ -73,7 +73,7 @@ class Injector:
         """The faults so far, for people."""
         return [str(record) for record in self.records[-10:]]
 
-    async def _strike(self, fault: Fault) -> Record:
+    async def _strike(self, fault: Fault) -> InjectedFault:
         at_s = time.perf_counter() - self._began_s
         hit: list[str] = []
         missed: list[str] = []
@@ -90,7 +90,7 @@ class Injector:
                     hit.append(await self._land(blow, view))
                 except Missed as error:
                     missed.append(f"{blow.what} to {blow.victim}: {error}")
-        return Record(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
+        return InjectedFault(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
 
     async def _land(self, blow: Blow, view: View) -> str:
         """One blow; returns whom it hit."""

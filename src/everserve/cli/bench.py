@@ -147,7 +147,7 @@ def scaling(
     along. Cells that do not fit are shown as such.
     """
     from everserve.bench import scaling as benchmark  # noqa: PLC0415 (torch)
-    from everserve.bench.cells import scale_of  # noqa: PLC0415
+    from everserve.bench.grid import scale_of  # noqa: PLC0415
 
     default = scale_of(shape)
     settings = benchmark.Settings(

@@ -10,7 +10,7 @@ import msgspec
 from everserve.control.design import Design
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
-from everserve.memory.devices import Device, look
+from everserve.memory.devices import DeviceInfo, look
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
@@ -25,7 +25,7 @@ class Chosen:
     """What the workers compute on."""
 
     device: str  # "cpu" or "cuda"
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceInfo, ...] = ()
     share: bool = False  # through MPS
 
 

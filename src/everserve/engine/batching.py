@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     logits_rows_L: list[int]
 
 
-class Layout:
+class BatchLayout:
     """`lay_out` for an engine, most of whose steps are the last one again, one token further: the scheduler then says
     so by the very same list.
 

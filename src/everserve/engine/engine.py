@@ -12,7 +12,7 @@ from time import monotonic
 import torch
 
 from everserve.engine import integrity
-from everserve.engine.batching import Layout, wanted_rows
+from everserve.engine.batching import BatchLayout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
@@ -116,7 +116,7 @@ class Engine:
         self._clock = clock
         self._journal = journal
         self._undo = UndoLog()
-        self._layout = Layout(config.block_size)
+        self._layout = BatchLayout(config.block_size)
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0

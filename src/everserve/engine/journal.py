@@ -35,7 +35,7 @@ from everserve.kvlog.writer import Commit, Writer
 
 
 @dataclass(slots=True)
-class Entry:
+class JournalEntry:
     """What the journal knows of one stream."""
 
     key: bytes
@@ -49,7 +49,7 @@ class Entry:
 class _Part(NamedTuple):
     """One stream's part in a step: its tokens from `first` to `end`, and the blocks that they are in."""
 
-    entry: Entry
+    entry: JournalEntry
     first: int
     end: int
     blocks: list[int]
@@ -61,7 +61,7 @@ class Journal:
     def __init__(self, writer: Writer) -> None:
         self.log = log = writer.log
         self.writer = writer
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, JournalEntry] = {}
         self.adopted: dict[bytes, Record] = {}  # by key, oldest first
         self.free = list(reversed(range(log.shape.num_records)))  # indices that no record has
         self.ended: list[int] = []  # indices of streams whose last output is on its way
@@ -183,7 +183,7 @@ class Journal:
     def end(self, sequence: Sequence, is_delivered: bool) -> None:
         """This stream has ended. Until its client can know that, somebody may have to go on with it: its record stays
         until the next `commit`."""
-        entry = self.entries.pop(sequence.id, None) or Entry(key_of(sequence.id))
+        entry = self.entries.pop(sequence.id, None) or JournalEntry(key_of(sequence.id))
         record = self.adopted.pop(entry.key, None)
         for index in (entry.index, record.index if record is not None else None):
             if index is not None and is_delivered:
@@ -208,13 +208,13 @@ class Journal:
         taken = {record.index for record in self.adopted.values()}
         self.free = [index for index in self.free if index not in taken]
 
-    def _entry(self, sequence: Sequence) -> Entry:
+    def _entry(self, sequence: Sequence) -> JournalEntry:
         entry = self.entries.get(sequence.id)
         if entry is None:
-            entry = self.entries[sequence.id] = Entry(key_of(sequence.id))
+            entry = self.entries[sequence.id] = JournalEntry(key_of(sequence.id))
         return entry
 
-    def _chain(self, entry: Entry, sequence: Sequence) -> int:
+    def _chain(self, entry: JournalEntry, sequence: Sequence) -> int:
         """After the computed tokens."""
         num_computed = sequence.num_computed
         if entry.num_chained != num_computed:

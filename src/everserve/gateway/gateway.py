@@ -13,8 +13,8 @@ from everserve.gateway.http.slices import Slices
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.feed import EventFeed
 from everserve.gateway.observe.live import Live
-from everserve.gateway.observe.redundancy import Spares
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.redundancy import ExpertRedundancy
+from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.streams import stream_ids
 from everserve.gateway.streams.fleet import Fleet
@@ -56,11 +56,11 @@ class Gateway:
         self.tracing = tracing or Tracing()
         self.access = Access(settings)
         self.connections = Connections()
-        self.story = Story()
-        self.spares = Spares()
-        feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
-        self.cluster = Cluster(fleet, self.story)
-        self.live = Live(settings, self.access, fleet, self.cluster, self.story)
+        self.timeline = Timeline()
+        self.redundancy = ExpertRedundancy()
+        feed.listeners += [self.timeline.add, self.redundancy.on_event, *self.tracing.listeners]
+        self.cluster = Cluster(fleet, self.timeline)
+        self.live = Live(settings, self.access, fleet, self.cluster, self.timeline)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(settings.resume_window_s, fleet.tell, settings.resume_memory_bytes)

@@ -150,7 +150,7 @@ class Metrics(Collector):
             "everserve_survivable_expert_deaths",
             "Expert workers that may still die at once without leaving an expert without a place; at least so many.",
         )
-        if (num_left := self._gateway.spares.num_left(members)) is not None:
+        if (num_left := self._gateway.redundancy.num_left(members)) is not None:
             survivable.add_metric([], num_left)
         yield from (restarts, slots, survivable)
 

@@ -29,7 +29,7 @@ REASONS = ("headers", "time", "number", "memory", "descriptors", "refused")  # w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ConnectionLimits:
     """What a request may cost until it has arrived."""
 
     head_bytes: int = 64 << 10  # the request line and all headers
@@ -46,8 +46,8 @@ class Limits:
 class Connections:
     """All connections of clients, and which of them may be closed."""
 
-    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: ConnectionLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits or ConnectionLimits()
         self.clock = clock
         self.closed = Counter(dict.fromkeys(REASONS, 0))
         self.num_accepted = 0  # sockets that are not open yet

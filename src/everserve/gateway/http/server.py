@@ -43,7 +43,7 @@ def _num_descriptors() -> int:
         return 0
 
 
-class Listener:
+class ListeningSocket:
     """Accepts connections from one socket. Stands where uvicorn has an asyncio.Server."""
 
     def __init__(self, sock: socket.socket, connections: Connections, create: Callable[[], HttpProtocol]) -> None:
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self.servers: list[Any] = [Listener(sock, self._connections, create) for sock in sockets or []]
+        self.servers: list[Any] = [ListeningSocket(sock, self._connections, create) for sock in sockets or []]
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:

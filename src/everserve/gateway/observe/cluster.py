@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from everserve.gateway.http.responses import ClusterView, ProcessView, SparesView, WorkerView
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.ids import Rank
@@ -16,13 +16,13 @@ _NUM_RECENT = 5
 class Cluster:
     """What `/cluster` shows. Nothing here decides anything."""
 
-    def __init__(self, fleet: Fleet, story: Story) -> None:
+    def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
         self.members: Members | None = None
         self.processes: tuple[Process, ...] = ()
         self.num_spares = self._num_spares_wanted = 0
         self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
-        self._story = story
+        self._timeline = timeline
         self._violations: tuple[str, ...] = ()
         self._degraded: tuple[str, ...] = ()
         self.num_experts_without_place = 0
@@ -44,7 +44,7 @@ class Cluster:
             return
         self.orchestrator_is_gone = False
         self.members = change.members
-        self._story.learn(change.members.workers)
+        self._timeline.learn(change.members.workers)
         self._violations = change.violations
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
@@ -88,7 +88,7 @@ class Cluster:
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
-            recent=self._story.sentences(_NUM_RECENT),
+            recent=self._timeline.sentences(_NUM_RECENT),
         )
 
     def _view_worker(self, worker: Worker) -> WorkerView:

@@ -43,7 +43,7 @@ class Incident:
         self.who = who
         self.title = title
         self.facts: list[str] = []
-        self.version = 0  # of the story when this was last changed
+        self.version = 0  # of the timeline when this was last changed
         self.is_open = False
         self.ended_unix_s: float | None = None
         self.pause_s: float | None = None

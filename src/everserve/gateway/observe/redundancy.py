@@ -9,7 +9,7 @@ from everserve.tables.members import Members, WorkerState
 from everserve.wire.events import AnyEvent, PlacementMade
 
 
-class Spares:
+class ExpertRedundancy:
     """What was planned, and what is left of it."""
 
     def __init__(self) -> None:

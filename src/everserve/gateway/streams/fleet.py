@@ -2,7 +2,7 @@
 
 Streams are bound late: a stream is given to a worker when one has room, and waits here until then. Losing a worker is
 no event for its clients: its streams wait again, in front of the others, and go on elsewhere after the tokens that
-were delivered. Only their own end, their client or `close` ends them; or that they end their workers (suspects.py).
+were delivered. Only their own end, their client or `close` ends them; or that they end their workers (poison.py).
 
 A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
 whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from everserve.errors import EverserveError, OverloadedError, RequestError
-from everserve.gateway.streams import suspects
+from everserve.gateway.streams import poison
 from everserve.gateway.streams.links import WorkerLink
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
@@ -289,7 +289,7 @@ class Fleet:
             self._waiting.add(stream)
         self.logs.lose(link.log)
         for stream in streams:  # when all of them wait: whoever is told may cancel others
-            if stream.num_losses >= suspects.MAX_LOSSES and self._waiting.remove(stream):
+            if stream.num_losses >= poison.MAX_LOSSES and self._waiting.remove(stream):
                 self._give_up(stream, link)
         self._bind_waiting(now_s)
 
@@ -307,7 +307,7 @@ class Fleet:
         parted: list[Stream] = []
         num_passed_over = 0
         while siblings := self._waiting.group(num_passed_over):
-            allowed = suspects.may_run(siblings, self._running())
+            allowed = poison.may_run(siblings, self._running())
             if not allowed:
                 num_passed_over += 1
                 continue

@@ -28,7 +28,7 @@ _LONG_S = 0.5  # a wait that is worth telling before it is over
 _TOGETHER_S = 5.0  # small news of one kind within this time are one entry
 
 
-class Story:
+class Timeline:
     """The latest incidents, oldest first."""
 
     def __init__(self) -> None:
