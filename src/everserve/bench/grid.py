@@ -1,4 +1,4 @@
-"""The cells of the scaling benchmark: so many streams of such a context, chosen and weighed before anything runs."""
+"""The grid of the scaling benchmark: numbers of streams by context lengths, chosen and checked before anything runs."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ FAULTS = ("expert", "attention")
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured if nobody says otherwise, and two things about the server."""
+    """What is measured by default, and two properties of the server."""
 
     streams: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -52,7 +52,7 @@ class GridPoint:
 
 @dataclass
 class PointResult:
-    """What became of a cell. A kind of fault has rounds, or a reason for having none, or both if one went wrong."""
+    """The result at one point. A kind of fault has rounds, or a reason for having none, or both if one went wrong."""
 
     cell: GridPoint
     rounds: list[Round] = field(default_factory=list)
@@ -79,8 +79,8 @@ def choose(
 def weigh(cell: GridPoint, block_size: int, kv_tokens: int, num_attention: int) -> dict[str, str]:
     """Faults that cannot be measured, and why, if each attention worker has KV for `kv_tokens`.
 
-    All workers together must have room for the streams. When an attention worker dies the others must; one that is
-    alone has a successor.
+    All workers together must have room for the streams. When an attention worker dies the remaining ones must have it;
+    a single worker's streams wait for its successor.
     """
     needed = cell.kv_tokens(block_size)
     room, left = kv_tokens * num_attention, kv_tokens * max(num_attention - 1, 1)

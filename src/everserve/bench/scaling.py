@@ -67,7 +67,7 @@ class Settings:
 
 
 def run(settings: Settings, out: Path | None) -> bool:
-    """The whole benchmark. Returns whether every stream was exact, nothing failed, and on a GPU nobody was harmed."""
+    """The whole benchmark. Returns whether every stream was exact, nothing failed, on a GPU no survivor was harmed."""
     chosen, left_out = settings.cells()
     with subject(settings.shape, settings.num_layers) as served:
         measured = [cell for cell in chosen if cell.length <= served.max_context]
@@ -94,7 +94,7 @@ def _too_long(cell: GridPoint, served: Subject) -> PointResult:
 
 
 def _measure(settings: Settings, served: Subject, measured: list[GridPoint]) -> Iterator[PointResult]:
-    """One cell after the other. A server that is lost in one is started again for the next."""
+    """All points of the grid in turn. A server that is lost at one is started again for the next."""
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
     with contextlib.ExitStack() as stack:
@@ -144,7 +144,7 @@ def _kill(
     expected: list[list[int]],
     warm_s: float,
 ) -> None:
-    """Whatever goes wrong is a finding about this cell and this fault; the others may say more."""
+    """A failure is a finding about this point and this fault; the benchmark goes on with the next."""
     try:
         found.rounds.append(kill.kill_worker(server, fault, rank, asks, expected, warm_s, repeats=False))
     except (EverserveError, OSError) as error:

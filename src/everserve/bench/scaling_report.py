@@ -14,7 +14,7 @@ _LEGEND = (
     "gap: the largest of any stream that spans the kill or begins within 1 s; over p99: of the times between tokens "
     "before the kill.\nfrom a log: tokens of all streams that moved whose KV was copied; again: of each of them, "
     "computed again.\nwhole: every seat is taken and ready again; inexact: tokens lost or different; harmed: workers "
-    "declared gone that nobody had killed."
+    "declared gone that were not killed."
 )
 
 
@@ -52,7 +52,7 @@ def _brief(round_: Round) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
-    """A table for each kind of fault, what is not in it, and the verdict."""
+    """A table for each kind of fault, what could not be measured, and the verdict."""
     settings = result["settings"]
     setup = f"{result['model']}, {settings['num_attention']} attention and {settings['num_expert']} expert workers"
     for fault in FAULTS:

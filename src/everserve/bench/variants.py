@@ -68,7 +68,7 @@ class VariantResults:
     model: str
     samples: Samples
     differences: list[Difference]
-    idle_cores: dict[str, float]  # that each server uses while nobody asks it anything; none if one was alive at a time
+    idle_cores: dict[str, float]  # that each server uses without requests; none if one was alive at a time
     num_repeated: dict[str, int]  # slices in which a process was replaced: nothing was to fail here
     not_measured: dict[str, str]  # variants that are missing, and why
 
@@ -155,7 +155,7 @@ def _difference(token_ids: list[int], expected: list[int]) -> tuple[int, int] | 
 
 
 def _at_once(what: str, served: Subject, tally: Measurements, settings: Settings) -> Iterator[dict[str, float]]:
-    """After each round: how many cores each server uses while nobody asks it anything."""
+    """After each round: how many cores each server uses without requests."""
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, flags in tally.flags.items():
@@ -210,7 +210,7 @@ def _shuffled(names: Mapping[str, object], seed: str) -> list[str]:
 
 
 def _idle_share(servers: dict[str, Server]) -> dict[str, float]:
-    """Cores that each server uses while nobody asks it anything: what it takes away from the one that is measured."""
+    """Cores that each server uses without requests: what it takes away from the one that is measured."""
     before = {name: processes.cpu_s(server.pids) for name, server in servers.items()}
     time.sleep(IDLE_S)
     return {name: (processes.cpu_s(server.pids) - before[name]) / IDLE_S for name, server in servers.items()}

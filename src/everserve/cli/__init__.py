@@ -1,11 +1,11 @@
 """The command line, one file per command.
 
-serve.py    serve a model (serve_settings.py what its flags mean to whom)
+serve.py    serve a model (serve_settings.py: which process gets which flag)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
 address.py  the server that --url names
-demo.py     the story in one terminal (demo_run.py what happened, demo_screen.py what is shown)
+demo.py     streams and deaths in one terminal (demo_run.py what happens, demo_screen.py what is shown)
 status.py   who is here, and is the instance valid
 watch.py    ... as it changes (`status --watch`)
 kill.py     send a signal to a process

@@ -52,7 +52,8 @@ def demo() -> None:
         placed = next(event for event in server.events() if event["event"] == "placement_made")
         console.print(
             f"Ready at {server.url} after {time.monotonic() - began_s:.1f} s. Each expert worker holds "
-            f"{placed['active_per_worker']} experts per layer and {placed['shadow_per_worker']} shadows of the other's."
+            f"{placed['active_per_worker']} experts per layer and {placed['shadow_per_worker']} "
+            "shadows of other workers' experts."
         )
         console.print()
         run = DemoRun(server, _kills())

@@ -44,7 +44,7 @@ class PlannedKill:
         return self.at_s is not None
 
     def gap_s(self, streams: list[Stream]) -> float | None:
-        """The longest that any client waited for a token then, or within a second; None while somebody may still wait.
+        """The longest that any client waited for a token then, or within a second; None while a client may still wait.
 
         The second is for what comes with a death: a process starts, and needs the cores that texts are written with.
         """
@@ -185,7 +185,7 @@ def _cost(kill: PlannedKill, events: list[Event]) -> str:
     """What had to be done twice, or not."""
     rank = kill.target.get("rank")
     if rank is None:
-        return "nobody needed it just then: tokens need nobody who decides"
+        return "streams do not need it while nothing changes"
     restored = [e for e in events if e["event"] == "stream_restored" and e["from_rank"] == rank]
     if restored:
         num_restored, num_again = (sum(e[name] for e in restored) for name in ("num_restored", "num_recomputed"))

@@ -1,4 +1,4 @@
-"""How the demo looks: panels that fill with text, a line of tokens per second, and marks where somebody died."""
+"""How the demo looks: panels that fill with text, a line of tokens per second, and a mark at each death."""
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -11,7 +11,7 @@ from everserve.client import Stream, percentile
 
 _BIN_S = 0.05
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_NUM_LINES_BESIDE = 8  # what is not a panel
+_NUM_LINES_BESIDE = 8  # below and above the panels
 _MIN_PANEL, _MAX_PANEL = 5, 12
 
 
@@ -29,7 +29,7 @@ def screen(run: DemoRun, now_s: float, console: Console) -> RenderableType:
 
 
 def _panel(run: DemoRun, index: int, width: int, height: int, console: Console) -> Panel:
-    """The end of one text, with a mark where somebody died while it was written."""
+    """The end of one text, with a mark at each death that fell into it."""
     stream = run.streams[index]
     text = Text(PROMPTS[index], "bold")
     begin = 0
@@ -74,7 +74,7 @@ def _line(kill: PlannedKill, run: DemoRun) -> Text:
 
 
 class PlainLines:
-    """The same without a terminal: a line when somebody dies, and one when all texts have gone on."""
+    """The same without a terminal: a line for each death, and one when all texts have gone on."""
 
     def __init__(self, run: DemoRun, console: Console) -> None:
         self._run = run
@@ -116,7 +116,7 @@ def summary(outcomes: list[KillOutcome], again: DemoRun) -> Table:
             f"{outcome.replaced_s:.2f} s",
         )
     gaps_s = [gap for stream in again.streams for gap in stream.gaps_s]
-    table.add_row("nobody, afterwards", "", f"{1e3 * max(gaps_s):.0f} ms", style="dim")
+    table.add_row("none (second run)", "", f"{1e3 * max(gaps_s):.0f} ms", style="dim")
     return table
 
 
@@ -128,7 +128,7 @@ def prices(outcomes: list[KillOutcome], again: DemoRun) -> list[str]:
 
 
 def beginnings(streams: list[Stream], console: Console) -> None:
-    """A taste of the texts, where nobody saw them grow."""
+    """The first words of each text, where there was no screen to show them grow."""
     for prompt, stream in zip(PROMPTS, streams, strict=True):
         text = " ".join(f"{prompt}{stream.text}".split())
         console.print(f"  {text[: (console.width - 6)]} ...", markup=False)

@@ -78,7 +78,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     assert chosen.device == "cuda", chosen
     without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
     design = Design.of(msgspec.structs.replace(start, worker=without_kv))
-    # One lane more than there are peers: those of a worker that died go when everybody has let go of them.
+    # One lane more than there are peers: lanes of a dead worker are freed only when every peer has unmapped them.
     lanes_bytes = (start.num_expert + 1) * design.lane_bytes if start.num_expert else 0
     workers = [
         WorkerNeeds(

@@ -281,13 +281,13 @@ class Engine:
     def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list[_Next]:
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
         if all([chunk[1] == 1 and chunk[2] for chunk in chunks]):  # noqa: C419 (a list is quicker)
-            return self._choose([chunk[0] for chunk in chunks], logits_LV)  # nearly always: everybody decodes
+            return self._choose([chunk[0] for chunk in chunks], logits_LV)  # nearly always: all streams decode
         completing: list[Sequence] = []
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
             sequence, num_tokens, completes = chunk
-            if completes and num_tokens == 1:  # whoever wants a prompt's logprobs has them by now
+            if completes and num_tokens == 1:  # prompt logprobs, if wanted, were computed before
                 row += 1
             else:
                 num_rows = len(wanted_rows(chunk, 0))

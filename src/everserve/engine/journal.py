@@ -10,10 +10,10 @@ A step's tokens go into the log while and after they are computed; the *record* 
     committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
 
 On a device KV stays as it is for a while, and between two steps there is no time for any of this. So a step is begun
-there when it computes, and what is to be done about its end waits for the next one, or for whoever needs it done.
+there when it computes, and the work at its end is deferred to the next step, or until something needs it.
 
 A record never says more than what is in the log. It is cleared when its stream ends or is preempted: the blocks that it
-names will be somebody else's soon.
+names will soon belong to another stream.
 
 A log that was there before us is our predecessor's: we *adopt* it. Its records are left alone for as long as possible,
 because their streams may be asked for; one that goes on here goes on in its old place.
@@ -152,7 +152,7 @@ class Journal:
         self._num_logged[block] = num_slots if block < self.writer.reach else 0
 
     def note_all_logged(self, blocks: list[int], num_slots: int) -> None:
-        """The same of several, one behind the other: so many slots of all of them together."""
+        """The same of several consecutive blocks: so many slots of all of them together."""
         num_logged, reach, block_size = self._num_logged, self.writer.reach, self._block_size
         for block in blocks:
             num_logged[block] = block_size if block < reach else 0
@@ -181,8 +181,8 @@ class Journal:
                 entry.index, entry.num_committed, entry.num_listed = None, 0, 0
 
     def end(self, sequence: Sequence, is_delivered: bool) -> None:
-        """This stream has ended. Until its client can know that, somebody may have to go on with it: its record stays
-        until the next `commit`."""
+        """This stream has ended. Until its client can know that, another worker may have to continue it: its record
+        stays until the next `commit`."""
         entry = self.entries.pop(sequence.id, None) or JournalEntry(key_of(sequence.id))
         record = self.adopted.pop(entry.key, None)
         for index in (entry.index, record.index if record is not None else None):
@@ -192,7 +192,7 @@ class Journal:
                 self.ended.append(index)
 
     def forget_adopted(self, but: Iterable[str] = ()) -> None:
-        """Nobody will ask for the streams that our predecessor had, but perhaps for these."""
+        """Drop the predecessor's records, except those of these streams: only they may still be resumed here."""
         kept = {key_of(id) for id in but}
         for key in self.adopted.keys() - kept:
             self._give_back(self.adopted.pop(key).index)
@@ -232,7 +232,7 @@ class Journal:
                 entry.index = self._take_index(entry.key)
             entry.num_committed = self._num_in_log(sequence, entry.num_committed)
             num_blocks = sequence.num_blocks_for(entry.num_committed)
-            # Hardly ever more: blocks of a step that may still be abandoned are nobody's yet.
+            # Rarely more: blocks of a step that may still be abandoned are not part of the record yet.
             blocks = sequence.blocks if len(sequence.blocks) == num_blocks else sequence.blocks[:num_blocks]
             commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
             entry.num_listed = num_blocks

@@ -6,8 +6,8 @@ at least one token stays pending, because its logits are needed. What comes back
 A death leaves many streams, which are admitted one after the other. On a device, where a copy takes much less time than
 to ask for it, the next ones are brought together with the first.
 
-Where the log is the memory that our own pool lies in (our predecessor's pool), a block that nobody has taken since is
-used where it lies. Whether it still holds these tokens is not a question of who had it: its words tell.
+Where the log is the memory that our own pool lies in (our predecessor's pool), a block that has not been taken since is
+used where it lies. The words of its slots show whether it still holds these tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ from everserve.kvlog.writer import Copy
 
 @dataclass(frozen=True)
 class _Brought:
-    """A stream's first tokens, from the first one on, in blocks that are nobody's yet."""
+    """A stream's first tokens, from the first one on, in blocks that no sequence has yet."""
 
     blocks: list[int]
     chains: NDArray[np.uint64]
@@ -174,7 +174,7 @@ class Restorer:
 
     def _use_in_place(self, sequence: Sequence, blocks: list[int], chains: NDArray[np.uint64]) -> int:
         """These blocks for the sequence, as far as they hold the tokens that have these chains; returns how many are
-        right. What is not is somebody else's by now, who may need it."""
+        right. Blocks that fail the check belong to another stream; leave them."""
         num_right = self._journal.writer.count_intact(blocks, len(chains), chains)
         used = blocks[: -(-num_right // self._pool.block_size)]
         for block in used:

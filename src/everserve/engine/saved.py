@@ -1,4 +1,4 @@
-"""One stream's KV in a log, for whoever continues the stream."""
+"""One stream's KV in a log, for the worker that continues the stream."""
 
 from dataclasses import dataclass
 

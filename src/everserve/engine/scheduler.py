@@ -1,18 +1,18 @@
-"""Who runs in this step, with how many tokens.
+"""Which streams run in this step, with how many tokens.
 
 Each step has a budget of tokens. Decoding streams come first (one token each), then streams in the middle of their
-prompt, then new ones, so that long prompts fill what is left of each step instead of holding everybody up. While
+prompt, then new ones, so that long prompts fill what is left of each step instead of delaying all streams. While
 streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
 
 When blocks run out, the stream admitted last gives its blocks back and waits at the head of the queue; it is
-recomputed later, never dropped. The stream admitted first can take everybody's blocks, and one stream alone always fits
-(checked when it is added): so somebody always advances.
+recomputed later, never dropped. The stream admitted first can take all other streams' blocks, and one stream alone
+always fits (checked when it is added): so at least one stream always advances.
 
 A stream that another worker had is brought back from a log when it is admitted, as far as possible (restoring.py).
 While others are served, a step does only so much of that; a long stream comes back in several steps.
 
 Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
-back is the content of blocks that were taken from somebody: see `abandon`.
+back is the content of blocks that were taken from another stream: see `abandon`.
 """
 
 import sys
@@ -51,7 +51,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._round: list[Chunk] = []  # the last step, if everybody who ran decoded in it
+        self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
         self._restorer = restorer
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
@@ -81,8 +81,8 @@ class Scheduler:
         self._undo.commit()
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty if there is nothing to do. The same list as before, if everybody just goes
-        on."""
+        """The chunks of the next step; empty if there is nothing to do. The same list as before, if all streams just
+        decode on."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
@@ -94,8 +94,8 @@ class Scheduler:
         return chunks
 
     def _goes_on(self) -> bool:
-        """Whether everybody who runs has a token more to compute, as in the last step, and a slot for it; and nobody
-        else may run. (Lists, since this is done between any two tokens of every stream.)"""
+        """Whether every running stream has one more token to compute, as in the last step, and a slot for it, and no
+        other stream may run. (Lists, since this is done between any two tokens of every stream.)"""
         if not self._round or (self.waiting and len(self.running) < self._max_num_seqs):
             return False
         if [chunk[0] for chunk in self._round] != self.running:

@@ -83,7 +83,7 @@ class LogShape:
         return int(self.layout().blocks_at)
 
     def has_blocks_like(self, other: "LogShape") -> bool:
-        """Whether a block of one is a block of the other."""
+        """Whether blocks of the two have the same layout."""
         return self.block_size == other.block_size and (
             (self.num_layers, self.num_planes, self.piece_bytes)
             == (other.num_layers, other.num_planes, other.piece_bytes)

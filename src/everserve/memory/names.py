@@ -1,13 +1,13 @@
-"""What pieces of shared memory are called: KIND-OWNER. The name is for people, and for whoever keeps memory for others
-without knowing what is in it.
+"""Names of pieces of shared memory: KIND-OWNER. For people, and for the supervisor, which keeps memory by name without
+knowing what is in it.
 
     cell-2.3            of an incarnation
     log-2.3             likewise
     kv-2.3              likewise, on a device: the blocks of that log, where the KV cache itself outlives its worker
     lane-0.1-2.3        between two incarnations
-    bell-2              of an expert worker's seat on a device; rung by those who have sent something
-    weights-2           of a seat, and of all others with the same weights on the same device: it outlives every
-                        incarnation that sits there
+    bell-2              of an expert worker's rank on a device; rung by attention workers that have sent a request
+    weights-2           of a rank, shared by all ranks with the same weights on the same device: it outlives every
+                        incarnation of the rank
     weights-state-2     likewise: what is in those weights
 """
 

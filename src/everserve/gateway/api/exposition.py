@@ -115,7 +115,7 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily(
             "everserve_degraded_experts",
-            "Experts, over all layers, that nobody can compute now; streams that need them wait.",
+            "Experts, over all layers, that no worker can compute now; streams that need them wait.",
             value=cluster.num_experts_without_place,
         )
         workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])

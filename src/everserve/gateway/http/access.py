@@ -18,7 +18,7 @@ from everserve.gateway.http.errors import HttpError
 from everserve.wire.messages import StartGateway
 
 Owner = str  # the name of the key that a request brought
-ANYONE: Owner = ""  # it brought none, and none is needed
+ANYONE: Owner = ""  # the request has no key, and none is needed
 _ADMIN: Owner = "admin"
 
 

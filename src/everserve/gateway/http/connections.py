@@ -104,7 +104,7 @@ class Connections:
         return connection is not None
 
     def sweep(self) -> None:
-        """To be called about once a second: close whoever takes too long."""
+        """Close connections that take too long. To be called about once a second."""
         now_s = self.clock()
         for connection in list(self._arriving):
             if connection.deadline_s(now_s) < now_s:

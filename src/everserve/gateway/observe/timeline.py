@@ -281,7 +281,7 @@ class Timeline:
     # -- inside ----------------------------------------------------------------------------------
 
     def _about(self, event: ev.Event, rank: int, incarnation: int | None) -> WorkerIncident:
-        """The incident of this incarnation (None: of whoever sits there), which may begin with this event."""
+        """The incident of this incarnation (None: of the rank's latest), which may begin with this event."""
         incident = self._at_seat.get(rank)
         if incident is None or not _fits(incident, event, incarnation):
             incident = WorkerIncident(next(self._ids), event.at_s, event.unix_s, rank, incarnation, self._role(rank))
@@ -338,7 +338,7 @@ class Timeline:
         return incident.is_waited_for or now_s - incident.at_s - (incident.ended_unix_s - incident.unix_s) < _MEASURED_S
 
     def _role(self, rank: int) -> str:
-        """One word; none for a worker that does everything, or that nobody has told us about."""
+        """One word; none for a worker with both roles, or one that is in no table yet."""
         seat = self._seats.get(rank)
         return seat.roles[0].value if seat is not None and len(seat.roles) == 1 else ""
 

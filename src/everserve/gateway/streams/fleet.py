@@ -1,8 +1,8 @@
 """The attention workers, and every stream that runs on one of them or waits for one.
 
-Streams are bound late: a stream is given to a worker when one has room, and waits here until then. Losing a worker is
-no event for its clients: its streams wait again, in front of the others, and go on elsewhere after the tokens that
-were delivered. Only their own end, their client or `close` ends them; or that they end their workers (poison.py).
+Streams are bound late: a stream is given to a worker when one has room, and waits here until then. When a worker is
+lost its streams wait again, in front of new ones, and go on at other workers after the tokens that were delivered. A
+stream ends by itself, by its client, by `close`, or because it ends its workers (poison.py).
 
 A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
 whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
@@ -194,7 +194,7 @@ class Fleet:
 
     def submit(self, siblings: list[Stream]) -> None:
         """Run these streams, which have one prompt: on the same worker if one has room for all of them now."""
-        assert self.limits is not None, "nobody knows yet whether these streams can run"
+        assert self.limits is not None, "limits are known from the first ready worker on"
         now_s, group = self.clock(), next(self._groups)
         for stream in siblings:
             stream.group, stream.submitted_s = group, now_s
@@ -203,7 +203,7 @@ class Fleet:
         self._bind_waiting(now_s)
 
     def cancel(self, stream: Stream) -> None:
-        """Nobody waits for this stream any more; nothing happens if it has ended."""
+        """Its client has left, or needs no more of it; nothing happens if it has ended."""
         if stream.link is not None:
             stream.link.cancel(stream)
             self.on_step()
@@ -212,7 +212,7 @@ class Fleet:
         self.logs.release(stream)
 
     def suspend(self, stream: Stream) -> None:
-        """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
+        """Its client is gone, and may come back: the stream keeps its tokens, and no worker meanwhile."""
         self.cancel(stream)
         stream.mark_suspended()
 
@@ -221,7 +221,7 @@ class Fleet:
         now_s = self.clock()
         for stream in streams:
             stream.is_first = True
-            stream.last_s = now_s if stream.tokens else None  # nobody waited before
+            stream.last_s = now_s if stream.tokens else None  # while suspended no client waited
             self._waiting.add(stream)
         self._bind_waiting(now_s)
 
@@ -288,7 +288,7 @@ class Fleet:
             self.logs.need(stream, link.log)
             self._waiting.add(stream)
         self.logs.lose(link.log)
-        for stream in streams:  # when all of them wait: whoever is told may cancel others
+        for stream in streams:  # only after all of them wait: a listener that is told may cancel siblings
             if stream.num_losses >= poison.MAX_LOSSES and self._waiting.remove(stream):
                 self._give_up(stream, link)
         self._bind_waiting(now_s)

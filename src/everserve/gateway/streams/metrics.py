@@ -1,7 +1,7 @@
 """What is counted and measured, with vLLM's buckets.
 
 Observations are plain additions, because some are made for every token; exposition.py makes Prometheus' text of them
-when somebody asks.
+when they are read.
 """
 
 from bisect import bisect_left

@@ -6,7 +6,7 @@
 
 A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
 elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
-and counted; if it contradicts what was delivered, that is told, for somebody is wrong. A gap means that a token is
+and counted; if it contradicts what was delivered, an event reports it. A gap means that a token is
 lost: the stream fails, because what follows would be a lie. Outputs for streams that are no longer in the table
 (cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
@@ -177,7 +177,7 @@ class StreamTable:
                 self.remove(stream)
             try:
                 stream.listener.on_output(output, now_s)
-            except Exception:  # our own bug: it costs this stream, not the others in this step
+            except Exception:  # our own bug: it costs this stream, not the rest of the step
                 traceback.print_exc(file=sys.stderr)
                 broken.append(output.id)
                 if stream.link is not None:

@@ -129,10 +129,10 @@ class Cell:
             for words in (self._uint32, self._int32, self._uint64):
                 words.release()
 
-    # Anyone
+    # For any process that maps the cell
 
     def ring(self) -> None:
-        """Wake the owner, or keep it from falling asleep. Who notices the ring sees what was written before it."""
+        """Wake the owner, or keep it from falling asleep. An owner that sees the ring sees all writes before it."""
         self._ring(self._pointer)
 
     def ring_control(self) -> None:
