@@ -15,7 +15,7 @@ BIN_S = 0.05
 
 @dataclass(frozen=True)
 class Victim:
-    """Who was killed, and when the signal was sent."""
+    """Which process was killed, and when the signal was sent."""
 
     rank: int
     incarnation: int

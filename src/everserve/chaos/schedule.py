@@ -167,7 +167,7 @@ def _stop_process(name: str) -> Make:
 
 
 def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
-    """In either order, at once or shortly after each other: the one who repairs, and the one who has to be repaired."""
+    """A worker and the orchestrator that would replace it, in either order, at once or shortly after each other."""
     blows = [(dice.choice(seats.workers), 0.0), (Victim("orchestrator"), round(dice.choice((0.0, 0.02, 0.2)), 3))]
     if dice.random() < 0.5:
         blows = [(blows[1][0], 0.0), (blows[0][0], blows[1][1])]

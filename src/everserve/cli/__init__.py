@@ -6,7 +6,7 @@ devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
 address.py  the server that --url names
 demo.py     streams and deaths in one terminal (demo_run.py what happens, demo_screen.py what is shown)
-status.py   who is here, and is the instance valid
+status.py   the workers, and whether the instance is valid
 watch.py    ... as it changes (`status --watch`)
 kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced

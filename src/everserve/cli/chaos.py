@@ -61,7 +61,7 @@ def chaos(
     """
     if json_file is not None:
         check_directory(json_file.parent, "--json")
-    from everserve.chaos import run  # noqa: PLC0415 (only those who use it pay for it)
+    from everserve.chaos import run  # noqa: PLC0415 (its import is slow)
     from everserve.chaos.target import Target  # noqa: PLC0415
     from everserve.progress import Progress  # noqa: PLC0415
 

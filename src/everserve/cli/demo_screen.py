@@ -46,7 +46,7 @@ def _panel(run: DemoRun, index: int, width: int, height: int, console: Console) 
 
 
 def _timeline(run: DemoRun, now_s: float, width: int) -> tuple[Text, Text]:
-    """Tokens of all texts, a twentieth of a second a column, and below it who died when."""
+    """Tokens of all texts, a twentieth of a second a column, and below it when each process died."""
     num_bins = max(1, int((now_s - run.began_s) / _BIN_S))
     counts = [0] * (num_bins + 1)
     for stream in run.streams:

@@ -165,7 +165,7 @@ class _SharedStderr:
     def __init__(self) -> None:
         self._fd = os.dup(sys.stderr.fileno())
         self.terminal: TextIO = os.fdopen(self._fd, "w", closefd=False)
-        self.lock = threading.Lock()  # of who prints, and of who ends the bars
+        self.lock = threading.Lock()  # held to print, and to end the bars
         self._console: Console | None = None  # while there are bars
         self._thread: threading.Thread | None = None
 

@@ -22,7 +22,7 @@ class Forward(Protocol):
 
 
 class Stepping(Protocol):
-    """Who wants to know when a step begins and ends (backends/cpu/remote_experts.py)."""
+    """Told when a step begins and ends (backends/cpu/remote_experts.py)."""
 
     def begin_step(self) -> None: ...
 

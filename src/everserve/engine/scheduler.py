@@ -107,7 +107,7 @@ class Scheduler:
         return all(self._grow(sequence, 1) for sequence in short)
 
     def _distribute(self) -> list[Chunk]:
-        """The budget, among those who run and those who wait."""
+        """Divide the budget among running and waiting streams."""
         chunks: list[Chunk] = []
         budget = self._max_num_batched_tokens
         decoding: list[Sequence] = []
@@ -133,8 +133,8 @@ class Scheduler:
         return chunks
 
     def certain(self) -> list[Sequence]:
-        """Who runs; in the middle of a step without those that it has started or restored: should it be abandoned, it
-        has not."""
+        """The running streams. In the middle of a step, without those that it has started or restored: if the step is
+        abandoned, they have not begun."""
         if not len(self._undo):
             return self.running
         uncertain = {sequence.id for sequence in self.started} | {restored.id for restored in self.restored}

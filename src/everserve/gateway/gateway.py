@@ -78,7 +78,7 @@ class Gateway:
         return len(self.answers)
 
     def check_room(self, num_streams: int) -> None:
-        """Raise unless so many more streams are welcome now. An answer that its client has not read yet has a place."""
+        """Raise unless there is room for so many more streams. A complete answer that is not read yet takes a place."""
         num_unread = 0
         if self.fleet.num_streams + len(self.answers) + num_streams > self.fleet.max_queue:
             num_unread = sum(answer.is_complete for answer in self.answers)

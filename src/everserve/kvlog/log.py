@@ -54,7 +54,7 @@ class BlocksElsewhere(Protocol):
 
 
 class Log:
-    """The descriptor stays the caller's, who may close it. Zeroed memory becomes an empty log.
+    """The descriptor stays the caller's, and may be closed. Zeroed memory becomes an empty log.
 
     Mapped until `close`, and not just until the object is collected: C code and a pool may hold its addresses.
 

@@ -382,7 +382,7 @@ class Driver:
 
 
 class Mapping:
-    """Memory behind a descriptor, at an address of its own. The descriptor stays the caller's, who may close it."""
+    """Memory behind a descriptor, at an address of its own. The descriptor stays the caller's, and may be closed."""
 
     def __init__(self, driver: Driver, fd: int, num_bytes: int) -> None:
         self._driver = driver
@@ -447,7 +447,7 @@ class Region:
         return place in self._mapped
 
     def map(self, fd: int, place: int) -> int:
-        """Put this memory there; returns its address. The descriptor stays the caller's, who may close it."""
+        """Put this memory there; returns its address. The descriptor stays the caller's, and may be closed."""
         assert place not in self._mapped, f"place {place} is taken"
         handle = self._driver.import_handle(fd)
         try:

@@ -1,4 +1,4 @@
-"""`POST /cluster/drain`: an operator wants a worker to give its streams to others, leave, and be replaced."""
+"""`POST /cluster/drain`: a worker gives its streams to other workers, leaves, and is replaced."""
 
 from typing import Annotated
 

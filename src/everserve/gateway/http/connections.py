@@ -117,7 +117,7 @@ class Connections:
             self._close(connection, "number")
 
     def _impatient(self) -> "HttpProtocol | None":
-        """Who has been arriving for longest, if that is too long when others want its place."""
+        """The request that has been arriving for longest, if that is too long while its place is needed."""
         connection, since_s = next(iter(self._arriving.items()), (None, 0.0))
         return connection if self.clock() - since_s >= self.limits.patience_s else None
 
@@ -166,7 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._stage is _Stage.HEAD:
             return self.since_s + limits.head_s
         if self.flow.read_paused:
-            self.since_s = now_s  # it is we who keep it waiting
+            self.since_s = now_s  # the server, not the client, made it wait
         return self.since_s + limits.body_s + self.num_body_bytes / limits.body_bytes_per_s
 
     def time_is_up(self) -> None:

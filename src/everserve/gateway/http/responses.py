@@ -200,7 +200,7 @@ class SparesView(msgspec.Struct, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, kw_only=True):
-    """`/cluster`: who is here; no violations = valid."""
+    """`/cluster`: processes and workers; no violations = valid."""
 
     epoch: int
     violations: list[str]
@@ -213,7 +213,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
 
 
 class FaultView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/fault`: who got the signal, a worker or a process that is not one."""
+    """`POST /cluster/fault`: the process that got the signal, a worker or not."""
 
     rank: int | UnsetType = UNSET
     incarnation: int | UnsetType = UNSET
@@ -223,7 +223,7 @@ class FaultView(msgspec.Struct, kw_only=True):
 
 
 class DrainView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/drain`: who was asked to leave."""
+    """`POST /cluster/drain`: the worker that was asked to leave."""
 
     rank: int
     incarnation: int

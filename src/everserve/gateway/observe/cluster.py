@@ -1,4 +1,4 @@
-"""Who is here now: the latest tables, as the orchestrator and the supervisor told us."""
+"""The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
 from collections import Counter, defaultdict
 

@@ -50,7 +50,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Live:
-    """The last minutes, and who watches."""
+    """The last minutes, and their readers."""
 
     def __init__(
         self, settings: StartGateway, access: Access, fleet: Fleet, cluster: Cluster, timeline: Timeline

@@ -1,4 +1,4 @@
-"""Typed events -> what an operator would tell: one entry per fault, with all its consequences, in plain words.
+"""Typed events -> what an operator wants to read: one entry per fault, with all its consequences, in plain words.
 
 Pure: no clock, no I/O. `add` takes events in the order in which they arrive, which is not quite the order in which they
 happened; `measure` is called at each tick with what clients waited. incidents.py has the words.
@@ -70,7 +70,7 @@ class Timeline:
         }
 
     def learn(self, workers: Iterable[Worker]) -> None:
-        """Who has which seat; events only say which rank."""
+        """The workers and their roles; events only carry ranks."""
         self._seats = {worker.rank: worker for worker in workers}
 
     def add(self, event: ev.AnyEvent) -> None:
@@ -317,7 +317,7 @@ class Timeline:
         incident.version = self.version
 
     def _look_again(self, incident: WorkerIncident, now_s: float) -> None:
-        """Events can be lost with who passes them on; the tables come again."""
+        """Events can be lost with the process that passes them on; the tables are sent again."""
         seat, incarnation = self._seats.get(incident.rank), incident.incarnation
         if not incident.is_decided:
             if now_s - incident.at_s > _FORGOTTEN_S:

@@ -179,7 +179,7 @@ class Fleet:
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
     def check_room(self, num_streams: int, num_unread: int = 0) -> None:
-        """Raise unless so many more streams are welcome now, beside answers that are not read yet. Nothing is kept."""
+        """Raise unless there is room for so many more streams, beside answers that are not read yet. No reservation."""
         if num_streams > self.max_queue:
             raise RequestError(
                 f"This request asks for {num_streams} choices in total (prompts times 'n'); "
@@ -261,7 +261,7 @@ class Fleet:
     # -- inside ----------------------------------------------------------------------------------
 
     def _lose_link(self, link: WorkerLink, cause: str) -> None:
-        """Declared gone. One that left had said goodbye before it ended, on a channel that we may not have read yet."""
+        """Declared gone. One that left has sent GivenBack before it ended, on a channel that may not be read yet."""
         num_reads = 2 if cause == "left" else 0  # its last messages, and its end
         for _ in range(num_reads):
             if self._links.get(link.rank) is link:

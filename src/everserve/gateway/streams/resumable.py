@@ -6,9 +6,9 @@
 
 Only streams of clients that gave their request an id (X-Request-Id) are kept. Their events have ids, 0, 1, 2, ..., and
 stay here for a while after the connection has ended. A client that comes back says which event was its last; it gets
-the others, each once, and then those that are generated from there on. Nothing is generated twice, nor while it is
-away: a *suspended* stream has no worker, only its tokens. If the old connection still looks open, the new one takes
-over: what looks open may have been dead for long.
+the events after it, each once, and then new ones. Nothing is generated twice, and nothing while the client is away: a
+*suspended* stream has no worker, only its tokens. If the old connection still looks open, the new one takes over: a
+connection that looks open may have been dead for long.
 
 A stream belongs to the key that began it. With another key it cannot be told from one that never was: both are the same
 lookup that finds nothing, and the same 404.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class StreamListener(Protocol):
-    """Who waits for a stream. After `on_failure`, or an output with a finish reason, nothing more comes."""
+    """Receives a stream's outputs. After `on_failure`, or an output with a finish reason, nothing more comes."""
 
     def on_output(self, output: Output, now_s: float) -> None: ...
 

@@ -76,7 +76,7 @@ EXPORT int64_t es_log_finish(struct writer *w) {
     const struct log *log = w->log;
     if (!log->base) return -1;
     es_log_meanwhile(w, log->num_layers - 1);
-    atomic_thread_fence(memory_order_release); /* KV before words: who sees a word will usually find it right */
+    atomic_thread_fence(memory_order_release); /* KV before words: a reader that sees a word usually finds it right */
     for (int64_t s = 0; w->num_rows && s < w->num_seqs; s++) {
         uint64_t chain = w->chains[s];
         for (int64_t r = w->query_starts[s]; r < w->query_starts[s + 1]; r++) {

@@ -94,7 +94,7 @@ def words_at(address: int, num_bytes: int, code: str) -> memoryview:
 
 
 class Cell:
-    """A mapping of a cell, the own one or a peer's. The descriptor stays the caller's, who may close it.
+    """A mapping of a cell, the own one or a peer's. The descriptor stays the caller's, and may be closed.
 
     Mapped until `close`, and not just until the object is collected: the warden thread has no references.
     """
