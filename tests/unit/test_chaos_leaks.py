@@ -143,7 +143,7 @@ def make_verdict(**changes) -> Verdict:
     snapshot = Snapshot({"gateway": Holding(30, 0)}, (), 4, 4096, 4096)
     faults = [
         InjectedFault(1.0, "kill a worker", ("KILL to expert 1 (pid 7)",), ()),
-        InjectedFault(2.0, "kill a worker", (), ("nobody is there",)),
+        InjectedFault(2.0, "kill a worker", (), ("there is no such process",)),
     ]
     verdict = Verdict(
         seed=5,

@@ -122,8 +122,8 @@ class BlockPool:
         """Free, not cached, and not taken in this step: this pool does not know what it holds."""
         return self.refs[block] == 0 and self.hash_of[block] is None and block not in self.taken
 
-    def spare(self, blocks: Iterable[int]) -> None:
-        """Put free blocks at the end of the free list, the dearest last."""
+    def put_last(self, blocks: Iterable[int]) -> None:
+        """Put free blocks at the end of the free list, in this order: they are taken last."""
         for block in blocks:
             assert self.refs[block] == 0, f"block {block} is in use"
             self._unlink(block)

@@ -143,7 +143,7 @@ class Engine:
         assert (shape.num_blocks, shape.block_size) == (config.num_blocks, config.block_size), "one pool, one log"
         assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
         for record in journal.adopted.values():
-            pool.spare(reversed(record.blocks))
+            pool.put_last(reversed(record.blocks))
         return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
 
     @property

@@ -107,7 +107,7 @@ class Journal:
             self.settle()
 
     def settle(self) -> None:
-        """See to it that a step that was computed gets into the log. Before any block is used for something else than
+        """Have a computed step written into the log. To be called before any block is used for something else than
         what the next step stores there."""
         if not self._is_computed:
             return

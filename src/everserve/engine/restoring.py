@@ -95,7 +95,7 @@ class Restorer:
         return reached - first
 
     def _bring_ahead(self, sequences: Iterable[Sequence], max_tokens: int) -> None:
-        """The first of these streams, as long as they have something in others' logs and there is plenty of room."""
+        """The first of these streams, while they have KV in other workers' logs and there is plenty of room."""
         room = self._pool.num_free // 2
         copies: dict[str, Copy] = {}
         for sequence in sequences:
@@ -209,12 +209,12 @@ class Restorer:
         self._journal.note_all_logged(blocks, num_right)
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """What is in full blocks may be found by others."""
+        """Full blocks may be found by other streams."""
         if self._enable_prefix_caching:
             full = slice(first // self._pool.block_size, end // self._pool.block_size)
             self._pool.publish_many(sequence.blocks[full], sequence.block_hashes()[full])
 
 
 def _cut(blocks: list[int], length: int) -> None:
-    """Back to so many, in place: others know the list."""
+    """Back to so many, in place: the list object is shared."""
     del blocks[length:]

@@ -22,7 +22,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restored:
-    """What became of it."""
+    """The result of a restore."""
 
     id: str
     num_restored: int  # tokens whose KV came from the log

@@ -162,7 +162,7 @@ class Scheduler:
         Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
         preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
         """
-        self._round = []  # what it has taken may be taken by others
+        self._round = []  # its blocks may be taken by other streams
         overwritten, victims = self.pool.taken, self.preempted
         self._undo.rollback()
         for block in overwritten:
@@ -184,7 +184,9 @@ class Scheduler:
             assert victim is not None, "this sequence itself is not scheduled yet"
             if victim is sequence and len(self.running) > 1:
                 if sequence.num_pending == 1:
-                    self._preempt(sequence)  # the newest decoder makes way; a prompt just waits for the next step
+                    self._preempt(
+                        sequence
+                    )  # the newest decoding stream is preempted; a prompt just waits for the next step
                 return 0
             assert victim is not sequence, "one sequence alone must fit into the pool"
             self._preempt(victim)
@@ -196,7 +198,7 @@ class Scheduler:
         return room
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Start waiting sequences, in order, while budget, seats and blocks last."""
+        """Start waiting sequences, in order, while budget, places in the batch and blocks last."""
         if not self.waiting:
             return
         in_flight = self._prefixes_in_flight()
@@ -290,8 +292,11 @@ class Scheduler:
         sequence.blocks.clear()
 
     def _chunk_limit(self, sequence: Sequence) -> int:
-        """What a step can afford of a prompt. Logits are dear when the vocabulary is large: prompts that want logprobs
-        go in smaller chunks, and no step has more of them than a chunk."""
+        """How much of a prompt a step can compute.
+
+        Logits are expensive when the vocabulary is large: prompts that want logprobs go in smaller chunks, and no step
+        has more of them than a chunk.
+        """
         limit = sequence.num_pending
         if sequence.wants_prompt_logprobs:
             limit = min(limit, self._logits_left)

@@ -21,7 +21,7 @@ from everserve.gateway.http.connections import Connections, HttpProtocol, raw_re
 from everserve.gateway.http.errors import unavailable
 
 _SWEEP_TICKS = 10  # of uvicorn's tenths of a second
-_BATCH = 32  # connections accepted before others have their turn
+_BATCH = 32  # connections accepted before the event loop's other tasks run
 _PAUSE_S = 0.1  # after the kernel had no descriptor, or no memory
 _WANTED_DESCRIPTORS = 65536
 _RESERVED_DESCRIPTORS = 256  # for channels to workers, the orchestrator and the supervisor, for files and exporters ...
@@ -106,7 +106,7 @@ class ListeningSocket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with this listener, and without its own ideas about signals."""
+    """uvicorn with this listener, and without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)

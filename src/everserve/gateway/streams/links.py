@@ -106,7 +106,7 @@ class WorkerLink:
 
     @property
     def capacity(self) -> int:
-        """Streams at a time: its batch, and a few ahead so that a seat does not stay empty until we hear of it.
+        """Streams at a time: its batch, and a few more, so that no place in it stays empty until the next message.
 
         Not more: streams that wait in the gateway can go to the first worker with room, and are not lost with this one.
         """

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LostLogs:
-    """Which streams need which logs, and whose workers are lost."""
+    """Which streams need which logs, and which of the logs' workers are lost."""
 
     def __init__(self) -> None:
         self._tell: Callable[[WorkerId], None] | None = None  # None while there is no orchestrator

@@ -92,7 +92,7 @@ class Outbox:
         return not self._has_left
 
     async def encode_large(self, slices: Slices) -> None:
-        """If the next events include a large one, write it down: then it is an event like others."""
+        """If the next events include a large one, encode it: then it is bytes like other events."""
         events = self._pending
         at = self._first_large()
         if at < len(events):

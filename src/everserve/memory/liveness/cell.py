@@ -168,7 +168,7 @@ class Cell:
         """How many control messages have been sent to the owner's socket, modulo 2**32."""
         return self._control(self._pointer)  # type: ignore[no-any-return]
 
-    # Written by the owner, for others to look at
+    # Written by the owner, read by peers
 
     @property
     def position(self) -> int:

@@ -106,7 +106,7 @@ class Warden:
     # The main thread's lease
 
     def renew(self, seconds: float) -> None:
-        """The main thread vouches for itself: the pulse goes on for so long from now, and stops if this is not renewed.
+        """Renew the main thread's lease: the pulse goes on for so long from now, and stops if this is not renewed.
 
         Before the first call it has no end.
         """
