@@ -9,7 +9,7 @@ from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
-from everserve.memory.devices import Device
+from everserve.memory.devices import DeviceInfo
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.plan.placement import place_experts
@@ -20,7 +20,7 @@ from everserve.wire.messages import StartOrchestrator
 from tests.configs import worker_settings
 
 GIB = 1 << 30
-GPU = Device(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
+GPU = DeviceInfo(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
 
 
 @pytest.fixture
