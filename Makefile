@@ -11,14 +11,16 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
 
-# First what may share the cores with others; then clusters whose workers die under load, one test after the other.
+# As many files at once as there are cores, those with servers first: the small ones at the end keep all cores busy.
+# On a GPU one test after the other: they fill its memory.
 test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels tests/serving tests/browser
-	$(BIN)/python -m pytest tests/chaos tests/gpu tests/process
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest tests/gpu
 endif
+TESTS := $(addprefix tests/,process chaos serving browser kernels property unit)
 
 check: $(STAMP)-check
 	$(BIN)/ruff format --check .
