@@ -11,15 +11,16 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
 
-# As many files at once as there are cores, those with servers first: the small ones at the end keep all cores busy.
+# Three files at once on two cores, for tests also wait; those with servers first, so that small ones fill up the end.
 # On a GPU one test after the other: they fill its memory.
 test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder $(TESTS)
 	$(BIN)/python -m pytest tests/gpu
 endif
+NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 TESTS := $(addprefix tests/,process chaos serving browser kernels property unit)
 
 check: $(STAMP)-check

@@ -124,23 +124,6 @@ def test_a_death_that_cannot_be_survived_is_told(start_server):
         assert not any(is_alive(pid) for pid in pids.values())
 
 
-def test_a_helper_that_dies_again_and_again_is_the_end(start_server):
-    """Something is wrong for good: better to say so than to go on as if."""
-    with start_server() as server:
-
-        def orchestrator() -> int:
-            started = [e for e in server.events("supervisor") if e["event"] == "process_started"]
-            return next(event["child_pid"] for event in reversed(started) if event["child"] == "orchestrator")
-
-        while server.process.poll() is None:
-            victim = orchestrator()
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(victim, signal.SIGKILL)
-            wait_until(lambda victim=victim: orchestrator() != victim or server.process.poll() is not None)
-        assert server.process.wait() == 1
-        assert "the orchestrator died (signal SIGKILL)" in server.log_text()
-
-
 class Starting:
     """A server from its very first event on."""
 
@@ -158,16 +141,6 @@ class Starting:
     def kill(self, child: str) -> None:
         wait_until(lambda: any(event["child"] == child for event in self.events("process_started")))
         os.kill(next(e["child_pid"] for e in self.events("process_started") if e["child"] == child), signal.SIGKILL)
-
-
-def test_a_gateway_that_dies_during_start_up_is_the_end_and_is_told(tmp_path):
-    server = Starting(tmp_path)
-    server.kill("gateway")
-    _, errors = server.process.communicate(timeout=30)
-    assert server.process.returncode == 1
-    assert "the gateway died (signal SIGKILL)" in errors
-    assert not server.events("serving")
-    assert not any(is_alive(event["child_pid"]) for event in server.events("process_started"))
 
 
 def test_helpers_that_die_during_start_up_are_replaced(tmp_path):

@@ -325,13 +325,17 @@ def test_the_last_words_of_a_process_are_heard(instance):
     instance.until(lambda: instance.said_ready)
 
 
-def test_without_the_gateway_it_is_the_end(serving):
-    serving["gateway"].exit(4)
+@pytest.mark.parametrize("is_serving", [True, False])
+def test_without_the_gateway_it_is_the_end(instance, is_serving):
+    if is_serving:
+        instance.serve()
+    instance["gateway"].exit(4)
     for name in HELPERS:
-        assert serving.get(name, Shutdown) == Shutdown(grace_s=0.0)
-        serving[name].exit()
-    serving.until(lambda: serving.is_over)
-    assert serving.outcome == (1, "the gateway died (exit status 4); stopping")
+        assert instance.get(name, Shutdown) == Shutdown(grace_s=0.0)
+        instance[name].exit()
+    instance.until(lambda: instance.is_over)
+    assert instance.outcome == (1, "the gateway died (exit status 4); stopping")
+    assert len(instance.said_ready) == is_serving and len(instance.played["gateway"]) == 1
 
 
 def test_streams_end_before_all_that_they_need(serving):
