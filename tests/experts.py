@@ -34,7 +34,7 @@ class RandomExperts(ExpertHalf):
     def load(self, layer: int, expert: int, slot: int) -> None:
         generator = torch.Generator().manual_seed(1000 * layer + expert)
         gate_FD, up_FD, down_FD = (torch.randn(INNER, HIDDEN, generator=generator) for _ in range(3))
-        self.fill(layer, slot, gate_FD, up_FD, down_FD.T.contiguous())
+        self.fill(layer, slot, expert, gate_FD, up_FD, down_FD.T.contiguous())
 
 
 def local_experts(ops: Ops) -> LocalExperts:

@@ -5,17 +5,21 @@ pool is shaped like a real one, so that it can be logged, and lie in a log.
 """
 
 import ctypes
+import dataclasses
 import os
 import zlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.engine.engine import Engine, EngineConfig
+from everserve.config.engine import EngineConfig
+from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
+from everserve.engine.limits import EngineLimits
 from everserve.engine.saved import Saved
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.layout import LogShape
@@ -91,46 +95,59 @@ def logits_after(context: list[int]) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).normal(size=VOCAB).astype(np.float32))
 
 
-def make_config(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> EngineConfig:
-    settings: dict = {
-        "max_model_len": 64,
+class ToyConfig(NamedTuple):
+    """What an engine is told, and what its model allows."""
+
+    engine: EngineConfig
+    limits: EngineLimits
+
+
+def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 64, **overrides: object) -> ToyConfig:
+    """With these limits of an engine, and fields of its config."""
+    allowed = {field.name for field in dataclasses.fields(EngineLimits)}
+    limits: dict = {name: value for name, value in overrides.items() if name in allowed}
+    told: dict = {
         "max_num_seqs": 6,
         "max_num_batched_tokens": 16,
         "max_prefill_while_decoding": 16,
-        "vocab_size": VOCAB,
-        **overrides,
+        "kv_cache_bytes": 0,
+        **{name: value for name, value in overrides.items() if name not in allowed},
     }
-    return EngineConfig(num_blocks=num_blocks, block_size=block_size, **settings)
+    return ToyConfig(
+        EngineConfig(block_size=block_size, **told),
+        EngineLimits(max_model_len=max_model_len, num_blocks=num_blocks, vocab_size=VOCAB, **limits),
+    )
 
 
 def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
-    return Engine(
-        make_config(num_blocks, block_size, **overrides), ReferenceOps(), EagerForward(model, torch.device("cpu"))
-    ), model
+    config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
+    return Engine(*config, ReferenceOps(), EagerForward(model, torch.device("cpu"))), model
 
 
 class LoggedToy:
     """An engine with a log: beside its pool, or with the pool in it. Memory that holds a log already is adopted."""
 
-    def __init__(self, config: EngineConfig, is_in_place: bool, memory: int | None = None) -> None:
+    def __init__(self, config: ToyConfig, is_in_place: bool, memory: int | None = None) -> None:
+        self.config = config
         self.shape = LogShape(
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
+            num_blocks=config.limits.num_blocks,
+            block_size=config.engine.block_size,
             num_layers=NUM_LAYERS,
             num_planes=NUM_PLANES,
             piece_bytes=8,
-            num_records=2 * config.max_num_seqs,
-            max_blocks=-(-config.max_model_len // config.block_size),
+            num_records=2 * config.engine.max_num_seqs,
+            max_blocks=-(-config.limits.max_model_len // config.engine.block_size),
         )
         self.memory = memory if memory is not None else create_memory("log", self.shape.num_bytes)
         self.log = self.open_log()
-        self.model = ToyModel(config.num_blocks, config.block_size, self.pool_memory() if is_in_place else None)
+        pool = self.pool_memory() if is_in_place else None
+        self.model = ToyModel(config.limits.num_blocks, config.engine.block_size, pool)
         writer = self.make_writer()
         assert writer.pool_is_in_log == is_in_place
         self.journal = Journal(writer)
         self.engine = Engine(
-            config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
+            *config, ReferenceOps(), EagerForward(self.model, torch.device("cpu")), journal=self.journal
         )
 
     def open_log(self) -> Log:

@@ -64,8 +64,8 @@ def serve(pipe: Connection, rank: int) -> None:
     arena = _arena(range(rank * NUM_SLOTS, (rank + 1) * NUM_SLOTS))
     bell_fd = driver.create(driver.whole(BELL_BYTES))
     bell = Mapping(driver, bell_fd, driver.whole(BELL_BYTES))
-    is_filled = torch.ones(NUM_LAYERS, NUM_SLOTS, dtype=torch.int32)
-    server = CudaServer(driver, arena, SHAPE, NUM_ASKING, is_filled, bell.address, device)
+    held_LS = torch.arange(rank * NUM_SLOTS, (rank + 1) * NUM_SLOTS, dtype=torch.int32).expand(NUM_LAYERS, -1)
+    server = CudaServer(driver, arena, SHAPE, NUM_ASKING, held_LS, bell.address, device)
     for customer in range(NUM_ASKING):
         lane_fd = driver.create(SHAPE.lane_bytes())
         server.open(Rank(customer), lane_fd)

@@ -8,16 +8,19 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes import send
 from everserve.backends.cuda.lanes.lane import (
     ANSWER_AT,
+    COUNT_BITS,
     FLAG_AT,
     NUM_BOXES,
     POSITION_AT,
     REQUEST_AT,
     STATUS_AT,
     CudaLaneShape,
+    moved_expert,
 )
+from everserve.seam.outcomes import Status
 from tests.kernels.toy_experts import assert_close, reference_slots
 from tests.kernels.toy_lanes import NUM_EXPERTS, NUM_LAYERS, Attention, Cluster, make_cluster
 
@@ -63,7 +66,7 @@ def test_a_lane_has_room_for_everything_once(shape) -> None:
 
 def test_rows_must_be_countable() -> None:
     with pytest.raises(ValueError, match="more rows"):
-        CudaLaneShape(1 << 20, 8, 64, 8).check(100)
+        CudaLaneShape((1 << 20) - 1, 8, 64, 8).check(100)
 
 
 def test_places_are_where_experts_are() -> None:
@@ -201,7 +204,7 @@ def test_whoever_is_on_the_way_is_waited_for(device, position, is_waited_for) ->
     for _ in range(2 if is_waited_for else 0):  # 4 polls each; its patience ends the third time
         assert cluster.experts[0].serve() == -1
     assert cluster.experts[0].serve() == 2
-    assert cluster.experts[0].state.held.item() == 0
+    assert cluster.experts[0].state.num_waits.item() == 0
 
 
 def test_the_first_layer_has_a_patience_of_its_own(device) -> None:
@@ -226,7 +229,7 @@ def test_steps_begin_together(device) -> None:
     assert expert.serve() == -1
     second.send(0)
     assert (expert.serve(), taken(cluster)) == (0, [True, True])
-    assert expert.state.num_passed.item() == expert.state.held.item() == 0
+    assert expert.state.num_passed.item() == expert.state.num_waits.item() == 0
 
 
 def test_whoever_has_just_begun_is_caught_up_with(device) -> None:
@@ -404,13 +407,17 @@ def test_an_answer_to_an_earlier_request_does_not_count(device) -> None:
 @pytest.mark.parametrize(
     "damage, status",
     [
-        (lambda counts, request, filled: counts.__setitem__(0, -1), serve.BAD_REQUEST),
-        (lambda counts, request, filled: counts.__setitem__(3, 2**31 - 1), serve.BAD_REQUEST),
-        (lambda counts, request, filled: counts.fill_(20), serve.BAD_REQUEST),  # more than a lane has rows
-        (lambda counts, request, filled: request.fill_(1 << 16 | NUM_LAYERS << 1), serve.BAD_REQUEST),
-        (lambda counts, request, filled: filled.zero_(), serve.NO_SUCH_SLOT),
+        (lambda counts, request, held: counts.__setitem__(0, -1), Status.BAD_REQUEST),
+        (lambda counts, request, held: counts.__setitem__(3, 2**31 - 1), Status.BAD_REQUEST),
+        (
+            lambda counts, request, held: counts.fill_(20 | 1 << COUNT_BITS),
+            Status.BAD_REQUEST,
+        ),  # more than a lane has rows
+        (lambda counts, request, held: request.fill_(1 << 16 | NUM_LAYERS << 1), Status.BAD_REQUEST),
+        (lambda counts, request, held: held.fill_(-1), Status.MOVED),
+        (lambda counts, request, held: held.copy_(held.flip(0)), Status.MOVED),
     ],
-    ids=["negative", "huge", "too many", "no such layer", "empty slots"],
+    ids=["negative", "huge", "too many", "no such layer", "empty slots", "other experts"],
 )
 def test_what_cannot_be_computed_is_refused(device, damage, status) -> None:
     cluster = make_cluster(device)
@@ -418,7 +425,7 @@ def test_what_cannot_be_computed_is_refused(device, damage, status) -> None:
         worker.ids_TK[:-2] = torch.tensor([0, 2], dtype=torch.int32)  # all at rank 0
     cluster.attention[0].send(1)
     server = cluster.experts[0]
-    damage(cluster.counts(0, 0, 1), cluster.word(0, 0, REQUEST_AT), server.state.filled_LS[1])
+    damage(cluster.counts(0, 0, 1), cluster.word(0, 0, REQUEST_AT), server.state.held_LS[1])
     cluster.attention[1].send(2)
     server.serve()
     assert cluster.word(0, 0, STATUS_AT).item() == status and cluster.word(0, 0, ANSWER_AT).item() == 1
@@ -427,6 +434,41 @@ def test_what_cannot_be_computed_is_refused(device, damage, status) -> None:
     cluster.attention[0].finish(1)
     assert cluster.attention[0].state.stop.item() == 2 and cluster.attention[0].state.missing.item() == 0b01
     assert_complete(cluster, 1, 2)
+
+
+def test_what_moved_is_marked_and_the_next_place_computes_it(device) -> None:
+    """Experts 0 and 2 were at rank 0; 2 is not any more."""
+    cluster = make_cluster(device)
+    worker, other = cluster.attention
+    for asking in cluster.attention:
+        asking.ids_TK[:-2] = torch.tensor([0, 2], dtype=torch.int32)
+    cluster.experts[0].state.held_LS[1, 2] = 5
+    worker.send(1)
+    other.ids_TK[:, 1] = -1
+    other.send(1)
+    cluster.experts[0].serve()
+    assert [cluster.word(a, 0, STATUS_AT).item() for a in range(2)] == [Status.MOVED, Status.COMPUTED]
+    assert [moved_expert(word) for word in cluster.counts(0, 0, 1).tolist()] == [None, None, 2, None, None, None]
+    assert cluster.experts[0].state.served.tolist() == [1, 10, 1, 0]
+    worker.finish(1)
+    assert worker.state.stop.item() == 2 and worker.state.missing.item() == 0b01
+    worker.state.stop.zero_()
+    ranks = [0, 1, 1, 1, 0, 1]
+    worker.route(ranks, [(n + rank) % NUM_EXPERTS for n, rank in enumerate(ranks)])
+    worker.send(1, replay=True)
+    for expert in cluster.experts:
+        expert.serve()
+    assert_complete(cluster, 0, 1)
+
+
+def test_a_slot_without_rows_may_hold_anything(device) -> None:
+    cluster = make_cluster(device)
+    worker = cluster.attention[0]
+    worker.ids_TK[:-2] = torch.tensor([0, 2], dtype=torch.int32)
+    cluster.experts[0].state.held_LS[1, 4] = -1
+    worker.send(1)
+    cluster.experts[0].serve()
+    assert_complete(cluster, 0, 1)
 
 
 def test_a_refused_lane_does_not_harm_its_batch(device) -> None:

@@ -18,7 +18,7 @@ from everserve.backends.cuda.ops.words import Words
 from everserve.errors import StepAbandoned
 from everserve.memory.liveness import CELL_BYTES, Cell, PeerState
 from everserve.memory.owned import create_memory
-from everserve.seam.outcomes import Outcome
+from everserve.seam.outcomes import Outcome, Status
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.routes import Routes
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's me
 CPU = torch.device("cpu")
 SHAPE = CudaLaneShape(max_tokens=4, top_k=2, hidden_size=8, num_slots=4)
 EXPERTS = range(1, 3)  # ranks; expert n of 4 is at rank 1 + n % 2, and then at the other one
+CANDIDATES = [[(Rank(1 + n % 2), SlotId(n)), (Rank(2 - n % 2), SlotId(n))] for n in range(4)]
 LAYERS = (0, 2)
 
 
@@ -109,8 +110,7 @@ class Worker:
         )
         for rank in EXPERTS:
             self.join(rank, incarnation=1)
-        candidates = [[(Rank(1 + n % 2), SlotId(n)), (Rank(2 - n % 2), SlotId(n))] for n in range(4)]
-        self.peers.use(Routes.of(Epoch(1), [candidates] * len(LAYERS)))
+        self.peers.use(Routes.of(Epoch(1), [CANDIDATES] * len(LAYERS)))
 
     def join(self, rank: int, incarnation: int) -> None:
         lane, bell = create_memory("lane", 4096), create_memory("bell", 4096)
@@ -183,6 +183,60 @@ def test_who_refuses_is_suspected(worker):
     worker.experts.end_step()
     worker.join(2, incarnation=2)
     assert worker.peers.num_stale == 0, "it was not late"
+
+
+def moved(worker: Worker, rank: int, *slots: int) -> None:
+    """It answers that these slots hold something else, as serve.py would."""
+    at = worker.peers._region.address(rank) + SHAPE.counts_at(worker.word(rank, REQUEST_AT) >> 16 & 1)
+    for slot in slots:
+        word = int.from_bytes(worker.driver.read(at + 4 * slot, 4), "little") | 1 << 31
+        worker.driver.write(at + 4 * slot, word.to_bytes(4, "little"))
+    worker.answer(rank, status=Status.MOVED)
+
+
+def test_what_moved_goes_to_the_next_candidate_without_a_suspicion(worker):
+    worker.send(1, [[0, 1], [2, 0], [1, 2]])  # four rows for rank 1, two for rank 2
+    worker.answer(2)
+    moved(worker, 1, 2)
+    assert worker.heal(1, 1), "the rows must be sent again"
+    assert worker.tell() == [] and worker.experts.num_replayed_rows == 0 and worker.experts.num_moved_rows == 4
+    assert worker.peers.place_of_LN.tolist() == [[4, 9, 6, 11], [4, 9, 10, 11]], "expert 2 of layer 1 is at rank 2"
+    worker.send_again(1, [[0, 1], [2, 0], [1, 2]])
+    assert [worker.peers.state.rows_E[rank].item() for rank in EXPERTS] == [2, 4]
+    worker.experts.end_step()
+    worker.peers.use(Routes.of(Epoch(2), [CANDIDATES] * len(LAYERS)))
+    worker.send(0, [[0, 1]])
+    assert worker.peers.place_of_LN.tolist() == [[4, 9, 6, 11]] * 2, "the next routes are believed"
+    worker.experts.end_step()
+    worker.join(1, incarnation=2)
+    assert worker.peers.num_stale == 0, "it was not late"
+
+
+def test_moved_everywhere(worker):
+    """The step is abandoned; when it is repeated, all are asked again."""
+    worker.send(0, [[0, 1]])
+    for rank in EXPERTS:
+        moved(worker, rank, 0) if rank == 1 else worker.answer(rank)
+    assert worker.heal(0, 1)
+    worker.send_again(0, [[0, 1]])
+    moved(worker, 2, 0)
+    assert worker.heal(0, 2)
+    worker.words.stop.zero_()
+    worker.send_again(0, [[0, 1]])
+    assert worker.words.stop.item() == 1 and worker.words.missing.item() == 0 + 1
+    with pytest.raises(StepAbandoned):
+        worker.heal(0, missing=1)
+    assert worker.tell() == [] and worker.peers.suspects == {}
+    worker.words.stop.zero_()
+    worker.send(0, [[0, 1]])
+    assert worker.peers.place_of_LN[0].tolist() == [4, 9, 6, 11]
+
+
+def test_moved_without_saying_what_is_a_reason_for_suspicion(worker):
+    worker.send(0, [[0, 1]])
+    worker.answer(2, status=Status.MOVED)
+    assert worker.heal(0, 2)
+    assert [told[0] for told in worker.tell()] == ["suspect", "replay"] and worker.peers.suspects == {2: "refused"}
 
 
 def test_a_flag_that_was_written_for_nothing(worker):

@@ -32,8 +32,8 @@ def test_who_has_asked_and_rung_before_its_lane_was_opened_is_served(device) -> 
     lane_fd, bell_fd = driver.create(shape.lane_bytes()), driver.create(driver.whole(BELL_BYTES))
     bell = Mapping(driver, bell_fd, driver.whole(BELL_BYTES))
     arena, _ = make_arena(1, NUM_SLOTS, HIDDEN_SIZE, EXPERT_SIZE, device)
-    filled_LS = torch.ones(1, NUM_SLOTS, dtype=torch.int32)
-    server = CudaServer(driver, arena, shape, 1, filled_LS, bell.address, device)
+    held_LS = torch.arange(NUM_SLOTS, dtype=torch.int32)[None]
+    server = CudaServer(driver, arena, shape, 1, held_LS, bell.address, device)
 
     lanes = Region(driver, 1, shape.lane_bytes())
     lanes.map(lane_fd, 0)

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from everserve.backends.cuda.log import kernels
 from everserve.backends.cuda.log import writer as cuda_writer
 from everserve.backends.cuda.log.writer import CudaLogWriter
-from everserve.engine.engine import EngineConfig
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
@@ -30,7 +29,7 @@ from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import words_address
 from tests.kernels.test_kvlog_writer import Late
 from tests.property import test_restore
-from tests.toy import LoggedToy, StepAbandoned, make_config, spec
+from tests.toy import LoggedToy, StepAbandoned, ToyConfig, make_config, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 
@@ -183,7 +182,7 @@ def test_a_stream_that_comes_back_in_several_steps_of_which_one_is_abandoned(sta
     stand_ins(is_in_place=True)
     old, request = toy_and_its_stream(True, max_restored_while_serving=8)
     left = on_a_device(Log(old.photograph(), old.shape))
-    toy = LoggedToy(old.engine.config, True)
+    toy = LoggedToy(old.config, True)
     for other in (spec("a", [5, 6, 7], max_tokens=20), spec("c", [9] * 9, max_tokens=20)):
         toy.engine.add(other)
     toy.engine.step(meanwhile=toy.engine.log_step)
@@ -202,7 +201,7 @@ def test_an_adopted_record_outlives_an_abandoned_step(stand_ins):
     """Whoever comes after us may need it."""
     stand_ins(is_in_place=True)
     old, request = toy_and_its_stream(True)
-    toy = LoggedToy(old.engine.config, True, old.photograph())
+    toy = LoggedToy(old.config, True, old.photograph())
     num_tokens = toy.log.find(key_of("b")).num_tokens
     toy.engine.add(spec("a", [5, 6, 7], max_tokens=40))
     toy.engine.step(meanwhile=toy.engine.log_step)
@@ -222,7 +221,7 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(test_restore.rounds, test_restore.configs, st.booleans())
-    def run(rounds: list, config: EngineConfig, two: bool) -> None:
+    def run(rounds: list, config: ToyConfig, two: bool) -> None:
         inner(rounds, config, is_in_place, two)
 
     run()

@@ -138,7 +138,7 @@ def make_cluster(
         capacity = max_rows or num_attention * shape.max_rows
         state = ServeState.empty(spread, memory.data_ptr() + e * lane_bytes, num_attention, NUM_LAYERS, capacity, stop)
         state.healthy_A.fill_(1)
-        state.filled_LS.fill_(1)
+        state.held_LS.copy_(torch.tensor([(s - e) % NUM_EXPERTS for s in range(NUM_EXPERTS)]).expand(NUM_LAYERS, -1))
         state.limits.copy_(torch.tensor([max_spins, 0, 0]))
         h_RF = torch.zeros(capacity, EXPERT_SIZE, dtype=torch.bfloat16, device=device)
         cluster.experts.append(Expert(state, arena, h_RF))

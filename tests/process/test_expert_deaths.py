@@ -17,22 +17,28 @@ from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.backends.cpu.slots import CpuSlots
 from everserve.memory.liveness import Cell, Warden
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.slots import EMPTY, Fill, Place
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
 from everserve.wire.messages import (
+    AnyMessage,
+    ClearSlots,
     ExpertReport,
     Fenced,
+    FillSlots,
     PeerJoined,
     PeerLeft,
     Ready,
     Shutdown,
+    SlotsReported,
     StartWorker,
-    WorkerSettings,
 )
 from everserve.worker.control import ControlEnd
 from everserve.worker.leave_request import LeaveRequest
+from tests.configs import worker_settings
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
 from tests.in_process_experts import new_cell, new_memory
 
@@ -63,6 +69,12 @@ class ExpertProcess:
         self.control.send(message, fds)
         self.cell.ring_control()
 
+    def hear(self, kind: type) -> AnyMessage:
+        """The next message of that kind."""
+        while not isinstance(message := self.control.receive(timeout_s=60), kind):
+            pass
+        return message
+
     def wait(self) -> int:
         """Its exit status; negative if a signal ended it."""
         status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -79,9 +91,10 @@ class ExpertProcess:
             warden = Warden(self.cell, DETECT_MS)
             warden.start()
             experts = RandomExperts(native.NativeOps(num_threads=1), EVERYTHING)
+            slots = CpuSlots(experts, check_source=lambda: None)
             lifeline, self.other_end = Channel.pair()
             end, events = ControlEnd(control, Channel(lifeline)), EventLog("expert", None)
-            loop = ExpertLoop(_start(self.rank), experts, self.cell, warden, end, LeaveRequest(), events)
+            loop = ExpertLoop(_start(self.rank), experts, slots, self.cell, warden, end, LeaveRequest(), events)
             control.send(Ready())
             loop.run()
             os._exit(0)
@@ -91,27 +104,11 @@ class ExpertProcess:
 
 
 def _start(rank: Rank) -> StartWorker:
-    settings = WorkerSettings(
-        model="",
-        dtype="auto",
-        max_model_len=None,
-        max_num_seqs=1,
-        max_num_batched_tokens=MAX_TOKENS,
-        max_prefill_while_decoding=MAX_TOKENS,
-        block_size=16,
-        kv_cache_bytes=256 << 20,
-        kv_log="off",
-        enable_prefix_caching=True,
-        batch_invariant=False,
-        num_threads=1,
-        fixed_routes=(0, 0),
-        event_log=None,
-    )
     return StartWorker(
         rank=rank,
         incarnation=Incarnation(1),
         roles=(Role.EXPERT,),
-        settings=settings,
+        settings=worker_settings(max_num_batched_tokens=MAX_TOKENS),
         num_workers=3,
         slots=None,
         detect_ms=DETECT_MS,
@@ -234,3 +231,25 @@ def test_an_expert_worker_reports_what_it_did(attention):
         report = process.control.receive(timeout_s=30)
         assert isinstance(report, ExpertReport)
         assert 0 < report.stats.num_batches <= 50 and report.stats.num_rows > 0 and report.stats.num_stale == 0
+
+
+def test_slots_change_under_traffic(attention):
+    """Rank 1 loses and gets experts all the time, and says so; rank 2 has them all."""
+    first = attention.processes[0]
+    held = {index: dict(enumerate(EVERYTHING)) for index in range(len(MOE_LAYERS))}
+    for turn in range(60):
+        index, slot = turn % len(MOE_LAYERS), turn * 5 % NUM_EXPERTS
+        if turn % 4 == 0:
+            first.tell(ClearSlots(places=[Place(index, slot)]))
+            held[index][slot] = EMPTY
+        else:
+            expert = (slot + turn) % NUM_EXPERTS
+            first.tell(FillSlots(fills=[Fill(index, slot, expert)]))
+            held[index][slot] = expert
+        attention.check(5)
+        if turn % 7 == 0:  # also while it is being changed
+            attention.peers.use(routes({process.rank: EVERYTHING for process in attention.processes}))
+    reports = [first.hear(SlotsReported) for _ in range(60)]
+    assert reports[-1].slots.experts == tuple(tuple(slots.values()) for slots in held.values())
+    assert not any(report.failed for report in reports)
+    assert attention.suspected == [] and attention.expert_io.num_moved_rows > 0

@@ -33,22 +33,26 @@ from everserve.control.events import (
     Died,
     DrainAsked,
     Exited,
-    Reported,
     SaidFailed,
     SaidHello,
+    SaidHolds,
     SaidLeaving,
     SaidReady,
+    SaidReport,
     SeatEvent,
     Silent,
     Started,
     Stopping,
+    Suspected,
     Tick,
 )
-from everserve.control.machine import Found, Machine, Policy, SeatSpec
+from everserve.control.machine import Found, Machine, Policy
 from everserve.plan.placement import place_experts
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Epoch, Incarnation, Rank
 from everserve.tables.members import WorkerState
-from everserve.tables.validity import degraded, violations
+from everserve.tables.slots import HeldSlots
+from everserve.tables.validity import degraded
+from tests.held_slots import goal_of, have
 
 POLICY = Policy(detect_s=0.05)
 RESUMED = "resumed"  # stands for the event that leads to a decision
@@ -61,6 +65,7 @@ class Process:
 
     rank: Rank
     incarnation: Incarnation
+    slots: HeldSlots | None  # of an expert worker
     phase: int = 0  # asked for, exists, said hello, said ready
     is_dead: bool = False
     is_stopped: bool = False
@@ -90,8 +95,8 @@ class Process:
             self.die(1)
         elif self.owes_report:
             self.owes_report, self.phase = False, 3
-            for kind in (SaidHello, SaidReady, *[SaidLeaving] * self.is_leaving):
-                self.send("channel", kind)
+            self.send("channel", SaidReport, Epoch(0), self.is_leaving, self.slots)
+            self.send("channel", SaidReady)
         elif self.is_leaving:
             if not self.is_slow:
                 self.die(0)
@@ -101,6 +106,8 @@ class Process:
             self.send("supervisor", Started, 1000 + self.incarnation)
             self.phase = 1
         elif self.phase < 3:
+            if self.phase == 2 and self.slots is not None:
+                self.send("channel", SaidHolds, self.slots)
             self.send("channel", SaidHello if self.phase == 1 else SaidReady)
             self.phase += 1
 
@@ -161,6 +168,7 @@ class Process:
             has_reported=has_reported,
             is_ready=has_reported and self.phase == 3,
             is_leaving=has_reported and self.is_leaving,
+            slots=self.slots if has_reported and self.phase == 3 else None,
         )
 
 
@@ -168,13 +176,12 @@ class World:
     """The host, the processes, and an account of its own of who is live and who may be trusted."""
 
     def __init__(self, num_attention: int, num_expert: int, shadow_experts: int | None) -> None:
-        both = () if num_expert else (Role.EXPERT,)
-        seats = [SeatSpec(Rank(i), (Role.ATTENTION, *both), slots=6 if both else 0) for i in range(num_attention)]
-        seats += [SeatSpec(Rank(num_attention + i), (Role.EXPERT,)) for i in range(num_expert)]
-        expert_ranks = [seat.rank for seat in seats[num_attention:]]
+        expert_ranks = [Rank(num_attention + i) for i in range(num_expert)]
         placement = place_experts(6, (0, 1), expert_ranks, shadow_experts) if num_expert else None
-        self.new_machine = lambda: Machine(seats, placement, POLICY)
-        self.ranks = [seat.rank for seat in seats]
+        goal = goal_of(range(num_attention), placement)
+        self.have = have(placement) if placement is not None else {}
+        self.new_machine = lambda: Machine(goal, POLICY)
+        self.ranks = [seat.rank for seat in goal.seats]
         self.now = 10.0
         self.processes: dict[Key, Process] = {}
         self.live: dict[Rank, Incarnation] = {}  # provisioned and not lost
@@ -208,13 +215,14 @@ class World:
         is_live = isinstance(event, SeatEvent) and self.live.get(event.rank) == event.incarnation
         if is_live and isinstance(event, SaidReady) and (event.rank, event.incarnation) not in self.leaving_at:
             self.trusted[event.rank] = event.incarnation
-        if is_live and isinstance(event, SaidLeaving):
+        leaves = isinstance(event, SaidLeaving) or (isinstance(event, SaidReport) and event.is_leaving)
+        if is_live and leaves:
             self.leaving_at.setdefault((event.rank, event.incarnation), self.now)
             if self.trusted.pop(event.rank, None) is not None:
                 self.last_resort.add(event.rank)
         if is_live and isinstance(event, Silent):
             self.silent_at.setdefault((event.rank, event.incarnation), self.now)
-        if is_live and isinstance(event, Reported):
+        if is_live and isinstance(event, Suspected):
             self.reported.add((event.rank, event.incarnation))
             if event.rank in self.last_resort or event.rank in self.trusted:
                 self.doubted.add((event.rank, event.incarnation))
@@ -309,7 +317,7 @@ class World:
         newest = max((i for rank, i in self.processes if rank == effect.rank), default=0)
         assert effect.incarnation == newest + 1
         self.live[effect.rank] = effect.incarnation
-        process = Process(effect.rank, effect.incarnation)
+        process = Process(effect.rank, effect.incarnation, self.have.get(effect.rank))
         self.processes[process.key] = process
 
     def on_kill(self, effect: Kill, event) -> None:
@@ -334,7 +342,7 @@ class World:
         self.tables = tables
 
     def check_tables(self) -> None:
-        tables, placement = self.tables, self.machine.placement
+        tables, placement = self.tables, self.machine.goal.placement
         assert self.machine.tables() is tables
         for worker in tables.members.workers:
             assert (worker.state is WorkerState.READY) == (worker.rank in self.trusted), worker
@@ -347,10 +355,10 @@ class World:
         if placement is not None:
             rank_LEC = tables.routes.array()[..., 0].tolist()
             for layer, expert in product(range(len(placement.moe_layers)), range(placement.num_experts)):
-                places = {seat.rank for seat in placement.seats if expert in seat.experts[layer]}
+                places = {seat.rank for seat in placement.seats if expert in seat.experts(layer)}
                 routed = set(rank_LEC[layer][expert]) - {-1}
                 assert routed == (places & set(self.trusted) or places & self.last_resort)
-        assert tables.violations == violations(tables.members, placement, tables.routes)
+        assert set(tables.conditions.peers + tables.conditions.coverage) == set(tables.violations)
         assert tables.degraded == degraded(tables.members, placement, tables.routes)
         for sentence in tables.violations:
             assert sentence.endswith("no attention worker is ready") or "no place" in sentence, sentence
@@ -482,7 +490,7 @@ class World:
 
     def report(self, n: int, reason: str) -> None:
         """A peer suspects it, rightly or wrongly."""
-        self.tell(Reported(*self.pick(n).key, by=self.ranks[0], reason=reason))
+        self.tell(Suspected(*self.pick(n).key, by=self.ranks[0], reason=reason))
 
     def current(self) -> list[Process]:
         return [self.processes[key] for key in self.live.items()]

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from everserve.errors import ProtocolError
 from everserve.tables.members import Members, Worker
-from everserve.tables.placement import SeatSlots
 from everserve.tables.routes import Routes
+from everserve.tables.slots import HeldSlots, SeatSlots
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, Message, decode, encode
 
@@ -25,6 +25,9 @@ def instances(kind: type) -> st.SearchStrategy:
         fields["workers"] = values_of(tuple[Worker, ...]).filter(lambda ws: len({w.rank for w in ws}) == len(ws))
     if kind is SeatSlots:
         fields["experts"] = st.permutations(range(-1, 4)).map(lambda slots: (tuple(slots),) * 2)
+    if kind is HeldSlots:
+        tables = st.tuples(st.integers(0, 3), st.integers(0, 3)).flatmap(lambda size: st.tuples(*[table_of(*size)] * 2))
+        return tables.map(lambda pair: HeldSlots(experts=pair[0], generations=pair[1]))
     if kind is Routes:
         places = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=3)
         layers = st.lists(st.lists(places, min_size=2, max_size=2), min_size=1, max_size=3)
@@ -32,13 +35,23 @@ def instances(kind: type) -> st.SearchStrategy:
     return st.fixed_dictionaries(fields).map(lambda values: kind(**values))
 
 
+def table_of(num_layers: int, num_slots: int) -> st.SearchStrategy:
+    slots = st.tuples(*[st.integers(0, 99)] * num_slots)
+    return st.tuples(*[slots] * num_layers)
+
+
 def values_of(kind: object) -> st.SearchStrategy:
     """Any value of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return values_of(arguments[0])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return instances(kind)
     if isinstance(kind, typing.NewType):
         return values_of(kind.__supertype__)
+    if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        fields = typing.get_type_hints(kind).values()
+        return st.tuples(*map(values_of, fields)).map(kind._make)
     if origin in (typing.Union, types.UnionType):
         return st.one_of([values_of(argument) for argument in arguments])
     if origin is list:

@@ -16,11 +16,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.engine.engine import EngineConfig
 from everserve.kvlog.log import Log
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
-from tests.toy import VOCAB, LoggedToy, StepAbandoned, make_config, run_alone, spec
+from tests.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
 
 HEADER_WORDS = 8
 ROOMY = 128  # blocks: enough for everybody, so that nobody takes blocks that a successor's streams still need
@@ -86,7 +85,7 @@ configs = st.fixed_dictionaries(
 class Worker(LoggedToy):
     """One incarnation."""
 
-    def __init__(self, config: EngineConfig, is_in_place: bool, memory: int | None = None) -> None:
+    def __init__(self, config: ToyConfig, is_in_place: bool, memory: int | None = None) -> None:
         super().__init__(config, is_in_place, memory)
         self.logged: dict[str, int] = {}  # how many tokens of each stream must be in the log
         self.promises: dict[str, int] = {}  # how many tokens of a stream need to be computed again at most
@@ -122,7 +121,7 @@ class Grave:
 class World:
     """Clients, and the workers that serve them."""
 
-    def __init__(self, config: EngineConfig, is_in_place: bool) -> None:
+    def __init__(self, config: ToyConfig, is_in_place: bool) -> None:
         self.config = config
         self.is_in_place = is_in_place
         self.specs: dict[str, RequestSpec] = {}
@@ -207,7 +206,7 @@ class World:
             request = msgspec.structs.replace(self.specs[id], known=list(self.streams[id]))
             if grave.is_sound and id in grave.logged:
                 assert saved is not None and saved.num_tokens >= grave.logged[id]
-                if not self.is_in_place or self.config.num_blocks == ROOMY:
+                if not self.is_in_place or self.config.limits.num_blocks == ROOMY:
                     num_once = len(request.prompt) + len(request.known) - 1 if request.known else 0
                     heir.promises[id] = max(0, num_once - grave.logged[id])
             heir.engine.add(request, saved)

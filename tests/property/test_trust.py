@@ -15,11 +15,12 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.control import events
 from everserve.control.effects import Lost, Probe, Publish
-from everserve.control.machine import Machine, Policy, SeatSpec
+from everserve.control.machine import Machine, Policy
 from everserve.memory.liveness import Cell, PeerState
 from everserve.plan.placement import place_experts
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.routes import Routes
+from tests.held_slots import goal_of, held
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory
 
 ATTENTION, EXPERTS = Rank(0), (Rank(1), Rank(2))
@@ -38,13 +39,14 @@ class World:
         self.to_orchestrator: deque[events.AnyEvent] = deque()
         self.to_worker: deque[Routes] = deque()
         self.lost: list[Lost] = []
-        seats = [SeatSpec(ATTENTION, (Role.ATTENTION,)), *(SeatSpec(rank, (Role.EXPERT,)) for rank in EXPERTS)]
         placement = place_experts(NUM_EXPERTS, [0], EXPERTS, None)
-        self.machine = Machine(seats, placement, POLICY)
+        self.machine = Machine(goal_of([ATTENTION], placement), POLICY)
         self.machine.start(0.0)
-        for spec in seats:
+        for rank in EXPERTS:
+            self.tell(events.SaidHolds(rank, FIRST, held(placement, rank)))
+        for rank in (ATTENTION, *EXPERTS):
             for said in (events.SaidHello, events.SaidReady):
-                self.tell(said(spec.rank, FIRST))
+                self.tell(said(rank, FIRST))
 
     def tell(self, event: events.AnyEvent) -> None:
         undecided = deque([event])
@@ -77,7 +79,7 @@ class World:
     def attend(self) -> None:
         """The attention worker looks up from a layer."""
         for rank, incarnation, reason in self.peers.look():
-            self.to_orchestrator.append(events.Reported(rank, incarnation, by=ATTENTION, reason=reason))
+            self.to_orchestrator.append(events.Suspected(rank, incarnation, by=ATTENTION, reason=reason))
 
     def do(self, action: str, rank: Rank) -> None:
         match action:
@@ -102,7 +104,7 @@ class World:
                 if self.to_orchestrator:
                     self.tell(self.to_orchestrator.popleft())
             case "epoch":
-                self.tell(events.EpochReported(self.machine.epoch))
+                self.tell(events.GatewayReported(self.machine.epoch, ()))
             case "abandons":
                 self.peers.reconsider()
 

@@ -12,17 +12,17 @@ from tests.process.cluster import is_alive
 SERVE = f"""
 import sys
 from everserve.procs.listening import listen_on
-from everserve.wire.messages import StartGateway, StartOrchestrator, WorkerSettings
+from everserve.config.gateway import GatewayConfig
+from everserve.wire.messages import StartGateway, StartOrchestrator
 from everserve.procs.supervisor import Supervisor
+from tests.configs import worker_settings
 model, events = {str(DEMO_MODEL)!r}, sys.argv[1]
-settings = WorkerSettings(model=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64,
-    max_prefill_while_decoding=64, block_size=16, kv_cache_bytes=1 << 24, kv_log="mirror", enable_prefix_caching=True,
-    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=events, device="cuda")
+settings = worker_settings(directory=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, mode="mirror",
+    event_log=events, device="cuda")
 start = StartOrchestrator(model=model, num_attention=2, num_expert=2, shadow_experts=None, detect_ms=50.0,
     worker=settings, event_log=events, num_devices=1)
-gateway = StartGateway(model=model, served_model_names=["demo"], api_keys=[], max_queue=8, shutdown_timeout_s=1.0,
-    enable_chaos=False, seed=None, max_logprobs=5, chat_template=None, event_log=events)
-sys.exit(Supervisor(listen_on("127.0.0.1", 0), gateway, start, 1.0, events, print).run())
+gateway = GatewayConfig(model=model, served_model_names=["demo"], shutdown_timeout_s=1.0, event_log=events)
+sys.exit(Supervisor(listen_on("127.0.0.1", 0), StartGateway(config=gateway), start, 1.0, events, print).run())
 """
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import pytest
 
+from everserve.config.gateway import GatewayConfig
 from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
@@ -72,16 +73,16 @@ class GatewayUnderTest:
         self.control = Channel(control)
         self.control.send(
             StartGateway(
-                model=str(DEMO_MODEL),
-                served_model_names=["demo"],
-                api_keys=[],
-                max_queue=16,
-                shutdown_timeout_s=5.0,
-                enable_chaos=True,
-                seed=1,
-                max_logprobs=5,
-                chat_template=None,
-                event_log=str(event_log),
+                config=GatewayConfig(
+                    model=str(DEMO_MODEL),
+                    served_model_names=["demo"],
+                    max_queue=16,
+                    shutdown_timeout_s=5.0,
+                    enable_chaos=True,
+                    seed=1,
+                    max_logprobs=5,
+                    event_log=str(event_log),
+                )
             )
         )
         self.attach_orchestrator()

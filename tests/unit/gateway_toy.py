@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from everserve.config.gateway import GatewayConfig
 from everserve.errors import OverloadedError
 from everserve.gateway.api.app import create_app
 from everserve.gateway.gateway import Gateway
@@ -38,7 +39,6 @@ from everserve.wire.messages import (
     ProcessSignalled,
     Rejected,
     SignalProcess,
-    StartGateway,
     StepOutput,
     Submit,
     WorkerLost,
@@ -85,22 +85,16 @@ def model_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> ModelTokenizer
     return ModelTokenizer(wrapped, {})
 
 
-def settings(**changes: Any) -> StartGateway:
+def make_gateway_config(**changes: Any) -> GatewayConfig:
     fields: dict[str, Any] = {
         "model": "toy",
         "served_model_names": ["toy", "alias"],
-        "api_keys": [],
         "max_queue": 8,
         "shutdown_timeout_s": 1.0,
-        "enable_chaos": False,
         "seed": 1,
-        "max_logprobs": 20,
-        "chat_template": None,
-        "event_log": None,
-        "resume_window_s": 60.0,
         **changes,
     }
-    return StartGateway(**fields)
+    return GatewayConfig(**fields)
 
 
 class ScriptedWorker:
@@ -455,7 +449,7 @@ async def toy_server(
     **changes: Any,
 ) -> AsyncIterator[ToyServer]:
     """A gateway with an orchestrator that finds all well, and one worker attached."""
-    start = settings(**changes)
+    start = make_gateway_config(**changes)
     feed = EventFeed()
     fleet = Fleet(start.max_queue, tell=feed.publish)
     defaults = defaults or GenerationDefaults(eos_ids=(0,))

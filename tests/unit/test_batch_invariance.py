@@ -14,7 +14,8 @@ from everserve.model.config import ModelConfig
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec, SamplingParams
-from everserve.wire.messages import StartWorker, WorkerSettings
+from everserve.wire.messages import StartWorker
+from tests.configs import worker_settings
 from tests.models import model_directory
 
 
@@ -22,18 +23,16 @@ def make_engine(kind: str, ops: str, monkeypatch: pytest.MonkeyPatch, **override
     if ops == "reference":
         monkeypatch.setattr("everserve.backends.cpu.ops.unavailable", lambda: "switched off by this test")
     settings: dict = {
-        "model": str(model_directory(kind)), "dtype": "auto",
+        "directory": str(model_directory(kind)),
         "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 40, "max_prefill_while_decoding": 13,
-        "block_size": 16,
-        "kv_cache_bytes": 64 << 20, "kv_log": "off", "enable_prefix_caching": True, "batch_invariant": True,
-        "num_threads": 2, "fixed_routes": (0, 0), "event_log": None,
+        "kv_cache_bytes": 64 << 20, "batch_invariant": True, "num_threads": 2,
     }  # fmt: skip
     threads = torch.get_num_threads()
     start = StartWorker(
         rank=Rank(0),
         incarnation=Incarnation(1),
         roles=(Role.ATTENTION, Role.EXPERT),
-        settings=WorkerSettings(**{**settings, **overrides}),
+        settings=worker_settings(**{**settings, **overrides}),
         num_workers=1,
         slots=None,
         detect_ms=0.0,
@@ -97,7 +96,7 @@ def content(output: Output) -> tuple:
 @pytest.mark.parametrize(("kind", "ops"), [("qwen3-moe", "native"), ("mixtral", "native"), ("qwen3-moe", "reference")])
 def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
     crowded = make_engine(kind, ops, monkeypatch)
-    specs = random_specs(14 if ops == "reference" else 20, crowded.config.vocab_size, seed=1)
+    specs = random_specs(14 if ops == "reference" else 20, crowded.limits.vocab_size, seed=1)
     alone = {}
     quiet = make_engine(kind, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
     for spec in specs:

@@ -38,10 +38,6 @@ def test_all_off_is_everything_that_is_off_in_another_variant(variants):
     assert set().union(*off) == set(variants[ALL_OFF]) - set(variants[REFERENCE])
 
 
-def test_a_gpu_gets_no_flag_that_it_does_not_know():
-    assert not {"--fixed-routes", "--pause-checkpoint-every"} & set().union(*overhead.GPU_VARIANTS.values())
-
-
 @pytest.mark.parametrize(("variants", "message"), [(("2+2", "3+3"), "'3\\+3'"), (("one process",), "must be among")])
 def test_variants_that_cannot_be_compared(variants, message):
     settings = overhead.Settings(streams=(1,), prompt=1, max_tokens=16, rounds=1, variants=variants)

@@ -1,7 +1,6 @@
 """What `everserve serve` computes on."""
 
 import pytest
-from msgspec import structs
 
 from everserve.cli import devices
 from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
@@ -11,7 +10,8 @@ from everserve.memory.device import is_available
 from everserve.memory.devices import Device
 from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import Incarnation, Rank
-from everserve.wire.messages import StartOrchestrator, WorkerSettings
+from everserve.wire.messages import StartOrchestrator
+from tests.configs import worker_settings
 
 GIB = 1 << 30
 GPU = Device(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
@@ -39,8 +39,6 @@ def test_without_a_gpu(no_gpu):
         choose("cuda", None, 1)
     with pytest.raises(ConfigError, match="--share-device is for GPUs"):
         choose("auto", True, 4)
-    with pytest.raises(ConfigError, match="--device tpu: choose one of auto, cpu, cuda"):
-        choose("tpu", None, 1)
 
 
 def test_with_gpus(two_gpus):
@@ -59,19 +57,14 @@ def test_dtype():
 
 
 def start(num_attention=2, num_expert=3, num_devices=2, **settings) -> StartOrchestrator:
-    values = {
-        **{"model": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 8},
-        **{"max_num_batched_tokens": 64, "max_prefill_while_decoding": 64, "block_size": 16, "kv_cache_bytes": 0},
-        **{"kv_log": "off", "enable_prefix_caching": True, "batch_invariant": False, "num_threads": None},
-        **{"fixed_routes": (0, 0), "event_log": None, "device": "cuda"},
-    }
+    values = {"directory": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "kv_cache_bytes": 0}
     return StartOrchestrator(
         model=str(DEMO_MODEL),
         num_attention=num_attention,
         num_expert=num_expert,
         shadow_experts=None,
         detect_ms=50.0,
-        worker=WorkerSettings(**values | settings),
+        worker=worker_settings(**values | {"device": "cuda"} | settings),
         event_log=None,
         num_devices=num_devices,
     )
@@ -82,7 +75,7 @@ def test_kv_is_what_is_left(two_gpus):
     full = kv_cache_bytes(chosen, start(), None)
     assert 0 < kv_cache_bytes(chosen, start(), 0.5) < full < 36 * GIB
     assert kv_cache_bytes(chosen, start(max_num_batched_tokens=32768), None) < full, "lanes"
-    mirrored = kv_cache_bytes(chosen, start(kv_log="mirror"), None)
+    mirrored = kv_cache_bytes(chosen, start(mode="mirror"), None)
     assert mirrored <= full, "a mirror is pinned memory of the host"
 
 
@@ -92,13 +85,12 @@ def test_what_a_worker_is_born_with():
     assert [needed.name for needed in on_gpus.memory_of(seat)] == ["cell-3.4", "weights-3", "weights-state-3", "bell-3"]
     assert [needed.device for needed in on_gpus.memory_of(seat)] == [-1, 1, -1, 1]
     assert [on_gpus.device_of(Rank(rank)) for rank in range(5)] == [0, 1, 0, 1, 0]
-    anchored = Design.of(start(kv_log="anchor", kv_cache_bytes=1 << 24))
+    anchored = Design.of(start(mode="anchor", kv_cache_bytes=1 << 24))
     names = ["cell-1.4", "kv-1.4", "log-1.4", "weights-1", "weights-state-1"]
     assert [needed.name for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == names
     assert [needed.device for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == [-1, 1, -1, 1, -1]
     assert anchored.kv_bytes <= 1 << 24 and anchored.log_bytes < 1 << 20, "the log is without its blocks"
-    settings = structs.replace(start().worker, device="cpu", kv_log="mirror", kv_cache_bytes=1 << 24)
-    on_cpus = Design.of(structs.replace(start(num_devices=0), worker=settings))
+    on_cpus = Design.of(start(num_devices=0, device="cpu", mode="mirror", kv_cache_bytes=1 << 24))
     assert [needed.name for needed in on_cpus.memory_of((Rank(0), Incarnation(4)))] == ["cell-0.4", "log-0.4"]
     assert [needed.name for needed in on_cpus.memory_of(seat)] == ["cell-3.4"]
     assert {needed.device for needed in on_cpus.memory_of(seat)} == {-1} == {on_cpus.device_of(Rank(3))}

@@ -1,161 +1,203 @@
 """`everserve serve`: what its flags become, and what is refused before anything starts."""
 
 import dataclasses
-import inspect
+import re
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
-from everserve.cli import app
+from everserve.cli import serve as command
+from everserve.cli import serve_settings
 from everserve.cli.devices import Chosen
-from everserve.cli.serve import serve
-from everserve.cli.serve_settings import (
-    Flags,
-    check_model,
-    check_values,
-    gateway_settings,
-    orchestrator_settings,
-    resolve_model,
-)
+from everserve.cli.serve_settings import check_experts, resolve_model
+from everserve.config.cluster import ClusterConfig
+from everserve.config.gateway import GatewayConfig
 from everserve.errors import ConfigError
+from everserve.memory.devices import Device
 from everserve.model.config import ModelConfig
+from everserve.wire.messages import StartGateway, StartOrchestrator, WorkerSettings
 
-OPTIONS = inspect.signature(serve).parameters
 DEMO = resolve_model("demo")
 MODEL = ModelConfig.from_directory(DEMO)
-ON_CPU = Chosen("cpu")
+ON_GPU = Chosen("cuda", (Device(name="toy", total_bytes=40 << 30, free_bytes=40 << 30),))
+APP = typer.Typer(rich_markup_mode=None, add_completion=False)  # this command alone
+APP.command()(command.serve)
+SERVING_MD = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
-def flags(**changes: object) -> Flags:
-    """The defaults of the command line, but for these."""
-    defaults = {name: option.default for name, option in OPTIONS.items()} | {"model": "demo"}
-    return Flags(**defaults | changes)
+@dataclasses.dataclass
+class Started:
+    """What the supervisor was given."""
+
+    gateway: GatewayConfig
+    orchestrator: StartOrchestrator
+    others: dict[str, object]
+
+    @property
+    def worker(self) -> WorkerSettings:
+        return self.orchestrator.worker
 
 
-def test_flags_are_the_options():
-    assert [field.name for field in dataclasses.fields(Flags)] == [*OPTIONS]
+@pytest.fixture
+def serve(monkeypatch):
+    """Runs the command line up to the point where processes would start."""
+    monkeypatch.setattr(command, "choose", lambda device, share, num: Chosen("cpu"))
+    started: list[Started] = []
 
+    class NoProcesses:
+        def __init__(self, listen, gateway: StartGateway, orchestrator: StartOrchestrator, **others: object) -> None:
+            listen.close()
+            started.append(Started(gateway.config, orchestrator, others))
 
-def test_the_defaults_are_fine():
-    check_values(flags())
-    check_model(flags(), MODEL)
-    check_model(flags(expert_workers=2, shadow_experts=1), MODEL)
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(command, "Supervisor", NoProcesses)
+
+    def run(*arguments: str, model: str = "demo") -> Started:
+        result = CliRunner().invoke(APP, [model, "--port", "0", *arguments])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.output
+        return started.pop()
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("arguments", "line"),
     [
-        ({"detect_ms": 19.5}, "--detect-ms 19.5: choose 0 or 20 to 60000"),
-        ({"detect_ms": 1e5}, "--detect-ms 100000: choose 0 or 20 to 60000"),
-        ({"dtype": "int3"}, "--dtype int3: choose one of auto, float32, bfloat16, float16"),
-        ({"kv_log": "on"}, "--kv-log on: choose one of mirror, anchor, off"),
-        ({"block_size": 48}, "--block-size 48: choose 16, 32, 64 or 128"),
-        ({"load_format": "pt"}, "--load-format pt: choose auto or dummy"),
-        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization must be above 0 and at most 1"),
-        ({"gpu_memory_utilization": 1.1}, "--gpu-memory-utilization must be above 0 and at most 1"),
-        ({"api_key": ["a", ""]}, "--api-key is empty: leave it out if everybody may ask"),
-        ({"admin_key": " "}, "--admin-key is empty: leave it out if there is none"),
+        (("--detect-ms", "19.5"), "--detect-ms 19.5: choose 0 or 20 to 60000"),
+        (("--detect-ms", "1e5"), "--detect-ms 100000: choose 0 or 20 to 60000"),
+        (("--dtype", "int3"), "--dtype int3: choose one of auto, float32, bfloat16, float16"),
+        (("--kv-log", "on"), "--kv-log on: choose one of mirror, anchor, off"),
+        (("--block-size", "48"), "--block-size 48: choose one of 16, 32, 64, 128"),
+        (("--load-format", "pt"), "--load-format pt: choose one of auto, dummy"),
+        (("--device", "tpu"), "--device tpu: choose one of auto, cpu, cuda"),
+        (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization must be above 0 and at most 1"),
+        (("--gpu-memory-utilization", "1.1"), "--gpu-memory-utilization must be above 0 and at most 1"),
+        (("--api-key", "a", "--api-key", ""), "--api-key is empty: leave it out if everybody may ask"),
+        (("--admin-key", " "), "--admin-key is empty: leave it out if there is none"),
         (
-            {"api_key": ["a", "b"], "admin_key": "b"},
+            ("--api-key", "a", "--api-key", "b", "--admin-key", "b"),
             "--admin-key is an --api-key too: every client could change the cluster",
         ),
-        ({"served_model_name": [""]}, "--served-model-name is empty"),
+        (("--served-model-name", ""), "--served-model-name is empty"),
         (
-            {"event_log": Path("/proc/nope")},
+            ("--event-log", "/proc/nope"),
             "--event-log /proc/nope: nothing can be written there: No such file or directory",
         ),
+        (("--load-format", "dummy"), "--load-format dummy: only on a GPU"),
     ],
 )
-def test_values_that_are_never_right(changes, line):
+def test_values_that_are_never_right(serve, arguments, line):
     with pytest.raises(ConfigError) as error:
-        check_values(flags(**changes))
+        serve(*arguments)
     assert str(error.value) == line
 
 
-def test_experts_that_are_not_there():
+def test_experts_that_are_not_there(serve):
     with pytest.raises(ConfigError, match="--shadow-experts needs --expert-workers"):
-        check_model(flags(shadow_experts=1), MODEL)
+        serve("--shadow-experts", "1")
+    serve("--expert-workers", "2", "--shadow-experts", "1")
     dense = dataclasses.replace(MODEL, num_experts=0, moe_layers=())
-    check_model(flags(), dense)
+    check_experts(ClusterConfig(), dense)
     with pytest.raises(ConfigError, match="this model has no experts; leave the flag out"):
-        check_model(flags(expert_workers=2), dense)
+        check_experts(ClusterConfig(expert_workers=2), dense)
 
 
-def test_only_on_a_gpu_are_weights_made_up():
-    with pytest.raises(ConfigError, match="--load-format dummy: only on a GPU"):
-        orchestrator_settings(flags(load_format="dummy"), DEMO, MODEL, ON_CPU)
+def test_what_is_not_said_depends_on_the_device(serve, monkeypatch):
+    size = ("--kv-cache-memory-bytes", str(1 << 20))
+    on_cpu = serve(*size).worker
+    assert (on_cpu.model.dtype, on_cpu.compute.device, on_cpu.log.mode) == ("auto", "cpu", "mirror")
+    monkeypatch.setattr(command, "choose", lambda device, share, num: ON_GPU)
+    on_gpu = serve(*size).worker
+    assert (on_gpu.model.dtype, on_gpu.compute.device, on_gpu.log.mode) == ("bfloat16", "cuda", "anchor")
+    for engine, expected in ((on_cpu.engine, (16, 128, 512, 64)), (on_gpu.engine, (64, 256, 2048, 512))):
+        limits = engine.max_num_seqs, engine.max_num_batched_tokens, engine.max_prefill_while_decoding
+        assert (engine.block_size, *limits) == expected
+        assert engine.kv_cache_bytes == 1 << 20 and engine.max_model_len is None and engine.enable_prefix_caching
 
 
-def test_what_is_not_said_depends_on_the_device():
-    gpu = Chosen("cuda")
-    sized = flags(kv_cache_memory_bytes=1 << 20)
-    on_cpu = orchestrator_settings(sized, DEMO, MODEL, ON_CPU).worker
-    on_gpu = orchestrator_settings(sized, DEMO, MODEL, gpu).worker
-    assert (on_cpu.block_size, on_cpu.max_num_seqs, on_cpu.max_num_batched_tokens) == (16, 128, 512)
-    assert (on_gpu.block_size, on_gpu.max_num_seqs, on_gpu.max_num_batched_tokens) == (64, 256, 2048)
-    assert (on_cpu.max_prefill_while_decoding, on_gpu.max_prefill_while_decoding) == (64, 512)
-    assert (on_cpu.dtype, on_gpu.dtype) == ("auto", "bfloat16")
-    assert on_cpu.kv_cache_bytes == on_gpu.kv_cache_bytes == 1 << 20
-    said = flags(kv_cache_memory_bytes=1 << 20, block_size=32, max_num_seqs=3, kv_log="anchor")
-    for device in (ON_CPU, gpu):
-        worker = orchestrator_settings(said, DEMO, MODEL, device).worker
-        assert (worker.block_size, worker.max_num_seqs, worker.kv_log) == (32, 3, "anchor")
+@pytest.mark.parametrize("chosen", [Chosen("cpu"), ON_GPU])
+def test_what_is_said_does_not(serve, monkeypatch, chosen):
+    monkeypatch.setattr(command, "choose", lambda device, share, num: chosen)
+    worker = serve("--kv-cache-memory-bytes", "9999", "--block-size", "32", "--max-num-seqs", "3", "--kv-log", "off",
+        "--no-enable-prefix-caching", "--threads", "5", "--batch-invariant", "--max-model-len=77").worker  # fmt: skip
+    engine, compute = worker.engine, worker.compute
+    assert (engine.kv_cache_bytes, engine.block_size, engine.max_num_seqs, engine.max_model_len) == (9999, 32, 3, 77)
+    assert not engine.enable_prefix_caching and worker.log.mode == "off"
+    assert compute.num_threads == 5 and compute.batch_invariant
 
 
-def test_free_memory_is_shared_by_attention_workers_and_mirrors(monkeypatch):
-    monkeypatch.setattr("os.sysconf", {"SC_AVPHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}.__getitem__)
-
-    def kv_bytes(**changes: object) -> int:
-        return orchestrator_settings(flags(**changes), DEMO, MODEL, ON_CPU).worker.kv_cache_bytes
-
-    assert kv_bytes(kv_log="off") == (4 << 30) // 4
-    assert kv_bytes(kv_log="mirror") == (4 << 30) // 8
-    assert kv_bytes(kv_log="anchor", attention_workers=2, gpu_memory_utilization=0.5) == (4 << 30) // 4
-
-
-def test_fixed_routes_lead_where_the_placement_puts_experts():
-    def routes(**changes: object) -> tuple[int, int]:
-        sized = flags(kv_cache_memory_bytes=1 << 20, attention_workers=3, **changes)
-        return orchestrator_settings(sized, DEMO, MODEL, ON_CPU).worker.fixed_routes
-
-    assert routes() == (0, 0)
-    assert routes(fixed_routes=True, expert_workers=2) == (MODEL.num_experts // 2, 3)
-    for changes in ({}, {"expert_workers": MODEL.num_experts - 1}):
-        with pytest.raises(ConfigError, match="--fixed-routes needs --expert-workers that divide"):
-            routes(fixed_routes=True, **changes)
+def test_the_cluster(serve):
+    started = serve("--attention-workers", "2", "--expert-workers", "3", "--spares", "1", "--detect-ms", "0",
+        "--shutdown-timeout", "7")  # fmt: skip
+    start = started.orchestrator
+    assert (start.num_attention, start.num_expert, start.shadow_experts, start.detect_ms) == (2, 3, None, 0.0)
+    assert start.model == start.worker.model.directory == str(DEMO) and start.worker.model.fingerprint
+    assert (started.others["num_spares"], started.others["grace_s"]) == (1, 7.0)
+    assert started.gateway.shutdown_timeout_s == 7.0
 
 
-def test_names_and_files_of_the_gateway(tmp_path):
-    assert gateway_settings(flags(), DEMO).served_model_names == ["demo"]
+def test_free_memory_is_shared_by_attention_workers_and_mirrors(serve, monkeypatch):
+    sizes = {"SC_AVPHYS_PAGES": 1 << 20, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(serve_settings.os, "sysconf", sizes.__getitem__)
+    assert serve("--kv-log", "off").worker.engine.kv_cache_bytes == (4 << 30) // 4
+    assert serve("--kv-log", "mirror").worker.engine.kv_cache_bytes == (4 << 30) // 8
+    both = serve("--kv-log", "anchor", "--attention-workers", "2", "--gpu-memory-utilization", "0.5")
+    assert both.worker.engine.kv_cache_bytes == (4 << 30) // 4
+
+
+def test_names_and_files_of_the_gateway(serve, tmp_path):
+    assert serve().gateway.served_model_names == ["demo"]
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }}")
-    start = gateway_settings(flags(served_model_name=["a", "b"], chat_template=template, event_log=tmp_path), DEMO)
-    assert start.served_model_names == ["a", "b"] and start.chat_template == "{{ messages }}"
-    assert start.event_log == str(tmp_path)
+    started = serve("--served-model-name", "a", "--served-model-name", "b", "--chat-template", str(template),
+        "--event-log", str(tmp_path))  # fmt: skip
+    assert started.gateway.served_model_names == ["a", "b"] and started.gateway.chat_template == "{{ messages }}"
+    directories = (started.gateway.event_log, started.worker.event_log, started.orchestrator.event_log)
+    assert {*directories, started.others["event_log"]} == {str(tmp_path)}
     with pytest.raises(ConfigError, match=r"--chat-template .*missing: No such file"):
-        gateway_settings(flags(chat_template=tmp_path / "missing"), DEMO)
+        serve("--chat-template", str(tmp_path / "missing"))
 
 
-def test_a_model_that_is_not_there():
+def test_a_model_that_is_not_there(serve):
     with pytest.raises(ConfigError, match="/does/not/exist is not a directory"):
-        resolve_model("/does/not/exist")
+        serve(model="/does/not/exist")
 
 
-@pytest.mark.parametrize("flag", [{"fixed_routes": True}, {"pause_checkpoint_every": 8}])
-def test_what_only_cpus_know(flag):
-    wanted = flags(expert_workers=2, kv_cache_memory_bytes=1 << 24, **flag)
-    orchestrator_settings(wanted, DEMO, MODEL, ON_CPU)
-    with pytest.raises(ConfigError, match="only on a CPU"):
-        orchestrator_settings(wanted, DEMO, MODEL, Chosen("cuda"))
-
-
-def test_keys_and_hosts_of_the_gateway(monkeypatch):
-    start = gateway_settings(flags(admin_key=" a ", allowed_hosts=["x.org, y.org", "z.org"], host="localhost"), DEMO)
-    assert start.admin_key == "a" and start.allowed_hosts == ["localhost", "x.org", "y.org", "z.org"]
-    start = gateway_settings(flags(), DEMO)
-    assert start.admin_key is None and start.allowed_hosts == ["127.0.0.1"]
+def test_keys_and_hosts_of_the_gateway(serve, monkeypatch):
+    config = serve("--admin-key", " a ", "--allowed-hosts", "x.org, y.org", "--allowed-hosts", "z.org",
+        "--host", "localhost").gateway  # fmt: skip
+    assert config.admin_key == "a" and config.allowed_hosts == ["x.org", "y.org", "z.org"]
+    assert config.host == "localhost" and config.listen_host in ("127.0.0.1", "::1")
+    config = serve().gateway
+    assert config.admin_key is None and config.allowed_hosts == [] and config.api_keys == []
+    monkeypatch.setenv("EVERSERVE_API_KEY", "one two")
+    assert serve().gateway.api_keys == ["one", "two"]
     monkeypatch.setenv("COLUMNS", "200")
-    told = CliRunner().invoke(app, ["serve", "--help"]).output
+    told = CliRunner().invoke(APP, ["--help"]).output
     for text in ("ps", "EVERSERVE_API_KEY", "EVERSERVE_ADMIN_KEY", "--admin-key", "--allowed-hosts"):
         assert text in told
+
+
+def test_flags_from_a_file(serve, tmp_path):
+    flags = tmp_path / "flags.yaml"
+    flags.write_text("max-num-seqs: 5\nkv_log: off\nserved-model-name: [a, b]\nmax-queue: 3\n".replace("off", "'off'"))
+    started = serve("--config", str(flags), "--max-queue", "4")
+    assert started.worker.engine.max_num_seqs == 5 and started.worker.log.mode == "off"
+    assert started.gateway.served_model_names == ["a", "b"] and started.gateway.max_queue == 4
+    flags.write_text("max-num-seq: 5\n")
+    with pytest.raises(ConfigError, match=r"unknown: max-num-seq \(did you mean max-num-seqs\?\)"):
+        serve("--config", str(flags))
+
+
+def test_the_document_names_every_flag():
+    options = {name for option in typer.main.get_command(APP).params for name in option.opts if name.startswith("--")}
+    section = SERVING_MD.read_text().split("## Flags")[1].split("\n## ")[0]
+    first_column = " ".join(line.split("|")[1] for line in section.splitlines() if "|" in line)
+    documented = set(re.findall(r"--[a-z][a-z-]+", first_column))
+    assert options - {"--config"} == {name for name in documented if not name.startswith("--no-")}

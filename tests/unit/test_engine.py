@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from everserve.errors import RequestError
-from tests.toy import StepAbandoned, logits_after, make_engine, run_alone, spec
+from tests.toy import VOCAB, StepAbandoned, logits_after, make_engine, run_alone, spec
 
 
 def drain(engine) -> dict[str, list]:
@@ -184,8 +184,8 @@ def test_prompt_logprobs(budget, max_tokens):
 
 
 def test_a_step_has_no_more_logits_of_prompts_than_one_chunk():
-    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=64)
-    engine.scheduler._max_logits_rows = most = 5
+    most = 5
+    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=64, max_logits_bytes=most * 4 * VOCAB)
     schedule, wanted = engine.scheduler.schedule, []
 
     def noting():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from everserve.backends.cpu import ops as native
-from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape
+from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, moved_place, row_word
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.reference import ReferenceOps
@@ -81,14 +81,23 @@ class Customer:
         x_at = self.layout.first_box + self.layout.x_at
         self.lane[x_at : x_at + 4 * HIDDEN * 2] = np.ones(2 * HIDDEN, np.float32).tobytes()
 
-    def ask(self, layer=MOE_LAYERS[0], num_tokens=2, tokens=(0, 1, 1), slots=(0, 1, 2), num_rows=None) -> None:
+    def ask(
+        self, layer=MOE_LAYERS[0], num_tokens=2, tokens=(0, 1, 1), slots=(0, 1, 2), experts=None, num_rows=None
+    ) -> None:
         at = self.layout.first_box
         struct.pack_into(f"{len(tokens)}i", self.lane, at + self.layout.tokens_at, *tokens)
-        struct.pack_into(f"{len(slots)}i", self.lane, at + self.layout.slots_at, *slots)
+        experts = slots if experts is None else experts
+        words = [row_word(slot, expert) if slot >= 0 else slot for slot, expert in zip(slots, experts, strict=True)]
+        struct.pack_into(f"{len(words)}i", self.lane, at + self.layout.slots_at, *words)
         num_rows = len(tokens) if num_rows is None else num_rows
         self.seq += 1
         struct.pack_into("q4i", self.lane, at + 8, 5, layer, num_tokens, num_rows, 0)
         struct.pack_into("Q", self.lane, at, self.seq)
+
+    def moved(self, num_rows=3) -> list[tuple[int, int] | None]:
+        """What the server says of each row."""
+        words = struct.unpack_from(f"{num_rows}i", self.lane, self.layout.first_box + self.layout.slots_at)
+        return [moved_place(word) for word in words]
 
     def answer(self) -> tuple[bool, int]:
         """Whether the request is answered, and with which status."""
@@ -119,7 +128,9 @@ NONSENSE = [
     ("negative token", {"tokens": (-1, 1, 1)}, 2),
     ("slot out of range", {"slots": (0, 1, NUM_EXPERTS)}, 3),
     ("negative slot", {"slots": (0, -1, 1)}, 3),
-    ("empty slot", {"layer": MOE_LAYERS[1]}, 3),
+    ("empty slot", {"layer": MOE_LAYERS[1]}, 4),
+    ("another expert", {"experts": (0, 1, 4)}, 4),
+    ("no expert at all", {"experts": (0, 1, 32767)}, 4),
 ]
 
 
@@ -136,6 +147,30 @@ def test_nonsense_is_refused_and_the_next_request_served(server, request_, statu
     assert server.compute([request]) == 3
     assert customer.answer() == (True, 0) and server.num_refused == 1
     assert server.poll(0) == [], "taken once"
+
+
+def test_rows_of_experts_that_moved_are_marked(server):
+    customer = Customer()
+    server.open(Rank(0), customer.cell, customer.fd)
+    customer.ask(slots=(0, 1, 2), experts=(5, 1, 0))
+    (request,) = server.poll(0)
+    assert server.compute([request]) == 0 and customer.answer() == (True, 4)
+    assert customer.moved() == [(0, 5), None, (2, 0)]
+
+
+def test_a_slot_computes_what_it_holds_now(server):
+    """A request that came before the change, and waits for its batch, is refused all the same."""
+    customer, experts, layer = Customer(), server._experts, MOE_LAYERS[0]
+    server.open(Rank(0), customer.cell, customer.fd)
+    customer.ask()
+    (request,) = server.poll(0)
+    experts.clear(layer, 1)
+    experts.load(layer, expert=5, slot=1)
+    assert server.compute([request]) == 0 and customer.answer() == (True, 4)
+    customer.ask(experts=(0, 5, 2))
+    (request,) = server.poll(0)
+    assert server.compute([request]) == 3 and customer.answer() == (True, 0)
+    assert experts.generations[layer] == [1, 3, 1, 1, 1, 1]
 
 
 def test_a_bad_box_does_not_spoil_the_batch(server):

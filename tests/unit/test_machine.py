@@ -1,29 +1,49 @@
 """The orchestrator's machine, event by event: what it decides and the reason that it gives."""
 
+import dataclasses
+
+import msgspec
 import pytest
 
-from everserve.control.effects import AllReady, AskToLeave, BackOff, GiveUp, Kill, Lost, Probe, Provision, Publish
+from everserve.control.effects import (
+    AllReady,
+    AskToLeave,
+    BackOff,
+    GiveUp,
+    Kill,
+    Lost,
+    Probe,
+    Provision,
+    Publish,
+    Resumed,
+    Show,
+)
 from everserve.control.events import (
     Answered,
     ChannelEnded,
     Died,
     DrainAsked,
-    EpochReported,
     Exited,
-    Reported,
+    GatewayReported,
     SaidFailed,
     SaidHello,
+    SaidHolds,
     SaidLeaving,
     SaidReady,
+    SaidReport,
+    SaidUses,
     Silent,
     Started,
     Stopping,
+    Suspected,
     Tick,
 )
-from everserve.control.machine import Found, Machine, Policy, SeatSpec
+from everserve.control.machine import Found, Machine, Policy
 from everserve.plan.placement import place_experts
+from everserve.tables.goal import Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import WorkerState
+from tests.held_slots import goal_of, held
 
 POLICY = Policy(detect_s=0.1)
 ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
@@ -31,9 +51,20 @@ ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
 
 def new_machine(num_expert: int) -> Machine:
     """One attention seat, then the experts'."""
-    experts = [Rank(1 + i) for i in range(num_expert)]
-    seats = [SeatSpec(Rank(0), ATTENTION), *(SeatSpec(rank, EXPERT) for rank in experts)]
-    return Machine(seats, place_experts(12, (0, 1), experts, None), POLICY)
+    return Machine(goal_of([0], placement_of(num_expert)), POLICY)
+
+
+def with_slots(found: list[Found], num_expert: int) -> list[Found]:
+    """Expert workers that have reported hold what they should."""
+    placement = placement_of(num_expert)
+    return [
+        dataclasses.replace(one, slots=held(placement, one.rank)) if placement.seat(one.rank) and one.is_ready else one
+        for one in found
+    ]
+
+
+def placement_of(num_expert: int):
+    return place_experts(12, (0, 1), [Rank(1 + i) for i in range(num_expert)], None)
 
 
 class Driver:
@@ -53,7 +84,8 @@ class Driver:
         """After another orchestrator."""
         driver = cls(num_expert, ready=False)
         driver.machine = new_machine(num_expert)
-        driver.decision = driver.machine.resume(driver.now, found, Epoch(epoch), was_all_ready)
+        driver.decision = driver.machine.resume(driver.now, with_slots(found, num_expert), Epoch(epoch), was_all_ready)
+        driver.only(Resumed)
         return driver
 
     def tell(self, event):
@@ -63,7 +95,12 @@ class Driver:
     def bring_up(self, rank: int, incarnation: int = 1) -> None:
         self.tell(Started(rank, incarnation, 1000 * incarnation + rank))
         self.tell(SaidHello(rank, incarnation))
+        self.hold(rank, incarnation)
         self.tell(SaidReady(rank, incarnation))
+
+    def hold(self, rank: int, incarnation: int = 1) -> None:
+        if rank > 0:
+            self.tell(SaidHolds(rank, incarnation, held(self.machine.goal.placement, rank)))
 
     def pass_time(self, seconds: float):
         self.now += seconds
@@ -75,7 +112,8 @@ class Driver:
         return found[0]
 
     def kinds(self) -> list[str]:
-        return [type(effect).__name__ for effect in self.decision.effects]
+        """Of all effects but that of having resumed."""
+        return [type(effect).__name__ for effect in self.decision.effects if not isinstance(effect, Resumed)]
 
     def worker(self, rank: int):
         return next(worker for worker in self.machine.members.workers if worker.rank == rank)
@@ -92,7 +130,7 @@ class Driver:
 
 def test_start_provisions_every_seat_and_says_what_is_missing():
     driver = Driver(ready=False)
-    assert driver.kinds() == ["Publish", "Provision", "Provision", "Provision", "Provision"]
+    assert driver.kinds() == ["Keep", "Publish", "Provision", "Provision", "Provision", "Provision"]
     assert driver.decision.reason == "the instance starts with 4 seats"
     assert driver.machine.epoch == 1
     assert "no attention worker is ready" in driver.machine.violations
@@ -115,7 +153,7 @@ def test_all_ready_is_said_once():
 
 
 def test_seats_with_both_roles_have_neither_placement_nor_routes():
-    machine = Machine([SeatSpec(Rank(0), (Role.ATTENTION, Role.EXPERT), slots=16)], None, POLICY)
+    machine = Machine(goal_of([0], None, own_experts=16), POLICY)
     machine.start(0.0)
     machine.handle(Started(0, 1, 7), 0.0)
     decision = machine.handle(SaidReady(0, 1), 1.0)
@@ -129,7 +167,8 @@ def test_routes_lead_to_a_worker_from_its_ready_on():
     driver = Driver(ready=False)
     driver.tell(Started(1, 1, 5))
     assert driver.worker(1).pid == 5
-    assert driver.routed() == set()
+    driver.hold(1)
+    assert driver.routed() == set(), "it holds experts, and is not ready"
     driver.tell(SaidReady(1, 1))
     assert driver.decision.reason == "rank 1 incarnation 1 is ready"
     assert driver.routed() == {1}
@@ -193,7 +232,7 @@ def test_a_death_is_seen_in_many_ways_and_counts_once():
     driver = Driver()
     driver.tell(Died(2, 1))
     epoch = driver.machine.epoch
-    for echo in (ChannelEnded(2, 1), Reported(2, 1, by=0, reason="no answer"), Silent(2, 1, "Z"), Exited(2, 1, -9)):
+    for echo in (ChannelEnded(2, 1), Suspected(2, 1, by=0, reason="no answer"), Silent(2, 1, "Z"), Exited(2, 1, -9)):
         assert driver.tell(echo).effects == ()
         assert "was lost already" in driver.decision.reason
     assert (driver.machine.epoch, driver.machine.num_stale) == (epoch, 0)
@@ -282,10 +321,10 @@ def test_readiness_said_before_a_silence_does_not_end_it():
 def test_a_report_is_probed_once_and_an_answer_is_published():
     driver = Driver()
     epoch = driver.machine.epoch
-    driver.tell(Reported(2, 1, by=0, reason="no answer in layer 1"))
+    driver.tell(Suspected(2, 1, by=0, reason="no answer in layer 1"))
     assert driver.decision.effects == (Probe(2, 1),)
     assert driver.decision.reason == "rank 2 incarnation 1 is suspected by rank 0: no answer in layer 1"
-    assert driver.tell(Reported(2, 1, by=0, reason="again")).effects == (), "the first look is still under way"
+    assert driver.tell(Suspected(2, 1, by=0, reason="again")).effects == (), "the first look is still under way"
     driver.tell(Answered(2, 1))
     assert driver.decision.reason == "rank 2 incarnation 1 answers: peers that suspect it shall trust it again"
     publish = driver.only(Publish)
@@ -297,7 +336,7 @@ def test_a_report_is_probed_once_and_an_answer_is_published():
 
 def test_a_report_of_a_hang():
     driver = Driver()
-    driver.tell(Reported(2, 1, by=0, reason="no answer"))
+    driver.tell(Suspected(2, 1, by=0, reason="no answer"))
     driver.tell(Silent(2, 1, "T"))
     assert driver.only(Lost).cause == "hang"
     driver.bring_up(2, 2)
@@ -306,17 +345,17 @@ def test_a_report_of_a_hang():
 
 def test_a_starved_worker_that_was_reported_is_trusted_again_when_it_answers():
     driver = Driver()
-    driver.tell(Reported(2, 1, by=0, reason="no answer"))
+    driver.tell(Suspected(2, 1, by=0, reason="no answer"))
     assert driver.tell(Silent(2, 1, "R")).effects == ()
     assert driver.machine.next_deadline() == driver.now + POLICY.starved_s, "the look was answered: the limit counts"
-    assert driver.tell(Reported(2, 1, by=0, reason="still no answer")).effects == (Probe(2, 1),)
+    assert driver.tell(Suspected(2, 1, by=0, reason="still no answer")).effects == (Probe(2, 1),)
     driver.tell(Answered(2, 1))
     assert driver.kinds() == ["Publish"]
 
 
 def complain(driver, reason: str, by: int = 0, rank: int = 2):
     """A peer reports it, and a look finds it well: it is pardoned, if it is not lost at once."""
-    decision = driver.tell(Reported(rank, 1, by=by, reason=reason))
+    decision = driver.tell(Suspected(rank, 1, by=by, reason=reason))
     if Probe(rank, 1) in decision.effects:
         driver.tell(Answered(rank, 1))
         assert "Publish" in driver.kinds()
@@ -334,7 +373,7 @@ def test_one_that_pulses_but_does_not_serve_is_lost_as_a_hang(reason):
     assert driver.only(Lost).reason == f"it pulses but did not serve rank 0, 3 times within 20 s (last: {reason})"
     assert driver.routed() == {1, 3}
     driver.bring_up(2, 2)
-    assert driver.tell(Reported(2, 2, by=0, reason=reason)).effects == (Probe(2, 2),), "the next one begins anew"
+    assert driver.tell(Suspected(2, 2, by=0, reason=reason)).effects == (Probe(2, 2),), "the next one begins anew"
 
 
 @pytest.mark.parametrize("reason", ["silent", "died"])
@@ -361,10 +400,10 @@ def test_one_bad_moment_that_many_peers_see_is_one():
 def test_a_report_before_the_hello_is_not_probed():
     driver = Driver(ready=False)
     driver.tell(Started(2, 1, 5))
-    assert driver.tell(Reported(2, 1, by=0, reason="no answer")).effects == ()
+    assert driver.tell(Suspected(2, 1, by=0, reason="no answer")).effects == ()
     assert driver.decision.reason.endswith("it has not said hello yet, so there is nothing to look at")
     driver.tell(SaidHello(2, 1))
-    assert driver.tell(Reported(2, 1, by=0, reason="no answer")).effects == (Probe(2, 1),)
+    assert driver.tell(Suspected(2, 1, by=0, reason="no answer")).effects == (Probe(2, 1),)
 
 
 def test_a_process_that_never_says_a_word_is_a_hang():
@@ -697,7 +736,7 @@ def test_a_report_of_a_worker_that_leaves_is_probed_and_its_answer_published():
     driver = Driver(num_expert=1)
     driver.tell(SaidLeaving(1, 1))
     assert driver.routed() == {1}
-    assert driver.tell(Reported(1, 1, by=0, reason="no answer")).effects == (Probe(1, 1),)
+    assert driver.tell(Suspected(1, 1, by=0, reason="no answer")).effects == (Probe(1, 1),)
     driver.tell(Answered(1, 1))
     assert driver.kinds() == ["Publish"], "there is nobody else to trust"
 
@@ -884,13 +923,100 @@ def test_one_born_meanwhile_may_be_ready_without_a_report():
 
 def test_a_late_report_of_a_later_epoch_is_overtaken():
     driver = Driver.resumed([ready(rank) for rank in range(4)], epoch=5)
-    assert driver.tell(EpochReported(5)).effects == ()
-    assert driver.decision.reason == "epoch 5 is past"
-    driver.tell(EpochReported(9))
-    assert driver.decision.reason == "somebody has tables of epoch 9 from the orchestrator before"
+    assert driver.tell(GatewayReported(5, ())).effects == ()
+    assert driver.decision.reason == "epoch 5, which the gateway has, is past"
+    driver.tell(GatewayReported(9, ()))
+    assert driver.decision.reason == "the gateway has tables of epoch 9 from the orchestrator before"
     assert driver.only(Publish).members.epoch == driver.only(Publish).routes.epoch == driver.machine.epoch == 10
-    driver.tell(EpochReported(10))
+    driver.tell(GatewayReported(10, ()))
     assert driver.machine.epoch == 11, "the same number, and perhaps other tables"
+
+
+def test_an_orchestrator_goes_on_with_the_goal_that_was_kept():
+    """Also with ranks that did not exist at the start, in any order of roles. A process in no seat of it is lost."""
+    placement = place_experts(12, (0, 1), [Rank(0), Rank(7)], None)
+    goal = msgspec.structs.replace(goal_of([5, 3], placement), version=4)
+    machine = Machine(goal, POLICY)
+    there = [ready(5), ready(3), ready(0), ready(7, 2), ready(1)]
+    there = [dataclasses.replace(one, slots=held(placement, one.rank) if one.rank in (0, 7) else None) for one in there]
+    decision = machine.resume(0.0, there, Epoch(9), was_all_ready=True)
+    lost = [effect for effect in decision.effects if isinstance(effect, Lost)]
+    assert [(one.rank, one.is_expected) for one in lost] == [(1, True)], "the goal has no such seat"
+    assert machine.members.goal == 4
+    assert {worker.rank for worker in machine.members.workers} == {0, 3, 5, 7}
+    assert set(machine.routes.array()[..., 0].ravel().tolist()) == {0, 7}
+    assert (machine.violations, machine.degraded) == ((), ())
+    assert machine.handle(Tick(), POLICY.fence_grace_s).effects == (Kill(1, 1),)
+
+
+def test_a_seat_that_should_retire_is_not_filled_again():
+    placement = placement_of(3)
+    goal = goal_of([0, 9], placement)
+    seats = tuple(msgspec.structs.replace(s, wanted=Wanted.RETIRE) if s.rank == 9 else s for s in goal.seats)
+    driver = Driver(ready=False)
+    driver.machine = Machine(msgspec.structs.replace(goal, seats=seats), POLICY)
+    driver.decision = driver.machine.resume(0.0, with_slots([ready(r) for r in (0, 1, 2, 3, 9)], 3), Epoch(2), True)
+    assert driver.worker(9).state is WorkerState.READY
+    driver.tell(Exited(9, 1, 0))
+    assert driver.kinds() == ["Lost", "Publish"]
+    assert 9 not in {worker.rank for worker in driver.machine.members.workers}
+    assert driver.machine.degraded == ()
+
+
+# -- what workers hold and use -------------------------------------------------------------------
+
+
+def test_routes_follow_what_a_ready_worker_holds():
+    driver = Driver()
+    other = held(driver.machine.goal.placement, 1)
+    emptied = tuple((-1,) * len(slots) for slots in other.experts)
+    driver.tell(SaidHolds(1, 1, msgspec.structs.replace(other, experts=emptied)))
+    assert driver.kinds() == ["Publish"]
+    assert driver.routed() == {2, 3}
+    driver.tell(SaidHolds(1, 1, msgspec.structs.replace(other, experts=emptied)))
+    assert driver.decision.effects == (), "the same again"
+    driver.tell(SaidHolds(1, 1, other))
+    assert driver.routed() == {1, 2, 3}
+
+
+def test_a_new_incarnation_holds_nothing_until_it_says_so():
+    driver = Driver()
+    driver.tell(Died(2, 1))
+    driver.tell(Started(2, 2, 77))
+    driver.tell(SaidHello(2, 2))
+    driver.tell(SaidReady(2, 2))
+    assert driver.routed() == {1, 3}
+    driver.hold(2, 2)
+    assert driver.routed() == {1, 2, 3}
+
+
+def test_an_epoch_that_all_attention_workers_use_is_shown():
+    driver = Driver()
+    epoch = driver.machine.epoch
+    assert len(driver.machine.tables().conditions.epochs) == 1
+    driver.tell(SaidUses(0, 1, epoch - 1))
+    assert driver.kinds() == ["Show"]
+    assert driver.machine.tables().conditions.epochs == (
+        f"rank 0 uses routes of epoch {epoch - 1}, published is {epoch}",
+    )
+    driver.tell(SaidUses(0, 1, epoch))
+    assert driver.only(Show).tables.conditions.epochs == ()
+    assert driver.tell(SaidUses(0, 1, epoch)).effects == ()
+    assert driver.machine.epoch == epoch, "nothing was published for it"
+    driver.tell(Died(2, 1))
+    assert driver.machine.tables().conditions.epochs != ()
+    assert driver.machine.violations == ()
+
+
+def test_a_late_report_says_all_at_once():
+    driver = Driver.resumed([ready(0), ready(1), found(2), ready(3)], epoch=5)
+    slots = held(driver.machine.goal.placement, 2)
+    driver.tell(SaidReport(2, 1, Epoch(8), False, slots))
+    assert driver.machine.epoch == 9, "later than what it has"
+    driver.tell(SaidReady(2, 1))
+    assert driver.routed() == {1, 2, 3}
+    driver.tell(SaidReport(3, 1, Epoch(2), True, slots))
+    assert driver.worker(3).state is WorkerState.LEAVING
 
 
 # -- publishing ----------------------------------------------------------------------------------

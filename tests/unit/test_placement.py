@@ -3,13 +3,16 @@
 from collections import Counter
 from itertools import combinations, product
 
+import msgspec
 import pytest
 
 from everserve.errors import ConfigError
 from everserve.plan.placement import place_experts, survivable_deaths
 from everserve.plan.routing import make_routes
 from everserve.tables.ids import Epoch, Rank
-from everserve.tables.placement import EMPTY, Placement, SeatSlots
+from everserve.tables.placement import Placement, SeatExperts
+from everserve.tables.slots import EMPTY
+from tests.held_slots import have, held
 
 LAYERS = (1, 3, 4)
 
@@ -22,12 +25,20 @@ def place(num_experts: int, num_seats: int, shadow_experts: int | None) -> Place
     return place_experts(num_experts, LAYERS, ranks(num_seats), shadow_experts)
 
 
-def active(seat: SeatSlots, layer: int = 0) -> list[int]:
-    return [expert for expert in seat.experts[layer][: seat.num_active] if expert != EMPTY]
+def routes_of(epoch: int, placement: Placement, ready, leaving=()):
+    return make_routes(Epoch(epoch), placement, have(placement), ready, leaving)
 
 
-def shadows(seat: SeatSlots, layer: int = 0) -> list[int]:
-    return [expert for expert in seat.experts[layer][seat.num_active :] if expert != EMPTY]
+def active(seat: SeatExperts, layer: int = 0) -> list[int]:
+    return list(seat.active[layer])
+
+
+def shadows(seat: SeatExperts, layer: int = 0) -> list[int]:
+    return list(seat.shadows[layer])
+
+
+def default_shadows(num_experts: int, num_seats: int) -> int:
+    return -(-num_experts // num_seats) if num_seats > 1 else 0
 
 
 def spread(counts: Counter, keys) -> int:
@@ -48,7 +59,6 @@ def test_every_expert_is_active_once_and_seats_have_even_shares():
     for num_experts, num_seats, shadow_experts in SHAPES:
         placement = place(num_experts, num_seats, shadow_experts)
         assert [seat.rank for seat in placement.seats] == ranks(num_seats)
-        assert len({(seat.num_active, seat.num_slots) for seat in placement.seats}) == 1, "seats differ in size"
         for layer in range(len(LAYERS)):
             shares = [active(seat, layer) for seat in placement.seats]
             assert sorted(expert for share in shares for expert in share) == list(range(num_experts))
@@ -58,10 +68,9 @@ def test_every_expert_is_active_once_and_seats_have_even_shares():
 def test_shadows_give_as_many_copies_as_the_slots_allow():
     for num_experts, num_seats, shadow_experts in SHAPES:
         placement = place(num_experts, num_seats, shadow_experts)
-        copies = Counter(expert for seat in placement.seats for expert in seat.experts[0] if expert != EMPTY)
-        num_slots = placement.seats[0].num_slots - placement.seats[0].num_active
-        if shadow_experts is not None:
-            assert num_slots == shadow_experts
+        copies = Counter(expert for seat in placement.seats for expert in seat.experts(0))
+        num_slots = shadow_experts if shadow_experts is not None else default_shadows(num_experts, num_seats)
+        assert all(len(shadows(seat)) <= num_slots for seat in placement.seats)
         most = min(num_seats, 1 + num_slots * num_seats // num_experts)
         assert min(copies.values()) == most, (num_experts, num_seats, shadow_experts)
         assert max(copies.values()) - min(copies.values()) <= 1, "a third copy before everybody had a second"
@@ -72,7 +81,8 @@ def test_the_default_is_the_fewest_shadows_that_survive_any_one_death():
     for num_experts, num_seats, shadow_experts in SHAPES:
         if shadow_experts is None and num_seats > 1:
             placement = place(num_experts, num_seats, None)
-            num_shadows = placement.seats[0].num_slots - placement.seats[0].num_active
+            num_shadows = max(len(shadows(seat)) for seat in placement.seats)
+            assert num_shadows == default_shadows(num_experts, num_seats)
             assert survivable_deaths(placement) >= 1
             assert survivable_deaths(place(num_experts, num_seats, num_shadows - 1)) == 0
 
@@ -124,7 +134,7 @@ def test_routes_are_the_active_place_then_all_shadows_of_ready_workers():
         for num_dead in range(num_seats + 1):
             for dead in combinations(ranks(num_seats), num_dead):
                 ready = set(ranks(num_seats)) - set(dead)
-                routes = make_routes(Epoch(7), placement, ready)
+                routes = routes_of(7, placement, ready)
                 assert (routes.epoch, routes.num_layers, routes.num_experts) == (7, len(LAYERS), num_experts)
                 for layer in range(len(LAYERS)):
                     for expert in range(num_experts):
@@ -134,9 +144,9 @@ def test_routes_are_the_active_place_then_all_shadows_of_ready_workers():
 def check_candidates(placement: Placement, routes, ready: set[Rank], layer: int, expert: int) -> None:
     found = routes.candidates(layer, expert)
     places = {
-        (seat.rank, seat.experts[layer].index(expert))
+        (seat.rank, held(placement, seat.rank).experts[layer].index(expert))
         for seat in placement.seats
-        if seat.rank in ready and expert in seat.experts[layer]
+        if seat.rank in ready and expert in seat.experts(layer)
     }
     assert set(found) == places
     assert len(found) == len(places)
@@ -151,8 +161,8 @@ def test_workers_that_leave_have_only_what_nobody_else_has():
         for states in product(("ready", "leaving", "gone"), repeat=num_seats):
             ready = {rank for rank, state in zip(ranks(num_seats), states, strict=True) if state == "ready"}
             leaving = {rank for rank, state in zip(ranks(num_seats), states, strict=True) if state == "leaving"}
-            routes = make_routes(Epoch(7), placement, ready, leaving)
-            by_ready, by_leaving = (make_routes(Epoch(7), placement, some) for some in (ready, leaving))
+            routes = routes_of(7, placement, ready, leaving)
+            by_ready, by_leaving = (routes_of(7, placement, some) for some in (ready, leaving))
             for expert in range(num_experts):
                 expected = by_ready.candidates(0, expert) or by_leaving.candidates(0, expert)
                 assert routes.candidates(0, expert) == expected
@@ -160,11 +170,11 @@ def test_workers_that_leave_have_only_what_nobody_else_has():
 
 def test_layers_need_not_look_alike():
     seats = (
-        SeatSlots(rank=Rank(4), num_active=1, experts=((0, 1), (1, 0))),
-        SeatSlots(rank=Rank(5), num_active=1, experts=((1, EMPTY), (0, 1))),
+        SeatExperts(rank=Rank(4), active=((0,), (1,)), shadows=((1,), (0,))),
+        SeatExperts(rank=Rank(5), active=((1,), (0,)), shadows=((), (1,))),
     )
     placement = Placement(num_experts=2, moe_layers=(0, 1), seats=seats)
-    routes = make_routes(Epoch(1), placement, [Rank(4), Rank(5)])
+    routes = routes_of(1, placement, [Rank(4), Rank(5)])
     assert [[candidates(routes, expert, layer) for expert in (0, 1)] for layer in (0, 1)] == [
         [[4], [5, 4]],
         [[5, 4], [4, 5]],
@@ -178,7 +188,7 @@ def test_layers_need_not_look_alike():
 def test_a_death_spreads_its_load(num_experts, num_seats, shadow_experts, allowed):
     """Before anybody publishes (the second candidates) and after (the first ones), evenly both times."""
     placement = place(num_experts, num_seats, shadow_experts)
-    everybody = make_routes(Epoch(1), placement, ranks(num_seats))
+    everybody = routes_of(1, placement, ranks(num_seats))
     for dead in ranks(num_seats):
         others = [rank for rank in ranks(num_seats) if rank != dead]
         heirs = Counter(
@@ -187,5 +197,17 @@ def test_a_death_spreads_its_load(num_experts, num_seats, shadow_experts, allowe
             if candidates(everybody, expert)[0] == dead
         )
         assert spread(heirs, others) <= allowed
-        after = make_routes(Epoch(2), placement, others)
+        after = routes_of(2, placement, others)
         assert spread(Counter(candidates(after, expert)[0] for expert in range(num_experts)), others) <= allowed
+
+
+def test_routes_follow_what_is_held_not_what_is_planned():
+    placement = place(4, 2, None)  # everything on both
+    first, second = ranks(2)
+    moved = msgspec.structs.replace(held(placement, second), experts=((EMPTY, 2, EMPTY, 0), *[(0, 1, 2, 3)] * 2))
+    routes = make_routes(Epoch(1), placement, {first: held(placement, first), second: moved}, [first, second])
+    assert routes.candidates(0, 3) == ((first, 3),), "planned for the second one, which does not hold it"
+    assert routes.candidates(0, 2) == ((second, 1), (first, 2)), "still the active place, in another slot"
+    assert routes.candidates(0, 0) == ((first, 0), (second, 3))
+    elsewhere = make_routes(Epoch(1), placement, {Rank(3): moved}, [Rank(3)])
+    assert elsewhere.candidates(0, 0) == ((Rank(3), 3),), "held by a worker that the plan does not know"

@@ -6,7 +6,6 @@ import select
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from everserve.memory.names import (
     by_kind,
@@ -30,16 +29,9 @@ from everserve.wire.messages import (
     StartWorker,
     WorkerExited,
     WorkerForked,
-    WorkerSettings,
     WorkerStarted,
 )
-
-SETTINGS = WorkerSettings(
-    model="m", dtype="auto", max_model_len=None, max_num_seqs=1, max_num_batched_tokens=1,
-    max_prefill_while_decoding=1, block_size=16, kv_cache_bytes=1, kv_log="mirror", enable_prefix_caching=False,
-    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=None,
-)  # fmt: skip
-
+from tests.configs import worker_settings
 
 NOBODY = 1 << 30  # more than any process's number can be
 
@@ -50,7 +42,7 @@ def start(incarnation: int, device: str = "cpu") -> StartWorker:
         rank=seat[0],
         incarnation=seat[1],
         roles=(Role.ATTENTION,),
-        settings=structs.replace(SETTINGS, device=device),
+        settings=worker_settings(device=device),
         num_workers=1,
         slots=None,
         detect_ms=0.0,

@@ -6,14 +6,15 @@ from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.wire.channel import Channel
 from everserve.wire.messages import Ready, StartWorker
 from everserve.zygote.spares import QUIET_S, Spare, Spares
-from tests.unit.test_provisioner import SETTINGS, num_fds
+from tests.configs import SMALL
+from tests.unit.test_provisioner import num_fds
 
 ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
 
 
 def start(device: int = 0, roles: tuple[Role, ...] = ATTENTION, rank: int = 0) -> StartWorker:
     return StartWorker(
-        rank=Rank(rank), incarnation=Incarnation(1), roles=roles, settings=SETTINGS, num_workers=1, slots=None,
+        rank=Rank(rank), incarnation=Incarnation(1), roles=roles, settings=SMALL, num_workers=1, slots=None,
         detect_ms=0.0, device_index=device,
     )  # fmt: skip
 

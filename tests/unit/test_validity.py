@@ -8,7 +8,8 @@ from everserve.plan.placement import place_experts
 from everserve.plan.routing import make_routes
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Worker, WorkerState
-from everserve.tables.validity import degraded, violations
+from everserve.tables.validity import conditions, degraded
+from tests.held_slots import have, held
 
 LAYERS = (2, 3, 4, 6)
 PLACEMENT = place_experts(12, LAYERS, [Rank(1), Rank(2), Rank(3)], None)  # four active and four shadows each
@@ -27,7 +28,14 @@ def members(*changed: Worker, epoch: int = 5) -> Members:
 
 
 def routes(*ready: int, leaving: tuple[int, ...] = (), epoch: int = 5):
-    return make_routes(Epoch(epoch), PLACEMENT, ready or EXPERTS, leaving)
+    return make_routes(Epoch(epoch), PLACEMENT, have(PLACEMENT), ready or EXPERTS, leaving)
+
+
+def violations(table, placement, route_table) -> tuple[str, ...]:
+    """While all workers hold what they should, and attention workers use the routes."""
+    held_by = have(placement) if placement is not None else {}
+    found = conditions(table, placement, held_by, route_table, {Rank(0): table.epoch, Rank(1): table.epoch})
+    return found.violations
 
 
 def edited(table, change):
@@ -84,8 +92,8 @@ def test_an_instance_without_expert_seats():
             routes(),
             ["routes lead to rank 3, which is not a member"],
         ),
-        (members(), None, routes(), ["there are routes but no expert seats"]),
-        (members(), PLACEMENT, None, ["there are expert seats but no routes to them"]),
+        (members(), None, routes(), ["there are routes but no expert workers"]),
+        (members(), PLACEMENT, None, ["there are expert workers but no routes to them"]),
         (
             members(),
             place_experts(12, LAYERS[:3], list(EXPERTS), None),
@@ -150,7 +158,7 @@ def test_one_death_degrades_and_two_violate():
     assert short.startswith("8 experts of layers 2-4, 6 have 1 of 2 places: ")
 
     two = members(*(worker(rank, Role.EXPERT, state=WorkerState.STARTING) for rank in (2, 3)))
-    lost = sorted(set(range(12)) - set(PLACEMENT.seat(Rank(1)).experts[0]))
+    lost = sorted(set(range(12)) - set(held(PLACEMENT, 1).experts[0]))
     assert len(lost) == 4
     assert violations(two, PLACEMENT, routes(1)) == (
         f"4 experts of layers 2-4, 6 have no place: {', '.join(map(str, lost))}",
@@ -176,9 +184,9 @@ def test_who_leaves_may_serve_what_nobody_else_has():
     assert "rank 2 (expert) is leaving" in degraded(table, PLACEMENT, routes(3, leaving=(2,)))
     assert violations(table, PLACEMENT, routes(3))[0].startswith("4 experts of layers 2-4, 6 have no place: ")
 
-    held_by_3 = PLACEMENT.seat(Rank(3)).experts[1]
-    shared = next(expert for expert in PLACEMENT.seat(Rank(2)).experts[1] if expert in held_by_3)
-    slot = PLACEMENT.seat(Rank(2)).experts[1].index(shared)
+    held_by_3 = held(PLACEMENT, 3).experts[1]
+    shared = next(expert for expert in held(PLACEMENT, 2).experts[1] if expert in held_by_3)
+    slot = held(PLACEMENT, 2).experts[1].index(shared)
 
     def lead_to_2(array) -> None:
         array[1, shared, 0] = (2, slot)
@@ -190,7 +198,7 @@ def test_who_leaves_may_serve_what_nobody_else_has():
 
 def test_nobody_at_all():
     table = members(*(worker(rank, Role.EXPERT, state=WorkerState.GONE) for rank in EXPERTS))
-    empty = make_routes(Epoch(5), PLACEMENT, [])
+    empty = make_routes(Epoch(5), PLACEMENT, have(PLACEMENT), [])
     assert violations(table, PLACEMENT, empty) == (
         "12 experts of layers 2-4, 6 have no place: 0, 1, 2, 3, 4, 5, 6, 7, ...",
     )
@@ -199,6 +207,39 @@ def test_nobody_at_all():
 def test_layers_may_differ_in_their_number_of_places():
     """Where planned and present agree nothing is degraded, even if other experts have more places."""
     placement = place_experts(12, LAYERS, list(EXPERTS), 1)
-    counts = np.unique([len(make_routes(Epoch(5), placement, EXPERTS).candidates(0, e)) for e in range(12)])
+    counts = np.unique(
+        [len(make_routes(Epoch(5), placement, have(placement), EXPERTS).candidates(0, e)) for e in range(12)]
+    )
     assert counts.tolist() == [1, 2]
-    assert degraded(members(), placement, make_routes(Epoch(5), placement, EXPERTS)) == ()
+    assert degraded(members(), placement, make_routes(Epoch(5), placement, have(placement), EXPERTS)) == ()
+
+
+def test_the_three_conditions_are_told_apart():
+    found = conditions(members(), PLACEMENT, have(PLACEMENT), routes(), {Rank(0): Epoch(5)})
+    assert (found.peers, found.coverage, found.epochs) == ((), (), ())
+    gone = members(worker(2, Role.EXPERT, state=WorkerState.GONE))
+    assert conditions(gone, PLACEMENT, have(PLACEMENT), routes(), {Rank(0): Epoch(5)}).peers == (
+        "routes lead to rank 2, which is gone",
+    )
+    uncovered = conditions(members(), PLACEMENT, have(PLACEMENT), edited(routes(), set_nobody), {Rank(0): Epoch(5)})
+    assert uncovered.coverage[0] == "expert 3 of layers 2-3, 6 has no place"
+
+
+def test_a_worker_that_uses_older_routes_is_shown_and_breaks_nothing():
+    late = conditions(members(), PLACEMENT, have(PLACEMENT), routes(), {Rank(0): Epoch(4)})
+    assert late.epochs == ("rank 0 uses routes of epoch 4, published is 5",)
+    assert late.violations == ()
+    silent = conditions(members(), PLACEMENT, have(PLACEMENT), routes(), {})
+    assert silent.epochs == ("rank 0 has not said which routes it uses; published is epoch 5",)
+    starting = members(worker(0, Role.ATTENTION, state=WorkerState.STARTING))
+    assert conditions(starting, PLACEMENT, have(PLACEMENT), routes(), {}).epochs == (), "it loads"
+
+
+def test_routes_must_agree_with_what_is_held():
+    other = have(PLACEMENT)
+    first = list(other[Rank(1)].experts[1])
+    first[0], first[1] = first[1], first[0]
+    experts = (other[Rank(1)].experts[0], tuple(first), *other[Rank(1)].experts[2:])
+    other[Rank(1)] = msgspec.structs.replace(other[Rank(1)], experts=experts)
+    found = conditions(members(), PLACEMENT, other, routes(), {Rank(0): Epoch(5)})
+    assert found.coverage == ("2 experts of layer 3 are routed to a slot of rank 1 that does not hold them: 0, 1",)

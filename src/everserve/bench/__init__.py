@@ -5,7 +5,7 @@ decode.py    how fast does one process decode on a GPU, next to what its memory 
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 scaling.py   how does recovery grow with the number of running streams and with their context? (cells.py: which)
 overhead.py  what do the protections cost when nothing fails?
-checkpoint.py  what does the KV log cost when nothing fails, next to pausing for checkpoints?
+checkpoint.py  what does the KV log cost when nothing fails?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
 
 kill.py      one worker is killed under load (instance.py: the server that it belongs to)

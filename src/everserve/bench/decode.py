@@ -20,11 +20,16 @@ import torch
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.bench import decode_report, report
 from everserve.bench.device_shapes import floor_bytes, write_shape
+from everserve.config.compute import ComputeConfig
+from everserve.config.engine import EngineConfig
+from everserve.config.kvlog import LogConfig
+from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
 from everserve.errors import ConfigError
 from everserve.memory.device import Driver
-from everserve.memory.names import WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.memory import Kind
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.wire.messages import StartWorker, WorkerSettings
 
@@ -135,7 +140,7 @@ def num_tokens(batch: int, context: int, steps: int) -> int:
 
 def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float, float]:
     """Median time of a step in seconds, and the mean context of all streams meanwhile."""
-    vocab_size = engine.config.vocab_size
+    vocab_size = engine.limits.vocab_size
     params = SamplingParams(max_tokens=num_tokens(batch, context, steps), temperature=0.0)
     for i in range(batch):
         prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
@@ -160,7 +165,7 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
         SeatWeights,
         build_decoder,
         build_forward,
-        engine_config,
+        engine_limits,
         make_pool,
         make_recorder,
         open_device,
@@ -175,33 +180,29 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
     config = device.model
     experts = LocalCudaExperts(device.ops, weights.arena(), config.moe_layers, config.num_experts)
     forward = build_forward(device, decoder, make_pool(device, decoder), experts, make_recorder(device))
-    return Engine(engine_config(device), device.ops, forward), config
+    return Engine(start.settings.engine, engine_limits(device), device.ops, forward), config
 
 
-def _memory(driver: Driver, num_bytes: int) -> dict[str, int]:
+def _memory(driver: Driver, num_bytes: int) -> dict[Kind, int]:
     state_fd = os.memfd_create("weights-state")
     os.ftruncate(state_fd, WEIGHTS_STATE_BYTES)
-    return {WEIGHTS: driver.create(num_bytes), WEIGHTS_STATE: state_fd}
+    return {Kind.WEIGHTS: driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd}
 
 
 def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
     settings = WorkerSettings(
-        model=model,
-        dtype="bfloat16",
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_BATCHED_TOKENS,
-        max_prefill_while_decoding=_BATCHED_TOKENS,
-        block_size=_BLOCK_SIZE,
-        kv_cache_bytes=1 << 60,  # all that the streams can use
-        kv_log="off",
-        enable_prefix_caching=False,
-        batch_invariant=True,
-        num_threads=None,
-        fixed_routes=(0, 0),
-        event_log=None,
-        device="cuda",
-        load_format="dummy",
+        model=ModelSource(directory=model, dtype="bfloat16", load_format="dummy"),
+        engine=EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=_BATCHED_TOKENS,
+            max_prefill_while_decoding=_BATCHED_TOKENS,
+            block_size=_BLOCK_SIZE,
+            kv_cache_bytes=1 << 60,  # all that the streams can use
+            enable_prefix_caching=False,
+        ),
+        log=LogConfig(mode="off"),
+        compute=ComputeConfig(device="cuda", batch_invariant=True),
     )
     return StartWorker(
         rank=Rank(0),
@@ -211,6 +212,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
         num_workers=1,
         slots=None,
         detect_ms=0.0,
+        device=0,
     )
 
 

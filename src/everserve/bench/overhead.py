@@ -3,8 +3,7 @@
 Each variant is compared with 2+2 (attention + expert workers) of the same round, and its time between tokens with one
 process too; variants.py says how.
 
-On a GPU routes cannot be fixed, and all variants but those without a log have one: the pool itself, in memory that
-outlives its worker.
+On a GPU all variants but those without a log have one: the pool itself, in memory that outlives its worker.
 """
 
 import gc
@@ -21,7 +20,7 @@ def _split(num: int) -> tuple[str, ...]:
     return "--attention-workers", str(num), "--expert-workers", str(num)
 
 
-_NO_DETECTION, _NO_SHADOWS, _FIXED_ROUTES = ("--detect-ms", "0"), ("--shadow-experts", "0"), ("--fixed-routes",)
+_NO_DETECTION, _NO_SHADOWS = ("--detect-ms", "0"), ("--shadow-experts", "0")
 _NO_LOG, _GPU_LOG, _NO_SPARES = ("--kv-log", "off"), ("--kv-log", "anchor"), ("--spares", "0")
 VARIANTS: dict[str, tuple[str, ...]] = {
     ONE_PROCESS: (),
@@ -30,9 +29,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: _split(2),
     "2+2, no detection": (*_split(2), *_NO_DETECTION),
     "2+2, no shadows": (*_split(2), *_NO_SHADOWS),
-    "2+2, fixed routes": (*_split(2), *_FIXED_ROUTES),
     "2+2, no log": (*_split(2), *_NO_LOG),
-    ALL_OFF: (*_split(2), *_NO_DETECTION, *_NO_SHADOWS, *_FIXED_ROUTES, *_NO_LOG),
+    ALL_OFF: (*_split(2), *_NO_DETECTION, *_NO_SHADOWS, *_NO_LOG),
 }
 GPU_VARIANTS: dict[str, tuple[str, ...]] = {
     ONE_PROCESS: _GPU_LOG,

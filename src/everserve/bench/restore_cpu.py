@@ -5,6 +5,10 @@ import os
 from everserve.backends.cpu.build import EngineBuilder, load_experts, open_model
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.bench.restore_stage import Worker
+from everserve.config.compute import ComputeConfig
+from everserve.config.engine import EngineConfig
+from everserve.config.kvlog import LogConfig
+from everserve.config.model import ModelSource
 from everserve.kvlog.log import Log
 from everserve.memory.owned import create_memory
 from everserve.tables.ids import Incarnation, Rank, Role
@@ -37,20 +41,18 @@ class CpuWorkers:
 def settings_of(model: str, context: int, kv_log: str = "off", max_batched: int = 512) -> WorkerSettings:
     """Of a worker that has one stream."""
     return WorkerSettings(
-        model=model,
-        dtype="auto",
-        max_model_len=context,
-        max_num_seqs=1,
-        max_num_batched_tokens=max_batched,
-        max_prefill_while_decoding=max_batched,
-        block_size=16,
-        kv_cache_bytes=1 << 60,  # all that the stream can use
-        kv_log=kv_log,
-        enable_prefix_caching=False,
-        batch_invariant=False,
-        num_threads=1,
-        fixed_routes=(0, 0),
-        event_log=None,
+        model=ModelSource(directory=model),
+        engine=EngineConfig(
+            max_model_len=context,
+            max_num_seqs=1,
+            max_num_batched_tokens=max_batched,
+            max_prefill_while_decoding=max_batched,
+            block_size=16,
+            kv_cache_bytes=1 << 60,  # all that the stream can use
+            enable_prefix_caching=False,
+        ),
+        log=LogConfig(mode=kv_log),
+        compute=ComputeConfig(device="cpu", num_threads=1),
     )
 
 

@@ -10,7 +10,7 @@ from everserve.backends.cuda.build import (
     SeatWeights,
     build_decoder,
     build_forward,
-    engine_config,
+    engine_limits,
     make_recorder,
     open_device,
 )
@@ -18,12 +18,15 @@ from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.logs import CudaLogs
 from everserve.bench.restore_cpu import settings_of, start_of
 from everserve.bench.restore_stage import Worker
+from everserve.config.compute import ComputeConfig
+from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
 from everserve.engine.journal import Journal
 from everserve.engine.warm_up import warm_up
 from everserve.errors import EverserveError
-from everserve.memory.names import KV, LOG, WEIGHTS, WEIGHTS_STATE, WEIGHTS_STATE_BYTES
+from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.memory.owned import create_memory
+from everserve.tables.memory import Kind
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
@@ -42,8 +45,8 @@ class GpuWorkers:
         start = self._start("off", _FEWEST_ROWS)
         self._device = device = open_device(start, Loading(start))
         num_bytes = SeatWeights.plan_of(device).num_bytes
-        state_fd = create_memory(WEIGHTS_STATE, WEIGHTS_STATE_BYTES)
-        weights = SeatWeights(device, {WEIGHTS: device.driver.create(num_bytes), WEIGHTS_STATE: state_fd})
+        state_fd = create_memory(Kind.WEIGHTS_STATE, WEIGHTS_STATE_BYTES)
+        weights = SeatWeights(device, {Kind.WEIGHTS: device.driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd})
         self._decoder = build_decoder(device, weights)
         self.model = device.model
         self._experts = LocalCudaExperts(device.ops, weights.arena(), self.model.moe_layers, self.model.num_experts)
@@ -56,35 +59,33 @@ class GpuWorkers:
         kv_pool = logs.make_pool(self._decoder)
         forward = build_forward(device, self._decoder, kv_pool, self._experts, make_recorder(device))
         journal = logs.make_journal(kv_pool)
-        config = replace(
-            engine_config(device), max_num_batched_tokens=max_batched, max_prefill_while_decoding=max_batched
+        config = structs.replace(
+            device.start.settings.engine, max_num_batched_tokens=max_batched, max_prefill_while_decoding=max_batched
         )
-        engine = Engine(config, device.ops, forward, journal=journal)
+        engine = Engine(config, engine_limits(device), device.ops, forward, journal=journal)
         warm_up(engine)
         if journal is not None:
             _wait_for_reach(engine, journal)
-        return Worker(engine, logs.keep(), fds.get(LOG), fds.get(KV))
+        return Worker(engine, logs.keep(), fds.get(Kind.LOG), fds.get(Kind.KV))
 
     def _start(self, kv_log: str, max_batched: int) -> StartWorker:
+        on_cpu = settings_of(self._directory, self._context, kv_log, max_batched)
         settings = structs.replace(
-            settings_of(self._directory, self._context, kv_log, max_batched),
-            dtype="bfloat16",
-            block_size=64,
-            batch_invariant=True,
-            num_threads=None,
-            device="cuda",
-            load_format="dummy",
+            on_cpu,
+            model=ModelSource(directory=self._directory, dtype="bfloat16", load_format="dummy"),
+            engine=structs.replace(on_cpu.engine, block_size=64),
+            compute=ComputeConfig(device="cuda", batch_invariant=True),
         )
         return start_of(settings)
 
-    def _memory(self, kv_log: str) -> dict[str, int]:
+    def _memory(self, kv_log: str) -> dict[Kind, int]:
         """What the anchor would have made for it (control/design.py)."""
         shape = self.shape
         if kv_log == "mirror":
-            return {LOG: create_memory(LOG, shape.num_bytes)}
+            return {Kind.LOG: create_memory(Kind.LOG, shape.num_bytes)}
         if kv_log == "anchor":
             kv_fd = self._device.driver.create(shape.num_blocks * shape.block_bytes)
-            return {LOG: create_memory(LOG, shape.head_bytes), KV: kv_fd}
+            return {Kind.LOG: create_memory(Kind.LOG, shape.head_bytes), Kind.KV: kv_fd}
         return {}
 
 
@@ -93,5 +94,5 @@ def _wait_for_reach(engine: Engine, journal: Journal) -> None:
     deadline = time.monotonic() + _REACH_S
     while journal.writer.reach < journal.log.shape.num_blocks:
         if time.monotonic() > deadline:
-            raise EverserveError(f"the device does not reach the KV log in host memory after {_REACH_S:.0f} s")
+            raise EverserveError(f"the device does not reach the Kind.KV log in host memory after {_REACH_S:.0f} s")
         warm_up(engine)

@@ -1,6 +1,6 @@
 """The command line, one file per command.
 
-serve.py    serve a model (serve_settings.py what its flags mean to whom)
+serve.py    serve a model (serve_settings.py what it is started with, flags.py flags that are fields of configs)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins

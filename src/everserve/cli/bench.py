@@ -220,7 +220,7 @@ def checkpoint(
     ] = None,
     out: Out = None,
 ) -> None:
-    """What the KV log costs when nothing fails: off, mirror, anchor, and pausing every 8 steps for a checkpoint.
+    """What the KV log costs when nothing fails: off, mirror and anchor.
 
     Exit status 1 if variants answered different tokens.
     """

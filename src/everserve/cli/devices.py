@@ -4,18 +4,22 @@ import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
-from everserve.control.design import Design
+from everserve.config.kvlog import LogConfig
+from everserve.control.design import capacity_of, first_goal
+from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
 from everserve.memory.devices import Device, look
+from everserve.model.config import ModelConfig
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
+from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
 
-DEVICES = ("auto", "cpu", "cuda")
 _GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything
 _PINNED_SHARE = 0.5  # of the host's free memory, for mirrors of KV that devices write to: such pages cannot be swapped
 
@@ -31,8 +35,6 @@ class Chosen:
 
 def choose(device: str, share: bool | None, num_workers: int) -> Chosen:
     """Raises ConfigError if it is not possible. Does not initialise the driver in this process."""
-    if device not in DEVICES:
-        raise ConfigError(f"--device {device}: choose one of {', '.join(DEVICES)}")
     missing = _missing_for_cuda()
     if device == "cpu" or (device == "auto" and missing):
         if share:
@@ -76,23 +78,33 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     """For each attention worker: what is left of the devices, each of which has so many spares. With a mirror, no more
     than the host can pin."""
     assert chosen.device == "cuda", chosen
-    without_kv = msgspec.structs.replace(start.worker, kv_log="off")  # KV has no size yet
-    design = Design.of(msgspec.structs.replace(start, worker=without_kv))
+    without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
+    start_without = msgspec.structs.replace(start, worker=without_kv)
+    model = ModelConfig.from_directory(Path(start.model))
+    goal = first_goal(start_without, model)
+    needs = Needs(model, without_kv, capacity_of(start_without, model, goal), start.detect_ms)
     # One lane more than there are peers: those of a worker that died go when everybody has let go of them.
-    lanes_bytes = (start.num_expert + 1) * design.lane_bytes if start.num_expert else 0
+    lanes_bytes = (start.num_expert + 1) * needs.capacity.lane_bytes if start.num_expert else 0
     workers = [
         WorkerNeeds(
             rank=seat.rank,
-            device=design.device_of(Rank(seat.rank)),
+            device=seat.device,
             roles=seat.roles,
-            weights_bytes=design.weights_of(seat.rank).num_bytes if design.weights_owner(seat.rank) == seat.rank else 0,
+            weights_bytes=needs.weights_bytes(goal, seat.rank)
+            if needs.weights_owner(goal, seat.rank) == seat.rank
+            else 0,
             lanes_bytes=lanes_bytes if Role.ATTENTION in seat.roles else 0,
         )
-        for seat in design.seats
+        for seat in goal.seats
     ]
     memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
-    if start.worker.kv_log == "mirror":
+    if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))
     return num_bytes
+
+
+def _own_weights_bytes(needs: Needs, goal: Goal, rank: Rank) -> int:
+    """Of weights that no other seat has allocated already."""
+    return needs.weights_bytes(goal, rank) if needs.weights_owner(goal, rank) == rank else 0

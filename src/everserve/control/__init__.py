@@ -5,18 +5,16 @@ events.py           what the machine is told
 effects.py          what it wants done, and the decision that carries it
 seats.py            one seat: its state diagram, the crash loop, what an operator reads about it; the policy's times
 
-design.py           what an instance begins with: seats, placement, settings
-host.py             the process around the machine: which channels are read, and what happens in every turn
-inbox.py            what workers say becomes events
-event_queue.py      one event after the other for the machine; they wait until a recovery is over
-effect_runner.py    effects become messages
+recovery.py         a new orchestrator, before its machine resumes: which processes have reported
+
+host.py             the process around the machine: messages become events, effects become messages
+design.py           what an instance begins with: its capacity and its first goal
+needs.py            what a worker is born with: its memory, and what it is told
 provisioning.py     how a worker comes to be: its memory, its start, its end here
-operator_orders.py  what operators ask for: drains and faults
 
 detector.py         life words and pulses become events
 worker_ends.py      the ends of all workers: channels, cells, and the lanes between them
 log_references.py   whose KV logs exist, and who keeps them
-recovery.py         a new orchestrator, before it decides anything
 anchor_client.py    asking the anchor for memory
 to_gateway.py       what the gateway is told
 """

@@ -1,13 +1,12 @@
 """Asking the anchor for memory. The anchor may die in between: its successor is asked again, and is given what exists.
 
-What must outlive the anchor (cells, logs, weights; lanes are mapped by both ends and need nobody) is *held* here too.
+Memory that must outlive the anchor (cells, logs, weights) is *held* here too. Lanes are not: both ends map them.
 """
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from everserve.memory.names import ON_HOST
+from everserve.tables.memory import Memory
 from everserve.wire.channel import Channel
 from everserve.wire.messages import Adopt, Allocate, Allocated, AllocationFailed, Release
 
@@ -15,86 +14,72 @@ Then = Callable[[int], None]  # gets the descriptor, which is closed afterwards
 Otherwise = Callable[[str], None]  # gets the reason why there is no such memory
 
 
-@dataclass(frozen=True)
-class _Wish:
-    """One piece of memory, and everybody who waits for it."""
-
-    allocate: Allocate
-    waiting: list[tuple[Then, Otherwise]]
-
-
-class Memory:
+class AnchorClient:
     """What is asked of the anchor and not there yet, and what is held."""
 
     def __init__(self) -> None:
-        self.anchor: Channel | None = None
-        self._wishes: dict[str, _Wish] = {}
-        self._held: dict[str, int] = {}
+        self.channel: Channel | None = None
+        self._waiting: dict[Memory, list[tuple[Then, Otherwise]]] = {}
+        self._held: dict[Memory, int] = {}
 
     def attach(self, anchor: Channel) -> None:
         """A (new) anchor: what exists is its own from now on, what is owed is asked for again."""
-        self.anchor = anchor
-        for name, fd in self._held.items():
-            anchor.send(Adopt(name=name), fds=[fd])
-        for wish in self._wishes.values():
-            anchor.send(wish.allocate)
+        self.channel = anchor
+        for memory, fd in self._held.items():
+            anchor.send(Adopt(memory=memory), fds=[fd])
+        for memory in self._waiting:
+            anchor.send(Allocate(memory=memory))
 
     def detach(self) -> None:
         """The anchor is gone; the supervisor starts another."""
-        if self.anchor is not None:
-            self.anchor.close()
-            self.anchor = None
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
-    def allocate(self, name: str, num_bytes: int, then: Then, otherwise: Otherwise, device: int = ON_HOST) -> None:
+    def allocate(self, memory: Memory, then: Then, otherwise: Otherwise) -> None:
         """`then` is called with the memory's descriptor, or `otherwise` if it cannot be had; neither of them if it is
         released before."""
-        if name in self._wishes:
-            self._wishes[name].waiting.append((then, otherwise))
+        if memory in self._waiting:
+            self._waiting[memory].append((then, otherwise))
             return
-        wish = _Wish(Allocate(name=name, num_bytes=num_bytes, device=device), [(then, otherwise)])
-        self._wishes[name] = wish
-        if self.anchor is not None:
-            self.anchor.send(wish.allocate)
+        self._waiting[memory] = [(then, otherwise)]
+        if self.channel is not None:
+            self.channel.send(Allocate(memory=memory))
 
-    def hold(self, name: str, fd: int) -> int:
-        """Memory that exists, under this name until it is released. The descriptor is ours from now on; returns the one
-        that is held (there may be one already)."""
-        if name in self._held:
+    def hold(self, memory: Memory, fd: int) -> int:
+        """Memory that exists, until it is released. The descriptor is ours from now on; returns the one that is held
+        (there may be one already)."""
+        if memory in self._held:
             os.close(fd)
-            return self._held[name]
-        self._held[name] = fd
-        if self.anchor is not None:
-            self.anchor.send(Adopt(name=name), fds=[fd])
+            return self._held[memory]
+        self._held[memory] = fd
+        if self.channel is not None:
+            self.channel.send(Adopt(memory=memory), fds=[fd])
         return fd
 
-    def held(self, name: str) -> int | None:
+    def held(self, memory: Memory | None) -> int | None:
         """The descriptor; None if it is not held."""
-        return self._held.get(name)
+        return self._held.get(memory) if memory is not None else None
 
-    def release(self, name: str) -> None:
-        self._wishes.pop(name, None)
-        fd = self._held.pop(name, None)
+    def release(self, memory: Memory) -> None:
+        self._waiting.pop(memory, None)
+        fd = self._held.pop(memory, None)
         if fd is not None:
             os.close(fd)
-        if self.anchor is not None:
-            self.anchor.send(Release(name=name))
+        if self.channel is not None:
+            self.channel.send(Release(memory=memory))
 
     def read(self) -> None:
         """Handle what the anchor has sent; ChannelClosed if it is gone."""
-        assert self.anchor is not None
-        for message, fds in self.anchor.receive_frames():
+        assert self.channel is not None
+        for message, fds in self.channel.receive_frames():
             if isinstance(message, Allocated):
                 (fd,) = fds.take()
-                self._on_allocated(message.name, fd)
+                for then, _ in self._waiting.pop(message.memory, ()):  # it may have been released meanwhile
+                    then(fd)
+                os.close(fd)
             elif isinstance(message, AllocationFailed):
-                wish = self._wishes.pop(message.name, None)
-                for _, otherwise in wish.waiting if wish is not None else ():
+                for _, otherwise in self._waiting.pop(message.memory, ()):
                     otherwise(message.reason)
             else:
                 raise AssertionError(f"the anchor does not send {type(message).__name__}")
-
-    def _on_allocated(self, name: str, fd: int) -> None:
-        wish = self._wishes.pop(name, None)
-        for then, _ in wish.waiting if wish is not None else ():  # nobody: whom it was for is gone
-            then(fd)
-        os.close(fd)

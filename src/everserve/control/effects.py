@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
+from everserve.tables.validity import Conditions
 
 Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to, and did
 
@@ -31,8 +33,34 @@ class Publish:
 
     members: Members
     routes: Routes | None
-    violations: tuple[str, ...]
+    conditions: Conditions
     degraded: tuple[str, ...]
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        return self.conditions.violations
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """Nothing is published, but a condition of validity has changed: for the gateway alone."""
+
+    tables: Publish
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """A new version of the goal. The supervisor keeps it before anything is done about it."""
+
+    goal: Goal
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """This orchestrator has taken over from another one."""
+
+    num_reports: int
+    num_missing: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +117,7 @@ class GiveUp:
     user_error: bool
 
 
-AnyEffect = Lost | Publish | Provision | BackOff | Probe | Kill | AskToLeave | AllReady | GiveUp
+AnyEffect = Lost | Publish | Show | Keep | Resumed | Provision | BackOff | Probe | Kill | AskToLeave | AllReady | GiveUp
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the machine is told. All but the last four name a rank and the incarnation that they are about.
+"""What the machine is told. All but the last ones name a rank and the incarnation that they are about.
 
 The host asks and looks; it does not judge. Of one incarnation the machine may be told anything at any time, also twice
 and long after it was replaced.
@@ -6,7 +6,8 @@ and long after it was replaced.
 
 from dataclasses import dataclass
 
-from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.slots import HeldSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,29 @@ class SaidHello(SeatEvent):
 @dataclass(frozen=True, slots=True)
 class SaidReady(SeatEvent):
     """It has its weights and can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaidHolds(SeatEvent):
+    """What its slots hold now. Said before it is ready, and after every change."""
+
+    slots: HeldSlots
+
+
+@dataclass(frozen=True, slots=True)
+class SaidUses(SeatEvent):
+    """An attention worker: no request of mine that follows routes older than this epoch is under way."""
+
+    epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SaidReport(SeatEvent):
+    """It was there before this orchestrator, and says what it knows. If it is ready, it says so too."""
+
+    epoch: Epoch  # of the latest routes that it has
+    is_leaving: bool
+    slots: HeldSlots | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +111,7 @@ class Silent(SeatEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Reported(SeatEvent):
+class Suspected(SeatEvent):
     """A peer suspects it and routes around it. `reason` is a Symptom: some of them only who asks can see."""
 
     by: Rank
@@ -105,10 +129,11 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochReported:
-    """Somebody has tables of this epoch from an orchestrator before us, and said so after we had resumed."""
+class GatewayReported:
+    """The gateway says what it knows from an orchestrator before this one."""
 
-    epoch: Epoch
+    epoch: Epoch  # of the latest tables that it has
+    lost: tuple[WorkerId, ...]  # it was told that these are gone, which is never taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +146,7 @@ class Tick:
     """A deadline that the machine named may have passed."""
 
 
-Said = Started | SaidHello | SaidReady | SaidLeaving | SaidFailed | Answered  # signs of life
-Seen = Exited | Died | ChannelEnded | Silent | Reported  # by others
-AnyEvent = Said | Seen | DrainAsked | EpochReported | Stopping | Tick
+# signs of life
+Said = Started | SaidHello | SaidHolds | SaidReady | SaidUses | SaidReport | SaidLeaving | SaidFailed | Answered
+Seen = Exited | Died | ChannelEnded | Silent | Suspected  # by others
+AnyEvent = Said | Seen | DrainAsked | GatewayReported | Stopping | Tick

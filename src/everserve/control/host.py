@@ -1,48 +1,77 @@
-"""The process around the machine: messages and detections become events, effects become messages.
+"""The process around the machine: what it receives becomes events, what the machine decides becomes messages.
 
-    receive       ->  machine.handle(event, now)  ->  run effects
-    inbox.py          event_queue.py                  effect_runner.py
+    a message, a death, a silence  ->  event  ->  machine.handle(event, now)  ->  effects  ->  messages
 
 It decides nothing. Everything that can be decided is in machine.py; everything that is slow or remote is asked for here
 and comes back as another event.
 
-If there was an orchestrator before, everything begins with a recovery: the supervisor introduces the workers that
-exist, they report what they know, and only then does the machine resume. Events wait until then.
+If there was an orchestrator before, everything begins with a recovery (recovery.py): the supervisor introduces the
+workers that exist, they report what they know, and only then does the machine resume. Events wait until then.
 """
 
 import logging
 import selectors
+import signal
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import assert_never
 
-from everserve.control import events
-from everserve.control.anchor_client import Memory
-from everserve.control.design import Design, describe
+from everserve.control import effects, events
+from everserve.control.anchor_client import AnchorClient
+from everserve.control.design import capacity_of, describe, first_goal
 from everserve.control.detector import Detector
-from everserve.control.effect_runner import Acting
-from everserve.control.effects import Decision
-from everserve.control.event_queue import Deciding
-from everserve.control.inbox import Hearing
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
-from everserve.control.operator_orders import Orders
+from everserve.control.needs import Needs
 from everserve.control.provisioning import Births
 from everserve.control.recovery import Recovery
 from everserve.control.to_gateway import GatewayEnd
-from everserve.control.worker_ends import WorkerEnds
-from everserve.tables.ids import WorkerId
+from everserve.control.worker_ends import WorkerEnd, WorkerEnds
+from everserve.model.config import ModelConfig
+from everserve.tables.ids import Incarnation, Role, WorkerId
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
-from everserve.wire.events import EventLog, OrchestratorRecovered
+from everserve.wire.events import (
+    EpochPublished,
+    EventLog,
+    FaultDetected,
+    FaultInjectedEvent,
+    OrchestratorRecovered,
+    StaleDropped,
+    WorkerBackedOff,
+    WorkerLeaving,
+    WorkerLeft,
+    WorkerProvisioned,
+)
 from everserve.wire.messages import (
     AnchorAttached,
     AnyMessage,
+    DrainAnswered,
     DrainWorker,
+    EventHappened,
+    ExpertReport,
+    Failed,
+    FaultInjected,
+    Fenced,
     GatewayReport,
+    Hello,
     InjectFault,
+    KeepGoal,
+    Leave,
+    Leaving,
     LogSettled,
     MemoryKept,
+    Ready,
+    Report,
+    RoutesChanged,
+    RoutesUsed,
     Shutdown,
     Signalled,
+    SignalWorker,
+    SlotsReported,
     StartOrchestrator,
+    Suspected,
     WorkerExited,
     WorkerStarted,
 )
@@ -56,73 +85,91 @@ class Host:
     """One instance's orchestrator, from start to end."""
 
     def __init__(self, start: StartOrchestrator, supervisor: Channel, gateway: Channel) -> None:
-        recovery = Recovery(start.found, time.monotonic()) if start.found is not None else None
-        design = Design.of(start)
-        policy = Policy(detect_s=(start.detect_ms or _NO_DETECTION_MS) / 1e3)
-        machine = Machine(design.seats, design.placement, policy)
-
+        self._began_s = time.monotonic()
+        model = ModelConfig.from_directory(Path(start.model))
+        goal = start.goal or first_goal(start, model)
+        needs = Needs(model, start.worker, capacity_of(start, model, goal), start.detect_ms)
+        self._machine = Machine(goal, Policy(detect_s=(start.detect_ms or _NO_DETECTION_MS) / 1e3))
+        self._recovery = Recovery(start.found, self._began_s) if start.found is not None else None
         self._was_serving = start.is_serving
-        self._is_over = False
+        self._undecided: deque[events.AnyEvent] = deque()
+        self._is_deciding = False
+        self.is_over = False
+
         self._selector = selectors.DefaultSelector()
         self._supervisor = supervisor
-        to_gateway = self._gateway = GatewayEnd(gateway)
-        event_log = self._event_log = EventLog("orchestrator", start.event_log, to_gateway.tell)
-        deciding = self._deciding = Deciding(machine, recovery, self._carry_out)
-        memory = self._memory = Memory()
-        ends = self._ends = WorkerEnds(memory, design.lane_bytes, design.device_of, deciding.tell)
-        logs = self._logs = Logs(memory, ends, supervisor)
-        births = self._births = Births(design, start.detect_ms, memory, ends, logs, deciding, supervisor, event_log)
-        detector = self._detector = Detector(start.detect_ms)
-        self._hearing = Hearing(self._selector, ends, logs, detector, deciding, to_gateway, event_log)
-        self._acting = Acting(ends, logs, births, detector, deciding, to_gateway, supervisor, event_log)
-        self._orders = Orders(ends, deciding, to_gateway, supervisor, event_log)
-        if design.placement is not None and recovery is None:
-            event_log.append(describe(design.placement))
+        self._gateway = GatewayEnd(gateway)
+        self._event_log = EventLog("orchestrator", start.event_log, self._gateway.tell)
+        self._anchor = AnchorClient()
+        self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
+        self._logs = Logs(self._anchor, self._ends, supervisor)
+        self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway said while we recovered
+        self._births = Births(needs, self._anchor, self._ends, self._logs, supervisor, self._tell)
+        self._detector = Detector(start.detect_ms)
+        self._victims: dict[str, Incarnation] = {}  # of injected faults that are not confirmed yet
+        if goal.placement is not None and self._recovery is None:
+            self._event_log.append(describe(goal.placement))
 
     def run(self) -> None:
         """Until the supervisor says so, or is gone (ChannelClosed)."""
+        self.begin()
+        while not self.is_over:
+            self.turn(self._timeout_s())
+
+    def begin(self) -> None:
+        """Start, or wait for reports."""
         assert self._gateway.channel is not None
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
         self._selector.register(self._gateway.channel, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(self._detector, selectors.EVENT_READ, self._read_detector)
-        if self._deciding.recovery is None:
-            self._deciding.start()
+        if self._recovery is None:
+            self._decide(self._machine.start)
         self._read_supervisor()  # what came together with the first message
-        while not self._is_over and not self._acting.has_given_up:
-            for key, _ in self._selector.select(self._timeout_s()):
-                key.data()
-            recovery = self._deciding.recovery
-            if recovery is not None and recovery.is_over(time.monotonic()):
-                self._resume(recovery)
-            self._deciding.tick()
-            self._flush()
 
-    def _carry_out(self, decision: Decision) -> None:
-        for effect in decision.effects:
-            self._acting.do(effect, decision.reason)
+    def turn(self, timeout_s: float) -> None:
+        """Wait for something to happen, and do all that follows from it."""
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+        self._tick()
+        self._flush()
 
-    def _resume(self, recovery: Recovery) -> None:
-        """All that can be known is known: decide from here on."""
-        found = recovery.found(self._ends)
-        self._deciding.resume(found, recovery.epoch, self._was_serving)
-        for end in self._ends:
-            self._ends.dismiss_unknown_peers(end)
-            if end.report is None and not end.is_lost:  # it may still load: is there a pulse?
-                self._deciding.tell(self._detector.probe(end)(end.rank, end.incarnation))
-        if recovery.logs_needed is not None:
-            self._logs.settle_lost_but(recovery.logs_needed)
-        self._deciding.tell(events.Tick())  # and whatever has happened in the meantime
-        epoch, took_s = self._deciding.tables().members.epoch, time.monotonic() - recovery.began_s
-        log.warning("a new orchestrator: epoch %d, rebuilt in %.2f s", epoch, took_s)
-        self._event_log.append(
-            OrchestratorRecovered(
-                process="orchestrator",
-                epoch=epoch,
-                num_reports=sum(process.has_reported for process in found),
-                num_missing=recovery.num_missing,
-                took_s=took_s,
-            )
-        )
+    # -- events and decisions --------------------------------------------------------------------
+
+    def _tell(self, event: events.AnyEvent) -> None:
+        """What an effect leads to is decided when all effects before it are done."""
+        self._undecided.append(event)
+        if self._recovery is not None:
+            self._recovery.note(event)
+        elif not self._is_deciding:
+            self._decide_waiting()
+
+    def _decide(self, decide: Callable[[float], effects.Decision]) -> effects.Decision:
+        """One decision, carried out before any other is made; then whatever its effects have led to."""
+        assert not self._is_deciding, "effects tell, they do not ask"
+        self._is_deciding = True
+        decision = decide(time.monotonic())
+        self._carry_out(decision)
+        self._is_deciding = False
+        self._decide_waiting()
+        return decision
+
+    def _decide_waiting(self) -> None:
+        self._is_deciding = True
+        while self._undecided:
+            self._carry_out(self._machine.handle(self._undecided.popleft(), time.monotonic()))
+        self._is_deciding = False
+
+    def _tick(self) -> None:
+        """What is due: the end of a recovery, or a time that the machine has named."""
+        now = time.monotonic()
+        recovery, deadline = self._recovery, self._machine.next_deadline()
+        if recovery is not None:
+            if recovery.is_over(now):
+                self._recovery = None
+                was_serving = self._was_serving
+                self._decide(lambda now: self._machine.resume(now, recovery.found(), recovery.epoch, was_serving))
+        elif deadline is not None and now >= deadline:
+            self._tell(events.Tick())
 
     # -- the supervisor --------------------------------------------------------------------------
 
@@ -133,49 +180,125 @@ class Host:
                 (anchor_fd,) = fds.take()
                 anchor = Channel.of_fd(anchor_fd)
                 self._selector.register(anchor, selectors.EVENT_READ, self._read_anchor)
-                self._memory.attach(anchor)
+                self._anchor.attach(anchor)
             elif isinstance(message, WorkerStarted):
                 self._on_started(message, fds)
             elif isinstance(message, MemoryKept):
                 (memory_fd,) = fds.take()
-                self._births.take_in_memory(message.name, memory_fd)
+                self._births.take_in_memory(message.memory, memory_fd)
             elif isinstance(message, WorkerExited):
                 self._on_exited(message)
             elif isinstance(message, Signalled):
-                self._orders.signalled(message)
+                self._on_signalled(message)
             elif isinstance(message, Shutdown):
-                self._shut_down(message)
+                self._tell(events.Stopping())
+                for end in self._ends:
+                    end.send(message)
+                self.is_over = True
             else:
                 raise AssertionError(f"the supervisor does not send {type(message).__name__}")
 
     def _on_started(self, message: WorkerStarted, fds: Descriptors) -> None:
         """A new process; or, while we recover, one that we are introduced to."""
-        end = self._births.take_in(message, fds.take())
-        self._hearing.listen_to(end)
-        if self._deciding.recovery is not None:
+        worker = WorkerId(message.start.rank, message.start.incarnation)
+        is_lost = self._recovery is None and not self._machine.counts(worker)
+        end = self._births.take_in(message, fds.take(), is_lost)
+        assert end.control is not None
+        self._selector.register(end.control, selectors.EVENT_READ, lambda: self._read_worker(end))
+        if self._recovery is not None:
             end.cell.ring_control()  # it may be in the middle of something: look at your lifeline
             self._detector.watch(end)
-        self._deciding.tell(events.Started(end.rank, end.incarnation, end.pid))
+        self._tell(events.Started(end.rank, end.incarnation, end.pid))
 
     def _on_exited(self, message: WorkerExited) -> None:
-        rank, incarnation = message.rank, message.incarnation
-        self._hearing.last_words(rank, incarnation)
-        if self._deciding.recovery is not None:
-            self._deciding.recovery.ended(WorkerId(rank, incarnation))
-        self._deciding.tell(events.Exited(rank, incarnation, message.exit_status))
-        end = self._ends.get(rank, incarnation)
+        worker = WorkerId(message.rank, message.incarnation)
+        self._read_last_words(worker)
+        self._tell(events.Exited(worker.rank, worker.incarnation, message.exit_status))
+        end = self._ends.get(worker)
         if end is not None:
-            self._hearing.stop_listening_to(end)
+            if end.control is not None:
+                self._selector.unregister(end.control)
             self._detector.unwatch(end)
             self._ends.forget(end)
 
-    def _shut_down(self, message: Shutdown) -> None:
-        self._deciding.tell(events.Stopping())
-        for end in self._ends:
-            end.send(message)
-        self._is_over = True
+    # -- workers ---------------------------------------------------------------------------------
 
-    # -- gateway, anchor, detector ---------------------------------------------------------------
+    def _read_worker(self, end: WorkerEnd) -> None:
+        if end.control is None:
+            return  # its end was handled a moment ago, in the same turn
+        try:
+            for message in end.control.receive_all():
+                self._on_worker_message(end, message)
+        except ChannelClosed:
+            self._selector.unregister(end.control)
+            end.control.close()
+            end.control = None
+            self._tell(events.ChannelEnded(end.rank, end.incarnation))
+
+    def _read_last_words(self, worker: WorkerId) -> None:
+        """Before judging: what it has said itself explains more than how it was seen to end."""
+        end = self._ends.get(worker)
+        if end is not None:
+            self._read_worker(end)
+
+    def _on_worker_message(self, end: WorkerEnd, message: AnyMessage) -> None:
+        rank, incarnation = end.id
+        if end.is_lost:
+            self._on_stale(end, message)
+        elif isinstance(message, EventHappened):
+            self._gateway.tell(message.event)
+        elif isinstance(message, Hello):
+            self._connect(end)
+        elif isinstance(message, Report):
+            self._on_report(end, message)
+        elif isinstance(message, SlotsReported):
+            self._tell(events.SaidHolds(rank, incarnation, message.slots))
+        elif isinstance(message, Ready):
+            self._ends.say_ready(end)
+        elif isinstance(message, RoutesUsed):
+            self._tell(events.SaidUses(rank, incarnation, message.epoch))
+        elif isinstance(message, Leaving):
+            self._event_log.append(WorkerLeaving(process="orchestrator", rank=rank, incarnation=incarnation))
+            self._tell(events.SaidLeaving(rank, incarnation))
+        elif isinstance(message, Failed):
+            self._tell(events.SaidFailed(rank, incarnation, message.reason, message.user_error))
+        elif isinstance(message, Suspected):
+            self._tell(events.Suspected(message.rank, message.incarnation, by=rank, reason=message.reason))
+        elif isinstance(message, ExpertReport):
+            self._gateway.count_expert(rank, message.stats)
+        else:
+            raise AssertionError(f"a worker does not send {type(message).__name__} to the orchestrator")
+
+    def _connect(self, end: WorkerEnd) -> None:
+        """It lives, and hears us."""
+        self._detector.watch(end)
+        self._ends.connect(end)
+        self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
+        self._tell(events.SaidHello(end.rank, end.incarnation))
+
+    def _on_report(self, end: WorkerEnd, report: Report) -> None:
+        """A worker that was there before us."""
+        end.report = report
+        self._connect(end)
+        self._tell(events.SaidReport(end.rank, end.incarnation, report.epoch, report.is_leaving, report.slots))
+        if report.is_ready:
+            self._ends.say_ready(end)
+        if self._recovery is None:
+            self._ends.dismiss_unknown_peers(end)
+            self._send_routes([end], self._machine.tables())
+
+    def _on_stale(self, end: WorkerEnd, message: AnyMessage) -> None:
+        """A worker that was declared gone is still there: whatever it says is counted. Its events are news all the
+        same, and a failure may say why its successors will fail too. Nothing else acts: its suspicions and its counters
+        are those of a process that is no part of the cluster."""
+        event = message.event if isinstance(message, EventHappened) else None
+        self._gateway.count_stale(event.count if isinstance(event, StaleDropped) else 1)
+        if event is not None:
+            self._gateway.tell(event)
+        elif isinstance(message, Failed):
+            self._tell(events.SaidFailed(end.rank, end.incarnation, message.reason, message.user_error))
+
+    # -- the gateway, and what operators ask for through it --------------------------------------
 
     def _read_gateway(self) -> None:
         channel = self._gateway.channel
@@ -189,54 +312,214 @@ class Host:
 
     def _on_gateway_message(self, message: AnyMessage) -> None:
         if isinstance(message, InjectFault):
-            self._orders.inject(message)
+            self._inject(message)
         elif isinstance(message, DrainWorker):
-            self._orders.drain(message)
+            self._drain(message)
         elif isinstance(message, LogSettled):
             self._logs.settle(WorkerId(message.rank, message.incarnation))
         elif isinstance(message, GatewayReport):
-            if self._deciding.recovery is not None:
-                self._deciding.recovery.heard_gateway(message)
+            self._tell(events.GatewayReported(message.epoch, tuple(message.lost)))
+            if self._recovery is not None:
+                self._logs_needed = message.logs
             else:
-                self._deciding.tell(events.EpochReported(message.epoch))
                 self._logs.settle_lost_but(message.logs)
         else:
             raise AssertionError(f"the gateway does not send {type(message).__name__} to the orchestrator")
 
+    def _drain(self, message: DrainWorker) -> None:
+        """A worker shall leave. The machine decides whether it is asked to."""
+        if self._recovery is not None:
+            reason, asked = "the orchestrator has just been restarted; try again", []
+        else:
+            decision = self._decide(lambda now: self._machine.handle(events.DrainAsked(message.rank), now))
+            reason, asked = decision.reason, [e for e in decision.effects if isinstance(e, effects.AskToLeave)]
+        incarnation = asked[0].incarnation if asked else Incarnation(0)
+        self._gateway.send(DrainAnswered(id=message.id, incarnation=incarnation, reason=reason))
+
+    def _inject(self, message: InjectFault) -> None:
+        """A signal for a worker, sent by the supervisor: only it can hit exactly one incarnation."""
+        ends = [end for end in self._ends if end.rank == message.rank and end.pid]
+        if not ends:
+            reason = f"worker {message.rank} has no process at the moment"
+            self._gateway.send(FaultInjected(id=message.id, pid=None, incarnation=Incarnation(0), reason=reason))
+            return
+        # A seat may have two processes for a while: a fenced one and its successor. CONT is for the stopped one.
+        oldest_first = sorted(ends, key=lambda end: end.incarnation)
+        end = oldest_first[0] if message.signal == signal.SIGCONT else oldest_first[-1]
+        self._victims[message.id] = end.incarnation
+        order = SignalWorker(rank=end.rank, incarnation=end.incarnation, signal=message.signal, id=message.id)
+        self._supervisor.send(order)
+        self._event_log.append(
+            FaultInjectedEvent(
+                process="orchestrator",
+                rank=end.rank,
+                incarnation=end.incarnation,
+                victim_pid=end.pid,
+                signal=signal.Signals(message.signal).name.removeprefix("SIG"),
+            )
+        )
+
+    def _on_signalled(self, message: Signalled) -> None:
+        """The supervisor says which process the signal has hit."""
+        incarnation = self._victims.pop(message.id, None)
+        if incarnation is not None:  # else the orchestrator before us was asked
+            answer = FaultInjected(id=message.id, pid=message.pid, incarnation=incarnation, reason=message.reason)
+            self._gateway.send(answer)
+
+    # -- anchor, detector ------------------------------------------------------------------------
+
     def _read_anchor(self) -> None:
-        if self._memory.anchor is None:
+        if self._anchor.channel is None:
             return
         try:
-            self._memory.read()
+            self._anchor.read()
         except ChannelClosed:
             self._drop_anchor()
 
     def _drop_anchor(self) -> None:
-        if self._memory.anchor is not None:
-            self._selector.unregister(self._memory.anchor)
-            self._memory.detach()
+        if self._anchor.channel is not None:
+            self._selector.unregister(self._anchor.channel)
+            self._anchor.detach()
 
     def _read_detector(self) -> None:
         for rank, incarnation, found in self._detector.changes():
-            self._hearing.last_words(rank, incarnation)
-            self._deciding.tell(found(rank, incarnation))
+            self._read_last_words(WorkerId(rank, incarnation))
+            self._tell(found(rank, incarnation))
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def _carry_out(self, decision: effects.Decision) -> None:
+        for effect in decision.effects:
+            self._do(effect, decision.reason)
+
+    def _do(self, effect: effects.AnyEffect, reason: str) -> None:
+        match effect:
+            case effects.Keep():
+                self._supervisor.send(KeepGoal(goal=effect.goal))
+            case effects.Lost():
+                self._lose(effect)
+            case effects.Publish():
+                self._publish(effect, reason)
+            case effects.Show():
+                self._gateway.note_conditions()
+            case effects.Provision():
+                self._provision(WorkerId(effect.rank, effect.incarnation))
+            case effects.BackOff():
+                self._back_off(effect)
+            case effects.Probe():
+                end = self._ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    self._tell(self._detector.probe(end)(effect.rank, effect.incarnation))
+            case effects.Kill():
+                kill = SignalWorker(rank=effect.rank, incarnation=effect.incarnation, signal=signal.SIGKILL, id=None)
+                self._supervisor.send(kill)
+            case effects.AskToLeave():
+                end = self._ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    end.send(Leave())
+            case effects.Resumed():
+                self._note_resumed(effect)
+            case effects.AllReady():
+                self._supervisor.send(Ready())
+            case effects.GiveUp():
+                self._supervisor.send(Failed(reason=effect.reason, user_error=effect.user_error))
+                self.is_over = True
+            case _:
+                assert_never(effect)
+
+    def _provision(self, worker: WorkerId) -> None:
+        start = self._births.provision(worker, self._machine.goal)
+        provisioned = WorkerProvisioned(
+            process="orchestrator", rank=worker.rank, incarnation=worker.incarnation, roles=start.roles
+        )
+        self._event_log.append(provisioned)
+
+    def _publish(self, effect: effects.Publish, reason: str) -> None:
+        epoch = effect.members.epoch
+        log.info("epoch %d: %s", epoch, reason)
+        published = EpochPublished(process="orchestrator", epoch=epoch, reason=reason, violations=effect.violations)
+        self._event_log.append(published)
+        self._send_routes(self._ends, effect)
+        self._gateway.tell_cluster(effect)
+
+    def _send_routes(self, ends: Sequence[WorkerEnd] | WorkerEnds, tables: effects.Publish) -> None:
+        for end in ends if tables.routes is not None else ():
+            if tables.routes is not None and Role.ATTENTION in end.roles and end.is_connected:
+                end.send(RoutesChanged(routes=tables.routes))
+
+    def _lose(self, effect: effects.Lost) -> None:
+        """Fence it: all who know it are told, and what it says from now on is only counted."""
+        self._record_loss(effect)
+        self._gateway.tell_lost(effect)
+        worker = WorkerId(effect.rank, effect.incarnation)
+        end = self._ends.get(worker)
+        if end is not None:
+            self._ends.part(end)
+            end.send(Fenced(reason=effect.reason))
+        if self._logs.has(worker):
+            self._logs.lose(worker)
+        elif end is None:
+            self._births.call_off(worker)
+
+    def _record_loss(self, effect: effects.Lost) -> None:
+        if effect.cause == "left":
+            left = WorkerLeft(process="orchestrator", rank=effect.rank, incarnation=effect.incarnation)
+            self._event_log.append(left)
+        elif not effect.is_expected:
+            log.warning("worker %d is gone: %s", effect.rank, effect.reason)
+            self._event_log.append(
+                FaultDetected(
+                    process="orchestrator",
+                    rank=effect.rank,
+                    incarnation=effect.incarnation,
+                    roles=effect.roles,
+                    cause=effect.cause,
+                    reason=effect.reason,
+                )
+            )
+
+    def _back_off(self, effect: effects.BackOff) -> None:
+        rank, num_crashes, delay_s = effect.rank, effect.num_crashes, effect.delay_s
+        log.warning("worker %d ended %d times while starting; next start in %.1f s", rank, num_crashes, delay_s)
+        waits = WorkerBackedOff(process="orchestrator", rank=rank, num_crashes=num_crashes, delay_s=delay_s)
+        self._event_log.append(waits)
+
+    def _note_resumed(self, effect: effects.Resumed) -> None:
+        """Workers may know peers, and logs may be kept, that ended while there was no orchestrator."""
+        for end in self._ends:
+            self._ends.dismiss_unknown_peers(end)
+            if end.report is None and not end.is_lost:  # it may still load: is there a pulse?
+                self._tell(self._detector.probe(end)(end.rank, end.incarnation))
+        if self._logs_needed is not None:
+            self._logs.settle_lost_but(self._logs_needed)
+        epoch, took_s = self._machine.epoch, time.monotonic() - self._began_s
+        log.warning("a new orchestrator: epoch %d, rebuilt in %.2f s", epoch, took_s)
+        self._event_log.append(
+            OrchestratorRecovered(
+                process="orchestrator",
+                epoch=epoch,
+                num_reports=effect.num_reports,
+                num_missing=effect.num_missing,
+                took_s=took_s,
+            )
+        )
 
     # -- once in every turn ----------------------------------------------------------------------
 
     def _flush(self) -> None:
-        self._gateway.flush(self._deciding.tables() if self._deciding.recovery is None else None)
+        self._gateway.flush(self._machine.tables() if self._recovery is None else None)
         for channel in self._helpers():
             channel.flush()
         for end in self._ends:
             end.flush()
 
     def _helpers(self) -> list[Channel]:
-        return [channel for channel in (self._supervisor, self._memory.anchor) if channel is not None]
+        return [channel for channel in (self._supervisor, self._anchor.channel) if channel is not None]
 
     def _channels(self) -> list[Channel]:
         return self._helpers() + [end.control for end in self._ends if end.control is not None]
 
     def _timeout_s(self) -> float:
-        deadline = self._deciding.next_deadline()
+        deadline = self._recovery.deadline if self._recovery is not None else self._machine.next_deadline()
         idle_s = RETRY_S if any(channel.wants_write for channel in self._channels()) else 0.5
         return idle_s if deadline is None else min(idle_s, max(0.0, deadline - time.monotonic()))

@@ -11,10 +11,10 @@ Where its blocks are in memory of their own, on a device, that is held before th
 
 from collections.abc import Iterable
 
-from everserve.control.anchor_client import Memory
+from everserve.control.anchor_client import AnchorClient
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
-from everserve.memory.names import kv_name, log_name
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel
 from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 
@@ -22,18 +22,25 @@ from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 class Logs:
     """Of all attention workers, living and lost."""
 
-    def __init__(self, memory: Memory, ends: WorkerEnds, supervisor: Channel) -> None:
-        self._memory = memory
+    def __init__(self, anchor: AnchorClient, ends: WorkerEnds, supervisor: Channel) -> None:
+        self._anchor = anchor
         self._ends = ends
         self._supervisor = supervisor
-        self._known: set[WorkerId] = set()
+        self._known: dict[WorkerId, tuple[Memory, ...]] = {}  # with the memory of its blocks first, if that is another
+        self._blocks: dict[WorkerId, Memory] = {}  # of logs that are about to be added
         self._lost: set[WorkerId] = set()
         self._settled: set[WorkerId] = set()
 
-    def add(self, log: WorkerId, fd: int) -> None:
-        """The descriptor is ours from now on. Every attention worker that is there gets it."""
-        self._known.add(log)
-        self._memory.hold(log_name(log), fd)
+    def add(self, memory: Memory, fd: int) -> None:
+        """The descriptor is ours from now on. The memory of a log's blocks comes before that of the log itself; then
+        every attention worker that is there gets both."""
+        (log,) = memory.owners
+        self._anchor.hold(memory, fd)
+        if memory.kind is Kind.KV:
+            self._blocks[log] = memory
+            return
+        blocks = self._blocks.pop(log, None)
+        self._known[log] = (memory,) if blocks is None else (blocks, memory)
         for end in self._ends:
             if _keeps(end, log):
                 self._give(end, log)
@@ -41,10 +48,10 @@ class Logs:
     def introduce(self, end: WorkerEnd, but: Iterable[WorkerId] = ()) -> None:
         """A worker has come: it keeps all logs from now on. (`but`: those that it has already.)"""
         had = set(but)
-        for log in sorted(self._known - had):
+        for log in sorted(self._known.keys() - had):
             if _keeps(end, log):
                 self._give(end, log)
-        for rank, incarnation in sorted(had - self._known):
+        for rank, incarnation in sorted(had - self._known.keys()):
             end.send(LogLeft(rank=rank, incarnation=incarnation))
 
     def has(self, log: WorkerId) -> bool:
@@ -52,7 +59,7 @@ class Logs:
 
     def descriptors(self, log: WorkerId) -> tuple[int, ...]:
         """Its memory, and before that the memory of its blocks if that is another."""
-        held = [self._memory.held(name) for name in (kv_name(log), log_name(log))]
+        held = [self._anchor.held(memory) for memory in self._known[log]]
         return tuple(fd for fd in held if fd is not None)
 
     def last_of(self, rank: Rank) -> WorkerId | None:
@@ -79,12 +86,11 @@ class Logs:
         if log not in self._lost or log not in self._settled:
             return
         rank, incarnation = log
-        for logs in (self._known, self._lost, self._settled):
-            logs.discard(log)
-        for name in (log_name(log), kv_name(log)):  # the log first: it is never there without its blocks
-            if self._memory.held(name) is not None:
-                self._memory.release(name)
-                self._supervisor.send(DropMemory(name=name))
+        for memory in reversed(self._known.pop(log)):  # the log first: it is never there without its blocks
+            self._anchor.release(memory)
+            self._supervisor.send(DropMemory(memory=memory))
+        self._lost.discard(log)
+        self._settled.discard(log)
         for end in self._ends:
             if _keeps(end, log):
                 end.send(LogLeft(rank=rank, incarnation=incarnation))
@@ -96,4 +102,4 @@ class Logs:
 
 
 def _keeps(end: WorkerEnd, log: WorkerId) -> bool:
-    return Role.ATTENTION in end.roles and end.is_connected and end.seat != log
+    return Role.ATTENTION in end.roles and end.is_connected and end.id != log

@@ -6,7 +6,11 @@ What happens to the incarnation that a seat holds (an event about any other one 
     Started                  its pid is published; lost if it does not
                              say hello within `hello_s`                hang
     SaidHello                its silence means something from now on
+    SaidHolds                routes lead to what it holds, once it is ready
     SaidReady                ready; routes may lead to it
+    SaidUses                 an attention worker's epoch; shown
+    SaidReport               as SaidHolds and SaidLeaving, if it is; published
+                             again if our epoch is not later
     SaidLeaving              leaving; routes lead to it only where no
                              ready worker has the expert; killed if it
                              has not ended after `leave_s`             left
@@ -18,11 +22,11 @@ What happens to the incarnation that a seat holds (an event about any other one 
     Silent, any other state  in doubt; looked at again after           hang, if it is
                              `starved_s` and lost if still silent      silent then
     Answered                 no doubt; published again if a peer had reported it
-    Reported                 probed; lost if it pulses but did not
+    Suspected                probed; lost if it pulses but did not
                              serve this peer `max_unserved` times
                              within `unserved_s`                       hang
     DrainAsked (of a rank)   asked to leave if it is ready
-    EpochReported            published again if ours is not later
+    GatewayReported          published again if our epoch is not later
     Tick                     whatever is due: starts, last looks, kills
 
 Silence means the same while a worker starts: its pulse begins with its hello and does not wait for the weights.
@@ -35,7 +39,10 @@ ending early (one that left is no such end). If nobody saw the process end it is
 then it may wake up, find itself fenced and exit. Losses are never taken back: a process that was declared gone wrongly
 is replaced all the same.
 
-An orchestrator that comes after another one resumes with what is found, seat by seat:
+The goal (tables/goal.py) says which seats there are. A seat that should retire is not filled again.
+
+An orchestrator that comes after another one resumes with the goal that the supervisor has kept and with what is found,
+seat by seat (a process in a seat that the goal does not have is lost):
 
     latest incarnation       seat
     none                     provisioned
@@ -51,8 +58,10 @@ the past counts: neither crashes nor doubts.
 
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
+
+import msgspec
 
 from everserve.control.effects import (
     AllReady,
@@ -62,11 +71,14 @@ from everserve.control.effects import (
     Cause,
     Decision,
     GiveUp,
+    Keep,
     Kill,
     Lost,
     Probe,
     Provision,
     Publish,
+    Resumed,
+    Show,
 )
 from everserve.control.events import (
     Answered,
@@ -74,32 +86,36 @@ from everserve.control.events import (
     ChannelEnded,
     Died,
     DrainAsked,
-    EpochReported,
     Exited,
-    Reported,
+    GatewayReported,
     Said,
     SaidFailed,
     SaidHello,
+    SaidHolds,
     SaidLeaving,
     SaidReady,
+    SaidReport,
+    SaidUses,
     Seen,
     Silent,
     Started,
     Stopping,
+    Suspected,
     Tick,
 )
-from everserve.control.seats import Found, Policy, Seat, SeatSpec
+from everserve.control.seats import Found, Policy, Seat
 from everserve.plan.routing import make_routes
+from everserve.tables.goal import Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, Role, WorkerId
 from everserve.tables.members import Members, WorkerState
-from everserve.tables.placement import Placement
 from everserve.tables.routes import Routes
+from everserve.tables.slots import HeldSlots
 from everserve.tables.symptoms import DID_NOT_SERVE
-from everserve.tables.validity import degraded, violations
+from everserve.tables.validity import behind, conditions, degraded
 
-__all__ = ["Found", "Machine", "Policy", "SeatSpec"]
+__all__ = ["Found", "Machine", "Policy"]
 
-_ORDER = {Lost: 0, Publish: 1, Probe: 3}  # everything else between them
+_ORDER = {Keep: -1, Lost: 0, Publish: 1, Probe: 3}  # everything else between them
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +124,29 @@ class _Step:
 
     reason: str
     effects: tuple[AnyEffect, ...] = ()
-    publish_anyway: bool = False  # a new epoch though the tables are the same
+    publish_anyway: bool = False  # a new epoch though the members are the same
 
 
 class Machine:
     """The seats of one instance. The host calls `start` or `resume` once, then `handle` for each event, and sends Tick
     no later than `next_deadline`."""
 
-    def __init__(self, seats: Sequence[SeatSpec], placement: Placement | None, policy: Policy) -> None:
+    def __init__(self, goal: Goal, policy: Policy) -> None:
         self.policy = policy
-        self.placement = placement
+        self.goal = goal
         self.num_stale = 0  # what lost or unknown incarnations said
         self.was_all_ready = False  # since the instance began: it is not given up any more
         self._has_said_all_ready = False
-        self.ending = ""  # why nobody is started any more
-        self._seats = {spec.rank: Seat(spec) for spec in seats}
-        self._kill_at: dict[WorkerId, float] = {}  # lost, and nobody saw the process end
-        assert len(self._seats) == len(seats) > 0, seats
-        if placement is not None:
-            experts = {spec.rank for spec in seats if Role.EXPERT in spec.roles}
-            assert experts == {seat.rank for seat in placement.seats}, "expert seats and placement differ"
+        self.ending = ""  # why no process is started any more
+        assert goal.seats, "an instance has seats"
+        self._seats = {seat.rank: Seat(seat) for seat in goal.seats}
+        self._kill_at: dict[WorkerId, float] = {}  # lost, and its process has not been seen to end
         for seat in self._seats.values():
-            seat.slots = seat.spec.slots
-            if placement is not None and Role.EXPERT in seat.spec.roles:
-                slots = placement.seat(seat.rank)
-                seat.slots, seat.shadow_slots = slots.num_slots, slots.num_slots - slots.num_active
+            seat.slots = seat.goal.own_experts
+            planned = goal.placement.seat(seat.rank) if goal.placement is not None else None
+            if goal.placement is not None and planned is not None:
+                seat.slots = goal.placement.num_slots
+                seat.shadow_slots = max(map(len, planned.shadows), default=0)
         self._tables = self._tables_of(Epoch(0))
 
     # -- what is true now ------------------------------------------------------------------------
@@ -140,6 +154,11 @@ class Machine:
     def tables(self) -> Publish:
         """What was published last."""
         return self._tables
+
+    def counts(self, worker: WorkerId) -> bool:
+        """Whether this is the incarnation that its seat holds. It may have been given up before it came to be."""
+        seat = self._seats.get(worker.rank)
+        return seat is not None and seat.incarnation == worker.incarnation and seat.state is not WorkerState.GONE
 
     @property
     def members(self) -> Members:
@@ -165,49 +184,62 @@ class Machine:
         deadlines = [seat.next_deadline() for seat in self._seats.values()]
         return min([at for at in deadlines if at is not None] + list(self._kill_at.values()), default=None)
 
+    def _members(self, epoch: Epoch) -> Members:
+        seats = (seat for seat in self._seats.values() if not seat.is_retired)
+        return Members(epoch=epoch, goal=self.goal.version, workers=tuple(seat.worker() for seat in seats))
+
     def _tables_of(self, epoch: Epoch) -> Publish:
-        members = Members(epoch=epoch, workers=tuple(seat.worker() for seat in self._seats.values()))
+        members, placement = self._members(epoch), self.goal.placement
+        have = {seat.rank: seat.held for seat in self._seats.values() if seat.held is not None}
         routes = None
-        if self.placement is not None:
+        if placement is not None:
             serving = [seat for seat in self._seats.values() if seat.can_serve]
             leaving = {seat.rank for seat in serving if seat.state is WorkerState.LEAVING}
-            routes = make_routes(epoch, self.placement, {seat.rank for seat in serving} - leaving, leaving)
+            routes = make_routes(epoch, placement, have, {seat.rank for seat in serving} - leaving, leaving)
         return Publish(
             members=members,
             routes=routes,
-            violations=violations(members, self.placement, routes),
-            degraded=degraded(members, self.placement, routes),
+            conditions=conditions(members, placement, have, routes, self._acknowledged()),
+            degraded=degraded(members, placement, routes),
         )
+
+    def _acknowledged(self) -> dict[Rank, Epoch]:
+        return {seat.rank: seat.acknowledged for seat in self._seats.values() if seat.acknowledged}
 
     # -- doors -----------------------------------------------------------------------------------
 
     def start(self, now: float) -> Decision:
         """Provision every seat."""
-        effects = [self._provision(seat) for seat in self._seats.values()]
-        return self._decide(_Step(f"the instance starts with {len(effects)} seats", tuple(effects)))
+        starts = [self._provision(seat) for seat in self._seats.values()]
+        reason = f"the instance starts with {len(starts)} seats"
+        return self._decide(_Step(reason, (Keep(self.goal), *starts)))
 
     def resume(self, now: float, found: Sequence[Found], epoch: Epoch, was_all_ready: bool) -> Decision:
-        """Go on where an orchestrator has died. `epoch` is the highest that anybody knows."""
-        assert {one.rank for one in found} <= self._seats.keys(), found
+        """Go on where an orchestrator has died. `epoch` is the highest that any process knows."""
         self.was_all_ready = was_all_ready
         effects: list[AnyEffect] = []
         for seat in self._seats.values():
             in_order = sorted((one for one in found if one.rank == seat.rank), key=lambda one: one.incarnation)
             for one in in_order[:-1]:
-                effects += self._fence_again(seat, one, now)
+                effects += self._fence_again(one, seat.goal.roles, now)
             effects += self._take_over(seat, in_order[-1] if in_order else None, now)
+        for one in found:
+            if one.rank not in self._seats:
+                effects += self._fence_again(one, (), now)
         self._tables = self._tables_of(epoch)
-        num_alive = sum(one.pid >= 0 for one in found)
-        reason = f"a new orchestrator goes on after epoch {epoch}; {num_alive} processes were found"
-        return self._decide(_Step(reason, tuple(effects), publish_anyway=True))
+        alive = [one for one in found if one.pid >= 0]
+        num_missing = sum(one.pid > 0 and not one.has_reported for one in alive)
+        resumed = Resumed(num_reports=sum(one.has_reported for one in alive), num_missing=num_missing)
+        reason = f"a new orchestrator goes on after epoch {epoch}; {len(alive)} processes were found"
+        return self._decide(_Step(reason, (*effects, resumed), publish_anyway=True))
 
     def handle(self, event: AnyEvent, now: float) -> Decision:
         """One event, at this time."""
         match event:
             case DrainAsked():
                 step = self._drain(event.rank)
-            case EpochReported():
-                step = self._overtake(event.epoch)
+            case GatewayReported():
+                step = self._overtake(event.epoch, "the gateway")
             case Tick():
                 step = self._tick(now)
             case Stopping():
@@ -227,11 +259,11 @@ class Machine:
         before it goes on.
         """
         effects = list(step.effects)
-        workers = tuple(seat.worker() for seat in self._seats.values())
-        if workers != self.members.workers or step.publish_anyway:
+        if self._members(self.epoch) != self.members or step.publish_anyway:
             self._tables = self._tables_of(Epoch(self.epoch + 1))
             effects.append(self._tables)
-        all_ready = all(worker.state is WorkerState.READY for worker in workers)
+        staying = [seat for seat in self._seats.values() if seat.goal.wanted is Wanted.STAY]
+        all_ready = all(seat.state is WorkerState.READY for seat in staying)
         if all_ready and not self._has_said_all_ready and not self.ending:
             self.was_all_ready = self._has_said_all_ready = True
             effects.append(AllReady())
@@ -250,7 +282,7 @@ class Machine:
             case Exited():
                 self._kill_at.pop(WorkerId(event.rank, event.incarnation), None)
                 return _Step(f"{who} was lost already; now its process has ended")
-            case Died() | ChannelEnded() | Silent() | Reported():  # a death is seen in many ways; one was the first
+            case Died() | ChannelEnded() | Silent() | Suspected():  # a death is seen in many ways; one was the first
                 return _Step(f"{who} was lost already")
             case Started() if WorkerId(event.rank, event.incarnation) not in self._kill_at:
                 self.num_stale += 1
@@ -259,11 +291,9 @@ class Machine:
                 # Last words that its death has overtaken. What is wrong with the input stays true.
                 self._end_for("the instance gave up")
                 return _Step(f"{who} was lost already, by the user's fault", (GiveUp(event.reason, True),))
-            case Started() | SaidHello() | SaidReady() | SaidLeaving() | SaidFailed() | Answered():
+            case _:
                 self.num_stale += 1
                 return _Step(f"{who} was lost already: {type(event).__name__} dropped")
-            case _:
-                assert_never(event)
 
     def _current(self, event: Said | Seen, seat: Seat, now: float) -> _Step:
         who = _who(seat)
@@ -274,6 +304,12 @@ class Machine:
             case SaidHello():
                 seat.speak()
                 return _Step(f"{who} says hello")
+            case SaidHolds():
+                return self._hold(seat, event.slots)
+            case SaidUses():
+                return self._acknowledge(seat, event.epoch)
+            case SaidReport():
+                return self._report(seat, event, now)
             case SaidReady():
                 # Not the end of a doubt: it may have said so before it fell silent.
                 if seat.state is not WorkerState.STARTING:
@@ -304,7 +340,7 @@ class Machine:
                 if was_reported and seat.can_serve:
                     return _Step(f"{who} answers: peers that suspect it shall trust it again", publish_anyway=True)
                 return _Step(f"{who} answers after a silence" if was_silent else f"{who} answers; nobody was in doubt")
-            case Reported():
+            case Suspected():
                 said = f"{who} is suspected by rank {event.by}: {event.reason}"
                 if not seat.has_spoken:
                     return _Step(f"{said}; it has not said hello yet, so there is nothing to look at")
@@ -367,7 +403,7 @@ class Machine:
         """This incarnation is gone; see to the next one."""
         has_left = cause == "left"
         is_expected = has_left or bool(self.ending)
-        lost = Lost(seat.rank, seat.incarnation, seat.spec.roles, cause, reason, is_expected)
+        lost = Lost(seat.rank, seat.incarnation, seat.goal.roles, cause, reason, is_expected)
         step_reason = f"{_who(seat)} is gone ({cause}): {reason}"
         if not has_ended:
             self._kill_at[seat.id] = now + self.policy.fence_grace_s
@@ -377,6 +413,8 @@ class Machine:
         if self.ending:
             seat.leave_empty(self.ending)
             return _Step(step_reason, (lost, *give_up))
+        if seat.is_retired:
+            return _Step(f"{step_reason}; its seat is retired", (lost,))
         if delay_s == 0:
             return _Step(step_reason, (lost, self._provision(seat)))
         seat.wait(delay_s, now)
@@ -396,32 +434,59 @@ class Machine:
     def _take_over(self, seat: Seat, latest: Found | None, now: float) -> tuple[AnyEffect, ...]:
         """The latest incarnation keeps the seat if it can; no earlier one does."""
         if latest is None:
-            return (self._provision(seat),)
+            return () if seat.is_retired else (self._provision(seat),)
         if latest.pid >= 0 and not latest.was_lost:
             seat.adopt(latest, now, self.policy)
             return ()
         seat.incarnation = latest.incarnation
+        next_one = () if seat.is_retired else (self._provision(seat),)
         if latest.was_lost:
-            return (*self._fence_again(seat, latest, now), self._provision(seat))
+            return (*self._fence_again(latest, seat.goal.roles, now), *next_one)
         cause: Cause = "left" if latest.is_leaving else "crash"
         reason, is_expected = "ended while there was no orchestrator", cause == "left"
-        lost = Lost(seat.rank, latest.incarnation, seat.spec.roles, cause, reason, is_expected)
-        return lost, self._provision(seat)
+        lost = Lost(seat.rank, latest.incarnation, seat.goal.roles, cause, reason, is_expected)
+        return lost, *next_one
 
-    def _fence_again(self, seat: Seat, old: Found, now: float) -> tuple[Lost, ...]:
+    def _fence_again(self, old: Found, roles: tuple[Role, ...], now: float) -> tuple[Lost, ...]:
         """It was lost to an orchestrator that had no time left to see its end."""
         if old.pid < 0:
             return ()
         self._kill_at[WorkerId(old.rank, old.incarnation)] = now + self.policy.fence_grace_s
         reason = "was lost to the orchestrator before this one, and lives"
-        return (Lost(old.rank, old.incarnation, seat.spec.roles, "hang", reason, is_expected=True),)
+        return (Lost(old.rank, old.incarnation, roles, "hang", reason, is_expected=True),)
 
-    def _overtake(self, epoch: Epoch) -> _Step:
-        """Everybody drops tables that are older than his own."""
+    def _overtake(self, epoch: Epoch, who: str) -> _Step:
+        """Processes drop tables that are older than their own."""
         if epoch < self.epoch:
-            return _Step(f"epoch {epoch} is past")
+            return _Step(f"epoch {epoch}, which {who} has, is past")
         self._tables = self._tables_of(epoch)
-        return _Step(f"somebody has tables of epoch {epoch} from the orchestrator before", publish_anyway=True)
+        return _Step(f"{who} has tables of epoch {epoch} from the orchestrator before", publish_anyway=True)
+
+    def _hold(self, seat: Seat, slots: HeldSlots) -> _Step:
+        """Routes follow what is held."""
+        has_changed = seat.held is None or seat.held.experts != slots.experts
+        seat.held = slots
+        return _Step(f"{_who(seat)} holds other experts", publish_anyway=has_changed and seat.can_serve)
+
+    def _acknowledge(self, seat: Seat, epoch: Epoch) -> _Step:
+        """Shown, when it changes whether all workers use the published routes."""
+        seat.acknowledged = max(seat.acknowledged, epoch)
+        step = _Step(f"{_who(seat)} uses the routes of epoch {epoch}")
+        epochs = behind(self.members, self._acknowledged()) if self.routes is not None else ()
+        if epochs == self._tables.conditions.epochs:
+            return step
+        self._tables = replace(self._tables, conditions=msgspec.structs.replace(self._tables.conditions, epochs=epochs))
+        return replace(step, effects=(Show(self._tables),))
+
+    def _report(self, seat: Seat, event: SaidReport, now: float) -> _Step:
+        """It was silent while this orchestrator resumed."""
+        seat.speak()
+        steps = [self._hold(seat, event.slots)] if event.slots is not None else []
+        if event.is_leaving and seat.state is not WorkerState.LEAVING:
+            seat.leave(now, self.policy)
+        steps.append(self._overtake(event.epoch, _who(seat)))
+        reason = "; ".join(step.reason for step in steps)
+        return _Step(reason, publish_anyway=any(step.publish_anyway for step in steps))
 
     def _drain(self, rank: Rank) -> _Step:
         """The reason is the operator's answer."""
@@ -476,7 +541,7 @@ def _who(seat: Seat) -> str:
     return f"rank {seat.rank} incarnation {seat.incarnation}"
 
 
-def _unserved_words(event: Reported, num_times: int, policy: Policy) -> str:
+def _unserved_words(event: Suspected, num_times: int, policy: Policy) -> str:
     often = f"{num_times} times within {policy.unserved_s:g} s"
     return f"it pulses but did not serve rank {event.by}, {often} (last: {event.reason})"
 

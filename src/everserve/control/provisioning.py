@@ -2,23 +2,26 @@
 
     provision -> one piece of memory after the other -> Provision to the supervisor ... WorkerStarted -> take_in
 
-While we recover, workers and memory that exist are taken in the same way.
+While an orchestrator recovers, workers and memory that exist are taken in the same way.
 """
 
 import os
+from collections.abc import Callable
 
 from everserve.control import events
-from everserve.control.anchor_client import Memory
-from everserve.control.design import Design, NeededMemory
-from everserve.control.event_queue import Deciding
+from everserve.control.anchor_client import AnchorClient
 from everserve.control.log_references import Logs
+from everserve.control.needs import Needs
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.memory.liveness import ORCHESTRATOR_WORD, Cell
-from everserve.memory.names import cell_name, kind_of, kv_name, lack, log_name, log_of
-from everserve.tables.ids import Rank, WorkerId
+from everserve.memory.names import lack
+from everserve.tables.goal import Goal
+from everserve.tables.ids import WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel
-from everserve.wire.events import EventLog, WorkerProvisioned
 from everserve.wire.messages import Provision, StartWorker, WorkerStarted
+
+_OF_LOG = (Kind.KV, Kind.LOG)
 
 
 class Births:
@@ -26,111 +29,96 @@ class Births:
 
     def __init__(
         self,
-        design: Design,
-        detect_ms: float,
-        memory: Memory,
+        needs: Needs,
+        anchor: AnchorClient,
         ends: WorkerEnds,
         logs: Logs,
-        deciding: Deciding,
         supervisor: Channel,
-        event_log: EventLog,
+        tell: Callable[[events.AnyEvent], None],
     ) -> None:
-        self._design = design
-        self._detect_ms = detect_ms
-        self._memory = memory
+        self._needs = needs
+        self._anchor = anchor
         self._ends = ends
         self._logs = logs
-        self._deciding = deciding
         self._supervisor = supervisor
-        self._event_log = event_log
+        self._tell = tell
+        self._coming: dict[WorkerId, Goal] = {}  # whose memory is being allocated, and the goal they are made for
 
-    def provision(self, seat: WorkerId) -> None:
-        """One piece of memory after the other is asked for; when the last one is there, the worker is started."""
-        if self._deciding.is_lost(seat):
-            return  # it was given up while its memory was being allocated
-        for needed in self._design.memory_of(seat):
-            if self._memory.held(needed.name) is None:
-                self._ask_for(seat, needed)
-                return
-        self._start(seat)
+    def provision(self, worker: WorkerId, goal: Goal) -> StartWorker:
+        """Its memory is asked for; when the last piece is there, the worker is started."""
+        self._coming[worker] = goal
+        self._go_on(worker)
+        return self._needs.start(goal, worker)
 
-    def call_off(self, seat: WorkerId) -> None:
+    def call_off(self, worker: WorkerId) -> None:
         """It is lost while its memory is still being allocated, or its process is just being born."""
-        for name in (cell_name(seat), kv_name(seat), log_name(seat)):
-            self._memory.release(name)
+        goal = self._coming.pop(worker, None)
+        for memory in self._needs.memory(goal, worker) if goal is not None else ():
+            if worker in memory.owners:
+                self._anchor.release(memory)
 
-    def take_in(self, message: WorkerStarted, fds: list[int]) -> WorkerEnd:
+    def take_in(self, message: WorkerStarted, fds: list[int], is_lost: bool) -> WorkerEnd:
         """A process exists; its descriptors have come with the message, and are ours from now on."""
-        control_fd, cell_fd, *memory = fds
+        control_fd, cell_fd, *memory_fds = fds
         start, channel = message.start, Channel.of_fd(control_fd)
-        seat = WorkerId(start.rank, start.incarnation)
-        cell_fd = self._memory.hold(cell_name(seat), cell_fd)
+        worker = WorkerId(start.rank, start.incarnation)
+        self._coming.pop(worker, None)
+        cell_fd = self._anchor.hold(self._needs.cell(worker), cell_fd)
         end = WorkerEnd(start.rank, start.incarnation, start.roles, message.pid, cell_fd, Cell(cell_fd), channel)
-        end.is_lost = self._deciding.is_lost(seat)
+        end.is_lost = is_lost
         self._ends.add(end)
-        for name, fd in zip(start.memory, memory, strict=True):
-            if (log_id := log_of(name)) is not None:
-                self._logs.add(log_id, fd)
-            else:
-                self._memory.hold(name, fd)
+        for memory, fd in zip(start.memory, memory_fds, strict=True):
+            self._hold(memory, fd)
         if end.is_lost:
-            self._logs.lose(seat)
+            self._logs.lose(worker)
         return end
 
-    def take_in_memory(self, name: str, fd: int) -> None:
-        """Memory of a worker that had exited before we came."""
-        if (log_id := log_of(name)) is None:
-            self._memory.hold(name, fd)
-        else:
-            self._logs.add(log_id, fd)
-            self._logs.lose(log_id)
+    def take_in_memory(self, memory: Memory, fd: int) -> None:
+        """Memory of a worker that had exited before this orchestrator came."""
+        self._hold(memory, fd)
+        if memory.kind is Kind.LOG:
+            self._logs.lose(memory.owners[0])
 
-    def _ask_for(self, seat: WorkerId, needed: NeededMemory) -> None:
+    def _hold(self, memory: Memory, fd: int) -> None:
+        if memory.kind in _OF_LOG:
+            self._logs.add(memory, fd)
+        else:
+            self._anchor.hold(memory, fd)
+
+    def _go_on(self, worker: WorkerId) -> None:
+        goal = self._coming.get(worker)
+        if goal is None:
+            return  # it was given up while its memory was being allocated
+        memory = self._needs.memory(goal, worker)
+        missing = next((piece for piece in memory if self._anchor.held(piece) is None), None)
+        if missing is None:
+            fds = [fd for piece in memory if (fd := self._anchor.held(piece)) is not None]
+            self._supervisor.send(Provision(start=self._needs.start(goal, worker)), fds=fds)
+        elif not self._inherit_log(worker, memory, missing):
+            self._ask_for(worker, missing)
+
+    def _ask_for(self, worker: WorkerId, memory: Memory) -> None:
         def go_on(fd: int) -> None:
-            self._memory.hold(needed.name, os.dup(fd))
-            self.provision(seat)
+            self._anchor.hold(memory, os.dup(fd))
+            self._go_on(worker)
 
         def fail(reason: str) -> None:
-            why = lack(seat[0], kind_of(needed.name), reason)
-            self._deciding.tell(events.SaidFailed(*seat, why, user_error=True))  # as if it had found out itself
+            why = lack(worker.rank, memory.kind, reason)  # as if it had found out itself
+            self._tell(events.SaidFailed(worker.rank, worker.incarnation, why, user_error=True))
 
-        of_log = [each.name for each in self._design.memory_of(seat) if each.name in (kv_name(seat), log_name(seat))]
-        if needed.name in of_log[:1] and (inherited := self._inherited_log(seat[0])):
-            for name, fd in zip(of_log, inherited, strict=True):  # all of it, or nothing
-                self._memory.hold(name, os.dup(fd))
-            self.provision(seat)
-            return
-        self._memory.allocate(needed.name, needed.num_bytes, then=go_on, otherwise=fail, device=needed.device)
+        self._anchor.allocate(memory, then=go_on, otherwise=fail)
 
-    def _inherited_log(self, rank: Rank) -> tuple[int, ...]:
-        """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if nobody can write to it any more."""
-        log_id = self._logs.last_of(rank)
-        if self._design.settings.kv_log != "anchor" or log_id is None:
-            return ()
-        end = self._ends.get(*log_id)
-        is_dead = end is None or end.cell.is_dead(ORCHESTRATOR_WORD)
-        return self._logs.descriptors(log_id) if is_dead else ()
-
-    def _start(self, seat: WorkerId) -> None:
-        """The new worker's memory is there."""
-        rank, incarnation = seat
-        roles = self._design.roles_of(rank)
-        names = [needed.name for needed in self._design.memory_of(seat)]
-        memory = [fd for name in names if (fd := self._memory.held(name)) is not None]
-        worker = StartWorker(
-            rank=rank,
-            incarnation=incarnation,
-            roles=roles,
-            settings=self._design.settings,
-            num_workers=len(self._design.seats),
-            slots=self._design.slots_of(rank),
-            detect_ms=self._detect_ms,
-            memory=tuple(names[1:]),
-            device_index=max(self._design.device_of(rank), 0),
-            num_attention=self._design.num_attention,
-            num_attention_on_device=self._design.num_attention_beside(rank),
-            lane_slots=self._design.lane_slots,
-        )
-        self._supervisor.send(Provision(start=worker), fds=memory)
-        provisioned = WorkerProvisioned(process="orchestrator", rank=rank, incarnation=incarnation, roles=roles)
-        self._event_log.append(provisioned)
+    def _inherit_log(self, worker: WorkerId, memory: tuple[Memory, ...], missing: Memory) -> bool:
+        """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if no process can write to it any
+        more. All of it, or nothing."""
+        of_log = [piece for piece in memory if piece.kind in _OF_LOG]
+        before = self._logs.last_of(worker.rank)
+        if self._needs.settings.log.mode != "anchor" or before is None or missing not in of_log[:1]:
+            return False
+        end = self._ends.get(before)
+        if end is not None and not end.cell.is_dead(ORCHESTRATOR_WORD):
+            return False
+        for piece, fd in zip(of_log, self._logs.descriptors(before), strict=True):
+            self._anchor.hold(piece, os.dup(fd))
+        self._go_on(worker)
+        return True

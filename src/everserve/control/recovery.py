@@ -1,73 +1,80 @@
-"""A new orchestrator, before it decides anything: who has told it what it needs to know?
+"""A new orchestrator, before it decides anything: which processes have told it what it needs to know?
 
 Nothing is published until all workers that exist have reported, or have had their time to: until then the data path
-goes on with the tables of the orchestrator before, which is better than tables without those who are merely slow.
+goes on with the tables of the orchestrator before, which is better than tables without workers that are merely slow.
 """
 
 from collections.abc import Sequence
 
+from everserve.control import events
 from everserve.control.seats import Found
-from everserve.control.worker_ends import WorkerEnds
 from everserve.tables.ids import Epoch, WorkerId
-from everserve.wire.messages import FoundProcess, GatewayReport
+from everserve.tables.slots import HeldSlots
+from everserve.wire.messages import FoundProcess
 
 REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, when it has loaded
 
 
 class Recovery:
-    """What was found at the start, and what has been heard since."""
+    """What was found at the start, and what has been heard since. Times are the host's monotonic clock."""
 
     def __init__(self, found: Sequence[FoundProcess], now: float) -> None:
-        self.began_s = now
         self.deadline = now + REPORT_S
-        self.epoch = Epoch(0)  # the highest that anybody knows
-        self.logs_needed: Sequence[WorkerId] | None = None  # by streams; None: the gateway has not reported
-        self._found = found
-        self._awaited: set[WorkerId] = {
-            WorkerId(process.rank, process.incarnation) for process in found if process.pid > 0
-        }
+        self.epoch = Epoch(0)  # the highest that any process knows
+        self._found = {WorkerId(process.rank, process.incarnation): process.pid for process in found}
+        self._awaited = {worker for worker, pid in self._found.items() if pid > 0}
+        self._has_gateway_reported = False
+        self._spoke: set[WorkerId] = set()
+        self._ready: set[WorkerId] = set()
+        self._leaving: set[WorkerId] = set()
         self._ended: set[WorkerId] = set()
         self._lost: set[WorkerId] = set()  # the gateway was told that these are gone
+        self._slots: dict[WorkerId, HeldSlots] = {}
 
-    def heard(self, seat: WorkerId, epoch: Epoch) -> None:
-        """A worker has reported."""
-        self._awaited.discard(seat)
-        self.epoch = max(self.epoch, epoch)
+    def note(self, event: events.AnyEvent) -> None:
+        """The same events that the machine will be told afterwards."""
+        if isinstance(event, events.GatewayReported):
+            self._has_gateway_reported = True
+            self._lost.update(event.lost)
+            self.epoch = max(self.epoch, event.epoch)
+        elif isinstance(event, events.SeatEvent):
+            self._note_worker(event, WorkerId(event.rank, event.incarnation))
 
-    def heard_gateway(self, report: GatewayReport) -> None:
-        self.logs_needed = report.logs
-        self._lost.update(report.lost)
-        self.epoch = max(self.epoch, report.epoch)
-
-    def ended(self, seat: WorkerId) -> None:
-        """Its process is no more."""
-        self._awaited.discard(seat)
-        self._ended.add(seat)
+    def _note_worker(self, event: events.SeatEvent, worker: WorkerId) -> None:
+        match event:
+            case events.SaidHello():
+                self._spoke.add(worker)
+            case events.SaidReport():
+                self._awaited.discard(worker)
+                self._spoke.add(worker)
+                self.epoch = max(self.epoch, event.epoch)
+                if event.is_leaving:
+                    self._leaving.add(worker)
+                if event.slots is not None:
+                    self._slots[worker] = event.slots
+            case events.SaidHolds():
+                self._slots[worker] = event.slots
+            case events.SaidReady():
+                self._ready.add(worker)
+            case events.Exited():
+                self._awaited.discard(worker)
+                self._ended.add(worker)
 
     def is_over(self, now: float) -> bool:
-        return now >= self.deadline or (not self._awaited and self.logs_needed is not None)
+        return now >= self.deadline or (not self._awaited and self._has_gateway_reported)
 
-    @property
-    def num_missing(self) -> int:
-        return len(self._awaited)
-
-    def found(self, ends: WorkerEnds) -> list[Found]:
-        """The machine's view: every incarnation, and what it said of itself."""
-        result: list[Found] = []
-        for process in self._found:
-            seat = WorkerId(process.rank, process.incarnation)
-            end = ends.get(*seat)
-            has_ended = seat in self._ended
-            report = end.report if end is not None else None
-            result.append(
-                Found(
-                    rank=process.rank,
-                    incarnation=process.incarnation,
-                    pid=-1 if has_ended else process.pid,
-                    has_reported=end is not None and end.has_said_hello,
-                    is_ready=end is not None and end.is_ready,
-                    is_leaving=report is not None and report.is_leaving,
-                    was_lost=seat in self._lost,
-                )
+    def found(self) -> list[Found]:
+        """Every incarnation, and what it said of itself."""
+        return [
+            Found(
+                rank=worker.rank,
+                incarnation=worker.incarnation,
+                pid=-1 if worker in self._ended else pid,
+                has_reported=worker in self._spoke,
+                is_ready=worker in self._ready,
+                is_leaving=worker in self._leaving,
+                was_lost=worker in self._lost,
+                slots=self._slots.get(worker),
             )
-        return result
+            for worker, pid in self._found.items()
+        ]

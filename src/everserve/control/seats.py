@@ -3,8 +3,10 @@
 import math
 from dataclasses import dataclass, field
 
-from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.goal import SeatGoal, Wanted
+from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import Worker, WorkerState
+from everserve.tables.slots import HeldSlots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +46,6 @@ class Policy:
         return min(self.first_delay_s * float(2**doublings), self.max_delay_s)
 
 
-@dataclass(frozen=True)
-class SeatSpec:
-    """A seat as configured."""
-
-    rank: Rank
-    roles: tuple[Role, ...]
-    slots: int = 0  # experts per layer, of a worker with both roles; an expert seat's are in the placement
-
-
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """A worker process, as an orchestrator that resumes finds it. The flags are what it said, and what others say."""
@@ -63,7 +56,8 @@ class Found:
     has_reported: bool = False  # or said hello: it has spoken to this orchestrator
     is_ready: bool = False
     is_leaving: bool = False
-    was_lost: bool = False  # somebody was told that it is gone, which is never taken back
+    was_lost: bool = False  # the gateway was told that it is gone, which is never taken back
+    slots: HeldSlots | None = None
 
 
 # A seat holds at most one incarnation that counts. Each arrow to `gone` ends an incarnation for good: what it says
@@ -86,9 +80,11 @@ class Found:
 class Seat:
     """The state of one seat. Times are the host's monotonic clock."""
 
-    spec: SeatSpec
-    slots: int = 0
+    goal: SeatGoal
+    slots: int = 0  # per layer
     shadow_slots: int = 0
+    held: HeldSlots | None = None  # what the incarnation reports to hold
+    acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker says it uses
     state: WorkerState = WorkerState.GONE
     incarnation: Incarnation = field(default=Incarnation(0))
     pid: int = 0
@@ -108,12 +104,17 @@ class Seat:
 
     @property
     def rank(self) -> Rank:
-        return self.spec.rank
+        return self.goal.rank
 
     @property
     def id(self) -> WorkerId:
         """The incarnation that the seat holds, or held last."""
         return WorkerId(self.rank, self.incarnation)
+
+    @property
+    def is_retired(self) -> bool:
+        """It is empty, and stays so."""
+        return self.state is WorkerState.GONE and self.goal.wanted is Wanted.RETIRE
 
     @property
     def can_serve(self) -> bool:
@@ -126,6 +127,7 @@ class Seat:
         self.state = WorkerState.STARTING
         self.incarnation = Incarnation(self.incarnation + 1)
         self.pid = 0
+        self.held, self.acknowledged = None, Epoch(0)
         self.has_spoken = False
         self.start_at = self.ready_at = None
         self.unserved_at = {}
@@ -140,6 +142,7 @@ class Seat:
             self.exist(found.pid, now, policy)
         if found.has_reported or found.is_ready or found.is_leaving:
             self.speak()
+        self.held = found.slots
         if found.is_ready:
             self.become_ready(-math.inf)  # nobody knows since when: it counts as a stable life
         if found.is_leaving:
@@ -220,8 +223,10 @@ class Seat:
             rank=self.rank,
             incarnation=self.incarnation,
             pid=self.pid,
-            roles=self.spec.roles,
+            roles=self.goal.roles,
             state=self.state,
+            host=self.goal.host,
+            device=self.goal.device,
             slots=self.slots,
             shadow_slots=self.shadow_slots,
             note=self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s",

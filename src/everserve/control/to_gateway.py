@@ -20,6 +20,7 @@ class GatewayEnd:
         self._expert_stats: dict[Rank, ExpertStats] = {}
         self._num_stale = 0
         self._has_news = False
+        self._have_conditions_changed = False
         self._told_s = 0.0
 
     def send(self, message: AnyMessage) -> None:
@@ -35,17 +36,21 @@ class GatewayEnd:
     def tell_cluster(self, tables: Publish) -> None:
         """The tables of a new epoch, or the same ones with new counters."""
         self._told_s = time.monotonic()
-        self._has_news = False
+        self._has_news = self._have_conditions_changed = False
         self.send(
             ClusterChanged(
                 members=tables.members,
-                violations=tables.violations,
+                conditions=tables.conditions,
                 degraded=tables.degraded,
                 num_experts_without_place=tables.routes.num_without_place if tables.routes is not None else 0,
                 expert_stats=dict(self._expert_stats),
                 num_stale=self._num_stale,
             )
         )
+
+    def note_conditions(self) -> None:
+        """A condition of validity has changed, and the tables have not: told once in this turn."""
+        self._have_conditions_changed = True
 
     def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
         self._expert_stats[rank] = stats
@@ -57,7 +62,8 @@ class GatewayEnd:
 
     def flush(self, tables: Publish | None) -> None:
         """What the kernel did not take, and counters that have waited long enough (None: there are no tables yet)."""
-        if tables is not None and self._has_news and time.monotonic() - self._told_s > _RESEND_S:
+        has_old_news = self._has_news and time.monotonic() - self._told_s > _RESEND_S
+        if tables is not None and (self._have_conditions_changed or has_old_news):
             self.tell_cluster(tables)
         if self.channel is not None:
             self.channel.flush()

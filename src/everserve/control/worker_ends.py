@@ -13,34 +13,37 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from everserve.control import events
-from everserve.control.anchor_client import Memory
+from everserve.control.anchor_client import AnchorClient
+from everserve.control.needs import Needs
 from everserve.memory.liveness import Cell
-from everserve.memory.names import LANE, bell_name, cell_name, lack, lane_name
+from everserve.memory.names import lack
+from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel
 from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report
 
 
 @dataclass(eq=False)
 class WorkerEnd:
-    """One incarnation of one rank, seen from here."""
+    """One worker process, seen from here."""
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
     pid: int
-    cell_fd: int  # held by `Memory`
+    cell_fd: int  # held by the anchor client
     cell: Cell
     control: Channel | None  # None after its end was read
     report: Report | None = None
     has_said_hello: bool = False
-    waits_for: set[str] = field(default_factory=set)  # lanes that are still being allocated
+    waits_for: set[Memory] = field(default_factory=set)  # lanes that are still being allocated
     has_said_ready: bool = False
     is_ready: bool = False  # said so, and has all its lanes
     is_lost: bool = False
 
     @property
-    def seat(self) -> WorkerId:
+    def id(self) -> WorkerId:
         return WorkerId(self.rank, self.incarnation)
 
     @property
@@ -71,26 +74,26 @@ class WorkerEnds:
 
     def __init__(
         self,
-        memory: Memory,
-        lane_bytes: int,
-        device_of: Callable[[Rank], int],
+        anchor: AnchorClient,
+        needs: Needs,
+        goal: Callable[[], Goal],
         tell: Callable[[events.AnyEvent], None],
     ) -> None:
-        self._memory = memory
-        self._lane_bytes = lane_bytes
-        self._device_of = device_of  # whose memory lanes of this attention worker are
-        self._tell = tell  # who is ready, and who cannot have a lane that it needs
+        self._anchor = anchor
+        self._needs = needs
+        self._goal = goal
+        self._tell = tell  # which workers are ready, and which cannot have a lane that they need
         self._ends: dict[WorkerId, WorkerEnd] = {}
-        self._lanes: dict[str, tuple[WorkerEnd, WorkerEnd]] = {}  # by name: attention end, expert end
+        self._lanes: dict[Memory, tuple[WorkerEnd, WorkerEnd]] = {}  # attention end, expert end
 
     def __iter__(self) -> Iterator[WorkerEnd]:
         return iter(list(self._ends.values()))
 
-    def get(self, rank: Rank, incarnation: Incarnation) -> WorkerEnd | None:
-        return self._ends.get(WorkerId(rank, incarnation))
+    def get(self, worker: WorkerId) -> WorkerEnd | None:
+        return self._ends.get(worker)
 
     def add(self, end: WorkerEnd) -> None:
-        self._ends[end.seat] = end
+        self._ends[end.id] = end
 
     def connect(self, end: WorkerEnd) -> None:
         """It lives: ask for a lane to every peer of the other role that does, where there is none yet."""
@@ -98,16 +101,14 @@ class WorkerEnds:
         for other in self:
             pair = _pair(end, other)
             if pair is not None and other.is_connected:
-                name = lane_name(pair[0].seat, pair[1].seat)
-                self._lanes[name] = pair
+                lane = self._needs.lane(self._goal(), pair[0].id, pair[1].id)
+                self._lanes[lane] = pair
                 if not _have_a_lane(end, other):
-                    end.waits_for.add(name)
-                    self._memory.allocate(
-                        name,
-                        self._lane_bytes,
-                        then=functools.partial(self._hand_out, name, end),
+                    end.waits_for.add(lane)
+                    self._anchor.allocate(
+                        lane,
+                        then=functools.partial(self._hand_out, lane, end),
                         otherwise=functools.partial(self._lack_lane, end),
-                        device=self._device_of(pair[0].rank),
                     )
 
     def say_ready(self, end: WorkerEnd) -> None:
@@ -118,44 +119,44 @@ class WorkerEnds:
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
         """It may know workers that ended while nobody told it."""
         for rank, incarnation in end.report.peers if end.report is not None else ():
-            peer = self.get(rank, incarnation)
+            peer = self.get(WorkerId(rank, incarnation))
             if peer is None or peer.is_lost:
                 end.send(PeerLeft(rank=rank, incarnation=incarnation))
 
     def part(self, lost: WorkerEnd) -> None:
         """This one is gone: its peers are told, and nobody waits for its lanes."""
         lost.is_lost = True
-        for name, pair in list(self._lanes.items()):
+        for lane, pair in list(self._lanes.items()):
             if lost in pair:
-                del self._lanes[name]
-                self._memory.release(name)
+                del self._lanes[lane]
+                self._anchor.release(lane)
                 peer = pair[0] if pair[1] is lost else pair[1]
                 peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
-                peer.waits_for.discard(name)
+                peer.waits_for.discard(lane)
                 self._maybe_ready(peer)
 
     def forget(self, end: WorkerEnd) -> None:
         """Its process is gone for certain."""
-        del self._ends[end.seat]
-        self._memory.release(cell_name(end.seat))
+        del self._ends[end.id]
+        self._anchor.release(self._needs.cell(end.id))
         end.close()
 
-    def _hand_out(self, name: str, newer: WorkerEnd, lane_fd: int) -> None:
+    def _hand_out(self, lane: Memory, newer: WorkerEnd, lane_fd: int) -> None:
         """A lane is there: both ends get it."""
-        pair = self._lanes[name]
+        pair = self._lanes[lane]
         for end, peer in (pair, pair[::-1]):
-            bell_fd = self._memory.held(bell_name(peer.rank))
+            bell_fd = self._anchor.held(self._needs.bell(self._goal(), peer.rank))
             fds = (peer.cell_fd, lane_fd) if bell_fd is None else (peer.cell_fd, lane_fd, bell_fd)
             joined = PeerJoined(
                 rank=peer.rank, incarnation=peer.incarnation, roles=peer.roles, has_bell=bell_fd is not None
             )
             end.send(joined, fds=fds)
-        newer.waits_for.discard(name)
+        newer.waits_for.discard(lane)
         self._maybe_ready(newer)
 
     def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
         """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
-        self._tell(events.SaidFailed(end.rank, end.incarnation, lack(end.rank, LANE, reason), user_error=True))
+        self._tell(events.SaidFailed(end.rank, end.incarnation, lack(end.rank, Kind.LANE, reason), user_error=True))
 
     def _maybe_ready(self, end: WorkerEnd) -> None:
         """Ready means ready for others: it has said so, and its lanes are there."""
@@ -169,15 +170,14 @@ def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:
     return (
         one.report is not None
         and other.report is not None
-        and other.seat in one.report.peers
-        and one.seat in other.report.peers
+        and other.id in one.report.peers
+        and one.id in other.report.peers
     )
 
 
 def _pair(one: WorkerEnd, other: WorkerEnd) -> tuple[WorkerEnd, WorkerEnd] | None:
-    """(attention, expert) if the two need a lane: a worker with both roles needs none."""
-    if one.roles == (Role.ATTENTION,) and other.roles == (Role.EXPERT,):
-        return one, other
-    if one.roles == (Role.EXPERT,) and other.roles == (Role.ATTENTION,):
-        return other, one
+    """(attention, expert) if the two need a lane: a worker with both roles computes its experts itself."""
+    for attention, expert in ((one, other), (other, one)):
+        if Role.EXPERT not in attention.roles and Role.ATTENTION not in expert.roles:
+            return attention, expert
     return None

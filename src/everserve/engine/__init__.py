@@ -12,5 +12,6 @@ restoring.py   bringing it back, when the stream is admitted
 forward.py     what a step is computed with: rows in, logits out
 warm_up.py     its first steps
 integrity.py   what must hold between steps; runs whenever the engine is idle
+limits.py      what model, KV cache and device allow, besides the config (config/engine.py)
 sizing.py      how large the KV pool and its log are; also for whoever allocates the log, hence without torch
 """

@@ -11,11 +11,13 @@ from time import monotonic
 
 import torch
 
+from everserve.config.engine import EngineConfig
 from everserve.engine import integrity
 from everserve.engine.batching import Layout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
+from everserve.engine.limits import EngineLimits
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.scheduler import Scheduler
@@ -25,32 +27,8 @@ from everserve.errors import RequestError
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
-from everserve.plan.steps import StepWork
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
-
-_MAX_LOGITS_BYTES = 128 << 20  # of one step
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-    """Limits of one engine."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_while_decoding: int
-    block_size: int
-    num_blocks: int
-    vocab_size: int
-    enable_prefix_caching: bool = True
-    max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
-    work: StepWork | None = None  # bounds what prompts may cost in one step; None: only their tokens are counted
-
-    @property
-    def max_logits_rows(self) -> int:
-        return max(1, _MAX_LOGITS_BYTES // (4 * self.vocab_size))
-
 
 _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
 
@@ -105,12 +83,14 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
+        limits: EngineLimits,
         ops: Ops,
         forward: Forward,
         clock: Callable[[], float] = monotonic,
         journal: Journal | None = None,
     ) -> None:
         self.config = config
+        self.limits = limits
         self._ops = ops
         self._forward = forward
         self._clock = clock
@@ -122,25 +102,14 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_known_tokens = 0
-        pool = BlockPool(config.num_blocks, config.block_size, self._undo)
+        pool = BlockPool(limits.num_blocks, config.block_size, self._undo)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
-        self.scheduler = Scheduler(
-            pool=pool,
-            undo=self._undo,
-            restorer=self._restorer,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_while_decoding=config.max_prefill_while_decoding,
-            max_restored_while_serving=config.max_restored_while_serving,
-            max_logits_rows=config.max_logits_rows,
-            enable_prefix_caching=config.enable_prefix_caching,
-            work=config.work,
-        )
+        self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
 
     def _make_restorer(self, pool: BlockPool, journal: Journal) -> Restorer:
         """Blocks of streams that our predecessor had may be asked for soon: they are the last to be taken."""
         shape, config = journal.log.shape, self.config
-        assert (shape.num_blocks, shape.block_size) == (config.num_blocks, config.block_size), "one pool, one log"
+        assert (shape.num_blocks, shape.block_size) == (self.limits.num_blocks, config.block_size), "one pool, one log"
         assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
         for record in journal.adopted.values():
             pool.spare(reversed(record.blocks))
@@ -161,12 +130,34 @@ class Engine:
         """
         if spec.id in self._sequences:
             raise RequestError(f"a request with the id {spec.id!r} is running already")
-        _check(spec, self.config)
+        self._check(spec)
         sequence = Sequence(spec, self.config.block_size, added_s=self._clock())
         if self._journal is not None and not sequence.wants_prompt_logprobs:
             sequence.saved = saved
         self._sequences[spec.id] = sequence
         self.scheduler.add(sequence)
+
+    def _check(self, spec: RequestSpec) -> None:
+        """Raise unless this stream can run to its end here; a resumed one, unless it could have come this far."""
+        limits = self.limits
+        limit = min(limits.max_model_len, limits.num_blocks * self.config.block_size)
+        params, given = spec.params, spec.prompt + spec.known
+        if not spec.prompt:
+            raise RequestError("the prompt has no tokens")
+        if len(given) + (params.max_tokens > 0) > limit:
+            what = "prompt and known output have" if spec.known else "the prompt has"
+            raise RequestError(f"{what} {len(given)} tokens; at most {limit - 1} fit")
+        if min(given) < 0 or max(given) >= limits.vocab_size:
+            raise RequestError(f"token ids must be between 0 and {limits.vocab_size - 1}")
+        num_most = min(len(spec.prompt) + params.max_tokens, limits.max_model_len)
+        if num_most > limit:
+            raise RequestError(f"prompt and output may have {num_most} tokens; the KV cache holds {limit}")
+        if spec.known and len(spec.known) >= params.max_tokens:
+            raise RequestError(
+                f"{len(spec.known)} output tokens are known, of at most {params.max_tokens}: it has ended"
+            )
+        if not set(params.stop_ids).isdisjoint(spec.known):
+            raise RequestError("the known output contains a stop id: it has ended")
 
     def waits_for(self, log: Log) -> bool:
         """Whether a stream is still to be restored from this log."""
@@ -324,7 +315,7 @@ class Engine:
         """Extend streams by what the step found, and end those whose last token this was."""
         advanced: list[_Advanced] = []
         failed: list[tuple[str, str]] = []
-        max_model_len = self.config.max_model_len
+        max_model_len = self.limits.max_model_len
         for sequence, token, logprobs in results:
             if token < 0:
                 failed.append(
@@ -357,23 +348,3 @@ def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], N
         then()
 
     return both
-
-
-def _check(spec: RequestSpec, config: EngineConfig) -> None:
-    """Raise unless this stream can run to its end here; a resumed one, unless it could have come this far."""
-    limit = min(config.max_model_len, config.num_blocks * config.block_size)
-    params, given = spec.params, spec.prompt + spec.known
-    if not spec.prompt:
-        raise RequestError("the prompt has no tokens")
-    if len(given) + (params.max_tokens > 0) > limit:
-        what = "prompt and known output have" if spec.known else "the prompt has"
-        raise RequestError(f"{what} {len(given)} tokens; at most {limit - 1} fit")
-    if min(given) < 0 or max(given) >= config.vocab_size:
-        raise RequestError(f"token ids must be between 0 and {config.vocab_size - 1}")
-    num_most = min(len(spec.prompt) + params.max_tokens, config.max_model_len)
-    if num_most > limit:
-        raise RequestError(f"prompt and output may have {num_most} tokens; the KV cache holds {limit}")
-    if spec.known and len(spec.known) >= params.max_tokens:
-        raise RequestError(f"{len(spec.known)} output tokens are known, of at most {params.max_tokens}: it has ended")
-    if not set(params.stop_ids).isdisjoint(spec.known):
-        raise RequestError("the known output contains a stop id: it has ended")

@@ -18,12 +18,13 @@ back is the content of blocks that were taken from somebody: see `abandon`.
 import sys
 from collections import deque
 
+from everserve.config.engine import EngineConfig
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
+from everserve.engine.limits import EngineLimits
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored
 from everserve.engine.sequence import Chunk, Sequence, Status
 from everserve.engine.undo import UndoLog
-from everserve.plan.steps import StepWork
 
 
 class Scheduler:
@@ -31,16 +32,11 @@ class Scheduler:
 
     def __init__(
         self,
+        config: EngineConfig,
+        limits: EngineLimits,
         pool: BlockPool,
         undo: UndoLog,
         restorer: Restorer | None,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_prefill_while_decoding: int,
-        max_restored_while_serving: int,
-        max_logits_rows: int,
-        enable_prefix_caching: bool,
-        work: StepWork | None = None,
     ) -> None:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -56,13 +52,9 @@ class Scheduler:
         self._restorer = restorer
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
         self._logits_left = 0  # rows of prompts whose logits the current step may still compute
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_prefill_while_decoding = max_prefill_while_decoding
-        self._max_restored_while_serving = max_restored_while_serving
-        self._max_logits_rows = max_logits_rows
-        self._enable_prefix_caching = enable_prefix_caching
-        self._work = work  # None: a step may take as long as its tokens take
+        self._config = config
+        self._limits = limits
+        self._work = limits.work  # None: a step may take as long as its tokens take
         self._work_left = 0.0  # for prompts, in the current step
 
     def add(self, sequence: Sequence) -> None:
@@ -86,7 +78,7 @@ class Scheduler:
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
-        self._restoring_left, self._logits_left = self._max_restored_while_serving, self._max_logits_rows
+        self._restoring_left, self._logits_left = self._limits.max_restored_while_serving, self._limits.max_logits_rows
         self._work_left = self._work.most if self._work is not None else 0.0
         chunks = self._round if self._goes_on() else self._distribute()
         if self._restorer is not None:
@@ -96,7 +88,7 @@ class Scheduler:
     def _goes_on(self) -> bool:
         """Whether everybody who runs has a token more to compute, as in the last step, and a slot for it; and nobody
         else may run. (Lists, since this is done between any two tokens of every stream.)"""
-        if not self._round or (self.waiting and len(self.running) < self._max_num_seqs):
+        if not self._round or (self.waiting and len(self.running) < self._config.max_num_seqs):
             return False
         if [chunk[0] for chunk in self._round] != self.running:
             return False
@@ -109,7 +101,7 @@ class Scheduler:
     def _distribute(self) -> list[Chunk]:
         """The budget, among those who run and those who wait."""
         chunks: list[Chunk] = []
-        budget = self._max_num_batched_tokens
+        budget = self._config.max_num_batched_tokens
         decoding: list[Sequence] = []
         prefilling: list[Sequence] = []
         for sequence in self.running:
@@ -123,7 +115,7 @@ class Scheduler:
                 else:
                     budget -= self._extend(sequence, budget, chunks)
         if chunks:
-            budget = min(budget, self._max_prefill_while_decoding)
+            budget = min(budget, self._config.max_prefill_while_decoding)
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
@@ -146,7 +138,7 @@ class Scheduler:
         for sequence, num_tokens, _ in chunks:
             num_full_before = sequence.num_computed // block_size
             sequence.num_computed += num_tokens
-            if sequence.num_computed // block_size > num_full_before and self._enable_prefix_caching:
+            if sequence.num_computed // block_size > num_full_before and self._config.enable_prefix_caching:
                 self._publish(sequence, num_full_before)
         self._undo.commit()
 
@@ -201,7 +193,7 @@ class Scheduler:
             return
         in_flight = self._prefixes_in_flight()
         for sequence in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self._max_num_seqs:
+            if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
                 return
             if sequence.saved is not None and chunks and self._restoring_left <= 0:
                 return
@@ -218,7 +210,7 @@ class Scheduler:
             if not self._restore(sequence, chunks):
                 return
             budget -= self._extend(sequence, budget, chunks)
-            if self._enable_prefix_caching:
+            if self._config.enable_prefix_caching:
                 in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
@@ -303,7 +295,7 @@ class Scheduler:
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
         """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed."""
         cached: list[int] = []
-        if self._enable_prefix_caching and not sequence.wants_prompt_logprobs:
+        if self._config.enable_prefix_caching and not sequence.wants_prompt_logprobs:
             usable = (len(sequence.tokens) - 1) // self.pool.block_size
             for chain_hash in sequence.block_hashes()[:usable]:
                 block = self.pool.find(chain_hash)
@@ -315,7 +307,7 @@ class Scheduler:
     def _prefixes_in_flight(self) -> set[bytes]:
         """Hashes of the full blocks that running prompts are about to compute."""
         hashes: set[bytes] = set()
-        if self._enable_prefix_caching:
+        if self._config.enable_prefix_caching:
             for sequence in self.running:
                 if sequence.num_pending > 1:
                     hashes.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])

@@ -3,11 +3,11 @@ come to the same sizes by this; hence no torch."""
 
 from dataclasses import dataclass
 
+from everserve.config.engine import EngineConfig
 from everserve.errors import ConfigError
 from everserve.kvlog.layout import LogShape
 from everserve.model.config import ModelConfig
 from everserve.plan.sizing import num_kv_blocks
-from everserve.wire.messages import WorkerSettings
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -24,26 +24,26 @@ class KvSizes:
         return self.log.num_blocks
 
     @classmethod
-    def of(cls, model: ModelConfig, settings: WorkerSettings) -> "KvSizes":
+    def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":
         """Raises ConfigError if the longest stream would not fit."""
-        max_model_len = resolve_max_model_len(settings.max_model_len, model.max_position_embeddings)
-        piece_bytes = model.head_size * _ITEM_BYTES[model.dtype if settings.dtype == "auto" else settings.dtype]
+        max_model_len = resolve_max_model_len(engine.max_model_len, model.max_position_embeddings)
+        piece_bytes = model.head_size * _ITEM_BYTES[model.dtype if dtype == "auto" else dtype]
         num_planes = 2 * model.num_kv_heads
         num_blocks = num_kv_blocks(
-            budget_bytes=settings.kv_cache_bytes,
+            budget_bytes=engine.kv_cache_bytes,
             bytes_per_token=model.num_layers * num_planes * piece_bytes,
-            block_size=settings.block_size,
+            block_size=engine.block_size,
             max_model_len=max_model_len,
-            max_num_seqs=settings.max_num_seqs,
+            max_num_seqs=engine.max_num_seqs,
         )
         shape = LogShape(
             num_blocks=num_blocks,
-            block_size=settings.block_size,
+            block_size=engine.block_size,
             num_layers=model.num_layers,
             num_planes=num_planes,
             piece_bytes=piece_bytes,
-            num_records=2 * settings.max_num_seqs,  # those of a predecessor may have to stay for a while
-            max_blocks=-(-max_model_len // settings.block_size),
+            num_records=2 * engine.max_num_seqs,  # those of a predecessor may have to stay for a while
+            max_blocks=-(-max_model_len // engine.block_size),
         )
         return cls(max_model_len, shape)
 

@@ -1,7 +1,7 @@
 """The gateway: HTTP on one side, workers on the other, and every token stream in between.
 
     __main__.py      the process: bootstrap, then one loop over the supervisor's messages
-    gateway.py       what the process holds: settings, tokenizer, workers, counters
+    gateway.py       what the process holds: its config, tokenizer, workers, counters
     orchestrator.py  the channel to the orchestrator, as long as there is one: tables, lost workers, faults, drains
     supervisor.py    what the supervisor is asked for
     questions.py     questions to other processes, and their answers

@@ -19,6 +19,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from everserve.config.gateway import GatewayConfig
 from everserve.errors import OverloadedError, UserError
 from everserve.gateway.api.app import create_app
 from everserve.gateway.gateway import Gateway
@@ -89,7 +90,7 @@ class GatewayProcess:
             raise AssertionError(f"the supervisor does not send {type(message).__name__} to a running gateway")
 
     def _on_sigterm(self) -> None:
-        self._shut_down(self._gateway.settings.shutdown_timeout_s)
+        self._shut_down(self._gateway.config.shutdown_timeout_s)
 
     def _shut_down(self, grace_s: float) -> None:
         if self._draining is None:
@@ -122,7 +123,7 @@ async def serve(control_fd: int, listen_fd: int) -> int:
     start = await control.receive()
     assert isinstance(start, StartGateway), f"expected StartGateway, got {type(start).__name__}"
     try:
-        gateway = _build(start)
+        gateway = _build(start.config)
     except UserError as error:
         control.send(Failed(reason=str(error), user_error=True))
         return 1
@@ -159,13 +160,13 @@ async def serve(control_fd: int, listen_fd: int) -> int:
     return 0
 
 
-def _build(start: StartGateway) -> Gateway:
-    tokenizer = load_tokenizer(start.model, start.chat_template)
-    defaults = read_defaults(start.model, tokenizer.eos_id)
+def _build(config: GatewayConfig) -> Gateway:
+    tokenizer = load_tokenizer(config.model, config.chat_template)
+    defaults = read_defaults(config.model, tokenizer.eos_id)
     feed = EventFeed()
-    events = EventLog("gateway", start.event_log, tell=feed.publish)
-    fleet = Fleet(start.max_queue, tell=events.append)
-    return Gateway(start, tokenizer, defaults, fleet, feed, make_tracing())
+    events = EventLog("gateway", config.event_log, tell=feed.publish)
+    fleet = Fleet(config.max_queue, tell=events.append)
+    return Gateway(config, tokenizer, defaults, fleet, feed, make_tracing())
 
 
 def _freeze_garbage() -> None:

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from typing import Protocol
 
+from everserve.config.gateway import GatewayConfig
 from everserve.errors import OverloadedError
 from everserve.gateway.http.access import Access
 from everserve.gateway.http.connections import Connections
@@ -24,7 +25,6 @@ from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.text.sampling import GenerationDefaults, Limits, SeedSource
 from everserve.gateway.text.tokenizer import ModelTokenizer
 from everserve.tables.ids import Rank
-from everserve.wire.messages import StartGateway
 
 
 class Answering(Protocol):
@@ -41,31 +41,31 @@ class Gateway:
 
     def __init__(
         self,
-        settings: StartGateway,
+        config: GatewayConfig,
         tokenizer: ModelTokenizer,
         defaults: GenerationDefaults,
         fleet: Fleet,
         feed: EventFeed,
         tracing: Tracing | None = None,
     ) -> None:
-        self.settings = settings
+        self.config = config
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.fleet = fleet
         self.feed = feed
         self.tracing = tracing or Tracing()
-        self.access = Access(settings)
+        self.access = Access(config)
         self.connections = Connections()
         self.story = Story()
         self.spares = Spares()
         feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
         self.cluster = Cluster(fleet, self.story)
-        self.live = Live(settings, self.access, fleet, self.cluster, self.story)
+        self.live = Live(config, self.access, fleet, self.cluster, self.story)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
-        self.keeper = Keeper(settings.resume_window_s, fleet.tell, settings.resume_memory_bytes)
+        self.keeper = Keeper(config.resume_window_s, fleet.tell, config.resume_memory_bytes)
         self.slices = Slices()
-        self.seeds = SeedSource(settings.seed)
+        self.seeds = SeedSource(config.seed)
         self.started_unix_s = int(time.time())
         self.answers: set[Answering] = set()  # to clients' requests, while they are generated or sent
         self.responses: Counter[tuple[str, str, str]] = Counter()  # by handler, method and kind of status
@@ -101,7 +101,7 @@ class Gateway:
 
     def check_model(self, name: str | None) -> str:
         """The served name that this request means."""
-        names = self.settings.served_model_names
+        names = self.config.served_model_names
         if name is None:
             return names[0]
         if name not in names:
@@ -122,7 +122,7 @@ class Gateway:
         return Limits(
             max_total_tokens=self.fleet.limits.max_total_tokens,
             vocab_size=self.fleet.limits.vocab_size,
-            max_logprobs=self.settings.max_logprobs,
+            max_logprobs=self.config.max_logprobs,
         )
 
     def stream_id(self, wanted: str, may_see: str) -> str:

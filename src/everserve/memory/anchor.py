@@ -83,20 +83,20 @@ class Anchor:
     def _handle(self, message: AnyMessage, fds: Descriptors, orchestrator: Channel) -> None:
         if isinstance(message, Allocate):
             try:
-                fd = self._memory.allocate(message.name, message.num_bytes, message.device)
+                fd = self._memory.allocate(message.memory)
             except NoMemoryError as error:
-                orchestrator.send(AllocationFailed(name=message.name, reason=str(error)))
+                orchestrator.send(AllocationFailed(memory=message.memory, reason=str(error)))
                 return
             if self._memory.num_devices > self._num_entrusted:
                 self._num_entrusted = self._memory.num_devices
                 entrust(self._supervisor)  # we may be killed while a device still clears memory for us
-            orchestrator.send(Allocated(name=message.name), fds=[fd])
+            orchestrator.send(Allocated(memory=message.memory), fds=[fd])
         elif isinstance(message, Adopt):
             (fd,) = fds.take()
-            self._memory.adopt(message.name, fd)
+            self._memory.adopt(message.memory, fd)
             os.close(fd)
         elif isinstance(message, Release):
-            self._memory.release(message.name)
+            self._memory.release(message.memory)
 
 
 def main() -> int:

@@ -9,7 +9,8 @@ import sys
 import tempfile
 
 from everserve.memory.device import CudaError, Driver
-from everserve.memory.names import ON_HOST
+from everserve.tables.ids import NO_DEVICE
+from everserve.tables.memory import Memory
 
 
 class NoMemoryError(Exception):
@@ -17,34 +18,31 @@ class NoMemoryError(Exception):
 
 
 class OwnedMemory:
-    """Descriptors by name. Asking twice for a name gives the same memory."""
+    """The descriptor of each piece. Asking twice for the same piece gives the same memory."""
 
     def __init__(self) -> None:
-        self._fds: dict[str, int] = {}
-        self._sizes: dict[str, int] = {}  # of what was allocated here: a device's descriptors do not tell theirs
+        self._fds: dict[Memory, int] = {}
         self._drivers: dict[int, Driver] = {}  # by device; a context costs memory and time, so only where it is needed
 
-    def allocate(self, name: str, num_bytes: int, device: int = ON_HOST) -> int:
+    def allocate(self, memory: Memory) -> int:
         """A descriptor of zeroed memory. Pages of the host are only paid for as they are touched. Raises NoMemoryError.
 
         Any other failure of the driver is raised as it is: a context that is broken stays so, and only a new process
         gets a new one.
         """
-        if name not in self._fds:
+        if memory not in self._fds:
             try:
-                self._fds[name] = self._create(name, num_bytes, device)
+                self._fds[memory] = self._create(memory)
             except OSError as error:
                 raise NoMemoryError(error.strerror or str(error)) from error
-            self._sizes[name] = num_bytes
-        assert self._sizes.get(name, num_bytes) == num_bytes, f"{name} exists with another size"
-        return self._fds[name]
+        return self._fds[memory]
 
-    def _create(self, name: str, num_bytes: int, device: int) -> int:
-        if device == ON_HOST:
-            return create_memory(name, num_bytes)
-        driver = self._driver(device)
+    def _create(self, memory: Memory) -> int:
+        if memory.device == NO_DEVICE:
+            return create_memory(memory.name, memory.num_bytes)
+        driver = self._driver(memory.device)
         try:
-            return driver.create(num_bytes)
+            return driver.create(memory.num_bytes)
         except CudaError as error:
             if not error.is_out_of_memory:
                 raise
@@ -59,21 +57,20 @@ class OwnedMemory:
         self._drivers[device].make_current()
         return self._drivers[device]
 
-    def adopt(self, name: str, fd: int) -> None:
+    def adopt(self, memory: Memory, fd: int) -> None:
         """Memory that exists already; the caller keeps its descriptor."""
-        self.release(name)
-        self._fds[name] = os.dup(fd)
+        self.release(memory)
+        self._fds[memory] = os.dup(fd)
 
-    def release(self, name: str) -> None:
-        """Whoever still maps it keeps it; the anchor does not."""
-        self._sizes.pop(name, None)
-        fd = self._fds.pop(name, None)
+    def release(self, memory: Memory) -> None:
+        """A process that still maps it keeps it; the anchor does not."""
+        fd = self._fds.pop(memory, None)
         if fd is not None:
             os.close(fd)
 
     def release_all(self) -> None:
-        for name in list(self._fds):
-            self.release(name)
+        for memory in list(self._fds):
+            self.release(memory)
 
     @property
     def num_devices(self) -> int:

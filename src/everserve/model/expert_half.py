@@ -1,7 +1,8 @@
 """ExpertHalf: the other side of the seam, a pure function of expert slots and rows.
 
 It knows neither requests nor KV nor routes: rows come with the slot that is to compute them, and nothing is kept
-between calls. Which expert is in which slot is decided, and remembered, by the tables outside.
+between calls. Slots are filled and cleared while streams run, but never while rows are computed: `held` says which
+expert is in which slot, and whoever gathers rows compares it with what they ask for.
 """
 
 import ctypes
@@ -13,6 +14,7 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops, RowIndices, RowMemory
+from everserve.tables.slots import EMPTY
 
 
 class ExpertHalf:
@@ -29,19 +31,23 @@ class ExpertHalf:
         self.ops = ops
         self.num_slots = num_slots
         self._slots = {layer: ops.expert_slots(num_slots) for layer in self.config.moe_layers}
-        # By layer, 1 for each slot that holds an expert. Code outside Python reads it too, so it never moves.
-        self.filled = {layer: (ctypes.c_uint8 * num_slots)() for layer in self.config.moe_layers}
+        # By layer, the expert in each slot, or EMPTY. Code outside Python reads it too, so it never moves.
+        self.held = {layer: (ctypes.c_int32 * num_slots)(*[EMPTY] * num_slots) for layer in self.config.moe_layers}
+        # By layer, how often each slot was changed. Written last.
+        self.generations = {layer: [0] * num_slots for layer in self.config.moe_layers}
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""
         sources = self._weights.layout.expert(layer, expert)
         gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
-        self.fill(layer, slot, gate_FD, up_FD, self._weights.load(sources.down))
+        self.fill(layer, slot, expert, gate_FD, up_FD, self._weights.load(sources.down))
 
-    def fill(self, layer: int, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Put an expert into a slot, from wherever its weights came."""
+    def fill(self, layer: int, slot: int, expert: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+        """Put an expert into a slot, from wherever its weights came. If this raises, the slot is empty."""
+        self.held[layer][slot] = EMPTY
         self._slots[layer].fill(slot, gate_FD, up_FD, down_DF)
-        self.filled[layer][slot] = 1
+        self.held[layer][slot] = expert
+        self.generations[layer][slot] += 1
 
     def load_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Every expert into the slot of its own number; `progress(done, total)` counts experts."""
@@ -54,8 +60,12 @@ class ExpertHalf:
                     progress(index * self.config.num_experts + expert + 1, total)
 
     def clear(self, layer: int, slot: int) -> None:
-        self.filled[layer][slot] = 0
+        """Empty a slot; one that is empty stays so, and keeps its generation."""
+        if self.held[layer][slot] == EMPTY:
+            return
+        self.held[layer][slot] = EMPTY
         self._slots[layer].clear(slot)
+        self.generations[layer][slot] += 1
 
     def rows(self, layer: int, x_TD: Tensor, token_R: Tensor, slot_R: Tensor) -> Tensor:
         """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]]."""

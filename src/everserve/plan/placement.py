@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from everserve.errors import ConfigError
 from everserve.tables.ids import Rank
-from everserve.tables.placement import EMPTY, Placement, SeatSlots
+from everserve.tables.placement import Placement, SeatExperts
 
 
 def place_experts(
@@ -37,8 +37,8 @@ def place_experts(
     shadows = _place_shadows(shares, shadow_experts)
     seats = []
     for rank, active, shadow in zip(expert_ranks, shares, shadows, strict=True):
-        slots = _padded(list(active), num_active) + _padded(shadow, shadow_experts)
-        seats.append(SeatSlots(rank=rank, num_active=num_active, experts=(tuple(slots),) * len(moe_layers)))
+        in_all_layers = (tuple(active),) * len(moe_layers), (tuple(shadow),) * len(moe_layers)
+        seats.append(SeatExperts(rank=rank, active=in_all_layers[0], shadows=in_all_layers[1]))
     return Placement(num_experts=num_experts, moe_layers=tuple(moe_layers), seats=tuple(seats))
 
 
@@ -46,7 +46,7 @@ def survivable_deaths(placement: Placement) -> int:
     """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
     fewest = placement.num_experts * len(placement.seats)
     for layer in range(len(placement.moe_layers)):
-        places = Counter(expert for seat in placement.seats for expert in seat.experts[layer])
+        places = Counter(expert for seat in placement.seats for expert in seat.experts(layer))
         fewest = min(fewest, *(places[expert] for expert in range(placement.num_experts)))
     return fewest - 1
 
@@ -56,10 +56,6 @@ def _even_shares(num_experts: int, num_seats: int) -> list[range]:
     size, num_larger = divmod(num_experts, num_seats)
     starts = [seat * size + min(seat, num_larger) for seat in range(num_seats + 1)]
     return [range(starts[seat], starts[seat + 1]) for seat in range(num_seats)]
-
-
-def _padded(experts: list[int], size: int) -> list[int]:
-    return experts + [EMPTY] * (size - len(experts))
 
 
 def _place_shadows(shares: list[range], capacity: int) -> list[list[int]]:

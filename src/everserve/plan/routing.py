@@ -1,31 +1,39 @@
 """Which places of an expert to use, in which order: ready ones as long as there are any, and so that a death spreads
-its load."""
+its load.
+
+Places are what workers report to hold. The placement only says which of them are preferred."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from everserve.tables.ids import Epoch, Rank, SlotId
-from everserve.tables.placement import EMPTY, Placement, SeatSlots
+from everserve.tables.placement import Placement
 from everserve.tables.routes import Routes
+from everserve.tables.slots import EMPTY, HeldSlots
 
 Place = tuple[Rank, SlotId]
 
 
-def make_routes(epoch: Epoch, placement: Placement, ready: Collection[Rank], leaving: Collection[Rank] = ()) -> Routes:
-    """The active place first, if its worker is ready, then the shadows that are. Experts that no ready worker has go to
-    the workers that are leaving.
+Have = Mapping[Rank, HeldSlots]  # what workers report
+
+
+def make_routes(
+    epoch: Epoch, placement: Placement, have: Have, ready: Collection[Rank], leaving: Collection[Rank] = ()
+) -> Routes:
+    """The active place first, if its worker is ready, then the others that are. Experts that no ready worker holds go
+    to the workers that are leaving.
 
     Layers that look alike are computed once: this runs while streams wait for the new table.
     """
-    stay = [seat for seat in placement.seats if seat.rank in ready]
-    leave = [seat for seat in placement.seats if seat.rank in leaving]
-    patterns: dict[tuple[tuple[int, ...], ...], int] = {}
+    stay = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in ready]
+    leave = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in leaving]
+    patterns: dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     for layer in range(len(placement.moe_layers)):
-        pattern = tuple(seat.experts[layer] for seat in stay + leave)
+        pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in stay + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
             first, last = (_places(seats, layer, placement.num_experts) for seats in (stay, leave))
@@ -36,14 +44,25 @@ def make_routes(epoch: Epoch, placement: Placement, ready: Collection[Rank], lea
     return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table)
 
 
-def _places(seats: list[SeatSlots], layer: int, num_experts: int) -> list[list[Place]]:
+class _Seat:
+    """What a worker holds, and which of that it should serve first."""
+
+    def __init__(self, rank: Rank, held: HeldSlots, placement: Placement) -> None:
+        planned = placement.seat(rank)
+        self.rank = rank
+        self.experts = held.experts
+        self.active = planned.active if planned is not None else ((),) * len(held.experts)
+
+
+def _places(seats: list[_Seat], layer: int, num_experts: int) -> list[list[Place]]:
     """For each expert of this layer its places in these seats, in the order of use."""
     active: list[list[Place]] = [[] for _ in range(num_experts)]
     shadow: list[list[Place]] = [[] for _ in range(num_experts)]
     for seat in seats:
+        preferred = set(seat.active[layer])
         for slot, expert in enumerate(seat.experts[layer]):
             if expert != EMPTY:
-                (active if slot < seat.num_active else shadow)[expert].append((seat.rank, SlotId(slot)))
+                (active if expert in preferred else shadow)[expert].append((seat.rank, SlotId(slot)))
     return _ordered(active, shadow)
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from everserve.procs import process
 from everserve.procs.deferred_close import Held, Parting
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Memory
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     Attach,
@@ -93,8 +94,8 @@ class Workers:
     to_gateway: Send
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _births: dict[WorkerId, _Birth] = field(default_factory=dict)
-    _kept: dict[str, int] = field(default_factory=dict)  # memory of those that have exited, if no other worker has it
-    _dropped: set[str] = field(default_factory=set)  # of those that have not, which nobody will need
+    _kept: dict[Memory, int] = field(default_factory=dict)  # of those that have exited, if no other worker has it
+    _dropped: set[Memory] = field(default_factory=set)  # of those that have not, which nobody will need
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
     _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
@@ -123,14 +124,14 @@ class Workers:
         """The process exists: tell those who talk to it."""
         seat = WorkerId(message.rank, message.incarnation)
         birth = self._births.pop(seat)
-        memory = [os.dup(fd) for fd in birth.memory]
+        fds = [os.dup(fd) for fd in birth.memory]
         lifeline = Channel(birth.lifeline[0].dup())
         held = Held(f"worker {message.rank}", lifeline)
         rehearsed = self._spares.pop(message.pid, None)
-        worker = _Process(birth.start, message.pid, memory, lifeline, held, rehearsed)
+        worker = _Process(birth.start, message.pid, fds, lifeline, held, rehearsed)
         self._processes[seat] = worker
-        for name in worker.start.memory:
-            self._let_go(name)
+        for memory in worker.start.memory:
+            self._let_go(memory)
         self._introduce(worker, birth.control[0])
         if birth.tokens is not None:
             attach = Attach(rank=message.rank, incarnation=message.incarnation)
@@ -149,7 +150,7 @@ class Workers:
         """One worker of each kind that there is on each device."""
         starts = [worker.start for worker in self._processes.values()]
         starts += [birth.start for birth in self._births.values()]
-        return tuple({(start.device_index, start.roles): start for start in starts}.values())
+        return tuple({(start.device, start.roles): start for start in starts}.values())
 
     # -- a new orchestrator ----------------------------------------------------------------------
 
@@ -169,8 +170,8 @@ class Workers:
             theirs.close()
             self._introduce(worker, ours)
             ours.close()
-        for name, fd in self._kept.items():
-            self.to_orchestrator(MemoryKept(name=name), fds=[fd])
+        for memory, fd in self._kept.items():
+            self.to_orchestrator(MemoryKept(memory=memory), fds=[fd])
 
     def _introduce(self, worker: _Process, control: socket.socket) -> None:
         self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
@@ -200,11 +201,11 @@ class Workers:
         for seat, worker in self._processes.items():
             if worker.pid == pid:
                 del self._processes[seat]
-                cell_fd, *memory = worker.memory
+                cell_fd, *fds = worker.memory
                 os.close(cell_fd)
                 self._part(worker)
-                for name, fd in zip(worker.start.memory, memory, strict=True):
-                    self._keep(name, fd)
+                for memory, fd in zip(worker.start.memory, fds, strict=True):
+                    self._keep(memory, fd)
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
         if (held := self._spares.pop(pid, None)) is not None:
@@ -215,31 +216,31 @@ class Workers:
 
     def _part(self, worker: _Process) -> None:
         for held in (worker.held, worker.rehearsed):
-            if held is not None and worker.start.settings.device == "cuda":
+            if held is not None and worker.start.settings.compute.device == "cuda":
                 self._parting.part(held)
             elif held is not None:
                 held.let_go()
 
-    def _keep(self, name: str, fd: int) -> None:
-        if name in self._dropped or self._lives_on(name):
-            self._dropped.discard(name)
+    def _keep(self, memory: Memory, fd: int) -> None:
+        if memory in self._dropped or self._lives_on(memory):
+            self._dropped.discard(memory)
             os.close(fd)
         else:
-            self._kept[name] = fd
+            self._kept[memory] = fd
 
-    def drop(self, name: str) -> None:
-        """Nobody needs it any more. Its worker was declared gone, but its process may not have ended yet."""
-        if self._lives_on(name):
-            self._dropped.add(name)
+    def drop(self, memory: Memory) -> None:
+        """It is not needed any more. Its worker was declared gone, but its process may not have ended yet."""
+        if self._lives_on(memory):
+            self._dropped.add(memory)
         else:
-            self._let_go(name)
+            self._let_go(memory)
 
-    def _lives_on(self, name: str) -> bool:
+    def _lives_on(self, memory: Memory) -> bool:
         """A worker that exists has it, and is introduced to a new orchestrator with it."""
-        return any(name in worker.start.memory for worker in self._processes.values())
+        return any(memory in worker.start.memory for worker in self._processes.values())
 
-    def _let_go(self, name: str) -> None:
-        if (fd := self._kept.pop(name, None)) is not None:
+    def _let_go(self, memory: Memory) -> None:
+        if (fd := self._kept.pop(memory, None)) is not None:
             os.close(fd)
 
     def signal(self, message: SignalWorker) -> None:

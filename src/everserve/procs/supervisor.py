@@ -52,6 +52,7 @@ from everserve.wire.messages import (
     DropMemory,
     EventHappened,
     Failed,
+    KeepGoal,
     OrchestratorAttached,
     PrepareSpares,
     ProcessesChanged,
@@ -291,8 +292,10 @@ class Supervisor:
         elif isinstance(message, SparesChanged):
             self._spares = message
             self._tell_processes()
+        elif isinstance(message, KeepGoal):
+            self._start_orchestrator = msgspec.structs.replace(self._start_orchestrator, goal=message.goal)
         elif isinstance(message, DropMemory):
-            self._workers.drop(message.name)
+            self._workers.drop(message.memory)
         elif isinstance(message, SignalWorker):
             self._workers.signal(message)
         elif isinstance(message, SignalProcess):

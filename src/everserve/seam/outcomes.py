@@ -17,8 +17,17 @@ class Outcome(IntEnum):
     UNBLOCKED = 6  # a box has become free: send what was left behind
 
 
-# What an answer says (backends/cpu/csrc/lanes/lane.h); 0: it was computed.
-STATUSES = {
-    2: Symptom.BAD_REQUEST,
-    3: Symptom.NO_SUCH_SLOT,
+class Status(IntEnum):
+    """What an answer says (backends/cpu/csrc/lanes/lane.h)."""
+
+    COMPUTED = 0
+    BAD_REQUEST = 2
+    NO_SUCH_SLOT = 3
+    MOVED = 4  # a slot does not hold the expert that was asked for: no fault of the worker, the routes are out of date
+
+
+# Why a worker that answers so is routed around; MOVED is no reason to.
+SYMPTOMS: dict[int, Symptom] = {
+    Status.BAD_REQUEST: Symptom.BAD_REQUEST,
+    Status.NO_SUCH_SLOT: Symptom.NO_SUCH_SLOT,
 }

@@ -14,6 +14,10 @@ Routes that come after the suspicion are the pardon: the orchestrator knows of t
 ours look at different moments, so the pardon may come while the peer is still silent for us. It is remembered then,
 and the next pulse ends the suspicion.
 
+A slot may hold another expert than our routes say: they are out of date, and the peer that says so is in order. The
+place is *moved*: the expert's next candidate takes over until there are other routes, and nobody is suspected. If no
+candidate is left, the step is abandoned, and its repetition asks all of them again.
+
 How lanes are mapped depends on where they are: backends/cpu/peers.py in host memory, backends/cuda/lanes/peers.py in
 device memory.
 """
@@ -21,7 +25,7 @@ device memory.
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -99,6 +103,7 @@ class Peers(ABC):
         self.slot_LN = np.full_like(self.owner_LN, NOBODY)
         self.num_changes = 0  # of these two
         self._candidates = np.empty((*self.owner_LN.shape, 0, 2), np.int16)
+        self._is_moved_LNC = np.zeros(self._candidates.shape[:3], bool)
 
     # -- where lanes are -------------------------------------------------------------------------
 
@@ -148,10 +153,12 @@ class Peers(ABC):
         del self._peers[rank]
         self.warden.unwatch(rank)
         self._retire(peer)
+        self._is_moved_LNC[self._candidates[..., 0] == rank] = False  # that was about its slots
         self._resolve()
 
     def use(self, routes: Routes) -> None:
-        """Follow these routes from now on. They pardon all suspects: the orchestrator knows of them."""
+        """Follow these routes from now on. They pardon all suspects: the orchestrator knows of them. What was moved by
+        the routes before is forgotten, also if these are of the same epoch."""
         if routes.epoch < self.epoch:
             log.warning("routes of epoch %d came after those of epoch %d: dropped", routes.epoch, self.epoch)
             return
@@ -162,6 +169,7 @@ class Peers(ABC):
             raise ValueError(f"routes name a rank beyond {MAX_RANKS - 1}")
         self.epoch = routes.epoch
         self._candidates = candidates
+        self._is_moved_LNC = np.zeros(candidates.shape[:3], bool)
         for peer in self._peers.values():
             peer.is_pardoned = peer.suspicion is not None
         self.reconsider()
@@ -202,8 +210,18 @@ class Peers(ABC):
         self._resolve()
         return Suspicion(peer.rank, peer.incarnation, reason)
 
+    def note_moved(self, rank: Rank, layer: int, places: Collection[tuple[int, int]]) -> None:
+        """These (slot, expert) of a peer are not what our routes say: go to the next candidates of these experts."""
+        index = self.moe_layers.index(layer)
+        for slot, expert in places:
+            is_there_C = (self._candidates[index, expert] == (rank, slot)).all(axis=1)
+            self._is_moved_LNC[index, expert] |= is_there_C
+        self._resolve()
+
     def reconsider(self) -> None:
-        """Trust every suspect again that pulses."""
+        """Trust every suspect again that pulses, and ask for what was moved: there is no other candidate, or there are
+        other routes."""
+        self._is_moved_LNC[...] = False
         for peer in self._peers.values():
             if peer.suspicion is not None and self.warden.state(peer.rank) is PeerState.ALIVE:
                 self._trust(peer)
@@ -223,7 +241,7 @@ class Peers(ABC):
             self.owner_LN[...] = NOBODY
             return
         rank_LNC, slot_LNC = self._candidates[..., 0], self._candidates[..., 1]
-        usable_LNC = trusted[rank_LNC]
+        usable_LNC = trusted[rank_LNC] & ~self._is_moved_LNC
         first_LN1 = usable_LNC.argmax(axis=2)[..., None]
 
         def first(table_LNC: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
+NO_DEVICE = -1  # instead of the number of a device: computed on CPUs, or in the host's memory
 MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (csrc/lanes/lane.h)
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered

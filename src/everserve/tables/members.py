@@ -4,7 +4,7 @@ from enum import StrEnum
 
 import msgspec
 
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role
 
 
 class WorkerState(StrEnum):
@@ -32,6 +32,8 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     pid: int  # 0 while the process does not exist yet
     roles: tuple[Role, ...]
     state: WorkerState
+    host: int = 0
+    device: int = NO_DEVICE
     slots: int = 0  # per layer, shadows included
     shadow_slots: int = 0
     note: str = ""  # what an operator should know: "crashed 3 times; next start in 4 s"
@@ -41,6 +43,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """All seats at one epoch."""
 
     epoch: Epoch
+    goal: int = 0  # the version that this is on its way to
     workers: tuple[Worker, ...]
 
     def __post_init__(self) -> None:

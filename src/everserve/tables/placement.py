@@ -1,43 +1,63 @@
-"""Which expert is in which slot of which seat."""
+"""Which worker should hold which experts. A plan: what workers really hold is in slots.py, and routes follow that."""
 
 import msgspec
 
 from everserve.tables.ids import Rank
+from everserve.tables.slots import EMPTY, SeatSlots
 
-EMPTY = -1
+PerLayer = tuple[tuple[int, ...], ...]  # [index of the MoE layer] -> experts
 
 
-class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """The slots of one expert seat. In each layer the first `num_active` slots are active, the others are shadows."""
+class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
+    """The experts that one seat should hold: it serves the active ones, and takes over the shadows when another worker
+    cannot serve them."""
 
     rank: Rank
-    num_active: int
-    experts: tuple[tuple[int, ...], ...]  # [index of the MoE layer][slot] -> expert, or EMPTY
+    active: PerLayer
+    shadows: PerLayer
 
     def __post_init__(self) -> None:
-        if len({len(slots) for slots in self.experts}) > 1:
-            raise ValueError(f"rank {self.rank} has a different number of slots in different layers")
-        for slots in self.experts:
-            filled = [expert for expert in slots if expert != EMPTY]
-            if len(set(filled)) != len(filled):
-                raise ValueError(f"rank {self.rank} holds an expert twice in one layer")
+        if len(self.active) != len(self.shadows):
+            raise ValueError(f"rank {self.rank} has active experts and shadows for different numbers of layers")
+        for layer in range(len(self.active)):
+            experts = self.experts(layer)
+            if len(set(experts)) != len(experts):
+                raise ValueError(f"rank {self.rank} should hold an expert twice in one layer")
+
+    def experts(self, layer: int) -> tuple[int, ...]:
+        """All of them, active ones first."""
+        return self.active[layer] + self.shadows[layer]
 
     @property
     def num_slots(self) -> int:
-        return len(self.experts[0]) if self.experts else 0
+        """Slots per layer that this needs."""
+        return max((len(self.experts(layer)) for layer in range(len(self.active))), default=0)
+
+    def slots(self, num_slots: int) -> SeatSlots:
+        """What a new worker in this seat begins with: its experts in order, in the first of so many slots."""
+        layers = (self.experts(layer) for layer in range(len(self.active)))
+        padded = tuple(experts + (EMPTY,) * (num_slots - len(experts)) for experts in layers)
+        return SeatSlots(rank=self.rank, experts=padded)
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """All expert seats. It does not say who is alive: routes do."""
+    """All expert seats."""
 
     num_experts: int
     moe_layers: tuple[int, ...]  # layer numbers; tables are indexed by position in this tuple
-    seats: tuple[SeatSlots, ...]
+    seats: tuple[SeatExperts, ...]
 
     def __post_init__(self) -> None:
         for seat in self.seats:
-            if len(seat.experts) != len(self.moe_layers):
-                raise ValueError(f"rank {seat.rank} has slots for {len(seat.experts)} of {len(self.moe_layers)} layers")
+            num_layers = len(seat.active)
+            if num_layers != len(self.moe_layers):
+                raise ValueError(f"rank {seat.rank} has experts for {num_layers} of {len(self.moe_layers)} layers")
 
-    def seat(self, rank: Rank) -> SeatSlots:
-        return next(seat for seat in self.seats if seat.rank == rank)
+    def seat(self, rank: Rank) -> SeatExperts | None:
+        """None: this rank should hold no experts."""
+        return next((seat for seat in self.seats if seat.rank == rank), None)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots per layer of the seat that needs the most."""
+        return max((seat.num_slots for seat in self.seats), default=0)

@@ -11,7 +11,7 @@ class Symptom(StrEnum):
     SILENT = "silent"  # no pulse
     DEAF = "deaf"  # it pulses, and does not answer
     BAD_REQUEST = "refused: bad request"
-    NO_SUCH_SLOT = "refused: no such slot"  # out of range, or empty
+    NO_SUCH_SLOT = "refused: no such slot"  # out of range
     REFUSED = "refused"  # with a status that is not known
 
 

@@ -1,44 +1,88 @@
 """The contract between the tables: what must hold after every transition, and what is missing though it holds.
 
-An instance is valid if
-- its tables are of one epoch;
-- somebody can take requests: at least one ready worker has the attention role;
-- routes lead only to ready workers with the expert role, and there to a slot that holds the expert; where no ready
-  worker holds it, to one that is leaving;
-- every expert of every layer has at least one such place, and no place counts twice.
+An instance is valid if three conditions hold:
 
-Both functions return sentences for operators; none means all is well. An instance whose workers have both roles has no
-expert seats: its placement and routes are None.
+    peers      at least one ready worker has the attention role; routes lead only to ready workers with the expert role
+               (where no ready worker holds the expert, to one that is leaving); all tables are of one epoch
+    coverage   every expert of every layer has a place, which really holds it, and no place counts twice
+    epochs     every attention worker uses the routes of the published epoch
+
+The first two are decided here and hold or fail with a published table: together they are the *violations*, and streams
+may have to wait while there are any. The third takes a step: a worker that still uses older routes is served all the
+same, because a request names the expert that it wants; but no slot that its routes may name is given to another expert.
+
+All functions return sentences for operators; none means all is well. An instance whose workers have both roles has no
+expert workers: its placement and routes are None.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from everserve.tables.ids import Rank, Role
+from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.members import Members, Worker, WorkerState
-from everserve.tables.placement import EMPTY, Placement
+from everserve.tables.placement import Placement
 from everserve.tables.routes import NOBODY, Routes
+from everserve.tables.slots import EMPTY, HeldSlots
 
 _MAX_LISTED = 8
 
+Have = Mapping[Rank, HeldSlots]  # what workers report
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
-def violations(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
-    """What breaks the contract."""
-    found = []
+class Conditions(msgspec.Struct, frozen=True, kw_only=True):
+    """What violates each of the three conditions."""
+
+    peers: tuple[str, ...] = ()
+    coverage: tuple[str, ...] = ()
+    epochs: tuple[str, ...] = ()
+
+    @property
+    def violations(self) -> tuple[str, ...]:
+        """Why streams may have to wait."""
+        return self.peers + self.coverage
+
+
+def conditions(
+    members: Members,
+    placement: Placement | None,
+    have: Have,
+    routes: Routes | None,
+    acknowledged: Mapping[Rank, Epoch],
+) -> Conditions:
+    """All three. `acknowledged`: the epoch of the routes that each attention worker said it uses."""
+    peers: list[str] = []
+    coverage: list[str] = []
     if not any(_serves(worker, Role.ATTENTION) for worker in members.workers):
-        found.append("no attention worker is ready")
+        peers.append("no attention worker is ready")
     if placement is not None and routes is not None:
-        found += _route_violations(members, placement, routes)
+        if members.epoch != routes.epoch:
+            peers.append(f"members are of epoch {members.epoch}, routes of epoch {routes.epoch}")
+        wrong_shape = _wrong_shape(placement, routes)
+        peers += [] if wrong_shape else _wrong_peers(members, placement, have, routes)
+        coverage += wrong_shape or _wrong_places(placement, have, routes)
     elif placement is not None:
-        found.append("there are expert seats but no routes to them")
+        coverage.append("there are expert workers but no routes to them")
     elif routes is not None:
-        found.append("there are routes but no expert seats")
-    return tuple(found)
+        coverage.append("there are routes but no expert workers")
+    epochs = behind(members, acknowledged) if routes is not None else ()
+    return Conditions(peers=tuple(peers), coverage=tuple(coverage), epochs=epochs)
+
+
+def behind(members: Members, acknowledged: Mapping[Rank, Epoch]) -> tuple[str, ...]:
+    """The third condition alone: it changes more often than the tables."""
+    ready = [worker.rank for worker in members.workers if _serves(worker, Role.ATTENTION)]
+    late = [rank for rank in ready if acknowledged.get(rank) != members.epoch]
+    return tuple(
+        f"rank {rank} uses routes of epoch {acknowledged[rank]}, published is {members.epoch}"
+        if rank in acknowledged
+        else f"rank {rank} has not said which routes it uses; published is epoch {members.epoch}"
+        for rank in late
+    )
 
 
 def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
@@ -48,8 +92,8 @@ def degraded(members: Members, placement: Placement | None, routes: Routes | Non
         if worker.state is not WorkerState.READY:
             note = f": {worker.note}" if worker.note else ""
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
-    if placement is not None and routes is not None and not _shape_violations(placement, routes):
-        planned_LE = _num_places(placement, [seat.rank for seat in placement.seats])
+    if placement is not None and routes is not None and not _wrong_shape(placement, routes):
+        planned_LE = _num_planned(placement)
         have_LE = np.count_nonzero(routes.array()[..., 0] != NOBODY, axis=2)
         short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
         for have, planned in np.unique(np.stack([have_LE[short_LE], planned_LE[short_LE]]), axis=1).T.tolist():
@@ -62,39 +106,41 @@ def _serves(worker: Worker, role: Role) -> bool:
     return worker.state is WorkerState.READY and role in worker.roles
 
 
-def _shape_violations(placement: Placement, routes: Routes) -> list[str]:
+def _wrong_shape(placement: Placement, routes: Routes) -> list[str]:
     planned, routed = (len(placement.moe_layers), placement.num_experts), (routes.num_layers, routes.num_experts)
     if planned == routed:
         return []
     return [f"routes are for {routed[0]} layers of {routed[1]} experts, the placement for {planned[0]} of {planned[1]}"]
 
 
-def _route_violations(members: Members, placement: Placement, routes: Routes) -> list[str]:
+def _wrong_peers(members: Members, placement: Placement, have: Have, routes: Routes) -> list[str]:
+    """Routes that lead to workers which they must not lead to."""
     found = []
-    if members.epoch != routes.epoch:
-        found.append(f"members are of epoch {members.epoch}, routes of epoch {routes.epoch}")
-    if wrong_shape := _shape_violations(placement, routes):
-        return found + wrong_shape
-    table = routes.array().astype(np.int64)
-    rank_LEC, slot_LEC = table[..., 0], table[..., 1]
-    named_LEC = rank_LEC != NOBODY
-
+    rank_LEC = routes.array()[..., 0].astype(np.int64)
     workers = {worker.rank: worker for worker in members.workers}
-    ready_LE = _num_places(placement, [worker.rank for worker in members.workers if _serves(worker, Role.EXPERT)]) > 0
-    for rank in sorted({Rank(int(rank)) for rank in np.unique(rank_LEC[named_LEC])}):
+    ready = [worker.rank for worker in members.workers if _serves(worker, Role.EXPERT)]
+    ready_LE = _num_held(placement, have, ready) > 0
+    for rank in sorted({Rank(int(rank)) for rank in np.unique(rank_LEC[rank_LEC != NOBODY])}):
         if (why := _why_not(workers.get(rank))) is not None:
             found.append(f"routes lead to rank {rank}, which {why}")
         elif workers[rank].state is WorkerState.LEAVING:
             too_soon_LE = (rank_LEC == rank).any(axis=2) & ready_LE
             what = f"{{are}} routed to rank {rank}, which is leaving, though a ready worker has {{them}}"
             found += _sentences(placement, too_soon_LE, what)
+    return found
 
-    held_LEC = _held(placement, rank_LEC, slot_LEC)
+
+def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]:
+    """Experts without a place, and places that are none."""
+    found = []
+    table = routes.array().astype(np.int64)
+    rank_LEC, slot_LEC = table[..., 0], table[..., 1]
+    named_LEC = rank_LEC != NOBODY
+    held_LEC = _held(placement, have, rank_LEC, slot_LEC)
     wrong_LEC = named_LEC & (held_LEC != np.arange(placement.num_experts)[None, :, None])
     for rank in np.unique(rank_LEC[wrong_LEC]):
         which_LE = (wrong_LEC & (rank_LEC == rank)).any(axis=2)
         found += _sentences(placement, which_LE, f"{{are}} routed to a slot of rank {rank} that does not hold {{them}}")
-
     in_order_LEC = np.sort(rank_LEC, axis=2)
     twice_LE = ((in_order_LEC[..., 1:] == in_order_LEC[..., :-1]) & (in_order_LEC[..., 1:] != NOBODY)).any(axis=2)
     found += _sentences(placement, twice_LE, "{have} the same worker twice among {their} places")
@@ -115,29 +161,37 @@ def _why_not(worker: Worker | None) -> str | None:
     return None
 
 
-def _held(placement: Placement, rank_LEC: Ints, slot_LEC: Ints) -> Ints:
+def _held(placement: Placement, have: Have, rank_LEC: Ints, slot_LEC: Ints) -> Ints:
     """What the named slots hold; EMPTY where there is no such slot."""
-    num_seats, num_slots = len(placement.seats), max((seat.num_slots for seat in placement.seats), default=0)
+    num_seats, num_slots = len(have), max((held.num_slots for held in have.values()), default=0)
     experts_NLS = np.full((num_seats + 1, len(placement.moe_layers), num_slots + 1), EMPTY, np.int64)
     seat_LEC = np.full(rank_LEC.shape, num_seats)  # the last seat and the last slot stand for none
-    for index, seat in enumerate(placement.seats):
-        experts_NLS[index, :, : seat.num_slots] = seat.experts
-        seat_LEC[rank_LEC == seat.rank] = index
+    for index, (rank, held) in enumerate(have.items()):
+        experts_NLS[index, :, : held.num_slots] = held.experts
+        seat_LEC[rank_LEC == rank] = index
     slot_LEC = np.where((slot_LEC >= 0) & (slot_LEC < num_slots), slot_LEC, num_slots)
     layer_LEC = np.arange(len(placement.moe_layers))[:, None, None]
     held_LEC: Ints = experts_NLS[seat_LEC, layer_LEC, slot_LEC]
     return held_LEC
 
 
-def _num_places(placement: Placement, ranks: Collection[Rank]) -> Ints:
-    """[layer index][expert]: how many slots of these seats hold it."""
+def _num_held(placement: Placement, have: Have, ranks: Collection[Rank]) -> Ints:
+    """[layer index][expert]: how many slots of these workers hold it."""
+    num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
+    for rank, held in have.items():
+        if rank in ranks:
+            experts_LS = np.array(held.experts, np.int64)
+            layer, slot = np.nonzero(experts_LS != EMPTY)
+            num_LE[layer, experts_LS[layer, slot]] += 1  # a worker holds an expert once per layer
+    return num_LE
+
+
+def _num_planned(placement: Placement) -> Ints:
+    """[layer index][expert]: how many places it should have."""
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
     for seat in placement.seats:
-        if seat.rank not in ranks:
-            continue
-        experts_LS = np.array(seat.experts, np.int64)
-        layer, slot = np.nonzero(experts_LS != EMPTY)
-        num_LE[layer, experts_LS[layer, slot]] += 1  # a seat holds an expert once per layer
+        for layer in range(len(placement.moe_layers)):
+            num_LE[layer, list(seat.experts(layer))] += 1
     return num_LE
 
 

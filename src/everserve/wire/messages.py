@@ -3,9 +3,10 @@
     gateway -> attention worker    Submit, Cancel
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, Leave, Fenced, Shutdown
+    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
+                                   Leave, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, EventHappened
+                                   Failed, Suspected, ExpertReport, RoutesUsed, SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, DrainAnswered, EventHappened
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
@@ -20,7 +21,7 @@
 
     supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, MemoryKept, WorkerExited,
                                    Signalled, Shutdown
-    orchestrator -> supervisor     Provision, DropMemory, SignalWorker, Ready, Failed
+    orchestrator -> supervisor     KeepGoal (first), Provision, DropMemory, SignalWorker, Ready, Failed
 
     supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
                                    ProcessSignalled, EventHappened, Shutdown
@@ -37,14 +38,23 @@ other way round. "+ fds" says which descriptors come along.
 
 import msgspec
 
+from everserve.config.compute import ComputeConfig
+from everserve.config.engine import EngineConfig
+from everserve.config.gateway import GatewayConfig
+from everserve.config.kvlog import LogConfig
+from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.capacity import Capacity
+from everserve.tables.goal import Goal
+from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
+from everserve.tables.memory import Memory
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
-from everserve.tables.placement import SeatSlots
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes
+from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place, SeatSlots
 from everserve.tables.symptoms import Symptom
+from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
 
 
@@ -152,6 +162,26 @@ class LogLeft(Message, frozen=True):
     incarnation: Incarnation
 
 
+class FillSlots(Message, frozen=True):
+    """Orchestrator to expert worker: put these experts into these slots, one after the other, whatever is there now."""
+
+    fills: list[Fill]
+
+
+class ClearSlots(Message, frozen=True):
+    """Orchestrator to expert worker: empty these slots."""
+
+    places: list[Place]
+
+
+class SlotsReported(Message, frozen=True):
+    """Expert worker to orchestrator, before Ready and whenever a FillSlots or ClearSlots was carried out: what all of
+    its slots hold now. `failed`: fills of that message that left their slots empty."""
+
+    slots: HeldSlots
+    failed: list[FailedFill] = []
+
+
 class Leave(Message, frozen=True):
     """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
 
@@ -174,6 +204,14 @@ class Report(Message, frozen=True):
     epoch: Epoch  # of the routes that I use; 0: none
     peers: list[WorkerId]  # workers of the other role that I have a lane to
     logs: list[WorkerId]  # that I keep
+    slots: HeldSlots | None = None  # of an expert worker
+
+
+class RoutesUsed(Message, frozen=True):
+    """Attention worker to orchestrator, after a step or while idle: I use the routes of this epoch, and no request of
+    mine that follows older ones is under way."""
+
+    epoch: Epoch
 
 
 class Suspected(Message, frozen=True):
@@ -197,7 +235,7 @@ class ClusterChanged(Message, frozen=True):
     """Orchestrator to gateway: a new epoch."""
 
     members: Members
-    violations: tuple[str, ...]
+    conditions: Conditions
     degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
     num_experts_without_place: int  # over all layers
     expert_stats: dict[Rank, ExpertStats]
@@ -264,37 +302,35 @@ class FaultInjected(Message, frozen=True):
 
 
 class Allocate(Message, frozen=True):
-    """Orchestrator to anchor: own this much zeroed shared memory under this name."""
+    """Orchestrator to anchor: make this memory, zeroed, and own it."""
 
-    name: str
-    num_bytes: int
-    device: int = -1  # whose memory; -1: the host's
+    memory: Memory
 
 
 class Allocated(Message, frozen=True):
     """Anchor to orchestrator: here it is. + fds: the memory."""
 
-    name: str
+    memory: Memory
 
 
 class AllocationFailed(Message, frozen=True):
     """Anchor to orchestrator: there is no such memory; one line that says why."""
 
-    name: str
+    memory: Memory
     reason: str
 
 
 class Adopt(Message, frozen=True):
-    """Orchestrator to a new anchor, or a new orchestrator to its anchor: this memory exists; own it under this name.
-    + fds: the memory."""
+    """Orchestrator to a new anchor, or a new orchestrator to its anchor: this memory exists; own it. + fds: the
+    memory."""
 
-    name: str
+    memory: Memory
 
 
 class Release(Message, frozen=True):
-    """Orchestrator to anchor: nobody needs this memory any more."""
+    """Orchestrator to anchor: this memory is not needed any more."""
 
-    name: str
+    memory: Memory
 
 
 # -- supervisor <-> zygote -----------------------------------------------------------------------
@@ -302,7 +338,7 @@ class Release(Message, frozen=True):
 
 class ForkWorker(Message, frozen=True):
     """Supervisor to zygote, zygote to spare: become this. + fds: its cell, its control channel, its lifeline (to the
-    supervisor); its gateway channel if it has the attention role; its memory, in the order of the names in `start`."""
+    supervisor); its gateway channel if it has the attention role; its memory, in the order in which `start` has it."""
 
     start: "StartWorker"
 
@@ -341,8 +377,8 @@ class SparesChanged(Message, frozen=True):
 
 
 class StartOrchestrator(Message, frozen=True):
-    """Supervisor to orchestrator, first message: what to build. Ranks are attention seats first, then expert seats;
-    with no expert seat each attention seat has both roles."""
+    """Supervisor to orchestrator, first message: what to build. With no expert workers each attention worker has both
+    roles."""
 
     model: str
     num_attention: int
@@ -353,6 +389,7 @@ class StartOrchestrator(Message, frozen=True):
     event_log: str | None
     num_devices: int = 0  # that the workers share; 0: they compute on CPUs
     found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
+    goal: Goal | None = None  # which the one before has left; None: make the first one
     is_serving: bool = False  # all seats were ready once
 
 
@@ -372,13 +409,20 @@ class AnchorAttached(Message, frozen=True):
 class MemoryKept(Message, frozen=True):
     """Supervisor to a new orchestrator: memory of a worker that has exited. + fds: the memory."""
 
-    name: str
+    memory: Memory
 
 
 class DropMemory(Message, frozen=True):
-    """Orchestrator to supervisor: nobody needs this memory of a worker any more, or will when that worker has ended."""
+    """Orchestrator to supervisor: this memory of a worker is not needed any more, or will not be when that worker has
+    ended."""
 
-    name: str
+    memory: Memory
+
+
+class KeepGoal(Message, frozen=True):
+    """Orchestrator to supervisor: a new version of the goal, for the orchestrator that comes after me."""
+
+    goal: Goal
 
 
 class Provision(Message, frozen=True):
@@ -455,26 +499,13 @@ class DeviceDescriptors(Message, frozen=True):
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of an instance have in common."""
+    """What all workers of an instance have in common: the configs of their components."""
 
-    model: str
-    dtype: str
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_prefill_while_decoding: int
-    block_size: int
-    kv_cache_bytes: int  # of each attention worker; the same for all incarnations, so that streams fit everywhere
-    kv_log: str  # "mirror", "anchor" or "off"
-    enable_prefix_caching: bool
-    batch_invariant: bool
-    num_threads: int | None  # None: the cores, shared by the workers
-    fixed_routes: tuple[int, int]  # for benchmarks; see RemoteExperts
-    event_log: str | None
-    pause_checkpoint_every: int = 0  # for benchmarks: stand still every so many steps and copy all KV in use
-    device: str = "cpu"  # or "cuda"
-    load_format: str = "auto"  # or "dummy": random weights
-    fingerprint: str = ""  # of the model's files when the instance was started (model/checkpoint.py); "": any will do
+    model: ModelSource
+    engine: EngineConfig
+    log: LogConfig
+    compute: ComputeConfig
+    event_log: str | None = None
 
 
 class StartWorker(Message, frozen=True):
@@ -485,33 +516,18 @@ class StartWorker(Message, frozen=True):
     roles: tuple[Role, ...]
     settings: WorkerSettings
     num_workers: int  # in all, to share the cores fairly
-    slots: SeatSlots | None  # of an expert worker
+    slots: SeatSlots | None  # what an expert worker begins with
     detect_ms: float
-    memory: tuple[str, ...] = ()  # names of what comes along besides its cell (memory/names.py)
-    device_index: int = 0  # which device is its own, or shared by it
-    num_attention: int = 1  # of these workers; the others' ranks come after theirs
-    num_attention_on_device: int = 1  # of those, how many share its device
-    lane_slots: int = 0  # expert slots per layer that lanes have room for
+    capacity: Capacity = Capacity()  # of the instance; the default is for a worker that is alone
+    memory: tuple[Memory, ...] = ()  # what comes along besides its cell
+    device: int = NO_DEVICE  # which device is its own, or shared by it
+    num_attention_on_device: int = 1  # attention workers on that device, itself included
 
 
 class StartGateway(Message, frozen=True):
     """Supervisor to gateway, first message: what to be. The listening socket comes as an inherited descriptor."""
 
-    model: str
-    served_model_names: list[str]
-    api_keys: list[str]
-    max_queue: int
-    shutdown_timeout_s: float
-    enable_chaos: bool
-    seed: int | None
-    max_logprobs: int
-    chat_template: str | None
-    event_log: str | None
-    resume_window_s: float = 60.0  # how long a broken stream is kept for its client; 0: not at all
-    admin_key: str | None = None  # of requests that change the cluster
-    listen_host: str = "127.0.0.1"  # the address of the listening socket
-    allowed_hosts: list[str] = []  # names by which clients may ask for this server, besides its addresses; "*": any
-    resume_memory_bytes: int = 256 << 20  # for all streams that are kept
+    config: GatewayConfig
 
 
 class Attach(Message, frozen=True):
@@ -569,12 +585,16 @@ AnyMessage = (
     | RoutesChanged
     | LogJoined
     | LogLeft
+    | FillSlots
+    | ClearSlots
+    | SlotsReported
     | Leave
     | Fenced
     | Leaving
     | Report
     | Suspected
     | ExpertReport
+    | RoutesUsed
     | ClusterChanged
     | WorkerLost
     | GatewayReport
@@ -597,6 +617,7 @@ AnyMessage = (
     | AnchorAttached
     | MemoryKept
     | DropMemory
+    | KeepGoal
     | Provision
     | WorkerStarted
     | WorkerExited

@@ -10,6 +10,5 @@ logs.py            other workers' logs, from which their streams are continued h
 leave_request.py   SIGTERM: leave in order
 loading.py         how far it is with its weights
 shortage.py        why it ends: one line, with advice if memory is short
-pausing.py         a checkpoint as others do it, to be measured against
 lease.py           how long the main thread may be away
 """

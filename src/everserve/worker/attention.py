@@ -41,6 +41,7 @@ from everserve.wire.messages import (
     Rejected,
     Report,
     RoutesChanged,
+    RoutesUsed,
     Shutdown,
     StepOutput,
     Submit,
@@ -69,7 +70,6 @@ class AttentionLoop:
         self._engine = parts.engine
         self._seam = parts.seam
         self._logs = parts.logs
-        self._pausing = parts.pausing
         self._sends_late = parts.sends_late
         self._late: Callable[[], None] | None = None  # what is still to be done about the last step
         self._sources: dict[str, Rank] = {}  # whose log a stream waits to be restored from
@@ -82,6 +82,7 @@ class AttentionLoop:
         self._paused_since: float | None = None
         self._was_busy = False
         self._dropped_said = False
+        self._acknowledged = 0  # the latest epoch that the orchestrator knows we use
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
@@ -97,6 +98,7 @@ class AttentionLoop:
                 if self._leave_request.was_asked:
                     self._leave()
                     return
+                self._acknowledge()
                 if self._engine.has_work:
                     self._step()
                 else:
@@ -122,7 +124,15 @@ class AttentionLoop:
         while self._gateway.wants_write and time.monotonic() < deadline:
             self._gateway.wait(0.1)
 
+    def _acknowledge(self) -> None:
+        """Between two steps: say which routes we use, if they are new. No request that follows older ones is under
+        way."""
+        if self._seam is not None and self._seam.peers.epoch > self._acknowledged:
+            self._acknowledged = self._seam.peers.epoch
+            self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
+
     def _report(self) -> Report:
+        self._acknowledged = 0  # the new orchestrator has not heard it; and this may be the middle of a step
         peers = self._seam.peers if self._seam is not None else None
         return Report(
             is_ready=True,
@@ -234,8 +244,6 @@ class AttentionLoop:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
         self._engine.log_step()
-        if self._pausing is not None:
-            self._pausing.after_step()
         self._tell_restored(result)
         for sequence in result.preempted:
             self._events.append(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from everserve.engine.engine import Engine
 from everserve.errors import UserError
 from everserve.memory.liveness import Cell, Warden
-from everserve.memory.names import by_kind
 from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.memory import Kind
 from everserve.tables.symptoms import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
@@ -32,7 +32,8 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
     began_s = time.monotonic()
     cell_fd, control_fd, lifeline_fd, *others = fds
-    memory = by_kind(start.memory, others[len(others) - len(start.memory) :])
+    fds_of_memory = others[len(others) - len(start.memory) :]
+    memory = {piece.kind: fd for piece, fd in zip(start.memory, fds_of_memory, strict=True)}
     cell = Cell(cell_fd)
     os.close(cell_fd)
     control = ControlEnd(Channel.of_fd(control_fd), Channel.of_fd(lifeline_fd))
@@ -67,7 +68,7 @@ class Worker:
         self,
         start: StartWorker,
         backend: Backend,
-        memory: dict[str, int],
+        memory: dict[Kind, int],
         cell: Cell,
         warden: Warden,
         control: ControlEnd,
@@ -101,13 +102,14 @@ class Worker:
         loop = AttentionLoop(self._around, parts, gateway)
         self._on_control = loop.read_control
         gateway.send(self._hello(parts.engine))
-        self._say_ready(parts.ops_name, parts.engine.config.num_blocks, parts.num_slots)
+        self._say_ready(parts.ops_name, parts.engine.limits.num_blocks, parts.num_slots)
         loop.run()
 
     def run_expert(self) -> None:
         """Own expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
         service, ops_name = self._backend.build_expert(self._around)
+        service.report_slots()
         self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
         service.run()
 
@@ -133,10 +135,10 @@ class Worker:
         return WorkerReady(
             rank=self._start.rank,
             incarnation=self._start.incarnation,
-            max_model_len=engine.config.max_model_len,
+            max_model_len=engine.limits.max_model_len,
             max_num_seqs=engine.config.max_num_seqs,
-            vocab_size=engine.config.vocab_size,
-            num_blocks=engine.config.num_blocks,
+            vocab_size=engine.limits.vocab_size,
+            num_blocks=engine.limits.num_blocks,
             block_size=engine.config.block_size,
         )
 
@@ -152,7 +154,7 @@ class Worker:
                 num_slots=num_slots,
             )
         )
-        if self._start.settings.device == "cuda":
+        if self._start.settings.compute.device == "cuda":
             self._control.leave_behind()
         self._control.send(Ready())
         roles = " and ".join(self._start.roles)

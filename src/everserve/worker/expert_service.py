@@ -1,6 +1,6 @@
 """An expert worker, apart from computing: whom it serves, what the orchestrator says, when it ends.
 
-    wait for requests -> leave, if asked to -> attend to everything else -> work
+    wait for requests -> leave, if asked to -> attend to everything else -> change a slot, if there is one to -> work
 
 It keeps nothing between requests, so there is nothing to lose with it. It serves whoever has a lane to it; who that is,
 the orchestrator says. Without an orchestrator it goes on serving those it knows.
@@ -19,8 +19,10 @@ from everserve.wire.channel import Descriptors
 from everserve.wire.events import EventLog, StaleDropped
 from everserve.wire.messages import (
     AnyMessage,
+    ClearSlots,
     ExpertReport,
     Fenced,
+    FillSlots,
     Leave,
     Leaving,
     PeerJoined,
@@ -28,11 +30,13 @@ from everserve.wire.messages import (
     Report,
     RoutesChanged,
     Shutdown,
+    SlotsReported,
     StartWorker,
 )
 from everserve.worker.control import ControlEnd
 from everserve.worker.lease import LEASE_S
 from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.slot_changes import ChangeableSlots, SlotChanges
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +65,7 @@ class ExpertService(ABC):
     def __init__(
         self,
         start: StartWorker,
+        slots: ChangeableSlots,
         cell: Cell,
         warden: Warden,
         control: ControlEnd,
@@ -68,6 +73,8 @@ class ExpertService(ABC):
         events: EventLog,
     ) -> None:
         self._start = start
+        self._slots = slots
+        self._changes = SlotChanges(slots, control.send)
         self._cell = cell
         self._warden = warden
         self._control = control
@@ -90,7 +97,8 @@ class ExpertService(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Until there is work, or something else that wants attention, or for a moment."""
+        """Until there is work, or something else that wants attention, or for a moment. Not at all while slots are to
+        be changed."""
 
     @abstractmethod
     def _work(self) -> None:
@@ -121,6 +129,10 @@ class ExpertService(ABC):
     def _note_health(self, rank: Rank, state: PeerState) -> None:
         """A customer has died, fallen silent, or is back."""
 
+    def report_slots(self) -> None:
+        """What all slots hold, before anybody is told that we are ready."""
+        self._control.send(SlotsReported(slots=self._slots.held))
+
     # -- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -133,6 +145,8 @@ class ExpertService(ABC):
                     self._begin_to_leave()
                 if self._has_news or time.monotonic() >= self._attend_at:
                     self._attend()
+                if self._changes.is_pending:
+                    self._changes.do_one()
                 self._work()
         except _WasFenced as fenced:
             self._mourn(str(fenced))
@@ -163,6 +177,7 @@ class ExpertService(ABC):
             epoch=Epoch(0),
             peers=[WorkerId(rank, customer.incarnation) for rank, customer in self._customers.items()],
             logs=[],
+            slots=self._slots.held,
         )
 
     # -- everything that is not a request --------------------------------------------------------
@@ -184,6 +199,8 @@ class ExpertService(ABC):
             self._join(message, fds)
         elif isinstance(message, PeerLeft):
             self._leave(message.rank, message.incarnation)
+        elif isinstance(message, FillSlots | ClearSlots):
+            self._changes.add(message)
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif isinstance(message, Leave):

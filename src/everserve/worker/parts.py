@@ -8,6 +8,7 @@ from everserve.engine.engine import Engine
 from everserve.memory.liveness import Cell, Warden
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.memory import Kind
 from everserve.tables.symptoms import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
@@ -17,7 +18,6 @@ from everserve.worker.expert_service import ExpertService
 from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.logs import KeptLogs
-from everserve.worker.pausing import PausingCheckpoint
 
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to look at the control socket while waiting for an answer
 
@@ -27,7 +27,7 @@ class Surroundings:
     """What every worker has, whatever it computes with."""
 
     start: StartWorker
-    memory: dict[str, int]  # descriptors by kind (memory/names.py); whoever uses one closes it
+    memory: dict[Kind, int]  # descriptors by kind; the part that uses one closes it
     cell: Cell
     warden: Warden
     control: ControlEnd
@@ -69,7 +69,6 @@ class AttentionParts:
     logs: KeptLogs
     ops_name: str
     num_slots: int  # expert slots per layer of its own
-    pausing: PausingCheckpoint | None = None
     sends_late: bool = False  # outputs of a step are sent while the next one runs: the host is idle then
 
 

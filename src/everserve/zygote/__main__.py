@@ -98,7 +98,7 @@ class Zygote:
     def _start_worker(self, message: ForkWorker, fds: list[int]) -> None:
         start = message.start
         self._spares.learn(start, time.monotonic())
-        spare = self._spares.take(start.device_index, time.monotonic())
+        spare = self._spares.take(start.device, time.monotonic())
         if spare is not None:
             _hand_over(spare, message, fds)
             pid = spare.pid
@@ -184,7 +184,7 @@ def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name("es-spare")
-    backend_for(like[0].settings.device).rehearse(like, lifeline)
+    backend_for(like[0].settings.compute.device).rehearse(like, lifeline)
     while lifeline.wants_write:
         lifeline.wait(RETRY_S)
     lifeline.close()
@@ -203,7 +203,7 @@ def _be_worker(message: ForkWorker, fds: list[int]) -> int:
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name(f"es-worker-{message.start.rank}")
-    return boot.run(message.start, fds, backend_for(message.start.settings.device))
+    return boot.run(message.start, fds, backend_for(message.start.settings.compute.device))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Spares:
 
     def learn(self, start: StartWorker, now: float) -> None:
         """Such a worker is being started: spares may have to become one, but should not disturb this one."""
-        self._like[start.device_index, start.roles] = start
+        self._like[start.device, start.roles] = start
         self._fork_at = now + QUIET_S
 
     def take(self, device: int, now: float) -> Spare | None:

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cpu.select import select_ops
-from everserve.engine.engine import Engine, EngineConfig
+from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward, Stepping
 from everserve.engine.journal import Journal
+from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
-from everserve.memory.names import KV_CACHE, LOG
+from everserve.memory.names import KV_CACHE
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -25,10 +26,10 @@ from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights, check_checkpoint
 from everserve.model.ops import Ops
 from everserve.seam import ExpertIO
-from everserve.tables.placement import EMPTY, SeatSlots
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
-from everserve.worker.pausing import PausingCheckpoint
 from everserve.worker.shortage import memory_for
 
 
@@ -46,14 +47,15 @@ class Opened:
 def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
-    model = ModelConfig.from_directory(Path(settings.model))
-    checkpoint = Checkpoint.open(Path(settings.model))
-    check_unchanged(settings.model, settings.fingerprint)
+    directory, compute = Path(settings.model.directory), settings.compute
+    model = ModelConfig.from_directory(directory)
+    checkpoint = Checkpoint.open(directory)
+    check_unchanged(directory, settings.model.fingerprint)
     check_checkpoint(model, checkpoint)
-    sizes = KvSizes.of(model, settings)
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
-    ops = select_ops(model, settings.num_threads or fair_num_threads(start.num_workers), settings.batch_invariant)
+    ops = select_ops(model, compute.num_threads or fair_num_threads(start.num_workers), compute.batch_invariant)
     return Opened(model, checkpoint, ops, sizes, loading or Loading(start))
 
 
@@ -100,9 +102,8 @@ class EngineBuilder:
         self._expert_io: ExpertIO = _no_experts
         self.log: Log | None = None
         self.writer: LogWriter | None = None
-        self.pausing: PausingCheckpoint | None = None
         if log_fd is not None:
-            with memory_for(start.rank, LOG, opened.sizes.log.num_bytes):
+            with memory_for(start.rank, Kind.LOG, opened.sizes.log.num_bytes):
                 self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
@@ -110,40 +111,34 @@ class EngineBuilder:
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
-            Weights(self._opened.model, self._opened.checkpoint, settings.dtype, ops.device),
+            Weights(self._opened.model, self._opened.checkpoint, settings.model.dtype, ops.device),
             ops,
             sizes.max_model_len,
             progress=self._opened.loading.part("layers"),
         )
         kv_pool = self._make_pool(decoder)
-        if self.log is not None and not settings.pause_checkpoint_every:
+        if self.log is not None:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
         forward = EagerForward(lambda batch: decoder.forward(batch, kv_pool, self._expert_io), ops.device)
         engine = Engine(
-            EngineConfig(
+            settings.engine,
+            EngineLimits(
                 max_model_len=sizes.max_model_len,
-                max_num_seqs=settings.max_num_seqs,
-                max_num_batched_tokens=settings.max_num_batched_tokens,
-                max_prefill_while_decoding=settings.max_prefill_while_decoding,
-                block_size=settings.block_size,
                 num_blocks=sizes.num_blocks,
                 vocab_size=self._opened.model.vocab_size,
-                enable_prefix_caching=settings.enable_prefix_caching,
             ),
             ops,
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
         )
-        if self.log is not None and settings.pause_checkpoint_every:
-            self.pausing = PausingCheckpoint(engine, self.log, kv_pool.data_ptr(), settings.pause_checkpoint_every)
         warm_up(engine)  # alone: the experts may not be there yet
         self._expert_io, forward.stepping = expert_io, stepping
         return engine
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
         """Not zeroed: pages are only touched, and paid for, as streams need them."""
-        shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.block_size)
-        if self.log is not None and self._start.settings.kv_log == "anchor":
+        shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.engine.block_size)
+        if self.log is not None and self._start.settings.log.mode == "anchor":
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
         with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
             return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)

@@ -14,6 +14,7 @@ from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.slot_changes import ChangeableSlots
 
 
 class ExpertLoop(ExpertService):
@@ -23,6 +24,7 @@ class ExpertLoop(ExpertService):
         self,
         start: StartWorker,
         experts: ExpertHalf,
+        slots: ChangeableSlots,
         cell: Cell,
         warden: Warden,
         control: ControlEnd,
@@ -32,9 +34,9 @@ class ExpertLoop(ExpertService):
         policy: BatchPolicy | None = None,
         spin_us: float = 0.0,
     ) -> None:
-        super().__init__(start, cell, warden, control, leave, events)
+        super().__init__(start, slots, cell, warden, control, leave, events)
         self._policy = policy or BatchPolicy()
-        shape = LaneShape.of(experts.config, start.settings.max_num_batched_tokens)
+        shape = LaneShape.of(experts.config, start.settings.engine.max_num_batched_tokens)
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
@@ -60,7 +62,8 @@ class ExpertLoop(ExpertService):
         self._server.attend()
 
     def _wait(self) -> None:
-        self._pending += self._server.poll(self._timeout_s, is_holding=bool(self._pending))
+        timeout_s = 0.0 if self._changes.is_pending else self._timeout_s
+        self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
 
     def _work(self) -> None:
         choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)

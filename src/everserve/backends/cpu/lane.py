@@ -4,7 +4,7 @@
 
     box    request, layer, epoch, sizes        the attention worker's line
            answer, status                      the expert worker's line
-           token_R  slot_R                     for each row: which of x, and which slot is to compute it
+           token_R  slot_R                     for each row: which of x; which slot, and the expert expected there
            x_TD                                each token once, however many of its experts are here
            y_RD                                the answers, written by the expert worker
 
@@ -39,6 +39,22 @@ _WORDS_BYTES = 2 * _LINE  # struct box
 _HEADER_BYTES = _LINE
 _FLOAT_BYTES = _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
+# A row's word in slot_R (csrc/lane.h).
+_SLOT_BITS = 16
+_IS_MOVED = 1 << 31
+MAX_SLOTS, MAX_EXPERTS = 1 << _SLOT_BITS, 1 << 15
+
+
+def row_word(slot: int, expert: int) -> int:
+    return slot | expert << _SLOT_BITS
+
+
+def moved_place(word: int) -> tuple[int, int] | None:
+    """(slot, expert) of a row that was not computed because the slot holds something else; None for other rows."""
+    if word >= 0:
+        return None
+    place = word + _IS_MOVED
+    return place & (MAX_SLOTS - 1), place >> _SLOT_BITS
 
 
 class Layout(ctypes.Structure):
@@ -54,6 +70,7 @@ class Layout(ctypes.Structure):
     ]
     first_box: int
     box_bytes: int
+    slots_at: int
     x_at: int
     y_at: int
 

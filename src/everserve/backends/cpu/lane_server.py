@@ -2,15 +2,16 @@
 
     poll -> choose a batch (seam/batching.py) -> compute, in place -> answer
 
-A request is refused, with a status that says why, if its sizes or indices make no sense, or if it names an empty slot.
-So whatever a dying peer leaves behind costs it a request, not us a crash.
+A request is refused, with a status that says why, if its sizes or indices make no sense. So whatever a dying peer
+leaves behind costs it a request, not us a crash. It is answered *moved* if a row names another expert than its slot
+holds now: that is compared when the batch is gathered, and slots only change between batches.
 """
 
 import ctypes
 import os
 from struct import Struct
 
-from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, Layout, load
+from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneRegion, LaneShape, Layout, load
 from everserve.memory.liveness import Cell
 from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
@@ -46,7 +47,7 @@ class _Server(ctypes.Structure):
 
     _fields_ = [
         ("layout", Layout),
-        *((name, _int64) for name in ("own", "alarm", "base", "lanes", "filled")),
+        *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held")),
         *((name, _int64) for name in ("num_layers", "num_slots", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
@@ -76,9 +77,10 @@ class LaneServer:
         self._ranks: list[Rank] = []
         self._indices = [Memory(4 * _MAX_REQUESTS * shape.max_rows) for _ in range(3)]
         self._index_addresses = [memory.address for memory in self._indices]
-        num_layers = max(experts.filled) + 1
-        self._filled = (_int64 * num_layers)(
-            *(ctypes.addressof(experts.filled[i]) if i in experts.filled else 0 for i in range(num_layers))
+        assert experts.num_slots <= MAX_SLOTS
+        num_layers = max(experts.held) + 1
+        self._held = (_int64 * num_layers)(
+            *(ctypes.addressof(experts.held[i]) if i in experts.held else 0 for i in range(num_layers))
         )
         self._server = _Server(
             shape.layout(),
@@ -86,7 +88,7 @@ class LaneServer:
             alarm_address,
             self._region.base,
             ctypes.addressof(self._lanes),
-            ctypes.addressof(self._filled),
+            ctypes.addressof(self._held),
             num_layers,
             experts.num_slots,
             *self._index_addresses,

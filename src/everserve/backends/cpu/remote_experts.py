@@ -8,6 +8,7 @@ that is one call into C and one wake-up (csrc/exchange.c). Otherwise, until all 
     the control word changed    the orchestrator's messages are read: peers and routes may change
     no answer for detect_ms     whoever is idle although we asked did not hear: it is rung again, then suspected
     an answer says no           its sender is suspected
+    an answer says moved        a slot holds another expert than our routes say: no suspicion, the next candidate
     then                        the rows of suspects that have no answer yet go to the next candidates, as replays
     an expert has no candidate  StepAbandoned: the step is rolled back and repeated later
 
@@ -23,12 +24,12 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from everserve.backends.cpu.lane import Layout, load
+from everserve.backends.cpu.lane import MAX_EXPERTS, Layout, load, moved_place
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.errors import StepAbandoned
 from everserve.memory.tables import Memory
 from everserve.model.ops import Ops
-from everserve.seam.outcomes import STATUSES, Outcome
+from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
 from everserve.tables.symptoms import Symptom
@@ -46,6 +47,7 @@ class _Part(ctypes.Structure):
     _fields_ = [(name, _int64) for name in ("lane", "rank", "box", "seq", "num_rows", "state", "status")]
     lane: int
     rank: Rank
+    box: int
     num_rows: int
     state: int
     status: int
@@ -57,7 +59,7 @@ class _Exchange(ctypes.Structure):
     _fields_ = [
         ("layout", Layout),
         *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
-        *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns", "fixed_share", "fixed_first")),
+        *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns")),
         *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
         *((name, _int64) for name in ("fresh", "layer", "next_layer", "epoch", "num_tokens")),
         *((name, _int64) for name in ("ids", "x", "owner", "slot_of")),
@@ -66,6 +68,7 @@ class _Exchange(ctypes.Structure):
         ("blocked", _int64 * MAX_RANKS),
         ("parts", _Part * _MAX_PARTS),
     ]
+    layout: Layout
     alarm_seen: int
     control_seen: int
     meanwhile: int
@@ -86,8 +89,7 @@ class RemoteExperts:
     The last two are called after the rows are on their way: words can wait, rows cannot. `lease_s` is renewed with the
     warden while answers are awaited. `spin_us`: how long to spin for an answer before sleeping; 0 where processes
     outnumber cores. `others_turn`, for peers in this very process, lets them work and says whether they did; when they
-    did not, time passes. `fixed_routes`, for benchmarks only: (experts per worker, first rank) instead of tables, which
-    nothing survives.
+    did not, time passes.
     """
 
     def __init__(
@@ -102,9 +104,9 @@ class RemoteExperts:
         on_replay: Callable[[Rank, int, int], None],
         spin_us: float = 0.0,
         others_turn: Callable[[], bool] | None = None,
-        fixed_routes: tuple[int, int] = (0, 0),
     ) -> None:
         self.num_replayed_rows = 0
+        self.num_moved_rows = 0  # of requests that were answered "moved"
         self._peers = peers
         self._ops = ops
         self._lease_s = lease_s
@@ -113,6 +115,7 @@ class RemoteExperts:
         self._on_replay = on_replay
         self._others_turn = others_turn
         self._next_layer = dict(zip(peers.moe_layers, (*peers.moe_layers[1:], -1), strict=True))
+        assert peers.num_experts <= MAX_EXPERTS
         shape = peers.shape
         self._tables = [
             Memory(4 * shape.max_rows),
@@ -129,7 +132,6 @@ class RemoteExperts:
             peers.num_experts,
             0 if others_turn is not None else round(detect_ms * 1e6),
             round(spin_us * 1e3),
-            *fixed_routes,
         )
         self._layer_at = _Exchange.fresh.offset
         self._bytes = memoryview(self._exchange).cast("B")
@@ -191,6 +193,7 @@ class RemoteExperts:
                 raise self._abandoned(layer)
             self._exchange.epoch = self._peers.epoch
             self._library.brief.es_lane_settle(self._address)
+            suspicions += self._note_moved(layer)
             failed = {i: part for i, part in self._parts(_LOST, _REFUSED).items() if i not in told}
             outcome = self._library.brief.es_lane_send(self._address)
             for suspicion in suspicions:
@@ -198,6 +201,9 @@ class RemoteExperts:
             if outcome == Outcome.DONE:
                 told |= failed.keys()
                 for part in failed.values():
+                    if part.status == Status.MOVED:
+                        self.num_moved_rows += part.num_rows
+                        continue
                     self.num_replayed_rows += part.num_rows
                     self._on_replay(part.rank, layer, part.num_rows)
                 outcome = self._library.blocking.es_lane_wait(self._address)
@@ -229,12 +235,36 @@ class RemoteExperts:
         return suspicions
 
     def _suspect_the_unwilling(self) -> list[Suspicion]:
-        """Its slots and our routes do not agree. New routes will make peace."""
-        suspicions: list[Suspicion] = []
+        """It cannot make sense of what we ask. The next routes resolve that, or it is replaced."""
+        refused = [part for part in self._parts(_REFUSED).values() if part.status != Status.MOVED]
+        return self._suspect(refused)
+
+    def _note_moved(self, layer: int) -> list[Suspicion]:
+        """Slots that hold something else than our routes say. A part is looked at once, before its box is used again;
+        then its rows need another place, as those of a part that was lost do."""
+        unclear: list[_Part] = []
         for part in self._parts(_REFUSED).values():
+            if part.status == Status.MOVED:
+                part.state = _LOST
+                places = self._moved_places(part)
+                self._peers.note_moved(part.rank, layer, places)
+                if not places:
+                    unclear.append(part)
+        return self._suspect(unclear)
+
+    def _moved_places(self, part: _Part) -> set[tuple[int, int]]:
+        """The (slot, expert) that its server has marked."""
+        layout = self._exchange.layout
+        words_at = part.lane + layout.first_box + part.box * layout.box_bytes + layout.slots_at
+        places = set(map(moved_place, (ctypes.c_int32 * part.num_rows).from_address(words_at)))
+        return {place for place in places if place is not None and place[1] < self._peers.num_experts}
+
+    def _suspect(self, parts: list[_Part]) -> list[Suspicion]:
+        suspicions: list[Suspicion] = []
+        for part in parts:
             peer = self._peers.trusted(part.rank)
             if peer is not None and peer.lane == part.lane:  # and not a successor
-                suspicions.append(self._peers.suspect(peer, STATUSES.get(part.status, Symptom.REFUSED)))
+                suspicions.append(self._peers.suspect(peer, SYMPTOMS.get(part.status, Symptom.REFUSED)))
         return suspicions
 
     def _parts(self, *states: int) -> dict[int, _Part]:

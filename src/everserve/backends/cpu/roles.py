@@ -9,11 +9,13 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.backends.cpu.slots import CpuSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
-from everserve.memory.names import LOG
+from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
+from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.expert_service import ExpertService
@@ -38,12 +40,12 @@ def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
 
 def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
-    start, log_fd = around.start, around.memory.get(LOG)
+    start, log_fd = around.start, around.memory.get(Kind.LOG)
     opened = open_model(start, around.loading)
     builder = EngineBuilder(start, opened, log_fd)
     seam: Seam | None = None
     if Role.EXPERT in start.roles:
-        engine = builder.build(LocalExperts(load_experts(opened, start.settings.dtype, slots=None)))
+        engine = builder.build(LocalExperts(load_experts(opened, start.settings.model.dtype, slots=None)))
     else:
         peers, experts = _reach_experts(around, opened)
         seam = Seam(peers, experts)
@@ -52,16 +54,18 @@ def build_attention(around: Surroundings) -> AttentionParts:
             experts.do_meanwhile(*builder.writer.meanwhile)
     logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
     num_slots = opened.model.num_experts if seam is None else 0
-    return AttentionParts(engine, seam, logs, opened.ops.name, num_slots, builder.pausing)
+    return AttentionParts(engine, seam, logs, opened.ops.name, num_slots)
 
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
-    start = around.start
+    start, source = around.start, around.start.settings.model
     opened = open_model(start, around.loading)
+    experts = load_experts(opened, source.dtype, start.slots)
     loop = ExpertLoop(
         start,
-        load_experts(opened, start.settings.dtype, start.slots),
+        experts,
+        CpuSlots(experts, lambda: check_unchanged(source.directory, source.fingerprint)),
         around.cell,
         around.warden,
         around.control,
@@ -74,7 +78,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
 
 def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, RemoteExperts]:
     start, model = around.start, opened.model
-    shape = LaneShape.of(model, start.settings.max_num_batched_tokens)
+    shape = LaneShape.of(model, start.settings.engine.max_num_batched_tokens)
     peers = ExpertPeers(
         start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
     )
@@ -87,7 +91,6 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,
         spin_us=_spin_us(around),
-        fixed_routes=start.settings.fixed_routes,
     )
     return peers, experts
 

@@ -18,11 +18,12 @@ from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
+from everserve.backends.cuda.slots import CudaSlots
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
-from everserve.engine.engine import EngineConfig
+from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver, Mapping
-from everserve.memory.names import BELL_BYTES, WEIGHTS, WEIGHTS_STATE, bell_at
+from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -33,7 +34,8 @@ from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.seam.captured import CapturedExperts
 from everserve.tables.ids import Role
-from everserve.tables.placement import EMPTY
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
@@ -57,22 +59,23 @@ class Device:
 def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
-    model = ModelConfig.from_directory(Path(settings.model))
-    torch_device = torch.device("cuda", start.device_index)
+    directory = Path(settings.model.directory)
+    model = ModelConfig.from_directory(directory)
+    torch_device = torch.device("cuda", start.device)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)
     checkpoint: Checkpoint
-    if settings.load_format == "dummy":
-        checkpoint = RandomCheckpoint(Path(settings.model), model, torch_device)
+    if settings.model.load_format == "dummy":
+        checkpoint = RandomCheckpoint(directory, model, torch_device)
     else:
-        checkpoint = Checkpoint.open(Path(settings.model))
+        checkpoint = Checkpoint.open(directory)
         check_checkpoint(model, checkpoint)
-    sizes = KvSizes.of(model, settings)
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.zeros(1, device=torch_device)  # the context
-    driver = Driver(start.device_index)
+    driver = Driver(start.device)
     ops = CudaOps(
         torch_device,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.engine.max_num_seqs,
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_device,
     )
@@ -82,21 +85,21 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
 class SeatWeights:
     """The weights of one seat, in its memory. `is_complete`: a predecessor has loaded them."""
 
-    def __init__(self, device: Device, memory: dict[str, int]) -> None:
-        start, model = device.start, device.model
+    def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
+        start = device.start
         self._device = device
         self.num_slots = _num_slots(device)
         self.plan = self.plan_of(device)
-        self._mapping = Mapping(device.driver, memory[WEIGHTS], self.plan.num_bytes)
-        self._state = WeightsState(memory[WEIGHTS_STATE])
-        for kind in (WEIGHTS, WEIGHTS_STATE):
+        self._mapping = Mapping(device.driver, memory[Kind.WEIGHTS], self.plan.num_bytes)
+        self._state = WeightsState(memory[Kind.WEIGHTS_STATE])
+        for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE):
             os.close(memory[kind])
-        settings = start.settings
-        source = f"{settings.load_format}:{settings.model}:{settings.fingerprint}"
-        self._identity = identity_of(source, model, settings.dtype, start.roles, start.slots)
+        self._experts = [[*slots] for slots in start.slots.experts] if start.slots is not None else None
+        self._identity = self._identity_now()
+        self._state.claim(start.incarnation)
         self.is_complete = self._state.holds(self._identity)
         if not self.is_complete:
-            check_unchanged(settings.model, settings.fingerprint)
+            check_unchanged(start.settings.model.directory, start.settings.model.fingerprint)
             self._state.begin(self._identity)
 
     @staticmethod
@@ -115,34 +118,60 @@ class SeatWeights:
 
     def arena(self) -> ExpertArena | None:
         """The experts of this seat, loaded; None if the model has none."""
-        plan, model, slots = self.plan, self._device.model, self._device.start.slots
+        plan, model = self.plan, self._device.model
         if not model.moe_layers:
             return None
         gate_up, down = self.view(plan.tensor("expert_gate_up")), self.view(plan.tensor("expert_down"))
         arena = ExpertArena(gate_up, down, num_layers=len(model.moe_layers), num_slots=self.num_slots)
         if self.is_complete:
             return arena
-        weights = Weights(model, self._device.checkpoint, "bfloat16", self._device.torch_device)
         places = [
-            (index, layer, expert, slot)
-            for index, layer in enumerate(model.moe_layers)
-            for slot, expert in enumerate(slots.experts[index] if slots is not None else range(model.num_experts))
+            (index, expert, slot)
+            for index, experts in enumerate(self.experts)
+            for slot, expert in enumerate(experts)
             if expert != EMPTY
         ]
         progress = self._device.loading.part("experts")
-        for done, (index, layer, expert, slot) in enumerate(places):
-            sources = weights.layout.expert(layer, expert)
-            parts = [weights.load_temporary(source) for source in (sources.gate, sources.up, sources.down)]
-            arena.fill(index, slot, *parts)
+        for done, (index, expert, slot) in enumerate(places):
+            arena.fill(index, slot, *self._load(index, expert))
             progress(done + 1, len(places))
         return arena
 
-    def filled(self) -> Tensor:
-        """1 where a slot holds an expert."""
-        slots, model = self._device.start.slots, self._device.model
-        if slots is None:
-            return torch.ones(len(model.moe_layers), self.num_slots, dtype=torch.int32)
-        return (torch.tensor(slots.experts) != EMPTY).to(torch.int32)
+    @property
+    def experts(self) -> list[list[int]]:
+        """[index of the MoE layer][slot], or EMPTY."""
+        model = self._device.model
+        return self._experts if self._experts is not None else [[*range(model.num_experts)] for _ in model.moe_layers]
+
+    def load_checked(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate, up and down, for the arena to copy. Raises if the files are not those that this instance serves."""
+        source = self._device.start.settings.model
+        check_unchanged(source.directory, source.fingerprint)
+        return self._load(layer_index, expert)
+
+    def _load(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        device = self._device
+        weights = Weights(device.model, device.checkpoint, "bfloat16", device.torch_device)
+        sources = weights.layout.expert(device.model.moe_layers[layer_index], expert)
+        gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
+        return gate, up, weights.load_temporary(sources.down)
+
+    def begin_change(self, layer_index: int, slot: int, expert: int) -> None:
+        """This slot will hold that expert, or nothing (EMPTY), when `complete` says so. Raises if the memory has
+        another owner by now."""
+        start = self._device.start
+        assert self._experts is not None, "a worker whose slot numbers are expert numbers changes none"
+        if not self._state.is_owned_by(start.incarnation):
+            raise RuntimeError("another incarnation has this seat's weights by now")
+        self._experts[layer_index][slot] = expert
+        self._identity = self._identity_now()
+        self._state.begin(self._identity)
+
+    def _identity_now(self) -> bytes:
+        start = self._device.start
+        source = start.settings.model
+        files = f"{source.load_format}:{source.directory}:{source.fingerprint}"
+        return identity_of(files, self._device.model, source.dtype, start.roles, self._experts)
 
     def complete(self) -> None:
         """Everything is loaded: say so to those who come after us."""
@@ -159,9 +188,9 @@ def _num_slots(device: Device) -> int:
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
     """Whoever allocates a lane and both its ends must come to the same shape."""
-    model, settings = device.model, device.start.settings
+    model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
-        settings.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+        engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
     )
 
 
@@ -176,7 +205,7 @@ def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
 
 
 def make_pool(device: Device, decoder: Decoder) -> Tensor:
-    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.block_size)
+    shape = decoder.kv_shape(device.sizes.num_blocks, device.start.settings.engine.block_size)
     return torch.empty(shape, dtype=torch.bfloat16, device=device.torch_device)
 
 
@@ -187,47 +216,42 @@ def make_recorder(device: Device) -> Recorder:
 def build_forward(
     device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
 ) -> CapturedForward:
-    settings = device.start.settings
+    engine = device.start.settings.engine
     return CapturedForward(
         decoder,
         kv_pool,
         experts,
         recorder,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_blocks=-(-device.sizes.max_model_len // settings.block_size),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_blocks=-(-device.sizes.max_model_len // engine.block_size),
         progress=device.loading.part("graphs"),
     )
 
 
-def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> CudaServer:
+def build_server(device: Device, weights: SeatWeights, bell_fd: int) -> tuple[CudaServer, CudaSlots]:
     arena = weights.arena()
     assert arena is not None, "an expert worker has experts"
     bell = Mapping(device.driver, bell_fd, BELL_BYTES)
     os.close(bell_fd)
-    return CudaServer(
+    server = CudaServer(
         device.driver,
         arena,
-        lane_shape(device, weights.num_slots),
-        device.start.num_attention,
-        weights.filled(),
+        lane_shape(device, device.start.capacity.slots_per_layer),
+        device.start.capacity.max_workers,
+        torch.tensor(weights.experts, dtype=torch.int32),
         bell_at(bell.address, device.start.incarnation),
         device.torch_device,
     )
+    return server, CudaSlots(weights, arena, server, device.model.num_experts)
 
 
-def engine_config(device: Device) -> EngineConfig:
-    settings, sizes = device.start.settings, device.sizes
-    return EngineConfig(
-        max_model_len=sizes.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_num_batched_tokens,
-        max_prefill_while_decoding=settings.max_prefill_while_decoding,
-        block_size=settings.block_size,
-        num_blocks=sizes.num_blocks,
+def engine_limits(device: Device) -> EngineLimits:
+    return EngineLimits(
+        max_model_len=device.sizes.max_model_len,
+        num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        max_restored_while_serving=_MAX_RESTORED[settings.kv_log],
+        max_restored_while_serving=_MAX_RESTORED[device.start.settings.log.mode],
         work=StepWork.of(device.model, device.start.num_attention_on_device),
     )
 

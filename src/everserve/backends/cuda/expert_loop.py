@@ -15,6 +15,7 @@ from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.slot_changes import ChangeableSlots
 
 _TURN_NS = 200_000  # how long to be away while graphs are queued
 _NAP_NS = 50_000
@@ -27,13 +28,14 @@ class CudaExpertLoop(ExpertService):
         self,
         start: StartWorker,
         server: CudaServer,
+        slots: ChangeableSlots,
         cell: Cell,
         warden: Warden,
         control: ControlEnd,
         leave: LeaveRequest,
         events: EventLog,
     ) -> None:
-        super().__init__(start, cell, warden, control, leave, events)
+        super().__init__(start, slots, cell, warden, control, leave, events)
         self._server = server
         self._nothing = Memory(8)  # a word that never changes
         self._alarm_seen = self._control_seen = 0
@@ -70,6 +72,8 @@ class CudaExpertLoop(ExpertService):
 
     def _wait(self) -> None:
         self._cell.advance()
+        if self._changes.is_pending:
+            return
         if self._is_needed:
             outcome = load()(
                 self._nothing.address, 1, self._cell.address, self._control_seen, self._warden.alarm_address,

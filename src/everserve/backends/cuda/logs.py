@@ -1,4 +1,4 @@
-"""The KV log of an attention worker on a GPU, and those of others as its device reaches them.
+"""The Kind.KV log of an attention worker on a GPU, and those of others as its device reaches them.
 
 anchor   the pool is device memory that outlives us; the log without its blocks is host memory, into which kernels
          write words
@@ -23,8 +23,8 @@ from everserve.backends.cuda.predecessor import Predecessor, own
 from everserve.engine.journal import Journal
 from everserve.kvlog.log import Log
 from everserve.memory.device import CudaError, Mapping
-from everserve.memory.names import KV, LOG
 from everserve.model.decoder import Decoder
+from everserve.tables.memory import Kind
 from everserve.worker.logs import KeptLogs, close_fds
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 class CudaLogs:
     """`memory`: by kind; the descriptors of the log and of its blocks are ours."""
 
-    def __init__(self, device: Device, memory: dict[str, int]) -> None:
+    def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
         self._device = device
         self._shape = device.sizes.log
         self._own: Log | None = None
-        if LOG in memory:
-            fds = memory[LOG], memory.get(KV)
+        if Kind.LOG in memory:
+            fds = memory[Kind.LOG], memory.get(Kind.KV)
             self._own = self._open(*fds)
             close_fds(*fds)
             self._predecessor = Predecessor(self._own)
@@ -56,7 +56,7 @@ class CudaLogs:
         self._predecessor.wait()
         own(own_log)
         head = device.driver.register_host(own_log.layout.base, self._shape.head_bytes)
-        words, max_rows = head + own_log.layout.words_at, device.start.settings.max_num_batched_tokens
+        words, max_rows = head + own_log.layout.words_at, device.start.settings.engine.max_num_batched_tokens
         side = SideStream(device.torch_device)
         mirror = Reach(own_log, device.driver) if own_log.elsewhere is None else None
         return Journal(CudaLogWriter(own_log, kv_pool.data_ptr(), words, max_rows, side, mirror))
@@ -71,7 +71,7 @@ class CudaLogs:
         try:
             return self._open(fd, kv_fd)
         except CudaError as error:
-            log.warning("a KV cache cannot be reached, so its streams cannot be restored here: %s", error)
+            log.warning("a Kind.KV cache cannot be reached, so its streams cannot be restored here: %s", error)
             return None
 
     def _open(self, fd: int, kv_fd: int | None) -> Log:
@@ -100,7 +100,7 @@ def rehearse_log(device: Device) -> None:
     """Load the kernels that a worker like this needs for its log, over one block. They depend on what a block is like,
     and on whether there is a mirror; where everything is does not matter. Nothing is right or in reach, so no kernel
     writes into the log."""
-    kind = device.start.settings.kv_log
+    kind = device.start.settings.log.mode
     if kind == "off":
         return
     shape = replace(device.sizes.log, num_blocks=1, num_records=1, max_blocks=1)
@@ -114,7 +114,7 @@ def rehearse_log(device: Device) -> None:
         rehearsed,
         pool.data_ptr(),
         head + rehearsed.layout.words_at,
-        device.start.settings.max_num_batched_tokens,
+        device.start.settings.engine.max_num_batched_tokens,
         SideStream(device.torch_device),
         _OutOfReach() if kind == "mirror" else None,
     )

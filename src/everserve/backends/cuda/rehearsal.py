@@ -34,6 +34,7 @@ from everserve.model.decoder import Decoder
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
 from everserve.procs.device_descriptors import entrust
 from everserve.tables.ids import Role
+from everserve.tables.slots import EMPTY
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.lease import LEASE_S
@@ -88,7 +89,7 @@ def _rehearse_attention(device: Device) -> None:
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
     weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan, nowhere.view, is_complete=True)
     decoder = Decoder(model, weights, ops, sizes.max_model_len)
-    num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.block_size)
+    num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.engine.block_size)
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
     if Role.EXPERT in start.roles:
@@ -102,11 +103,11 @@ def _rehearse_attention(device: Device) -> None:
         start.incarnation,
         cell,
         Warden(cell, _DETECT_MS),
-        lane_shape(device, start.lane_slots),
+        lane_shape(device, start.capacity.slots_per_layer),
         model.moe_layers,
         model.num_experts,
         device.driver,
-        range(start.num_attention, start.num_workers),
+        range(start.capacity.max_workers),
         ops.words,
     )
     experts = CudaExperts(
@@ -135,8 +136,8 @@ def _rehearse_expert(device: Device) -> None:
         device.driver,
         _arena(model, num_slots, nowhere),
         lane_shape(device, num_slots),
-        start.num_attention,
-        torch.zeros(len(model.moe_layers), num_slots, dtype=torch.int32),
+        start.capacity.max_workers,
+        torch.full((len(model.moe_layers), num_slots), EMPTY, dtype=torch.int32),
         nowhere.address,
         device.torch_device,
     )

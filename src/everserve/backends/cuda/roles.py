@@ -6,7 +6,7 @@ from everserve.backends.cuda.build import (
     build_decoder,
     build_forward,
     build_server,
-    engine_config,
+    engine_limits,
     lane_shape,
     make_recorder,
     open_device,
@@ -21,9 +21,9 @@ from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
-from everserve.memory.names import BELL
 from everserve.seam.captured import CapturedExperts
 from everserve.tables.ids import Role
+from everserve.tables.memory import Kind
 from everserve.worker.expert_service import ExpertService
 from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
@@ -53,7 +53,8 @@ def build_attention(around: Surroundings) -> AttentionParts:
     weights.complete()
     kv_pool = logs.make_pool(decoder)
     forward = build_forward(device, decoder, kv_pool, experts, recorder)
-    engine = Engine(engine_config(device), device.ops, forward, journal=logs.make_journal(kv_pool))
+    journal = logs.make_journal(kv_pool)
+    engine = Engine(start.settings.engine, engine_limits(device), device.ops, forward, journal=journal)
     rehearse_sampling(device)
     if isinstance(experts, CudaExperts):
         experts.rehearse()
@@ -66,10 +67,10 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, device = around.start, _open(around)
     weights = SeatWeights(device, around.memory)
-    server = build_server(device, weights, around.memory[BELL])
+    server, slots = build_server(device, weights, around.memory[Kind.BELL])
     weights.complete()
     loop = CudaExpertLoop(
-        start, server, around.cell, around.warden, around.control, around.leave, around.events
+        start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
     return loop, device.ops.name
 
@@ -87,11 +88,11 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         start.incarnation,
         around.cell,
         around.warden,
-        lane_shape(device, start.lane_slots),
+        lane_shape(device, start.capacity.slots_per_layer),
         model.moe_layers,
         model.num_experts,
         device.driver,
-        range(start.num_attention, start.num_workers),
+        range(start.capacity.max_workers),
         device.ops.words,
     )
     experts = CudaExperts(

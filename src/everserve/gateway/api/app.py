@@ -45,8 +45,8 @@ def create_app(gateway: Gateway) -> FastAPI:
             route.methods.add("HEAD")  # as HTTP has it; the server leaves the body out
     app.state.gateway = gateway
     app.state.metrics = Metrics(gateway)
-    settings = gateway.settings
-    app.add_middleware(AllowedHosts, names=[settings.listen_host, *settings.allowed_hosts])
+    config = gateway.config
+    app.add_middleware(AllowedHosts, names=[config.listen_host, config.host, *config.allowed_hosts])
     app.add_middleware(RequestIds, responses=gateway.responses)  # outside of the other
     app.openapi = functools.cache(lambda: openapi.document(app, gateway.access))  # type: ignore[method-assign]
     return app

@@ -47,7 +47,7 @@ class Metrics(Collector):
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._model = gateway.settings.served_model_names[0]
+        self._model = gateway.config.served_model_names[0]
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)

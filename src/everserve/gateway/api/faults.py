@@ -37,7 +37,7 @@ _decoder = msgspec.json.Decoder(FaultRequest)
 async def inject_fault(http_request: Request) -> Response:
     """Answers when the signal has been sent."""
     gateway = gateway_of(http_request)
-    if not gateway.settings.enable_chaos:
+    if not gateway.config.enable_chaos:
         raise HttpError(403, "Fault injection is off: start the server with --enable-chaos to allow it.")
     fault = await read_json(http_request, _decoder)
     if (fault.rank is None) == (fault.process is None):

@@ -17,7 +17,7 @@ router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 @router.get("/v1/models", openapi_extra=describe(ModelList))
 async def list_models(request: Request) -> Response:
     gateway = gateway_of(request)
-    return JsonResponse(ModelList(data=[_model(gateway, name) for name in gateway.settings.served_model_names]))
+    return JsonResponse(ModelList(data=[_model(gateway, name) for name in gateway.config.served_model_names]))
 
 
 @router.get("/v1/models/{model:path}", openapi_extra=describe(Model))
@@ -31,6 +31,6 @@ def _model(gateway: Gateway, name: str) -> Model:
     return Model(
         id=name,
         created=gateway.started_unix_s,
-        root=Path(gateway.settings.model).name,
+        root=Path(gateway.config.model).name,
         max_model_len=gateway.limits().max_total_tokens,
     )

@@ -14,8 +14,8 @@ import hashlib
 import hmac
 import ipaddress
 
+from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http.errors import HttpError
-from everserve.wire.messages import StartGateway
 
 Owner = str  # the name of the key that a request brought
 ANYONE: Owner = ""  # it brought none, and none is needed
@@ -25,14 +25,14 @@ _ADMIN: Owner = "admin"
 class Access:
     """The keys of this server. They are compared by their digests: in constant time, whatever their lengths."""
 
-    def __init__(self, settings: StartGateway) -> None:
-        names = {_digest(key.encode()): f"key{n}" for n, key in reversed([*enumerate(settings.api_keys, 1)])}
+    def __init__(self, config: GatewayConfig) -> None:
+        names = {_digest(key.encode()): f"key{n}" for n, key in reversed([*enumerate(config.api_keys, 1)])}
         self.needs_key = bool(names)
-        self.has_admin_key = settings.admin_key is not None
-        if settings.admin_key is not None:
-            names[_digest(settings.admin_key.encode())] = _ADMIN
+        self.has_admin_key = config.admin_key is not None
+        if config.admin_key is not None:
+            names[_digest(config.admin_key.encode())] = _ADMIN
         self._names = names
-        self._is_on_loopback = is_loopback(settings.listen_host)
+        self._is_on_loopback = is_loopback(config.listen_host)
 
     @property
     def has_keys(self) -> bool:

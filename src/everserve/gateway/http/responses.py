@@ -182,6 +182,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     kv_cache_usage: float
+    device: int | None  # that it computes on; null: on CPUs
     slots: int  # places for experts, per layer, shadows included
     shadow_slots: int
     note: str  # what an operator should know
@@ -199,12 +200,21 @@ class SparesView(msgspec.Struct, kw_only=True):
     wanted: int
 
 
+class ConditionsView(msgspec.Struct, kw_only=True):
+    """What violates each of the three conditions of validity (tables/validity.py)."""
+
+    peers: list[str]
+    coverage: list[str]
+    epochs: list[str]  # attention workers that do not use the published routes yet: normal for the length of a step
+
+
 class ClusterView(msgspec.Struct, kw_only=True):
     """`/cluster`: who is here; no violations = valid."""
 
     epoch: int
     violations: list[str]
     degraded: list[str]
+    conditions: ConditionsView
     experts_without_place: int  # over all layers
     processes: list[ProcessView]
     spares: SparesView

@@ -2,12 +2,13 @@
 
 from collections import Counter, defaultdict
 
-from everserve.gateway.http.responses import ClusterView, ProcessView, SparesView, WorkerView
+from everserve.gateway.http.responses import ClusterView, ConditionsView, ProcessView, SparesView, WorkerView
 from everserve.gateway.observe.story import Story
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
-from everserve.tables.ids import Rank
+from everserve.tables.ids import NO_DEVICE, Rank
 from everserve.tables.members import Members, Process, Worker
+from everserve.tables.validity import Conditions
 from everserve.wire.messages import ClusterChanged, ProcessesChanged
 
 _NUM_RECENT = 5
@@ -23,7 +24,7 @@ class Cluster:
         self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
         self._story = story
-        self._violations: tuple[str, ...] = ()
+        self._conditions = Conditions()
         self._degraded: tuple[str, ...] = ()
         self.num_experts_without_place = 0
         self._stale_at_orchestrator = RestartingCounter()
@@ -45,7 +46,7 @@ class Cluster:
         self.orchestrator_is_gone = False
         self.members = change.members
         self._story.learn(change.members.workers)
-        self._violations = change.violations
+        self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
         self._stale_at_orchestrator.update(change.num_stale)
@@ -61,7 +62,7 @@ class Cluster:
         """Why requests cannot run now. Unknown is not healthy."""
         if self.members is None:
             return ("no membership table has been published yet",)
-        return self._violations
+        return self._conditions.violations
 
     def degraded(self) -> tuple[str, ...]:
         """What is missing although requests run. No request needs the orchestrator: its absence is no violation."""
@@ -84,6 +85,11 @@ class Cluster:
             epoch=self.epoch,
             violations=list(self.violations()),
             degraded=list(self.degraded()),
+            conditions=ConditionsView(
+                peers=list(self._conditions.peers),
+                coverage=list(self._conditions.coverage),
+                epochs=list(self._conditions.epochs),
+            ),
             experts_without_place=self.num_experts_without_place,
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
@@ -106,6 +112,7 @@ class Cluster:
             running=stats.num_running if stats else 0,
             waiting=stats.num_waiting if stats else 0,
             kv_cache_usage=stats.kv_usage if stats else 0.0,
+            device=worker.device if worker.device != NO_DEVICE else None,
             slots=worker.slots,
             shadow_slots=worker.shadow_slots,
             note=worker.note,

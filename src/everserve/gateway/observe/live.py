@@ -15,6 +15,7 @@ from msgspec import UNSET, UnsetType
 from starlette.types import Receive, Scope, Send
 
 from everserve import __version__
+from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http import sse
 from everserve.gateway.http.access import Access
 from everserve.gateway.http.exchange import watch_disconnect
@@ -24,7 +25,6 @@ from everserve.gateway.observe.incidents import Entry
 from everserve.gateway.observe.story import Story
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.pulse import TICK_S, Tick
-from everserve.wire.messages import StartGateway
 
 NUM_TICKS = 1200  # five minutes
 
@@ -52,12 +52,12 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 class Live:
     """The last minutes, and who watches."""
 
-    def __init__(self, settings: StartGateway, access: Access, fleet: Fleet, cluster: Cluster, story: Story) -> None:
+    def __init__(self, config: GatewayConfig, access: Access, fleet: Fleet, cluster: Cluster, story: Story) -> None:
         self.hello = Hello(
             gateway=uuid.uuid4().hex,
             version=__version__,
-            models=settings.served_model_names,
-            enable_chaos=settings.enable_chaos and access.may_administer,
+            models=config.served_model_names,
+            enable_chaos=config.enable_chaos and access.may_administer,
             tick_s=TICK_S,
             num_ticks=NUM_TICKS,
         )

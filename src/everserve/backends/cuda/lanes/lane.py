@@ -5,11 +5,13 @@
     flag      int32   what the attention worker's stream waits for: -1 when something was sent, 0 when it was answered.
                       Whoever wants to end the wait writes 0; whether the answer is there is for `answer` to say.
     answer    int64   the sequence number that was answered last
-    status    int64   of that answer: 0 computed, otherwise why not (everserve.backends.cpu.lane.STATUSES)
+    status    int64   of that answer: 0 computed, otherwise why not (seam/outcomes.py: Status)
     request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
                       begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
-    counts    int32   for each slot: how many of the box's rows it is to compute; rows are sorted by slot
+    counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it is believed to
+                      hold, count | (expert + 1) << COUNT_BITS; rows are sorted by slot. A slot that holds another one
+                      does not compute: its word gets the sign bit, and the answer says MOVED
     x, y      bf16    max_tokens * top_k rows each
 
 A new lane is all zeros, and that is how it begins: neither end has to do anything before the other may use it.
@@ -29,6 +31,15 @@ _GRANULE = 2 << 20  # of device memory
 _BF16_BYTES = 2
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
+# A slot gets each token at most once, so a count is at most max_tokens. 16 bits would be too few for them: how many
+# tokens are in a step is a setting without a limit. 11 bits are left for the expert.
+COUNT_BITS = 20
+MAX_EXPERTS = (1 << 31 - COUNT_BITS) - 1
+
+
+def moved_expert(word: int) -> int | None:
+    """The expert that a slot was asked for and does not hold; None if the slot's word is not marked so."""
+    return (word + (1 << 31) >> COUNT_BITS) - 1 if word < 0 else None
 
 
 @dataclass(frozen=True)
@@ -42,6 +53,7 @@ class CudaLaneShape:
 
     def __post_init__(self) -> None:
         assert min(self.max_tokens, self.top_k, self.num_slots) > 0, self
+        assert self.max_tokens < 1 << COUNT_BITS, "more tokens than a count can count"
         assert self.hidden_size > 0 and self.hidden_size % 8 == 0, "rows begin at multiples of 16 bytes"
 
     @property

@@ -14,7 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everserve.backends.cuda.lanes.lane import ANSWER_AT, FLAG_AT, STATUS_AT, CudaLaneShape
+from everserve.backends.cuda.lanes.lane import (
+    ANSWER_AT,
+    FLAG_AT,
+    MAX_EXPERTS,
+    NUM_BOXES,
+    STATUS_AT,
+    CudaLaneShape,
+    moved_expert,
+)
 from everserve.backends.cuda.lanes.send import NOBODY, SendState, places
 from everserve.backends.cuda.ops.words import Words
 from everserve.memory.device import Driver, Region
@@ -51,6 +59,7 @@ class CudaPeers(Peers):
         expert_ranks: range,
         words: Words,
     ) -> None:
+        assert num_experts <= MAX_EXPERTS
         super().__init__(rank, incarnation, cell, warden, moe_layers, num_experts)
         self.is_in_step = False
         self._driver = driver
@@ -138,6 +147,13 @@ class CudaPeers(Peers):
         if not self._has_answered(rank):
             return 0
         return int.from_bytes(self._driver.read(self._region.address(rank) + STATUS_AT, 8), "little")
+
+    def moved_places(self, rank: Rank) -> set[tuple[int, int]]:
+        """The (slot, expert) that it has marked in the last request, which it has answered with MOVED."""
+        shape, box = self.state.shape, int(self.state.sent_E[rank].item()) % NUM_BOXES
+        words = self._driver.read(self._region.address(rank) + shape.counts_at(box), 4 * shape.num_slots)
+        experts = map(moved_expert, np.frombuffer(words, np.int32).tolist())
+        return {(slot, expert) for slot, expert in enumerate(experts) if expert is not None and expert >= 0}
 
     def take_back(self, ranks: Sequence[Rank]) -> list[int]:
         """These have not answered in this layer, or have refused, and are not waited for any more: how many rows each

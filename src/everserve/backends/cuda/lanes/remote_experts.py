@@ -7,6 +7,7 @@ The host waits for the end of the whole step. If somebody is suspected meanwhile
 the device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
 
     the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
+    a slot holds another expert than our routes say                   likewise, and nobody is suspected
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
 
 A flag that was written for nothing does no harm: the step stops, and goes on waiting from there. What is to be told
@@ -27,7 +28,7 @@ from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.waiting import load
 from everserve.errors import StepAbandoned
 from everserve.memory.device import Driver
-from everserve.seam.outcomes import STATUSES, Outcome
+from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.symptoms import Symptom
@@ -60,6 +61,7 @@ class CudaExperts:
         on_replay: Callable[[Rank, int, int], None],
     ) -> None:
         self.num_replayed_rows = 0
+        self.num_moved_rows = 0  # of requests that were answered "moved"
         self._peers = peers
         self._state = peers.state
         self._ops = ops
@@ -168,21 +170,27 @@ class CudaExperts:
             raise StepAbandoned(layer, (missing - 1,))
         late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
         suspicions: list[Suspicion] = []
+        moved: list[Rank] = []
         for rank in late:
             peer = peers.trusted(rank)
             status = peers.has_refused(rank) if peer is not None else 0
-            if peer is not None and status:
-                suspicions.append(peers.suspect(peer, STATUSES.get(status, Symptom.REFUSED)))
+            places = peers.moved_places(rank) if status == Status.MOVED else set()
+            if places:
+                peers.note_moved(rank, layer, places)
+                moved.append(rank)
+            elif peer is not None and status:
+                suspicions.append(peers.suspect(peer, SYMPTOMS.get(status, Symptom.REFUSED)))
             elif peer is not None:
                 peers.await_again(rank)
         lost = [rank for rank in late if peers.trusted(rank) is None]
+        self.num_moved_rows += sum(peers.take_back(moved))
         peers.upload()
         # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.
         rows = peers.take_back(lost) if lost else []
         self.num_replayed_rows += sum(rows)
         self._untold.append(partial(self._tell, suspicions))
         self._untold += [partial(self._on_replay, rank, layer, num) for rank, num in zip(lost, rows, strict=True)]
-        return bool(lost)
+        return bool(lost or moved)
 
     def _look_at_the_silent(self) -> list[Suspicion]:
         """Nothing came for detect_ms. A peer whose process lives may be stuck all the same; not if it has answered

@@ -1,6 +1,6 @@
 """The attention worker's kernels for one layer with experts.
 
-    plan      where does each row go? counts into the boxes, y_row_TK for the others
+    plan      where does each row go? counts, with the experts they are for, into the boxes; y_row_TK for the others
     post      x rows into the boxes; then the requests, and our position
               (the stream waits until flag >= 0 in every lane that may have been sent something)
     collect   is every answer there? then the sum of y rows, straight out of the boxes, by y_row_TK;
@@ -23,13 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everserve.backends.cuda.lanes.lane import CudaLaneShape
+from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import chunk_of, combine_columns, combine_row
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 
 _POST_COLUMNS = 2048
 NOBODY = -1
+_COUNT_BITS = tl.constexpr(COUNT_BITS)
 
 
 def places(rank_LN: Tensor, slot_LN: Tensor, num_ranks: int, num_slots: int) -> tuple[Tensor, Tensor]:
@@ -195,7 +196,8 @@ def _plan_kernel(
             if slot == S - 1:
                 tl.store(rows + rank, tl.where(is_there, before + count, 0))
         counts_at = region + rank.to(tl.int64) * LANE_BYTES + COUNTS_AT + box * COUNTS_BYTES + slot * 4
-        tl.store(counts_at.to(tl.pointer_type(tl.int32)), count, mask=is_there)
+        word = count | ((expert + 1) << _COUNT_BITS)
+        tl.store(counts_at.to(tl.pointer_type(tl.int32)), word, mask=is_there)
 
 
 @triton.jit

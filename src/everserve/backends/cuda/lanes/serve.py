@@ -10,7 +10,8 @@ That is up to one expert worker, whom the attention workers name (send.py): if t
 would let another one begin, and so on for good.
 
 It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
-that, or has written before, costs it a request, not us a crash.
+that, or has written before, costs it a request, not us a crash. It also compares the experts that the counts are for
+with those that the slots hold now; the host changes a slot only while no kernel of ours runs that could use it.
 
 If there is nothing to do there are no tiles, and the other kernels fall through.
 
@@ -29,12 +30,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from everserve.backends.cuda.lanes.lane import CudaLaneShape
+from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
+from everserve.seam.outcomes import Status
 
-BAD_REQUEST, NO_SUCH_SLOT = 2, 3  # everserve.backends.cpu.lane.STATUSES
 _ROWS_AT_A_TIME = 64
 # A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most (attention seldom takes
 # longer), and hardly at all if there is nothing and nobody is in the middle of a step. It may wait longer than that, in
@@ -43,8 +44,11 @@ _ROWS_AT_A_TIME = 64
 # ahead too soon, all weights are read once more in every layer until the step ends.
 _LIMITS = (320, 1024, 4096)
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
-_BAD = tl.constexpr(BAD_REQUEST)
-_EMPTY = tl.constexpr(NO_SUCH_SLOT)
+_BAD = tl.constexpr(int(Status.BAD_REQUEST))
+_MOVED = tl.constexpr(int(Status.MOVED))
+_COUNT_BITS = tl.constexpr(COUNT_BITS)
+_COUNT_MASK = tl.constexpr((1 << COUNT_BITS) - 1)
+_IS_MOVED = tl.constexpr(-(1 << 31))  # in a slot's word of an answer
 _ORDINARY = tl.constexpr(1 << 15)  # added to the layer of a request that is no replay; layers have 14 bits
 _NOTHING = tl.constexpr(1 << 16)
 # The position of one that has sent its first layer. Whoever is there, or not even there, may have to stand back for
@@ -58,7 +62,7 @@ class ServeState:
     """What the kernels know of the lanes of attention ranks 0..A-1, and the batch at hand.
 
     region is the address of the lane of rank 0. The host changes `healthy_A` and maps or unmaps lanes only while no
-    kernel of this worker runs; it may change `limits` and `filled_LS` at any time.
+    kernel of this worker runs; it may change `limits` at any time, and `held_LS` as its slots change (server.py).
     """
 
     shape: CudaLaneShape
@@ -68,9 +72,9 @@ class ServeState:
     bell: int  # its address; 0: nobody waits for it
     healthy_A: Tensor  # int32, 1: look at this lane. Where it is 0, nothing is touched
     taken_A: Tensor  # int64: the last request that was answered. 0 with a new lane
-    filled_LS: Tensor  # int32, 1: there is an expert in this slot
+    held_LS: Tensor  # int32: the expert in this slot, or -1
     limits: Tensor  # int32: max_spins, patience, first_patience, in polls of about 0.6 us
-    held: Tensor  # int32: how long there has been nothing but waiting for company, in polls
+    num_waits: Tensor  # int32: how long there has been nothing but waiting for company, in polls
     num_passed: Tensor  # int32: batches since somebody stands back
     layer: Tensor  # int32: the layer of this batch, or -1
     seq_A: Tensor  # int64: the requests that are answered with this batch, or 0
@@ -112,9 +116,9 @@ class ServeState:
             bell,
             healthy_A=zeros(num_ranks),
             taken_A=zeros(num_ranks, dtype=torch.int64),
-            filled_LS=zeros(num_layers, num_slots),
+            held_LS=zeros(num_layers, num_slots) - 1,
             limits=torch.tensor(_LIMITS, dtype=torch.int32, device=device),
-            held=zeros(1),
+            num_waits=zeros(1),
             num_passed=zeros(1),
             layer=zeros(1),
             seq_A=zeros(num_ranks, dtype=torch.int64),
@@ -136,9 +140,9 @@ class ServeState:
 
 def choose(state: ServeState) -> None:
     """Look for requests, for limits[0] polls at most; take those of one layer."""
-    shape, (num_layers, num_slots) = state.shape, state.filled_LS.shape
+    shape, (num_layers, num_slots) = state.shape, state.held_LS.shape
     _choose_kernel[(1,)](
-        state.region, state.bell, state.healthy_A, state.taken_A, state.filled_LS, state.limits, state.held,
+        state.region, state.bell, state.healthy_A, state.taken_A, state.held_LS, state.limits, state.num_waits,
         state.num_passed, state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
         **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
@@ -185,14 +189,14 @@ def _layers_of(request):
 
 @triton.jit
 def _look(
-    region, ranks, is_healthy, last, limits, held_at, num_passed_at,
+    region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at,
     A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
     """The layer to compute, or -1; and what everybody has asked for last."""
     spins = tl.load(limits)
     patience = tl.load(limits + 1)
     first_patience = tl.load(limits + 2)
-    held = tl.load(held_at)
+    num_waits = tl.load(num_waits_at)
     num_passed = tl.load(num_passed_at)
     requests = words64(region, ranks, LANE_BYTES, REQUEST)
     positions = words32(region, ranks, LANE_BYTES, POSITION)
@@ -205,16 +209,16 @@ def _look(
         position = tl.atomic_add(positions, 0, mask=is_healthy, sem="acquire", scope="sys")
         request = tl.atomic_add(requests, 0, mask=is_healthy, sem="acquire", scope="sys")
         is_new = is_healthy & ((request >> 16) > last)
-        may_stand_back = (held < first_patience) & (num_passed < A * L)
+        may_stand_back = (num_waits < first_patience) & (num_passed < A * L)
         first, num_back = _first(request, position, is_healthy, is_new, may_stand_back, L)
         layer = first % _ORDINARY
         is_coming = is_healthy & (is_new == 0) & (position > 0) & (position - 1 <= layer)
         is_coming &= (position > _BEGINNING) | (layer <= 1)
         limit = tl.where(layer == 0, first_patience, patience)
-        waits = (first >= _ORDINARY) & (held < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
+        waits = (first >= _ORDINARY) & (num_waits < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
         is_idle = (first == _NOTHING) & (num_back == 0)
-        held = tl.where((chosen >= 0) | is_idle, 0, held + 1)
+        num_waits = tl.where((chosen >= 0) | is_idle, 0, num_waits + 1)
         num_nonsense = tl.sum((is_new & (_layers_of(request) >= L)).to(tl.int32))
         is_amid = is_healthy & (position >= _BEGINNING)
         spins -= tl.where(is_idle & (tl.sum(is_amid.to(tl.int32)) == 0), _IDLE_COST, 1)
@@ -222,7 +226,7 @@ def _look(
         if ON_DEVICE:  # noqa: SIM102 (a constant of the kernel, and a value)
             if spins > 0:
                 spins = _after_nap(spins)
-    tl.store(held_at, held)
+    tl.store(num_waits_at, num_waits)
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
     return chosen, request
 
@@ -248,7 +252,7 @@ def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexp
 
 @triton.jit
 def _choose_kernel(
-    region, bell, healthy, taken, filled, limits, held_at, num_passed_at,
+    region, bell, healthy, taken, held_LS, limits, num_waits_at, num_passed_at,
     layer_at, seq_A, status_A, counts_AS, served, stop,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
@@ -263,7 +267,7 @@ def _choose_kernel(
     is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
     last = tl.load(taken + ranks, mask=ranks < A, other=0)
     chosen, request = _look(
-        region, ranks, is_healthy, last, limits, held_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
+        region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
     )  # fmt: skip
     tl.store(layer_at, chosen)
 
@@ -273,16 +277,21 @@ def _choose_kernel(
     is_ours = is_new & (_layers_of(request) == chosen)
     slots = tl.arange(0, SB)
     boxes = region + ranks.to(tl.int64) * LANE_BYTES + COUNTS_AT + (seq & 1) * COUNTS_BYTES
-    counts_at = boxes[:, None] + slots[None, :] * 4
-    is_count = is_ours[:, None] & (slots < S)[None, :]
-    counts = tl.load(counts_at.to(tl.pointer_type(tl.int32)), mask=is_count, other=0)
-    is_filled = tl.load(filled + chosen * S + slots, mask=(slots < S) & (chosen >= 0), other=0) != 0
-    is_sane = (counts >= 0) & (counts <= LANE_MAX_ROWS)
+    words_at = (boxes[:, None] + slots[None, :] * 4).to(tl.pointer_type(tl.int32))
+    is_word = is_ours[:, None] & (slots < S)[None, :]
+    words = tl.load(words_at, mask=is_word, other=0)
+    counts = words & _COUNT_MASK
+    named = (words >> _COUNT_BITS) - 1
+    held = tl.load(held_LS + chosen * S + slots, mask=(slots < S) & (chosen >= 0), other=-1)
+    is_sane = (counts == 0) | ((named >= 0) & (counts <= LANE_MAX_ROWS))
     counts = tl.where(is_sane, counts, 0)
     num_rows = tl.sum(counts, axis=1)
     is_bad = (tl.min(is_sane.to(tl.int32), axis=1) == 0) | (num_rows > LANE_MAX_ROWS) | is_nonsense
-    is_misled = tl.sum(tl.where(is_filled[None, :], 0, counts), axis=1) > 0
-    status = tl.where(is_bad, _BAD, tl.where(is_misled, _EMPTY, 0))
+    is_moved = (counts > 0) & (named != held[None, :])
+    num_moved = tl.sum(is_moved.to(tl.int32), axis=1)
+    if tl.sum(num_moved) > 0:
+        tl.store(words_at, words | _IS_MOVED, mask=is_word & is_moved)
+    status = tl.where(is_bad, _BAD, tl.where(num_moved > 0, _MOVED, 0))
     # What is too much is left for the next batch.
     fits = tl.cumsum(tl.where(is_ours & (status == 0), num_rows, 0), 0) <= MAX_ROWS
     is_served = is_ours & (status == 0) & fits

@@ -15,6 +15,7 @@ from everserve.backends.cuda.lanes.lane import REQUEST_AT, CudaLaneShape
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
 from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
+from everserve.tables.slots import EMPTY
 
 _QUEUED = 8  # graphs
 _RING_EVERY_S = 50e-6
@@ -32,7 +33,7 @@ class Served(NamedTuple):
 
 
 class CudaServer:
-    """`num_slots` are filled by whoever owns the arena; `filled` says which."""
+    """Slots are filled by whoever owns the arena; `held_LS` says with which experts, -1 where there is none."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class CudaServer:
         arena: ExpertArena,
         shape: CudaLaneShape,
         num_ranks: int,
-        filled_LS: torch.Tensor,
+        held_LS: torch.Tensor,
         bell: int,
         device: torch.device,
     ) -> None:
@@ -52,7 +53,7 @@ class CudaServer:
         self._state = serve.ServeState.empty(
             shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell
         )  # fmt: skip
-        self._state.filled_LS.copy_(filled_LS)
+        self._state.held_LS.copy_(held_LS)
         self._h_RF = torch.empty(shape.max_rows, arena.expert_size, dtype=torch.bfloat16, device=device)
         self._stream = torch.cuda.Stream(device)
         self._queued: deque[torch.cuda.Event] = deque()
@@ -80,6 +81,15 @@ class CudaServer:
         """Who is not is neither served nor waited for."""
         self.drain()
         self._set_healthy(rank, is_healthy)
+
+    def empty(self, layer_index: int, slot: int) -> None:
+        """Nothing of ours reads this slot's weights afterwards, until `hold`."""
+        self.drain()
+        self._set_held(layer_index, slot, EMPTY)
+
+    def hold(self, layer_index: int, slot: int, expert: int) -> None:
+        """Its weights are there: what the current stream has written, it has written before this."""
+        self._set_held(layer_index, slot, expert)
 
     def top_up(self, may_be_large: bool) -> None:
         """Queue graphs, as many as there should be. Whoever asks for much is served sooner by those that expect it."""
@@ -114,6 +124,10 @@ class CudaServer:
         self._state.healthy_A[rank] = int(is_healthy)
         torch.cuda.synchronize()
         self._driver.write(self._bell, _RING)
+
+    def _set_held(self, layer_index: int, slot: int, expert: int) -> None:
+        self._state.held_LS[layer_index, slot] = expert
+        torch.cuda.current_stream().synchronize()
 
     def _has_asked(self, rank: Rank) -> bool:
         """Whether it has sent a request that is not answered. Nothing of ours may be running."""

@@ -6,7 +6,7 @@
                               |                  |
                               |                  `--a box is needed--> still arrived, but copied out of the box
                               |--peer not trusted any more--> lost     its rows are sent again, marked as a replay
-                              `--answer says no-----------> refused    likewise
+                              `--answer says no or moved--> refused    likewise
 
    Nothing here decides whom to trust: `ends[rank].trusted` and the owners of experts are set by peers.py. */
 
@@ -61,7 +61,6 @@ struct exchange {
     const float **row_at;
     float *spill; /* room for every row of a layer; touched only when needed */
     int64_t num_experts, timeout_ns, spin_ns;
-    int64_t fixed_share, fixed_first; /* to measure what tables cost: expert e is at rank first + e / share, for good */
     int64_t alarm_seen, control_seen;
     /* What to do once the rows of a layer are on their way, before waiting for them; NULL: nothing. */
     void (*meanwhile)(void *arg, int64_t layer);
@@ -80,11 +79,11 @@ struct exchange {
 };
 
 static int64_t owner_of(const struct exchange *e, int32_t expert) {
-    return e->fixed_share ? e->fixed_first + expert / e->fixed_share : e->owner[expert];
+    return e->owner[expert];
 }
 
 static int32_t slot_of(const struct exchange *e, int32_t expert) {
-    return e->fixed_share ? (int32_t)(expert % e->fixed_share) : e->slot_of[expert];
+    return e->slot_of[expert];
 }
 
 static bool is_answered(const struct layout *layout, const struct end *end, int64_t b) {
@@ -178,7 +177,7 @@ static void append(struct exchange *e, struct end *end, int64_t t, int64_t r) {
     }
     int64_t i = end->num_rows++;
     tokens_of(layout, box)[i] = (int32_t)(end->num_tokens - 1);
-    slots_of(layout, box)[i] = slot_of(e, e->ids[r]);
+    slots_of(layout, box)[i] = row_word(slot_of(e, e->ids[r]), e->ids[r]);
     end->replay |= e->row_part[r] != NO_PART;
     e->row_part[r] = (int32_t)end->filling;
     e->row_at[r] = y_of(layout, box) + (size_t)i * size;

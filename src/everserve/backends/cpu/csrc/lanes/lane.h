@@ -8,6 +8,10 @@
    number in `answer` (release). Sequence numbers of a lane only grow, and an answer counts only if it is exactly the
    number asked for: whatever else stands in that word, from a late or confused peer, is no answer.
 
+   A row's word names a slot *and* the expert that the sender believes to be in it. Slots are refilled while streams
+   run, so the sender's routes may be out of date: a row whose expert is not in that slot any more is not computed.
+   The whole request is answered MOVED then, with IS_MOVED set in the words of such rows.
+
    Whoever reads from a lane copies sizes and indices into its own memory first and checks the copies. The other side
    may die, or be stopped, at any instruction. */
 
@@ -38,8 +42,16 @@ struct lane_header {
     int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for whoever debugs */
 };
 
-/* Why a request was not computed; 0: it was. seam/outcomes.py: STATUSES. */
-enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3 };
+/* Why a request was not computed; 0: it was. seam/outcomes.py: Status. */
+enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3, MOVED = 4 };
+
+/* A row's word: the slot in the low bits, the expert above it, IS_MOVED in an answer. lane.py has the same numbers. */
+#define SLOT_BITS 16
+#define IS_MOVED INT32_MIN
+
+static inline int32_t row_word(int32_t slot, int32_t expert) { return slot | expert << SLOT_BITS; }
+static inline int32_t slot_in(int32_t word) { return word & ((1 << SLOT_BITS) - 1); }
+static inline int32_t expert_in(int32_t word) { return word >> SLOT_BITS; }
 
 struct box {
     /* The attention worker's line. */

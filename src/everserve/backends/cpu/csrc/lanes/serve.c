@@ -33,7 +33,7 @@ struct server {
     const _Atomic uint32_t *alarm;
     char *base;                   /* of the region in which all lanes are */
     struct incoming *lanes;       /* by rank */
-    const uint8_t *const *filled; /* [layer][slot]: 1 where there is an expert; NULL for a layer without experts */
+    const int32_t *const *held;   /* [layer][slot]: the expert there, or -1; NULL for a layer without experts */
     int64_t num_layers, num_slots;
     int32_t *token_R, *slot_R, *y_R; /* of the batch, in rows from base */
     int64_t spin_ns, timeout_ns, is_holding, alarm_seen, control_seen, num_refused;
@@ -72,7 +72,7 @@ static bool take(struct server *s, int64_t rank, int64_t b, struct request *requ
         return false;
     }
     int64_t layer = box->layer, num_tokens = box->num_tokens, num_rows = box->num_rows;
-    bool is_sane = layer >= 0 && layer < s->num_layers && s->filled[layer] && num_tokens > 0 &&
+    bool is_sane = layer >= 0 && layer < s->num_layers && s->held[layer] && num_tokens > 0 &&
                    num_tokens <= s->layout.max_tokens && num_rows > 0 && num_rows <= num_tokens * s->layout.top_k;
     if (!is_sane) {
         refuse(s, rank, b, BAD_REQUEST);
@@ -121,25 +121,36 @@ EXPORT int64_t es_lane_poll(struct server *s) {
 }
 
 /* Copy a box's indices behind those of the batch, counted from the region's base. Returns the new number of rows; the
-   same number as before if an index is wrong. */
-static int64_t append(struct server *s, int64_t rank, int64_t b, const uint8_t *filled, int64_t num_rows) {
+   same number as before if an index is wrong, or a slot does not hold the expert that a row names. Slots change only
+   between batches, so what is compared here is what will be computed. */
+static int64_t append(struct server *s, int64_t rank, int64_t b, const int32_t *held, int64_t num_rows) {
     const struct layout *layout = &s->layout;
     struct incoming *from = &s->lanes[rank];
     struct box *box = box_of(layout, from->lane, b);
     int64_t row_bytes = layout->hidden_size * (int64_t)sizeof(float);
     int64_t first_x = ((char *)x_of(layout, box) - s->base) / row_bytes;
     int64_t first_y = ((char *)y_of(layout, box) - s->base) / row_bytes;
-    const int32_t *tokens = tokens_of(layout, box), *slots = slots_of(layout, box);
+    const int32_t *tokens = tokens_of(layout, box);
+    int32_t *words = slots_of(layout, box);
+    int64_t num_moved = 0;
     for (int64_t i = 0; i < from->num_rows[b]; i++) {
-        int32_t token = tokens[i], slot = slots[i];
+        int32_t token = tokens[i], word = words[i], slot = slot_in(word);
         bool is_token = token >= 0 && token < from->num_tokens[b];
-        if (!is_token || slot < 0 || slot >= s->num_slots || !filled[slot]) {
+        if (!is_token || word < 0 || slot >= s->num_slots) {
             refuse(s, rank, b, is_token ? NO_SUCH_SLOT : BAD_REQUEST);
             return num_rows;
+        }
+        if (held[slot] != expert_in(word)) {
+            words[i] = word | IS_MOVED;
+            num_moved++;
         }
         s->token_R[num_rows + i] = (int32_t)(first_x + token);
         s->slot_R[num_rows + i] = slot;
         s->y_R[num_rows + i] = (int32_t)(first_y + i);
+    }
+    if (num_moved) {
+        refuse(s, rank, b, MOVED);
+        return num_rows;
     }
     return num_rows + from->num_rows[b];
 }
@@ -150,7 +161,7 @@ EXPORT int64_t es_lane_gather(struct server *s, int64_t num_entries, int64_t lay
     for (int64_t i = 0; i < num_entries; i++) {
         struct batch_entry *entry = &s->batch[i];
         int64_t before = num_rows;
-        num_rows = append(s, entry->rank, entry->box, s->filled[layer], num_rows);
+        num_rows = append(s, entry->rank, entry->box, s->held[layer], num_rows);
         if (num_rows == before) entry->rank = -1;
     }
     return num_rows;

@@ -1,0 +1,21 @@
+"""What an engine is allowed by its model, its KV cache and its device, besides what it is told (config/engine.py)."""
+
+from dataclasses import dataclass
+
+from everserve.plan.steps import StepWork
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLimits:
+    """Of one engine."""
+
+    max_model_len: int
+    num_blocks: int
+    vocab_size: int
+    max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
+    max_logits_bytes: int = 128 << 20  # in one step
+    work: StepWork | None = None  # bounds what prompts may cost in one step; None: only their tokens are counted
+
+    @property
+    def max_logits_rows(self) -> int:
+        return max(1, self.max_logits_bytes // (4 * self.vocab_size))

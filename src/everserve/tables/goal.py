@@ -1,0 +1,56 @@
+"""The goal: which workers there should be, where, and which experts each of them should hold.
+
+The orchestrator's machine owns it. Each version is kept by the supervisor before anything is done about it, so that the
+next orchestrator goes on with it. What is true now may differ: members.py and slots.py say that.
+"""
+
+from enum import StrEnum
+
+import msgspec
+
+from everserve.tables.ids import MAX_RANKS, NO_DEVICE, Rank, Role
+from everserve.tables.placement import Placement
+
+
+class Wanted(StrEnum):
+    """What should become of a seat."""
+
+    STAY = "stay"  # its process is replaced whenever it ends
+    RETIRE = "retire"  # it ends, and is not replaced
+
+
+class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
+    """One seat. Any rank may have any role on any device."""
+
+    rank: Rank
+    roles: tuple[Role, ...]
+    host: int = 0  # which machine; all workers of an instance are on one today
+    device: int = NO_DEVICE  # which of that machine's devices
+    own_experts: int = 0  # experts per layer that a worker with both roles computes itself
+    wanted: Wanted = Wanted.STAY
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """One version of the plan. Without expert workers there is no placement: every worker has both roles."""
+
+    version: int
+    seats: tuple[SeatGoal, ...]
+    placement: Placement | None
+
+    def __post_init__(self) -> None:
+        ranks = [seat.rank for seat in self.seats]
+        if len(set(ranks)) != len(ranks):
+            raise ValueError(f"two seats share a rank: {sorted(ranks)}")
+        if not all(0 <= rank < MAX_RANKS for rank in ranks):
+            raise ValueError(f"ranks must be below {MAX_RANKS}: {sorted(ranks)}")
+        placed = {seat.rank for seat in self.placement.seats} if self.placement is not None else set()
+        experts = {seat.rank for seat in self.seats if Role.ATTENTION not in seat.roles}
+        if not placed <= experts:
+            raise ValueError(f"experts are placed on ranks that are no expert workers: {sorted(placed - experts)}")
+
+    def seat(self, rank: Rank) -> SeatGoal | None:
+        return next((seat for seat in self.seats if seat.rank == rank), None)
+
+    @property
+    def attention_ranks(self) -> tuple[Rank, ...]:
+        return tuple(seat.rank for seat in self.seats if Role.ATTENTION in seat.roles)

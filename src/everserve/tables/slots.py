@@ -1,0 +1,77 @@
+"""What an expert worker's slots hold, as it reports it; and what they are to hold instead.
+
+A *generation* counts the changes of one slot: two reports with the same generation are about the same weights.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from everserve.tables.ids import Rank
+
+EMPTY = -1
+
+
+class Place(NamedTuple):
+    """One slot of one layer of a worker."""
+
+    layer_index: int  # among layers with experts
+    slot: int
+
+
+class Fill(NamedTuple):
+    """An expert for a slot."""
+
+    layer_index: int
+    slot: int
+    expert: int
+
+
+class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that is empty because its expert could not be loaded."""
+
+    layer_index: int
+    slot: int
+    expert: int
+    reason: str
+
+
+class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """What the slots of one worker hold."""
+
+    rank: Rank
+    experts: tuple[tuple[int, ...], ...]  # [index of the MoE layer][slot] -> expert, or EMPTY
+
+    def __post_init__(self) -> None:
+        if len({len(slots) for slots in self.experts}) > 1:
+            raise ValueError(f"rank {self.rank} has a different number of slots in different layers")
+        for slots in self.experts:
+            filled = [expert for expert in slots if expert != EMPTY]
+            if len(set(filled)) != len(filled):
+                raise ValueError(f"rank {self.rank} holds an expert twice in one layer")
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.experts[0]) if self.experts else 0
+
+
+class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
+    """All slots of one incarnation, [index of the MoE layer][slot]."""
+
+    experts: tuple[tuple[int, ...], ...]  # or EMPTY
+    generations: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        sizes = {len(slots) for slots in self.experts}
+        if len(sizes) > 1:
+            raise ValueError("a different number of slots in different layers")
+        if [len(slots) for slots in self.experts] != [len(slots) for slots in self.generations]:
+            raise ValueError("slots without a generation, or generations without a slot")
+        if any(expert < EMPTY for slots in self.experts for expert in slots):
+            raise ValueError("a slot holds an expert with a negative number")
+        if any(generation < 0 for slots in self.generations for generation in slots):
+            raise ValueError("a generation is negative")
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.experts[0]) if self.experts else 0

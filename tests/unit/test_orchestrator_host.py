@@ -1,0 +1,295 @@
+"""The orchestrator's host with everything around it played by the test: what it is told, and what it then tells."""
+
+import gc
+
+import pytest
+
+from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.members import WorkerState
+from everserve.tables.outputs import ExpertStats
+from everserve.tables.symptoms import Symptom
+from everserve.wire.events import StaleDropped
+from everserve.wire.messages import (
+    ClusterChanged,
+    DrainAnswered,
+    DrainWorker,
+    EventHappened,
+    ExpertReport,
+    Failed,
+    FaultInjected,
+    Fenced,
+    GatewayReport,
+    Hello,
+    InjectFault,
+    KeepGoal,
+    Leave,
+    Leaving,
+    PeerJoined,
+    PeerLeft,
+    Provision,
+    Ready,
+    Report,
+    RoutesChanged,
+    RoutesUsed,
+    Shutdown,
+    Signalled,
+    SignalWorker,
+    SlotsReported,
+    Suspected,
+    WorkerLost,
+)
+from tests.unit.orchestrator_toy import ToyOrchestrator, ToyWorker, held_at_start, serving, start_of, succeed
+
+
+@pytest.fixture(autouse=True)
+def collect():
+    """Sockets that are parts of cycles are closed now, not while another test counts descriptors."""
+    yield
+    gc.collect()
+
+
+def latest(orchestrator: ToyOrchestrator) -> ClusterChanged:
+    return orchestrator.told(ClusterChanged)[-1]
+
+
+def states(orchestrator: ToyOrchestrator) -> dict[int, tuple[int, WorkerState]]:
+    return {worker.rank: (worker.incarnation, worker.state) for worker in latest(orchestrator).members.workers}
+
+
+# -- starting ------------------------------------------------------------------------------------
+
+
+def test_the_goal_is_kept_before_anything_is_done_about_it():
+    orchestrator = ToyOrchestrator(start_of())
+    assert isinstance(orchestrator.to_supervisor[0], KeepGoal)
+    goal = orchestrator.to_supervisor[0].goal
+    assert [seat.rank for seat in goal.seats] == [0, 1, 2]
+    assert [message.start.rank for message in orchestrator.said(Provision)] == [0, 1, 2]
+
+
+def test_a_worker_gets_a_lane_to_each_peer_and_is_ready_when_it_has_them():
+    orchestrator = ToyOrchestrator(start_of())
+    attention, first, second = (orchestrator.worker(rank) for rank in range(3))
+    attention.say(Hello())
+    assert attention.heard(PeerJoined) == []
+    first.come_up()
+    assert [peer.rank for peer in attention.heard(PeerJoined)] == [1]
+    assert [peer.rank for peer in first.heard(PeerJoined)] == [0]
+    assert attention.routed == {1}
+    second.come_up()
+    assert attention.routed == {1, 2}
+    assert not orchestrator.said(Ready)
+    attention.say(Ready())
+    assert len(orchestrator.said(Ready)) == 1
+    assert latest(orchestrator).conditions.violations == ()
+
+
+def test_routes_follow_what_a_worker_reports_to_hold():
+    orchestrator = serving()
+    attention, first = orchestrator.worker(0), orchestrator.worker(1)
+    held = held_at_start(first.start)
+    emptied = tuple((-1,) * len(slots) for slots in held.experts)
+    first.say(SlotsReported(slots=type(held)(experts=emptied, generations=held.generations)))
+    assert attention.routed == {2}
+    first.say(SlotsReported(slots=held))
+    assert attention.routed == {1, 2}
+
+
+def test_the_gateway_sees_when_all_workers_use_the_published_routes():
+    orchestrator = serving()
+    epoch = latest(orchestrator).members.epoch
+    assert latest(orchestrator).conditions.epochs != ()
+    orchestrator.worker(0).say(RoutesUsed(epoch=epoch))
+    assert latest(orchestrator).conditions.epochs == ()
+    assert latest(orchestrator).members.epoch == epoch
+
+
+def test_a_start_that_cannot_succeed_is_given_up():
+    orchestrator = ToyOrchestrator(start_of())
+    orchestrator.worker(1).say(Hello(), Failed(reason="no such file", user_error=True))
+    assert orchestrator.said(Failed) == [Failed(reason="no such file", user_error=True)]
+    assert orchestrator.host.is_over
+
+
+# -- losses --------------------------------------------------------------------------------------
+
+
+def test_a_death_is_told_to_peers_and_gateway_and_the_seat_is_filled_again():
+    orchestrator = serving()
+    attention = orchestrator.worker(0)
+    orchestrator.exit(orchestrator.worker(2))
+    assert attention.routed == {1}
+    assert [(left.rank, left.incarnation) for left in attention.heard(PeerLeft)] == [(2, 1)]
+    (lost,) = orchestrator.told(WorkerLost)
+    assert (lost.rank, lost.incarnation, lost.cause) == (2, 1, "crash")
+    assert orchestrator.said(Provision)[-1].start.incarnation == 2
+    orchestrator.worker(2, 2).come_up()
+    assert attention.routed == {1, 2}
+    assert states(orchestrator)[2] == (2, WorkerState.READY)
+
+
+def test_a_worker_lost_while_its_memory_is_allocated_is_not_started():
+    orchestrator = serving()
+    assert orchestrator.anchor is not None
+    orchestrator.anchor.close()  # nothing is allocated any more
+    orchestrator._read_anchor = lambda: 0
+    orchestrator.exit(orchestrator.worker(2))
+    num_asked = len(orchestrator.said(Provision))
+    del orchestrator._read_anchor
+    orchestrator.attach_anchor()
+    orchestrator.settle()
+    assert len(orchestrator.said(Provision)) == num_asked + 1, "the new anchor was asked again"
+    assert "cell-0.1" in orchestrator.adopted, "and was given what exists"
+
+
+@pytest.fixture
+def fenced() -> tuple[ToyOrchestrator, ToyWorker]:
+    """The first incarnation of rank 1 was declared gone and lives on beside its successor."""
+    orchestrator = serving()
+    old, attention = orchestrator.worker(1), orchestrator.worker(0)
+    for _ in range(3):  # so often that it counts as a hang
+        attention.say(Suspected(rank=Rank(1), incarnation=Incarnation(1), reason=Symptom.DEAF))
+    assert [type(message) for message in old.got[-1:]] == [Fenced]
+    orchestrator.worker(1, 2).come_up()
+    orchestrator.worker(1, 2).say(ExpertReport(stats=ExpertStats(num_batches=7)))
+    return orchestrator, old
+
+
+def counters(orchestrator: ToyOrchestrator) -> tuple[int, dict[Rank, ExpertStats]]:
+    """As the gateway would be told."""
+    orchestrator.host._gateway.tell_cluster(orchestrator.host._machine.tables())
+    orchestrator.settle()
+    return latest(orchestrator).num_stale, latest(orchestrator).expert_stats
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Suspected(rank=Rank(2), incarnation=Incarnation(1), reason=Symptom.DEAF),
+        ExpertReport(stats=ExpertStats(num_batches=999)),
+        Report(is_ready=True, is_leaving=False, epoch=Epoch(1000), peers=[], logs=[]),
+        RoutesUsed(epoch=Epoch(1000)),
+        Hello(),
+        Ready(),
+        Leaving(),
+        Failed(reason="out of luck", user_error=False),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_what_a_fenced_worker_says_is_counted_and_nothing_else(fenced, message):
+    orchestrator, old = fenced
+    num_before, stats_before = counters(orchestrator)
+    assert stats_before == {Rank(1): ExpertStats(num_batches=7)}, "its successor's"
+    epoch, num_said = latest(orchestrator).members.epoch, len(orchestrator.to_supervisor)
+    old.say(message)
+    assert counters(orchestrator) == (num_before + 1, stats_before)
+    assert latest(orchestrator).members.epoch == epoch
+    assert len(orchestrator.to_supervisor) == num_said
+
+
+def test_the_same_from_a_worker_that_counts_acts():
+    """So the test above could fail."""
+    orchestrator = serving()
+    orchestrator.worker(1).say(ExpertReport(stats=ExpertStats(num_batches=999)))
+    assert counters(orchestrator) == (0, {Rank(1): ExpertStats(num_batches=999)})
+    epoch = latest(orchestrator).members.epoch
+    orchestrator.worker(1).say(Leaving())
+    assert latest(orchestrator).members.epoch == epoch + 1
+
+
+def test_events_of_a_fenced_worker_are_news(fenced):
+    orchestrator, old = fenced
+    num_before, _ = counters(orchestrator)
+    event = StaleDropped(process="worker-1", rank=1, incarnation=1, count=5, what="requests")
+    old.say(EventHappened(event=event))
+    assert EventHappened(event=event) in orchestrator.to_gateway
+    assert counters(orchestrator)[0] == num_before + 5
+
+
+def test_what_a_dead_worker_has_said_is_heard_before_its_end():
+    orchestrator = ToyOrchestrator(start_of())
+    worker = orchestrator.worker(1)
+    worker.control.send(Hello())
+    worker.control.send(Failed(reason="no room", user_error=True))
+    orchestrator.exit(worker, status=1)
+    assert orchestrator.said(Failed) == [Failed(reason="no room", user_error=True)]
+
+
+# -- operators -----------------------------------------------------------------------------------
+
+
+def test_a_drain_is_answered_with_who_was_asked():
+    orchestrator = serving()
+    orchestrator.gateway.send(DrainWorker(id="a", rank=Rank(0)))
+    orchestrator.gateway.send(DrainWorker(id="b", rank=Rank(9)))
+    orchestrator.settle()
+    assert orchestrator.worker(0).heard(Leave)
+    answers = {answer.id: answer for answer in orchestrator.told(DrainAnswered)}
+    assert (answers["a"].incarnation, answers["b"].incarnation) == (1, 0)
+    assert answers["b"].reason == "there is no rank 9"
+
+
+def test_an_injected_fault_hits_the_process_that_the_supervisor_knows():
+    orchestrator = serving()
+    orchestrator.gateway.send(InjectFault(id="x", rank=Rank(2), signal=9))
+    orchestrator.settle()
+    (order,) = orchestrator.said(SignalWorker)
+    assert (order.rank, order.incarnation, order.signal) == (2, 1, 9)
+    orchestrator.supervisor.send(Signalled(id="x", pid=1002, reason=""))
+    orchestrator.supervisor.send(Signalled(id="y", pid=1, reason=""))  # which another orchestrator was asked for
+    orchestrator.settle()
+    assert orchestrator.told(FaultInjected) == [FaultInjected(id="x", pid=1002, incarnation=Incarnation(1), reason="")]
+
+
+def test_shutting_down_reaches_every_worker_and_starts_none():
+    orchestrator = serving()
+    num_asked = len(orchestrator.said(Provision))
+    orchestrator.supervisor.send(Shutdown(grace_s=3.0))
+    orchestrator.settle()
+    assert orchestrator.host.is_over
+    assert all(worker.heard(Shutdown) for worker in orchestrator.workers.values())
+    assert len(orchestrator.said(Provision)) == num_asked
+
+
+# -- a new orchestrator --------------------------------------------------------------------------
+
+
+def test_a_new_orchestrator_goes_on_with_what_it_finds():
+    after = succeed(serving(), epoch=7, gone=[])
+    assert after.said(Provision) == []
+    assert latest(after).members.epoch == 8
+    assert {rank: state for rank, (_, state) in states(after).items()} == dict.fromkeys(range(3), WorkerState.READY)
+    assert after.worker(0).routed == {1, 2}
+    assert after.worker(0).heard(PeerJoined) == [], "its lanes are there"
+
+
+def test_an_end_that_no_orchestrator_saw_is_told():
+    dead = WorkerId(Rank(2), Incarnation(1))
+    after = succeed(serving(), epoch=7, gone=[dead])
+    assert [(left.rank, left.incarnation) for left in after.worker(0).heard(PeerLeft)] == [dead]
+    assert [(lost.rank, lost.cause) for lost in after.told(WorkerLost)] == [(2, "crash")]
+    assert after.said(Provision)[0].start.incarnation == 2
+
+
+def test_nothing_is_published_before_all_have_reported():
+    late = WorkerId(Rank(1), Incarnation(1))
+    after = succeed(serving(), epoch=7, gone=[], late=(late,))
+    assert after.told(ClusterChanged) == []
+    worker = after.workers[late]
+    worker.say(worker.report(7, [WorkerId(Rank(0), Incarnation(1))]))
+    assert latest(after).members.epoch == 8
+
+
+def test_a_drain_is_refused_until_then():
+    after = succeed(serving(), epoch=7, gone=[], late=(WorkerId(Rank(1), Incarnation(1)),))
+    after.gateway.send(DrainWorker(id="a", rank=Rank(0)))
+    after.settle()
+    assert [answer.incarnation for answer in after.told(DrainAnswered)] == [0]
+
+
+def test_a_gateway_with_later_tables_is_overtaken():
+    after = succeed(serving(), epoch=7, gone=[])
+    after.gateway.send(GatewayReport(epoch=Epoch(20), logs=[], lost=[]))
+    after.settle()
+    assert latest(after).members.epoch == 21
+    assert after.worker(0).heard(RoutesChanged)[-1].routes.epoch == 21
