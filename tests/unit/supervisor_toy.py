@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import pytest
 
+from everserve.config.gateway import GatewayConfig
 from everserve.procs import process
 from everserve.procs import supervisor as supervisor_module
 from everserve.procs.signals import SignalPipe
 from everserve.procs.supervisor import Supervisor
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel, Frame
 from everserve.wire.messages import (
     AnyMessage,
@@ -29,18 +31,11 @@ from everserve.wire.messages import (
     StartOrchestrator,
     StartWorker,
     WorkerForked,
-    WorkerSettings,
 )
+from tests.configs import worker_settings
 
-SETTINGS = WorkerSettings(
-    model="m", dtype="auto", max_model_len=None, max_num_seqs=1, max_num_batched_tokens=1,
-    max_prefill_while_decoding=1, block_size=16, kv_cache_bytes=1, kv_log="mirror", enable_prefix_caching=False,
-    batch_invariant=False, num_threads=1, fixed_routes=(0, 0), event_log=None,
-)  # fmt: skip
-START_GATEWAY = StartGateway(
-    model="m", served_model_names=["m"], api_keys=[], max_queue=1, shutdown_timeout_s=7.0, enable_chaos=True,
-    seed=None, max_logprobs=1, chat_template=None, event_log=None,
-)  # fmt: skip
+SETTINGS = worker_settings()
+START_GATEWAY = StartGateway(config=GatewayConfig(model="m", served_model_names=["m"]))
 START_ORCHESTRATOR = StartOrchestrator(
     model="m", num_attention=1, num_expert=0, shadow_experts=None, detect_ms=0.0, worker=SETTINGS, event_log=None
 )
@@ -224,6 +219,11 @@ class Instance:
                 one.close()
 
 
+def log_of(incarnation: int) -> Memory:
+    owner = WorkerId(Rank(0), Incarnation(incarnation))
+    return Memory(kind=Kind.LOG, owners=(owner,), num_bytes=10)
+
+
 def start_worker(incarnation: int = 1) -> StartWorker:
     return StartWorker(
         rank=Rank(0),
@@ -233,5 +233,5 @@ def start_worker(incarnation: int = 1) -> StartWorker:
         num_workers=1,
         slots=None,
         detect_ms=0.0,
-        memory=(f"log-0.{incarnation}",),
+        memory=(log_of(incarnation),),
     )

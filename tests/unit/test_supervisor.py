@@ -8,6 +8,8 @@ import struct
 
 import pytest
 
+from everserve.tables.goal import Goal, SeatGoal
+from everserve.tables.ids import Rank, Role
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     AnchorAttached,
@@ -15,6 +17,7 @@ from everserve.wire.messages import (
     DropMemory,
     Failed,
     ForkWorker,
+    KeepGoal,
     MemoryKept,
     OrchestratorAttached,
     PrepareSpares,
@@ -32,7 +35,7 @@ from everserve.wire.messages import (
     WorkerStarted,
 )
 from tests.unit import supervisor_toy
-from tests.unit.supervisor_toy import Instance, are_connected, num_fds, size_of, start_worker
+from tests.unit.supervisor_toy import Instance, are_connected, log_of, num_fds, size_of, start_worker
 
 ALL = ["gateway", "orchestrator", "anchor", "zygote"]
 HELPERS = ALL[1:]
@@ -200,7 +203,7 @@ def test_the_next_orchestrator_gets_everything_that_the_one_before_had(serving):
     assert isinstance(frame.message, OrchestratorAttached)
     assert are_connected(Channel.of_fd(channel), Channel.of_fd(*frame.fds.take())), "a new channel to the worker"
     lifeline.close()
-    assert serving.get("orchestrator", MemoryKept).name == "log-0.1"
+    assert serving.get("orchestrator", MemoryKept).memory == log_of(1)
     assert [size_of(fd) for fd in serving["orchestrator"].fds_of(MemoryKept)] == [10]
     serving.get("gateway", OrchestratorAttached, 2)
     to_gateway = Channel(serving["orchestrator"].sockets["--gateway-fd"])
@@ -237,11 +240,19 @@ def test_the_next_orchestrator_hears_of_workers_that_are_on_their_way_or_gone(se
     assert [(one.incarnation, one.pid) for one in found] == [(2, 0)]
 
 
+def test_the_next_orchestrator_goes_on_with_the_last_goal(serving):
+    for version in (1, 2):
+        goal = Goal(version=version, seats=(SeatGoal(rank=Rank(0), roles=(Role.ATTENTION,)),), placement=None)
+        serving["orchestrator"].control.send(KeepGoal(goal=goal))
+    serving.die("orchestrator")
+    assert serving.get("orchestrator", StartOrchestrator).goal == goal
+
+
 def test_memory_that_was_dropped_is_not_handed_over(serving):
     serving.provision()
     os.kill(serving.fork(), signal.SIGKILL)
     serving.get("orchestrator", WorkerExited)
-    serving["orchestrator"].control.send(DropMemory(name="log-0.1"))
+    serving["orchestrator"].control.send(DropMemory(memory=log_of(1)))
     serving.die("orchestrator")
     serving.provision(incarnation=2)
     serving.fork(num_asked=2)
