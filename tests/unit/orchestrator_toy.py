@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from everserve.config.cluster import ClusterConfig
 from everserve.control.host import Host
 from everserve.memory.owned import OwnedMemory
 from everserve.model.bundled import DEMO_MODEL
@@ -43,13 +44,10 @@ Message = TypeVar("Message")
 
 def start_of(num_attention: int = 1, num_expert: int = 2, log_mode: str = "off", **more) -> StartOrchestrator:
     return StartOrchestrator(
-        model=str(DEMO_MODEL),
-        num_attention=num_attention,
-        num_expert=num_expert,
-        shadow_experts=None,
-        detect_ms=0.0,  # nothing is silent
+        cluster=ClusterConfig(  # nothing is silent
+            attention_workers=num_attention, expert_workers=num_expert, detect_ms=0.0
+        ),
         worker=worker_settings(directory=str(DEMO_MODEL), mode=log_mode),
-        event_log=None,
         **more,
     )
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pytest
 
+from everserve.config.cluster import ClusterConfig
 from everserve.config.gateway import GatewayConfig
 from everserve.procs import process
 from everserve.procs import supervisor as supervisor_module
@@ -36,9 +37,7 @@ from tests.configs import worker_settings
 
 SETTINGS = worker_settings()
 START_GATEWAY = StartGateway(config=GatewayConfig(model="m", served_model_names=["m"]))
-START_ORCHESTRATOR = StartOrchestrator(
-    model="m", num_attention=1, num_expert=0, shadow_experts=None, detect_ms=0.0, worker=SETTINGS, event_log=None
-)
+START_ORCHESTRATOR = StartOrchestrator(cluster=ClusterConfig(detect_ms=0.0), worker=SETTINGS)
 _WITHIN_S = 60.0
 _Message = TypeVar("_Message", bound=AnyMessage)
 

@@ -5,6 +5,7 @@ import pytest
 
 from everserve.cli import devices
 from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
+from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
@@ -65,13 +66,8 @@ def test_dtype():
 def start(num_attention=2, num_expert=3, num_devices=2, **settings) -> StartOrchestrator:
     values = {"directory": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "kv_cache_bytes": 0}
     return StartOrchestrator(
-        model=str(DEMO_MODEL),
-        num_attention=num_attention,
-        num_expert=num_expert,
-        shadow_experts=None,
-        detect_ms=50.0,
+        cluster=ClusterConfig(attention_workers=num_attention, expert_workers=num_expert),
         worker=worker_settings(**values | {"device": "cuda"} | settings),
-        event_log=None,
         num_devices=num_devices,
     )
 
@@ -91,7 +87,7 @@ class Born:
     def __init__(self, start: StartOrchestrator) -> None:
         model = ModelConfig.from_directory(DEMO_MODEL)
         self.goal = first_goal(start, model)
-        self.needs = Needs(model, start.worker, capacity_of(start, model, self.goal), start.detect_ms)
+        self.needs = Needs(model, start.worker, capacity_of(start, model, self.goal), start.cluster.detect_ms)
 
     def memory(self, rank: int, incarnation: int = 4) -> tuple[Memory, ...]:
         return self.needs.memory(self.goal, WorkerId(Rank(rank), Incarnation(incarnation)))

@@ -136,8 +136,10 @@ def test_the_cluster(serve):
     started = serve("--attention-workers", "2", "--expert-workers", "3", "--spares", "1", "--detect-ms", "0",
         "--shutdown-timeout", "7")  # fmt: skip
     start = started.orchestrator
-    assert (start.num_attention, start.num_expert, start.shadow_experts, start.detect_ms) == (2, 3, None, 0.0)
-    assert start.model == start.worker.model.directory == str(DEMO) and start.worker.model.fingerprint
+    assert start.cluster == ClusterConfig(
+        attention_workers=2, expert_workers=3, detect_ms=0.0, spares=start.cluster.spares
+    )
+    assert start.worker.model.directory == str(DEMO) and start.worker.model.fingerprint
     assert (started.others["num_spares"], started.others["grace_s"]) == (1, 7.0)
     assert started.gateway.shutdown_timeout_s == 7.0
 
@@ -158,7 +160,7 @@ def test_names_and_files_of_the_gateway(serve, tmp_path):
     started = serve("--served-model-name", "a", "--served-model-name", "b", "--chat-template", str(template),
         "--event-log", str(tmp_path))  # fmt: skip
     assert started.gateway.served_model_names == ["a", "b"] and started.gateway.chat_template == "{{ messages }}"
-    directories = (started.gateway.event_log, started.worker.event_log, started.orchestrator.event_log)
+    directories = (started.gateway.event_log, started.worker.event_log)
     assert {*directories, started.others["event_log"]} == {str(tmp_path)}
     with pytest.raises(ConfigError, match=r"--chat-template .*missing: No such file"):
         serve("--chat-template", str(tmp_path / "missing"))

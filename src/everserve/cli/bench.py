@@ -7,6 +7,7 @@ import typer
 
 from everserve.cli import app
 from everserve.cli.files import check_directory
+from everserve.config.cluster import MAX_RANKS
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, each with its baseline in the same run.")
 app.add_typer(bench_app, name="bench")
@@ -80,9 +81,9 @@ def decode(
 
 @bench_app.command()
 def failover(
-    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=32)] = 2,
+    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=MAX_RANKS)] = 2,
     expert_workers: Annotated[
-        int, typer.Option(help="Expert workers of the cluster; 0 for a dense model.", min=0, max=30)
+        int, typer.Option(help="Expert workers of the cluster; 0 for a dense model.", min=0, max=MAX_RANKS)
     ] = 2,
     streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
     prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
@@ -141,8 +142,8 @@ def scaling(
     most_tokens: Annotated[
         int, typer.Option(help="Leave out points of the grid whose prompts have more tokens in all.", min=1)
     ] = 600_000,
-    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=32)] = 2,
-    expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=1, max=30)] = 2,
+    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=MAX_RANKS)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=1, max=MAX_RANKS)] = 2,
     spares: Spares = None,
     kv_log: KvLog = None,
     rounds: Annotated[int, typer.Option(help="Kills of each kind at each point of the grid.", min=1)] = 2,

@@ -12,6 +12,7 @@ from rich.console import Console
 from everserve.cli import app
 from everserve.cli.address import server_url
 from everserve.cli.files import check_directory
+from everserve.config.cluster import MAX_RANKS
 from everserve.errors import ConfigError
 
 _WIDTH = 140  # of the verdict where there is no terminal
@@ -35,10 +36,10 @@ def chaos(
         float, typer.Option(help="A stream without an event for this many seconds counts as hanging.", min=1)
     ] = 30.0,
     attention_workers: Annotated[
-        int | None, typer.Option(help="Attention workers of the server. Default: 2.", min=1, max=32)
+        int | None, typer.Option(help="Attention workers of the server. Default: 2.", min=1, max=MAX_RANKS)
     ] = None,
     expert_workers: Annotated[
-        int | None, typer.Option(help="Expert workers of the server. Default: 2.", min=0, max=30)
+        int | None, typer.Option(help="Expert workers of the server. Default: 2.", min=0, max=MAX_RANKS)
     ] = None,
     kv_log: Annotated[str | None, typer.Option(help="KV log of the server: mirror, anchor or off.")] = None,
     serve: Annotated[

@@ -80,11 +80,11 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     assert chosen.device == "cuda", chosen
     without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     start_without = msgspec.structs.replace(start, worker=without_kv)
-    model = ModelConfig.from_directory(Path(start.model))
+    model = ModelConfig.from_directory(Path(start.worker.model.directory))
     goal = first_goal(start_without, model)
-    needs = Needs(model, without_kv, capacity_of(start_without, model, goal), start.detect_ms)
+    needs = Needs(model, without_kv, capacity_of(start_without, model, goal), start.cluster.detect_ms)
     # One lane more than there are peers: lanes of a dead worker are freed only when every peer has unmapped them.
-    lanes_bytes = (start.num_expert + 1) * needs.capacity.lane_bytes if start.num_expert else 0
+    lanes_bytes = (start.cluster.expert_workers + 1) * needs.capacity.lane_bytes if goal.placement is not None else 0
     workers = [
         WorkerNeeds(
             rank=seat.rank,
@@ -101,7 +101,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
     if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.num_attention))
+        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.cluster.attention_workers))
     return num_bytes
 
 

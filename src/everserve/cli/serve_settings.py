@@ -79,16 +79,7 @@ def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
     """With the KV cache as large as it was wanted, or as these devices have room for it."""
-    start = StartOrchestrator(
-        model=worker.model.directory,
-        num_attention=cluster.attention_workers,
-        num_expert=cluster.expert_workers,
-        shadow_experts=cluster.shadow_experts,
-        detect_ms=cluster.detect_ms,
-        worker=worker,
-        event_log=worker.event_log,
-        num_devices=len(chosen.devices),
-    )
+    start = StartOrchestrator(cluster=cluster, worker=worker, num_devices=len(chosen.devices))
     if worker.engine.kv_cache_bytes:
         return start
     if chosen.device == "cpu":

@@ -5,15 +5,17 @@ from typing import Annotated
 from everserve.config.base import Config, Flag
 from everserve.errors import ConfigError
 
+MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (backends/cpu/csrc/lanes/lane.h)
+
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 
 
 class ClusterConfig(Config, frozen=True, kw_only=True):
     """Attention workers are the first ranks, expert workers follow."""
 
-    attention_workers: Annotated[int, Flag("Workers that own requests and their KV cache.", min=1, max=32)] = 1
+    attention_workers: Annotated[int, Flag("Workers that own requests and their KV cache.", min=1, max=MAX_RANKS)] = 1
     expert_workers: Annotated[
-        int, Flag("Workers that own experts. 0: each attention worker has all experts itself.", min=0, max=30)
+        int, Flag("Workers that own experts. 0: each attention worker has all experts itself.", min=0, max=MAX_RANKS)
     ] = 0
     shadow_experts: Annotated[
         int | None,
@@ -28,6 +30,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     ] = 50.0
 
     def check(self) -> None:
+        if self.num_workers > MAX_RANKS:
+            raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
         if self.detect_ms and not _MIN_DETECT_MS <= self.detect_ms <= _MAX_DETECT_MS:
             raise ConfigError(f"--detect-ms {self.detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
 

@@ -22,13 +22,14 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
     like this."""
     placement, own_experts = None, model.num_experts
     roles: tuple[Role, ...] = (Role.ATTENTION, Role.EXPERT)
-    if start.num_expert:
-        ranks = [Rank(start.num_attention + i) for i in range(start.num_expert)]
-        placement = place_experts(model.num_experts, model.moe_layers, ranks, start.shadow_experts)
+    cluster = start.cluster
+    if cluster.expert_workers:
+        ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
+        placement = place_experts(model.num_experts, model.moe_layers, ranks, cluster.shadow_experts)
         roles, own_experts = (Role.ATTENTION,), 0
     kinds: Sequence[tuple[tuple[Role, ...], int]] = [
-        *((roles, own_experts) for _ in range(start.num_attention)),
-        *(((Role.EXPERT,), 0) for _ in range(start.num_expert)),
+        *((roles, own_experts) for _ in range(cluster.attention_workers)),
+        *(((Role.EXPERT,), 0) for _ in range(cluster.expert_workers)),
     ]
     seats = tuple(
         SeatGoal(

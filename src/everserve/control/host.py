@@ -86,10 +86,11 @@ class Host:
 
     def __init__(self, start: StartOrchestrator, supervisor: Channel, gateway: Channel) -> None:
         self._began_s = time.monotonic()
-        model = ModelConfig.from_directory(Path(start.model))
+        model = ModelConfig.from_directory(Path(start.worker.model.directory))
+        detect_ms = start.cluster.detect_ms
         goal = start.goal or first_goal(start, model)
-        needs = Needs(model, start.worker, capacity_of(start, model, goal), start.detect_ms)
-        self._machine = Machine(goal, Policy(detect_s=(start.detect_ms or _NO_DETECTION_MS) / 1e3))
+        needs = Needs(model, start.worker, capacity_of(start, model, goal), detect_ms)
+        self._machine = Machine(goal, Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3))
         self._recovery = Recovery(start.found, self._began_s) if start.found is not None else None
         self._was_serving = start.is_serving
         self._undecided: deque[events.AnyEvent] = deque()
@@ -99,13 +100,13 @@ class Host:
         self._selector = selectors.DefaultSelector()
         self._supervisor = supervisor
         self._gateway = GatewayEnd(gateway)
-        self._event_log = EventLog("orchestrator", start.event_log, self._gateway.tell)
+        self._event_log = EventLog("orchestrator", start.worker.event_log, self._gateway.tell)
         self._anchor = AnchorClient()
         self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
         self._logs = Logs(self._anchor, self._ends, supervisor)
         self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway said while we recovered
         self._births = Births(needs, self._anchor, self._ends, self._logs, supervisor, self._tell)
-        self._detector = Detector(start.detect_ms)
+        self._detector = Detector(detect_ms)
         self._victims: dict[str, Incarnation] = {}  # of injected faults that are not confirmed yet
         if goal.placement is not None and self._recovery is None:
             self._event_log.append(describe(goal.placement))

@@ -3,8 +3,11 @@
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
+from everserve.config.cluster import MAX_RANKS
+
+__all__ = ["MAX_RANKS", "NO_DEVICE", "Epoch", "Incarnation", "Rank", "Role", "SlotId", "WorkerId"]
+
 NO_DEVICE = -1  # instead of the number of a device: computed on CPUs, or in the host's memory
-MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (csrc/lanes/lane.h)
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
 Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1

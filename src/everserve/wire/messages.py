@@ -38,6 +38,7 @@ other way round. "+ fds" says which descriptors come along.
 
 import msgspec
 
+from everserve.config.cluster import ClusterConfig
 from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
 from everserve.config.gateway import GatewayConfig
@@ -380,13 +381,8 @@ class StartOrchestrator(Message, frozen=True):
     """Supervisor to orchestrator, first message: what to build. With no expert workers each attention worker has both
     roles."""
 
-    model: str
-    num_attention: int
-    num_expert: int
-    shadow_experts: int | None  # slots per expert worker and layer; None: enough to survive any one death
-    detect_ms: float
+    cluster: ClusterConfig
     worker: "WorkerSettings"
-    event_log: str | None
     num_devices: int = 0  # that the workers share; 0: they compute on CPUs
     found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
     goal: Goal | None = None  # which the one before has left; None: make the first one
