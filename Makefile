@@ -11,14 +11,17 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c const
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
 
-# First what may share the cores with others; then clusters whose workers die under load, one test after the other.
+# Three files at once on two cores, for tests also wait; those with servers first, so that small ones fill up the end.
+# On a GPU one test after the other: they fill its memory.
 test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n auto --dist worksteal tests/unit tests/property tests/kernels tests/serving tests/browser
-	$(BIN)/python -m pytest tests/chaos tests/gpu tests/process
+	$(BIN)/python -m pytest -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest tests/gpu
 endif
+NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
+TESTS := $(addprefix tests/,process chaos serving browser kernels property unit)
 
 check: $(STAMP)-check
 	$(BIN)/ruff format --check .

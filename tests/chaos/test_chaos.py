@@ -16,16 +16,16 @@ from everserve.chaos.target import Target
 from everserve.chaos.verdict import Verdict
 from everserve.client import Event
 from everserve.progress import Progress
-from tests.chaos.proxy import Events, Proxy, encode, passed_on
+from tests.chaos.proxy import Events, Proxy, encode
 from tests.unit.chaos_toy import DONE, Asked, serving
 
-SECONDS, SEED = 25, 20250
+SECONDS, SEED = 16, 20492  # 15 kinds of faults in this time
 FEW = 8  # requests in the catalogue of those who only look for one mistake
 
 
 @pytest.mark.timeout(600)
 def test_no_token_is_lost_in_a_storm(tmp_path):
-    """What `everserve chaos` does, for half a minute."""
+    """What `everserve chaos` does, for a quarter of a minute."""
     file = tmp_path / "verdict.json"
     command = [sys.executable, "-m", "everserve.cli", "chaos", "--seconds", str(SECONDS), "--seed", str(SEED)]
     command += ["--stall-limit", "60", "--json", str(file)]  # machines that run tests may do other things as well
@@ -40,13 +40,13 @@ def test_no_token_is_lost_in_a_storm(tmp_path):
 # -- it can fail: one flaw of each kind; all others in tests/unit/test_chaos_compare.py and test_chaos_talk.py -----
 
 
-def check(server, stall_limit_s: float = 30.0, **flaw: Any) -> Verdict:
+def check(server, **flaw: Any) -> Verdict:
     """A short run without faults, through a proxy with this flaw."""
 
     async def main() -> Verdict:
         proxy = Proxy(server.url, after=2 * FEW, **flaw)
         async with serving(proxy) as url:
-            settings = run.Settings(seconds=1, seed=1, num_clients=6, stall_limit_s=stall_limit_s, num_requests=FEW)
+            settings = run.Settings(seconds=1, seed=1, num_clients=6, stall_limit_s=30.0, num_requests=FEW)
             verdict = await run.Run(Target(url), settings, Progress(io.StringIO()), schedule=[]).perform()
         assert flaw.get("flaw") is None or proxy.num_flawed, "it was never put to the test"
         return verdict
@@ -91,63 +91,21 @@ def altered(one: Event) -> list[Event]:
     return [one._replace(data=one.data | {"choices": [choice | {"token_ids": [choice["token_ids"][0] ^ 1]}]})]
 
 
-@pytest.mark.parametrize(
-    ("flaw", "kind"),
-    [
-        (at_third(lambda one: []), "gap"),
-        (at_third(lambda one: [one, one]), "duplicate"),
-        (at_third(altered), "divergence"),
-    ],
-    ids=["gap", "duplicate", "divergence"],
-)
-def test_one_token_is_enough(server, flaw, kind):
+def test_one_token_is_enough(server):
     """One token of one stream, among thousands."""
+    flaw = at_third(altered)
     verdict = check(server, flaw=flaw, once=True, is_for=lambda asked: is_long(asked) and not asked.is_resumable)
-    assert [finding.kind for finding in verdict.findings] == [kind], told(verdict)
+    assert [finding.kind for finding in verdict.findings] == ["divergence"], told(verdict)
     assert "choice 0, token " in verdict.findings[0].what and "streamed" in verdict.findings[0].where
-
-
-async def silent(events: Events) -> AsyncIterator[bytes]:
-    yield encode(await anext(events))
-    await asyncio.sleep(600)
 
 
 async def cut(events: Events) -> AsyncIterator[bytes]:
     yield encode(await anext(events))
 
 
-def changed(change: Callable[[dict[str, Any]], None]) -> Callable[[Events], AsyncIterator[bytes]]:
-    """Every event's data goes through this."""
-
-    async def flawed(events: Events) -> AsyncIterator[bytes]:
-        async def all_changed() -> Events:
-            async for one in events:
-                change(one.data)
-                yield one
-
-        async for part in passed_on(all_changed()):
-            yield part
-
-    return flawed
-
-
-def wrong_text(data: dict[str, Any]) -> None:
-    for choice in data["choices"]:
-        choice["text"] += "!"
-
-
-@pytest.mark.parametrize(
-    ("flaw", "kind"),
-    [
-        (silent, "hang"),
-        (cut, "error"),
-        (changed(wrong_text), "ending"),
-    ],
-    ids=["silent", "cut", "text"],
-)
-def test_whatever_else_is_wrong_with_a_stream(server, flaw, kind):
-    verdict = check(server, flaw=flaw, is_for=is_long, stall_limit_s=5.0 if flaw is silent else 30.0)
-    assert {finding.kind for finding in verdict.findings} == {kind}, told(verdict)
+def test_a_stream_that_breaks_off(server):
+    verdict = check(server, flaw=cut, is_for=is_long)
+    assert {finding.kind for finding in verdict.findings} == {"error"}, told(verdict)
 
 
 def test_a_stream_that_begins_again_instead_of_going_on(server):

@@ -8,7 +8,7 @@ import pytest
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
-FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos")
+FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos", *c.PATIENT)
 LONG = c.asks(6, num_prompt=20, max_tokens=400)
 
 

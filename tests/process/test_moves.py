@@ -10,7 +10,7 @@ import pytest
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
-FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos")
+FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos", *c.PATIENT)
 LONG = c.asks(6, num_prompt=300, max_tokens=300)
 
 

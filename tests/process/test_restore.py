@@ -9,7 +9,7 @@ from everserve.client import Stream
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, PREFILL, Fault
 
-WORKERS = ("--attention-workers", "2", "--expert-workers", "2")
+WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT)
 NO_CACHE = "--no-enable-prefix-caching"
 LONG = c.asks(6, num_prompt=700, max_tokens=120)
 
@@ -21,7 +21,7 @@ def expected(server):
 
 @pytest.fixture(scope="module", params=["mirror", "anchor"])
 def logged(request, start_server):
-    with start_server(*WORKERS, NO_CACHE, "--kv-log", request.param) as running:
+    with start_server(*WORKERS, NO_CACHE, *c.SMALL_STEPS, "--kv-log", request.param) as running:
         yield running
         assert "Traceback" not in running.log_text(), running.log_text()
 
@@ -55,7 +55,7 @@ def test_a_stream_in_the_middle_of_its_prompt(logged, expected):
     c.wait_whole(logged)
     before = len(restored(logged))
     fault = Fault(logged, 0, signal.SIGKILL)
-    streams = c.run_with(logged, PREFILL, c.in_prefill(logged), fault)
+    streams = c.run_with(logged, PREFILL, c.in_prefill(logged, 0), fault)
     fault.assert_landed()
     c.assert_equal(streams, expected["prefill"])
     assert restored(logged, before)

@@ -12,7 +12,7 @@ from everserve.procs import process
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
-FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos")
+FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos", *c.PATIENT)
 
 
 @pytest.fixture(scope="module")

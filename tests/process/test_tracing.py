@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.process import cluster as c
 from tests.process.cluster import Fault
 
-WORKERS = ("--attention-workers", "2", "--expert-workers", "2", "--no-enable-prefix-caching")
+WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT, "--no-enable-prefix-caching")
 STREAMS = c.asks(6, num_prompt=40, max_tokens=250)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -73,6 +73,12 @@ def events(span: Any, name: str) -> list[dict[str, Any]]:
     return [values(event.attributes) for event in span.events if event.name == name]
 
 
+def failovers(spans: list[Any], role: str, rank: int) -> list[dict[str, Any]]:
+    """Because of this worker: on a busy machine streams may pass by one that is only slow."""
+    found = [event for span in spans for event in events(span, "failover")]
+    return [event for event in found if (event["everserve.role"], event["everserve.rank"]) == (role, rank)]
+
+
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
     running = Collector()
@@ -116,12 +122,11 @@ def test_a_killed_attention_worker_is_an_event_of_those_that_it_had(traced, coll
     c.assert_equal(streams, expected)
     spans = collector.take(len(STREAMS))
     assert len({span.trace_id for span in spans}) == len(STREAMS)
-    touched = [event for span in spans for event in events(span, "failover")]
+    touched = failovers(spans, "attention", 0)
     resumed = [event for event in traced.events("gateway") if event["event"] == "request_resumed"]
     assert len(touched) == len(resumed) > 0, "exactly those that lost their worker"
     for event in touched:
-        assert (event["everserve.role"], event["everserve.rank"], event["everserve.to_rank"]) == ("attention", 0, 1)
-        assert event["everserve.cause"] == "crash" and event["everserve.reason"]
+        assert event["everserve.to_rank"] == 1 and event["everserve.cause"] == "crash" and event["everserve.reason"]
         assert event["everserve.gap_ms"] > 0 and event["everserve.tokens_known"] >= 5
         assert event["everserve.tokens_restored"] >= 40 and event["everserve.tokens_recomputed"] <= 2
 
@@ -132,11 +137,10 @@ def test_a_killed_expert_worker_is_an_event_too(traced, collector, expected):
     streams = c.run_with(traced, STREAMS, c.in_decode, fault)
     fault.assert_landed()
     c.assert_equal(streams, expected)
-    replayed = {event["rank"] for event in traced.events("worker") if event["event"] == "rows_replayed"}
-    touched = [event for span in collector.take(len(STREAMS)) for event in events(span, "failover")]
-    assert bool(touched) == bool(replayed), "nobody was disturbed if no rows were under way there"
+    replayed = [e for e in traced.events("worker") if e["event"] == "rows_replayed" and e["suspect"] == 3]
+    touched = failovers(collector.take(len(STREAMS)), "expert", 3)
+    assert bool(touched) == bool(replayed), "no stream was disturbed if no rows were under way there"
     for event in touched:
-        assert (event["everserve.role"], event["everserve.rank"]) == ("expert", 3)
         assert event["everserve.rows_replayed"] > 0 and event["everserve.gap_ms"] > 0
 
 

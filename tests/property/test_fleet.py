@@ -13,7 +13,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.gateway.streams import suspects
+from everserve.gateway.streams import poison
 from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import WorkerId
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
@@ -176,7 +176,7 @@ class Life:
             assert not link.is_leaving
         here = self.here()
         waiting = [stream for stream in here if stream.link is None]
-        if any(stream.num_losses < suspects._FREE_LOSSES for stream in waiting):
+        if any(stream.num_losses < poison._FREE_LOSSES for stream in waiting):
             assert not any(link.room.num_streams_free for link in fleet.ready_links()), "a place is free"
         assert fleet.num_waiting == sum(stream.link is None for stream in here)
         assert fleet.num_streams == len(here)
@@ -272,7 +272,7 @@ def test_every_client_sees_its_stream_exactly_once(events):
 
 @settings(max_examples=100, deadline=None)
 @given(events)
-def test_also_if_whoever_lost_a_worker_is_a_suspect(events):
-    """Only few of them may run at once; nobody is forgotten."""
-    with patch.multiple(suspects, _FREE_LOSSES=1, _AT_ONCE=4, MAX_LOSSES=1000):
+def test_also_if_streams_that_lost_a_worker_may_be_poison(events):
+    """Only few of them may run at once; none is forgotten."""
+    with patch.multiple(poison, _FREE_LOSSES=1, _AT_ONCE=4, MAX_LOSSES=1000):
         asyncio.run(live(events))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everserve.backends.cuda import device_batch, staging
 from everserve.backends.cuda.staging import Staging
 from everserve.engine import batching
-from everserve.engine.batching import Layout, Rows, lay_out
+from everserve.engine.batching import BatchLayout, Rows, lay_out
 from everserve.engine.sequence import Chunk
 from tests.property.test_engine_schedules import events
 from tests.toy import StepAbandoned, make_engine, spec
@@ -20,7 +20,7 @@ _SEGMENT, _MAX_BLOCKS, _BLOCK_SIZE, _MAX_ROWS = 8, 16, 4, 16
 class CheckedLayout:
     """Compares every step, and everything that was given out before, with rows laid out from scratch."""
 
-    def __init__(self, inner: Layout) -> None:
+    def __init__(self, inner: BatchLayout) -> None:
         self._inner = inner
         self._given: list[tuple[Rows, list[np.ndarray]]] = []
         self._staging = _make_staging()

@@ -9,11 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from everserve.errors import ProtocolError
+from everserve.plan.placement import place_experts
+from everserve.tables.goal import Goal
+from everserve.tables.ids import Rank
 from everserve.tables.members import Members, Worker
 from everserve.tables.routes import Routes
 from everserve.tables.slots import HeldSlots, SeatSlots
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, Message, decode, encode
+from tests.held_slots import goal_of
 
 MESSAGES = typing.get_args(AnyMessage)
 
@@ -28,6 +32,11 @@ def instances(kind: type) -> st.SearchStrategy:
     if kind is HeldSlots:
         tables = st.tuples(st.integers(0, 3), st.integers(0, 3)).flatmap(lambda size: st.tuples(*[table_of(*size)] * 2))
         return tables.map(lambda pair: HeldSlots(experts=pair[0], generations=pair[1]))
+    if kind is Goal:
+        placements = st.integers(1, 3).map(
+            lambda num: place_experts(4, (0, 2), [Rank(5 + i) for i in range(num)], None)
+        )
+        return st.builds(goal_of, st.sets(st.integers(0, 4)), st.none() | placements)
     if kind is Routes:
         places = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 99)), max_size=3)
         layers = st.lists(st.lists(places, min_size=2, max_size=2), min_size=1, max_size=3)

@@ -59,7 +59,7 @@ def test_any_request(api: Any, mode: GenerationMode) -> None:
 
         @seed(20)
         @settings(
-            max_examples=80 if operation.body else 10,
+            max_examples=50 if operation.body else 10,
             deadline=None,
             database=None,
             phases=[Phase.generate],

@@ -15,7 +15,7 @@ from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 from tests.process.cluster import asks, assert_equal, run_all
 
-STREAMS = asks(8, num_prompt=12, max_tokens=100)
+STREAMS = asks(4, num_prompt=12, max_tokens=100)
 MESSAGE = {"role": "user", "content": ""}
 LOGPROBS = {"prompt": [7] * 200, "n": 64, "max_tokens": 1, "echo": True, "logprobs": 20}
 

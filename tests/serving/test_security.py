@@ -14,7 +14,7 @@ from everserve.client import Connection
 from everserve.procs.local_server import LocalServer
 
 A, B, ADMIN = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b", "key-admin"))
-BODY = {"prompt": "It was", "max_tokens": 1500, "stream": True, "ignore_eos": True, "return_token_ids": True}
+BODY = {"prompt": "It was", "max_tokens": 400, "stream": True, "ignore_eos": True, "return_token_ids": True}
 FAULT = {"rank": 0, "signal": "CONT"}
 
 

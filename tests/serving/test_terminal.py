@@ -13,8 +13,6 @@ import termios
 import time
 from collections.abc import Callable
 
-import pytest
-
 EVERSERVE = (sys.executable, "-m", "everserve.cli")
 _LINES = re.compile(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*")  # that begin neither there nor at a line's start
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
@@ -85,18 +83,15 @@ def test_the_demo_without_a_terminal():
     assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
-def test_the_demo_on_a_terminal():
-    terminal = Terminal("demo")
-    terminal.read_until(lambda: "Serve it yourself" in terminal.text, timeout_s=240)
-    assert terminal.finish() == 0
-    for text in (
-        "workers are ready",
-        "worker 0 attention",
-        "✗3 SIGKILL to the orchestrator",
-        "tokens/s",
-        "Tokens lost: 0.",
-    ):
+def test_the_demo_on_a_terminal_until_it_is_interrupted():
+    """In the background, where a shell has SIGINT ignored."""
+    terminal = Terminal("demo", ignores_sigint=True)
+    terminal.read_until(lambda: "✗3 SIGKILL to the orchestrator" in terminal.text, timeout_s=120)
+    terminal.process.send_signal(signal.SIGINT)
+    assert terminal.finish() == 130
+    for text in ("workers are ready", "worker 0 attention", "✗1 SIGKILL to expert worker 2", "tokens/s"):
         assert text in terminal.text
+    assert "Traceback" not in terminal.text and "Tokens lost" not in terminal.text
 
 
 def test_a_watcher_sees_a_kill_and_leaves_on_ctrl_c(start_server):
@@ -131,9 +126,9 @@ def test_a_watcher_leaves_when_its_terminal_is_gone():
         terminal.process.kill()
 
 
-@pytest.mark.parametrize("keys", [[], ["--api-key", "secret"]])
-def test_serve_shows_its_workers_until_they_are_ready(keys):
-    terminal = Terminal("serve", "demo", "--port", "0", "--attention-workers", "2", *keys)
+def test_serve_shows_its_workers_until_they_are_ready():
+    """Also where its own questions need the key."""
+    terminal = Terminal("serve", "demo", "--port", "0", "--attention-workers", "2", "--api-key", "secret")
     try:
         terminal.read_until(lambda: "demo ready at http://" in terminal.text, timeout_s=120)
         assert "everserve: demo" in terminal.text  # its workers too, unless they were ready before the gateway

@@ -11,12 +11,14 @@ from everserve.control.host import Host
 from everserve.memory.owned import OwnedMemory
 from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind
 from everserve.tables.slots import HeldSlots
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import (
     Adopt,
     Allocate,
     Allocated,
+    AllocationFailed,
     AnchorAttached,
     AnyMessage,
     FoundProcess,
@@ -36,17 +38,17 @@ from everserve.wire.messages import (
 )
 from tests.configs import worker_settings
 
-Kind = TypeVar("Kind")
+Message = TypeVar("Message")
 
 
-def start_of(num_attention: int = 1, num_expert: int = 2, **more) -> StartOrchestrator:
+def start_of(num_attention: int = 1, num_expert: int = 2, log_mode: str = "off", **more) -> StartOrchestrator:
     return StartOrchestrator(
         model=str(DEMO_MODEL),
         num_attention=num_attention,
         num_expert=num_expert,
         shadow_experts=None,
         detect_ms=0.0,  # nothing is silent
-        worker=worker_settings(directory=str(DEMO_MODEL)),
+        worker=worker_settings(directory=str(DEMO_MODEL), mode=log_mode),
         event_log=None,
         **more,
     )
@@ -87,7 +89,7 @@ class ToyWorker:
         slots = held_at_start(self.start) if Role.ATTENTION not in self.start.roles else None
         return Report(is_ready=True, is_leaving=is_leaving, epoch=Epoch(epoch), peers=peers, logs=[], slots=slots)
 
-    def heard(self, kind: type[Kind]) -> list[Kind]:
+    def heard(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.got if isinstance(message, kind)]
 
     @property
@@ -108,6 +110,8 @@ class ToyOrchestrator:
         self.anchor: Channel | None = None
         self.owned = OwnedMemory()
         self.adopted: list[str] = []
+        self.released: list[str] = []
+        self.refused: set[Kind] = set()  # of memory, of which there is none
         self.to_supervisor: list[AnyMessage] = []
         self.to_gateway: list[AnyMessage] = []
         self.workers: dict[WorkerId, ToyWorker] = {}
@@ -176,7 +180,9 @@ class ToyOrchestrator:
         assert self.anchor is not None
         frames: list[tuple[AnyMessage, Descriptors]] = list(self.anchor.receive_frames())
         for message, fds in frames:
-            if isinstance(message, Allocate):
+            if isinstance(message, Allocate) and message.memory.kind in self.refused:
+                self.anchor.send(AllocationFailed(memory=message.memory, reason="out of memory"))
+            elif isinstance(message, Allocate):
                 self.anchor.send(Allocated(memory=message.memory), fds=[self.owned.allocate(message.memory)])
             elif isinstance(message, Adopt):
                 (fd,) = fds.take()
@@ -185,6 +191,7 @@ class ToyOrchestrator:
                 self.adopted.append(message.memory.name)
             elif isinstance(message, Release):
                 self.owned.release(message.memory)
+                self.released.append(message.memory.name)
         return len(frames)
 
     def _read_gateway(self) -> int:
@@ -208,18 +215,18 @@ class ToyOrchestrator:
     def worker(self, rank: int, incarnation: int = 1) -> ToyWorker:
         return self.workers[WorkerId(Rank(rank), Incarnation(incarnation))]
 
-    def said(self, kind: type[Kind]) -> list[Kind]:
+    def said(self, kind: type[Message]) -> list[Message]:
         """To the supervisor."""
         return [message for message in self.to_supervisor if isinstance(message, kind)]
 
-    def told(self, kind: type[Kind]) -> list[Kind]:
+    def told(self, kind: type[Message]) -> list[Message]:
         """To the gateway."""
         return [message for message in self.to_gateway if isinstance(message, kind)]
 
 
-def serving(num_attention: int = 1, num_expert: int = 2) -> ToyOrchestrator:
+def serving(num_attention: int = 1, num_expert: int = 2, log_mode: str = "off") -> ToyOrchestrator:
     """All workers are ready."""
-    orchestrator = ToyOrchestrator(start_of(num_attention, num_expert))
+    orchestrator = ToyOrchestrator(start_of(num_attention, num_expert, log_mode))
     for worker in list(orchestrator.workers.values()):
         worker.come_up()
     assert len(orchestrator.said(Ready)) == 1
@@ -227,10 +234,14 @@ def serving(num_attention: int = 1, num_expert: int = 2) -> ToyOrchestrator:
 
 
 def succeed(
-    before: ToyOrchestrator, epoch: int, gone: list[WorkerId], late: tuple[WorkerId, ...] = ()
+    before: ToyOrchestrator,
+    epoch: int,
+    gone: list[WorkerId],
+    late: tuple[WorkerId, ...] = (),
+    logs: tuple[WorkerId, ...] = (),
 ) -> ToyOrchestrator:
     """The orchestrator has died, and these workers with it. The next one is told what the supervisor has, and hears
-    from all workers that live but the late ones, and from the gateway."""
+    from all workers that live but the late ones, and from the gateway, whose streams need these logs."""
     workers = {id: worker for id, worker in before.workers.items() if id not in gone}
     found = [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=w.pid) for id, w in workers.items()]
     found += [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=-1) for id in gone]
@@ -241,6 +252,6 @@ def succeed(
         if id not in late:
             peers = [other for other, peer in before.workers.items() if peer.start.roles != worker.start.roles]
             worker.say(worker.report(epoch, peers))
-    after.gateway.send(GatewayReport(epoch=Epoch(epoch), logs=[], lost=[]))
+    after.gateway.send(GatewayReport(epoch=Epoch(epoch), logs=list(logs), lost=[]))
     after.settle()
     return after

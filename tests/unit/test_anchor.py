@@ -5,39 +5,40 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.control.anchor_client import Memory
+from everserve.control.anchor_client import AnchorClient
 from everserve.memory import device as driver
 from everserve.memory import owned as anchor_memory
 from everserve.memory.anchor import Anchor
 from everserve.memory.device import CudaError
-from everserve.memory.names import ON_HOST, lack
+from everserve.memory.names import lack
 from everserve.memory.owned import NoMemoryError, OwnedMemory
 from everserve.procs import device_descriptors as parting
-from everserve.tables.ids import Rank
+from everserve.tables.ids import NO_DEVICE, Rank
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import Allocate, AllocationFailed, DeviceDescriptors
+from tests.memories import memory
 
 
 class Pair:
-    """An anchor and an orchestrator's Memory, without processes."""
+    """An anchor and an orchestrator's client of it, without processes."""
 
     def __init__(self) -> None:
         self.anchor = Anchor(Channel(Channel.pair()[0]))
         ours, theirs = Channel.pair()
         self.end = Channel(theirs)
-        self.memory = Memory()
-        self.memory.attach(Channel(ours))
+        self.client = AnchorClient()
+        self.client.attach(Channel(ours))
         self.got: list[int] = []
         self.failed: list[str] = []
 
     def ask(self, name: str, num_bytes: int, device: int) -> None:
         then = lambda fd: self.got.append(os.fstat(fd).st_size)  # noqa: E731
-        self.memory.allocate(name, num_bytes, then=then, otherwise=self.failed.append, device=device)
+        self.client.allocate(memory(name, num_bytes, device), then=then, otherwise=self.failed.append)
 
     def run(self) -> None:
         for message, fds in self.end.receive_frames():
             self.anchor._handle(message, fds, self.end)
-        self.memory.read()
+        self.client.read()
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def test_a_device_without_a_driver_is_an_answer(no_driver):
     pair.run()
     assert pair.got == [8192], "others are served"
     assert len(pair.failed) == 1 and "device 0 cannot be used: libcuda.so.1" in pair.failed[0]
-    pair.memory.attach(Channel(Channel.pair()[0]))  # nothing is owed any more
+    pair.client.attach(Channel(Channel.pair()[0]))  # nothing is owed any more
 
 
 def test_too_little_device_memory_is_an_answer_and_the_next_wish_is_granted(monkeypatch):
@@ -98,7 +99,7 @@ def test_a_broken_context_ends_the_anchor(monkeypatch):
     monkeypatch.setattr(anchor_memory, "Driver", ToyDriver)
     monkeypatch.setattr(ToyDriver, "error", CudaError("cuMemCreate", 700, "an illegal memory access was encountered"))
     with pytest.raises(CudaError, match="illegal memory access"):
-        OwnedMemory().allocate("weights-0", 5000, device=0)
+        OwnedMemory().allocate(memory("weights-0", 5000, device=0))
 
 
 def test_two_may_wait_for_the_same(no_driver):
@@ -107,7 +108,7 @@ def test_two_may_wait_for_the_same(no_driver):
     pair.ask("weights-0", 5000, device=-1)
     ((asked, fds),) = pair.end.receive_frames()
     pair.anchor._handle(asked, fds, pair.end)
-    pair.memory.read()
+    pair.client.read()
     assert pair.got == [8192, 8192] and not pair.failed
     for _ in range(2):
         pair.ask("weights-1", 5000, device=0)
@@ -116,26 +117,26 @@ def test_two_may_wait_for_the_same(no_driver):
 
 
 def test_an_allocation_that_nobody_waits_for_may_fail():
-    memory = Memory()
+    client, lane = AnchorClient(), memory("lane-0.1-1.1", 10, device=3)
     ours, theirs = Channel.pair()
-    memory.attach(Channel(ours))
+    client.attach(Channel(ours))
     called = SimpleNamespace(then=[], otherwise=[])
-    memory.allocate("lane-0.1-1.1", 10, then=called.then.append, otherwise=called.otherwise.append, device=3)
-    memory.release("lane-0.1-1.1")
+    client.allocate(lane, then=called.then.append, otherwise=called.otherwise.append)
+    client.release(lane)
     anchor = Channel(theirs)
     (asked, _) = anchor.receive_all()
-    assert asked == Allocate(name="lane-0.1-1.1", num_bytes=10, device=3)
-    anchor.send(AllocationFailed(name="lane-0.1-1.1", reason="none"))
-    memory.read()
+    assert asked == Allocate(memory=lane)
+    anchor.send(AllocationFailed(memory=lane, reason="none"))
+    client.read()
     assert not called.then and not called.otherwise
 
 
 def test_a_new_anchor_is_asked_again_for_the_same():
-    memory = Memory()
-    memory.allocate("weights-1", 10, then=lambda fd: None, otherwise=print, device=1)
+    client, weights = AnchorClient(), memory("weights-1", 10, device=1)
+    client.allocate(weights, then=lambda fd: None, otherwise=print)
     ours, theirs = Channel.pair()
-    memory.attach(Channel(ours))
-    assert Channel(theirs).receive_all() == [Allocate(name="weights-1", num_bytes=10, device=1)]
+    client.attach(Channel(ours))
+    assert Channel(theirs).receive_all() == [Allocate(memory=weights)]
 
 
 def test_host_memory_that_cannot_be_had(monkeypatch):
@@ -144,14 +145,13 @@ def test_host_memory_that_cannot_be_had(monkeypatch):
 
     monkeypatch.setattr(os, "memfd_create", full)
     with pytest.raises(NoMemoryError, match="Too many open files"):
-        OwnedMemory().allocate("cell-0.1", 10)
+        OwnedMemory().allocate(memory("cell-0.1", 10))
 
 
 def test_asking_twice_gives_the_same_memory():
     owned = OwnedMemory()
-    assert owned.allocate("cell-0.1", 10) == owned.allocate("cell-0.1", 10)
-    with pytest.raises(AssertionError, match="another size"):
-        owned.allocate("cell-0.1", 20)
+    assert owned.allocate(memory("cell-0.1", 10)) == owned.allocate(memory("cell-0.1", 10))
+    assert owned.allocate(memory("cell-0.1", 20)) != owned.allocate(memory("cell-0.1", 10))
     owned.release_all()
     assert len(owned) == 0
 
@@ -174,8 +174,8 @@ def test_what_ties_it_to_a_device_is_entrusted_to_the_supervisor_once(monkeypatc
     monkeypatch.setattr(
         anchor_memory, "Driver", lambda device: SimpleNamespace(create=create, make_current=lambda: None)
     )
-    for i, device in enumerate((ON_HOST, 0, 0, 1)):
-        anchor._handle(Allocate(name=f"m{i}", num_bytes=4096, device=device), Descriptors(), orchestrator)
+    for i, device in enumerate((NO_DEVICE, 0, 0, 1)):
+        anchor._handle(Allocate(memory=memory(f"cell-{i}.1", device=device)), Descriptors(), orchestrator)
     told = [(message, len(fds)) for message, fds in supervisor.receive_frames()]
     assert told == [(DeviceDescriptors(num_following=0), 2)] * 2, "once for each device"
     anchor._memory.release_all()

@@ -323,7 +323,7 @@ def test_a_harmed_survivor_makes_it_fail_on_a_gpu(shape, is_passed, tmp_path, ca
     assert failover_report.is_passed(result) == is_passed
     failover_report.show(result, tmp_path / "failover.json", plot=None)
     shown = capsys.readouterr().out
-    assert "2 workers were declared gone although nobody had killed them" in shown
+    assert "2 workers were declared gone although they were not killed" in shown
     assert ("FAILED" in shown) == (not is_passed)
 
 
@@ -352,7 +352,7 @@ def test_failover_tables_without_a_baseline(tmp_path, capsys):
     failover_report.show(result, tmp_path / "failover.json", plot=tmp_path / "failover.png")
     shown = capsys.readouterr().out
     assert "FAILED" in shown and "3 lost" in shown and "longer" not in shown
-    assert "1 workers were declared gone although nobody had killed them" in shown
+    assert "1 workers were declared gone although they were not killed" in shown
 
 
 def test_plot(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from everserve.bench import cells, kill, plot, report, scaling_report
-from everserve.bench.cells import Cell, Found
+from everserve.bench import grid, kill, plot, report, scaling_report
+from everserve.bench.grid import GridPoint, PointResult
 from everserve.bench.incident import Round
 from everserve.bench.instance import flags_for
 from everserve.bench.scaling import Settings
@@ -70,7 +70,7 @@ def test_no_more_than_the_models_context():
 
 
 def test_one_server_for_all_cells():
-    told = _pairs(make_settings().flags(LARGE, [Cell(16, 8192, 528), Cell(256, 512, 528)]))
+    told = _pairs(make_settings().flags(LARGE, [GridPoint(16, 8192, 528), GridPoint(256, 512, 528)]))
     assert told["--max-num-seqs"] == "256" and told["--max-model-len"] == "8960" and told["--block-size"] == "64"
 
 
@@ -115,7 +115,7 @@ def test_a_cell_given_twice_is_one():
 )
 def test_what_fits(kv_tokens, num_attention, unfit):
     """Ten streams of 601 tokens are ten streams of ten blocks."""
-    assert set(cells.weigh(Cell(10, 501, 100), 64, kv_tokens, num_attention)) == unfit
+    assert set(grid.weigh(GridPoint(10, 501, 100), 64, kv_tokens, num_attention)) == unfit
 
 
 def test_every_worker_has_its_turn():
@@ -127,19 +127,23 @@ def test_every_worker_has_its_turn():
 
 
 def rounds_of(*stalls_s: float, **changes) -> list[Round]:
-    return [make_round(fault, stall_s, **changes) for stall_s in stalls_s for fault in cells.FAULTS]
+    return [make_round(fault, stall_s, **changes) for stall_s in stalls_s for fault in grid.FAULTS]
 
 
-def make_result(*found: Found, **settings) -> dict:
+def make_result(*found: PointResult, **settings) -> dict:
     made = dataclasses.asdict(make_settings(**settings))
-    base = {"model": "mixtral, 16 layers", "settings": made, "left_out": [dataclasses.asdict(Cell(256, 8192, 900))]}
+    base = {
+        "model": "mixtral, 16 layers",
+        "settings": made,
+        "left_out": [dataclasses.asdict(GridPoint(256, 8192, 900))],
+    }
     return base | scaling_report.summarize(found)
 
 
-SMALL = Found(Cell(16, 512, 408), rounds_of(0.05, 0.15))
-LARGER = Found(Cell(64, 512, 432), rounds_of(0.3)[:1], misfits={"attention": "KV for 9 tokens is needed"})
-LARGEST = Found(Cell(256, 512, 528), misfits=dict.fromkeys(cells.FAULTS, "1 requests are refused: HTTP 400"))
-BROKEN = Found(Cell(16, 2048, 432), rounds_of(0.2)[:1], failures={"attention": "no death"})
+SMALL = PointResult(GridPoint(16, 512, 408), rounds_of(0.05, 0.15))
+LARGER = PointResult(GridPoint(64, 512, 432), rounds_of(0.3)[:1], misfits={"attention": "KV for 9 tokens is needed"})
+LARGEST = PointResult(GridPoint(256, 512, 528), misfits=dict.fromkeys(grid.FAULTS, "1 requests are refused: HTTP 400"))
+BROKEN = PointResult(GridPoint(16, 2048, 432), rounds_of(0.2)[:1], failures={"attention": "no death"})
 
 
 def test_summary():
@@ -163,14 +167,14 @@ def test_what_went_wrong_is_one():
 
 @pytest.mark.parametrize("wrong", [{"num_lost": 1}, {"num_different": 1}])
 def test_one_token_makes_the_benchmark_fail(wrong):
-    assert not scaling_report.is_passed(make_result(SMALL, Found(Cell(1, 1, 1), rounds_of(0.1, **wrong))))
+    assert not scaling_report.is_passed(make_result(SMALL, PointResult(GridPoint(1, 1, 1), rounds_of(0.1, **wrong))))
 
 
 @pytest.mark.parametrize(("shape", "is_passed"), [("bundled", True), ("mixtral", False)])
 def test_a_harmed_survivor_fails_it_on_a_gpu(shape, is_passed):
     told = make_round().incident
     assert told is not None
-    harmed = Found(Cell(1, 1, 1), [make_round(incident=dataclasses.replace(told, others_lost=1))])
+    harmed = PointResult(GridPoint(1, 1, 1), [make_round(incident=dataclasses.replace(told, others_lost=1))])
     result = make_result(SMALL, harmed, shape=shape)
     assert result["others_lost"] == 1 and scaling_report.is_passed(result) == is_passed
 
@@ -192,7 +196,7 @@ def test_a_result_can_be_written(tmp_path):
 
 
 @pytest.mark.parametrize("found", [(SMALL, LARGER, LARGEST), (LARGEST,)])
-def test_plot(tmp_path: Path, found: tuple[Found, ...]):
+def test_plot(tmp_path: Path, found: tuple[PointResult, ...]):
     pytest.importorskip("matplotlib")
     path = plot.write_scaling(make_result(*found), tmp_path / "scaling.png")
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")

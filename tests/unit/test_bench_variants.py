@@ -9,7 +9,7 @@ from everserve.bench import checkpoint, overhead, overhead_report
 from everserve.bench.overhead_report import ALL_OFF, ONE_PROCESS, REFERENCE
 from everserve.bench.slices import Slice, _reason
 from everserve.bench.subject import Subject
-from everserve.bench.variants import Difference, Found, Settings, Tally, _room_for
+from everserve.bench.variants import Difference, Measurements, Settings, VariantResults, _room_for
 from everserve.cli.serve import serve
 from everserve.errors import ConfigError, EverserveError
 
@@ -78,8 +78,8 @@ class Answering:
         return make_slice(10.0), [list(self.tokens) for _ in prompts]
 
 
-def make_tally() -> Tally:
-    return Tally("a", {"a": ("--x",), "b": (), "c": ()}, (2,))
+def make_tally() -> Measurements:
+    return Measurements("a", {"a": ("--x",), "b": (), "c": ()}, (2,))
 
 
 def test_tokens_are_compared_in_warm_ups_too():
@@ -112,7 +112,7 @@ def test_where_streams_differ(tmp_path, capsys):
     assert [(found.slice, found.first, found.num_tokens) for found in tally.differences()] == [
         (0, 0, 3), (0, 0, 3), (1, 1, 2), (1, 1, 2),
     ]  # fmt: skip
-    found = Found("a model", tally.samples, tally.differences(), {}, {}, {})
+    found = VariantResults("a model", tally.samples, tally.differences(), {}, {}, {})
     settings = dataclasses.replace(SETTINGS, streams=(2,))
     overhead_report.show(overhead_report.result_of(found, {}, settings, "a"), tmp_path / "x.json", "a")
     shown = capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_the_price_of_dividing_and_what_is_missing(tmp_path, capsys):
         (REFERENCE, 8): [make_slice(ms) for ms in (10.4, 20.8)],
         ("4+4", 8): [make_slice(ms) for ms in (11.0, 22.0)],
     }
-    found = Found("a model", samples, [], {}, dict.fromkeys(("2+2",), 0), {"8+8": "does not start: no memory"})
+    found = VariantResults("a model", samples, [], {}, dict.fromkeys(("2+2",), 0), {"8+8": "does not start: no memory"})
     settings = Settings(streams=(8,), prompt=512, max_tokens=192, rounds=1, shape="mixtral")
     result = overhead_report.result_of(found, overhead.GPU_VARIANTS, settings)
     rows = {row["variant"]: row for row in result["variants"]}

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from everserve.chaos.faults import Injector, Record
+from everserve.chaos.faults import InjectedFault, Injector
 from everserve.chaos.schedule import Blow, Fault, Victim
 from everserve.chaos.target import Target, View, supervisor_here
 from everserve.errors import ConfigError
@@ -65,7 +65,7 @@ def inject(view: dict, *blows: Blow, is_local: bool = True, while_it_runs=None, 
             posted.append((asked.path, asked.body))
             yield json_answer(answer or {}, status)
 
-    async def main() -> Record:
+    async def main() -> InjectedFault:
         async with serving(respond) as url:
             injector = Injector(Target(url), os.getpid() if is_local else None)
             until = asyncio.Event()
@@ -102,7 +102,7 @@ def test_who_is_stopped_wakes_up_in_time(children):
     assert "STOP for 0.050 s to attention 0" in record.hit[0]
 
 
-def test_nobody_stays_stopped(children):
+def test_no_process_stays_stopped(children):
     pid = children[0].pid
     stop = Blow(0, ATTENTION, "STOP", wake_after_s=600)
     inject(cluster(pid, children[1].pid), stop, while_it_runs=lambda: wait_for(pid, "T"))
@@ -118,14 +118,14 @@ def test_one_who_sleeps_and_is_killed_meanwhile(children):
     assert record.is_injected
 
 
-def test_what_finds_nobody_is_missed(children):
+def test_a_fault_without_a_victim_is_missed(children):
     children[0].kill()
     wait_for(children[0].pid, "Z")  # dead, and not mourned yet
     stranger = os.getppid()  # alive, but none of the server's
     empty = cluster(children[0].pid, 0, stranger)
     record, _ = inject(empty, *(Blow(0, victim, "KILL") for victim in (ATTENTION, EXPERT, ANCHOR)))
     assert not record.is_injected and len(record.missed) == 3
-    assert "nobody" in str(record)
+    assert "no process" in str(record)
     children[0].wait()
     record, _ = inject(empty, Blow(0, ATTENTION, "KILL"))
     assert not record.is_injected

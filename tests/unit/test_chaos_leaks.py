@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from everserve.chaos import leaks
-from everserve.chaos.faults import Record
+from everserve.chaos.faults import InjectedFault
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Holding, Snapshot
 from everserve.chaos.tally import Tally
@@ -142,8 +142,8 @@ def make_verdict(**changes) -> Verdict:
     tally.gaps_s.extend([0.01, 0.02, 1.5])
     snapshot = Snapshot({"gateway": Holding(30, 0)}, (), 4, 4096, 4096)
     faults = [
-        Record(1.0, "kill a worker", ("KILL to expert 1 (pid 7)",), ()),
-        Record(2.0, "kill a worker", (), ("nobody is there",)),
+        InjectedFault(1.0, "kill a worker", ("KILL to expert 1 (pid 7)",), ()),
+        InjectedFault(2.0, "kill a worker", (), ("there is no such process",)),
     ]
     verdict = Verdict(
         seed=5,

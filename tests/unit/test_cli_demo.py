@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from everserve.cli import demo_screen
-from everserve.cli.demo_story import MAX_TOKENS, PROMPTS, Kill, Story, judge
+from everserve.cli.demo_run import MAX_TOKENS, PROMPTS, DemoRun, PlannedKill, judge
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 
@@ -20,16 +20,16 @@ def stream(tokens: list[int], hole_s: float = 0.0, hole_at: int = 0) -> Stream:
     return Stream(BEGAN_S, arrivals, tokens, text, finish_reason="length")
 
 
-def story(streams: list[Stream], kills: list[Kill]) -> Story:
-    told = Story(LocalServer("demo"), kills)
+def demo_run(streams: list[Stream], kills: list[PlannedKill]) -> DemoRun:
+    told = DemoRun(LocalServer("demo"), kills)
     told.streams, told.began_s = streams, BEGAN_S
     return told
 
 
-def kill(number: int, target: dict[str, Any], num_tokens: int, pid: int) -> Kill:
+def kill(number: int, target: dict[str, Any], num_tokens: int, pid: int) -> PlannedKill:
     at_s = BEGAN_S + 0.01 * num_tokens + 0.001
     counts = [num_tokens] * len(PROMPTS)
-    return Kill(
+    return PlannedKill(
         num_tokens, f"attention worker {number}", target, at_s, at_s + 0.001, pid, counts, [3 * n for n in counts]
     )
 
@@ -38,7 +38,7 @@ TOKENS = [list(range(i, i + MAX_TOKENS)) for i in range(len(PROMPTS))]
 KILLS = [kill(1, {"rank": 2}, 200, 11), kill(2, {"rank": 0}, 500, 12), kill(3, {"process": "orchestrator"}, 800, 13)]
 
 
-def told(kills: list[Kill]) -> list[dict[str, Any]]:
+def told(kills: list[PlannedKill]) -> list[dict[str, Any]]:
     """As a server would."""
     first, second, third = (one.at_s or 0.0 for one in kills)
     return [
@@ -56,8 +56,8 @@ def told(kills: list[Kill]) -> list[dict[str, Any]]:
 
 
 def test_all_is_well() -> None:
-    disturbed = story([stream(tokens, 0.02, hole_at=501) for tokens in TOKENS], KILLS)
-    again = story([stream(tokens) for tokens in TOKENS], [])
+    disturbed = demo_run([stream(tokens, 0.02, hole_at=501) for tokens in TOKENS], KILLS)
+    again = demo_run([stream(tokens) for tokens in TOKENS], [])
     outcomes = judge(disturbed, again, told(KILLS))
     assert [(one.num_lost, one.num_different) for one in outcomes] == [(0, 0)] * 3
     assert [round(one.gap_ms) for one in outcomes] == [10, 30, 10]
@@ -80,7 +80,7 @@ def test_the_first_to_notice_counts_and_texts_may_go_on_meanwhile() -> None:
     events = sorted([*events, resumed], key=lambda event: event["at_s"])
     late = next(event for event in events if event["event"] == "process_ended")
     late["at_s"] = third + 0.077
-    outcomes = judge(story(list(map(stream, TOKENS)), KILLS), story(list(map(stream, TOKENS)), []), events)
+    outcomes = judge(demo_run(list(map(stream, TOKENS)), KILLS), demo_run(list(map(stream, TOKENS)), []), events)
     assert [round(one.noticed_ms) for one in outcomes] == [2, 8, 77]
     assert ["went on until it was noticed" in one.cost for one in outcomes] == [False, False, True]
 
@@ -89,25 +89,29 @@ def test_what_is_lost_or_wrong_belongs_to_the_death_before() -> None:
     wrong = [list(tokens) for tokens in TOKENS]
     wrong[1][600] = -1
     wrong[2] = wrong[2][:-3]
-    outcomes = judge(story([stream(one) for one in wrong], KILLS), story(list(map(stream, TOKENS)), []), told(KILLS))
+    outcomes = judge(
+        demo_run([stream(one) for one in wrong], KILLS), demo_run(list(map(stream, TOKENS)), []), told(KILLS)
+    )
     assert [(one.num_lost, one.num_different) for one in outcomes] == [(0, 0), (0, 1), (3, 0)]
 
 
 def test_a_gap_is_known_when_all_have_gone_on() -> None:
-    one = Kill(1, "x", {"rank": 0}, at_s=BEGAN_S + 0.105, sent_s=BEGAN_S + 0.106)
+    one = PlannedKill(1, "x", {"rank": 0}, at_s=BEGAN_S + 0.105, sent_s=BEGAN_S + 0.106)
     waiting = Stream(BEGAN_S, [BEGAN_S, BEGAN_S + 0.1])
     going = Stream(BEGAN_S, [BEGAN_S + 0.01 * i for i in range(60)])
     assert one.gap_s([waiting, going]) is None
     waiting.arrivals_s.append(BEGAN_S + 0.25)
     gap_s = one.gap_s([waiting, going])
     assert gap_s is not None and round(gap_s, 3) == 0.15 and not one.is_settled([waiting, going])
-    assert Kill(1, "x", {}).gap_s([waiting]) is None
+    assert PlannedKill(1, "x", {}).gap_s([waiting]) is None
 
 
 def test_the_screen_fits_and_marks_the_place() -> None:
     out = io.StringIO()
     console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
-    going = story([stream(tokens[:550]) for tokens in TOKENS], [KILLS[0], KILLS[1], Kill(900, "somebody", {})])
+    going = demo_run(
+        [stream(tokens[:550]) for tokens in TOKENS], [KILLS[0], KILLS[1], PlannedKill(900, "somebody", {})]
+    )
     console.print(demo_screen.screen(going, BEGAN_S + 5.5, console))
     lines = out.getvalue().rstrip("\n").splitlines()
     assert len(lines) <= 23 and all(len(line) <= 80 for line in lines)
@@ -118,7 +122,7 @@ def test_the_screen_fits_and_marks_the_place() -> None:
 
 def test_plain_lines_come_once() -> None:
     out = io.StringIO()
-    lines = demo_screen.PlainLines(story(list(map(stream, TOKENS)), KILLS), Console(file=out, width=110))
+    lines = demo_screen.PlainLines(demo_run(list(map(stream, TOKENS)), KILLS), Console(file=out, width=110))
     lines.look()
     lines.look()
     said = out.getvalue().splitlines()

@@ -1,20 +1,26 @@
 """What `everserve serve` computes on."""
 
+import msgspec
 import pytest
 
 from everserve.cli import devices
 from everserve.cli.devices import choose, dtype_on, kv_cache_bytes
-from everserve.control.design import Design
+from everserve.control.design import capacity_of, first_goal
+from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
-from everserve.memory.devices import Device
+from everserve.memory.devices import DeviceInfo
 from everserve.model.bundled import DEMO_MODEL
-from everserve.tables.ids import Incarnation, Rank
+from everserve.model.config import ModelConfig
+from everserve.plan.placement import place_experts
+from everserve.tables.goal import Goal
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Memory
 from everserve.wire.messages import StartOrchestrator
 from tests.configs import worker_settings
 
 GIB = 1 << 30
-GPU = Device(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
+GPU = DeviceInfo(name="toy", total_bytes=40 * GIB, free_bytes=40 * GIB)
 
 
 @pytest.fixture
@@ -79,32 +85,64 @@ def test_kv_is_what_is_left(two_gpus):
     assert mirrored <= full, "a mirror is pinned memory of the host"
 
 
+class Born:
+    """The first goal of an instance, and what its workers are born with."""
+
+    def __init__(self, start: StartOrchestrator) -> None:
+        model = ModelConfig.from_directory(DEMO_MODEL)
+        self.goal = first_goal(start, model)
+        self.needs = Needs(model, start.worker, capacity_of(start, model, self.goal), start.detect_ms)
+
+    def memory(self, rank: int, incarnation: int = 4) -> tuple[Memory, ...]:
+        return self.needs.memory(self.goal, WorkerId(Rank(rank), Incarnation(incarnation)))
+
+    def names(self, rank: int) -> list[str]:
+        return [memory.name for memory in self.memory(rank)]
+
+    def devices(self, rank: int) -> list[int]:
+        return [memory.device for memory in self.memory(rank)]
+
+    def owners(self) -> list[int]:
+        return [self.needs.weights_owner(self.goal, seat.rank) for seat in self.goal.seats]
+
+
 def test_what_a_worker_is_born_with():
-    seat = (Rank(3), Incarnation(4))
-    on_gpus = Design.of(start())
-    assert [needed.name for needed in on_gpus.memory_of(seat)] == ["cell-3.4", "weights-3", "weights-state-3", "bell-3"]
-    assert [needed.device for needed in on_gpus.memory_of(seat)] == [-1, 1, -1, 1]
-    assert [on_gpus.device_of(Rank(rank)) for rank in range(5)] == [0, 1, 0, 1, 0]
-    anchored = Design.of(start(mode="anchor", kv_cache_bytes=1 << 24))
-    names = ["cell-1.4", "kv-1.4", "log-1.4", "weights-1", "weights-state-1"]
-    assert [needed.name for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == names
-    assert [needed.device for needed in anchored.memory_of((Rank(1), Incarnation(4)))] == [-1, 1, -1, 1, -1]
-    assert anchored.kv_bytes <= 1 << 24 and anchored.log_bytes < 1 << 20, "the log is without its blocks"
-    on_cpus = Design.of(start(num_devices=0, device="cpu", mode="mirror", kv_cache_bytes=1 << 24))
-    assert [needed.name for needed in on_cpus.memory_of((Rank(0), Incarnation(4)))] == ["cell-0.4", "log-0.4"]
-    assert [needed.name for needed in on_cpus.memory_of(seat)] == ["cell-3.4"]
-    assert {needed.device for needed in on_cpus.memory_of(seat)} == {-1} == {on_cpus.device_of(Rank(3))}
+    on_gpus = Born(start())
+    assert on_gpus.names(3) == ["cell-3.4", "weights-3", "weights-state-3", "bell-3"]
+    assert on_gpus.devices(3) == [-1, 1, -1, 1]
+    assert [seat.device for seat in on_gpus.goal.seats] == [0, 1, 0, 1, 0]
+    anchored = Born(start(mode="anchor", kv_cache_bytes=1 << 24))
+    assert anchored.names(1) == ["cell-1.4", "kv-1.4", "log-1.4", "weights-1", "weights-state-1"]
+    assert anchored.devices(1) == [-1, 1, -1, 1, -1]
+    capacity = anchored.needs.capacity
+    assert capacity.kv_bytes <= 1 << 24 and capacity.log_bytes < 1 << 20, "the log is without its blocks"
+    on_cpus = Born(start(num_devices=0, device="cpu", mode="mirror", kv_cache_bytes=1 << 24))
+    assert on_cpus.names(0) == ["cell-0.4", "log-0.4"]
+    assert on_cpus.names(3) == ["cell-3.4"]
+    assert {*on_cpus.devices(3), *(seat.device for seat in on_cpus.goal.seats)} == {-1}
 
 
 def test_seats_with_the_same_weights_on_one_device_share_them(two_gpus):
-    shared = Design.of(start(num_attention=4))
-    assert [shared.weights_owner(Rank(rank)) for rank in range(7)] == [0, 1, 0, 1, 4, 5, 6]
-    assert [needed.name for needed in shared.memory_of((Rank(2), Incarnation(1)))][1:] == [
-        "weights-0",
-        "weights-state-0",
-    ]
-    replicas = Design.of(start(num_attention=3, num_expert=0))
-    assert [replicas.weights_owner(Rank(rank)) for rank in range(3)] == [0, 1, 0], "all of the model"
+    shared = Born(start(num_attention=4))
+    assert shared.owners() == [0, 1, 0, 1, 4, 5, 6]
+    assert shared.names(2)[1:] == ["weights-0", "weights-state-0"]
+    replicas = Born(start(num_attention=3, num_expert=0))
+    assert replicas.owners() == [0, 1, 0], "all of the model"
+
+
+def test_a_worker_may_have_any_rank_role_and_device():
+    born = Born(start())
+    seats = tuple(
+        msgspec.structs.replace(seat, rank=Rank(9 - seat.rank), device=(0, 0, 1, 1, 1)[seat.rank])
+        for seat in born.goal.seats
+    )
+    placement = place_experts(8, (0, 1), [seat.rank for seat in seats if Role.ATTENTION not in seat.roles], None)
+    born.goal = Goal(version=2, seats=seats, placement=placement)
+    assert born.names(9) == ["cell-9.4", "weights-9", "weights-state-9"] and born.devices(9) == [-1, 0, -1]
+    assert born.names(8)[1] == "weights-9", "the same weights on the same device"
+    assert born.names(5)[-1] == "bell-5" and born.devices(5) == [-1, 1, -1, 1]
+    told = born.needs.start(born.goal, WorkerId(Rank(9), Incarnation(1)))
+    assert (told.device, told.num_attention_on_device, told.slots) == (0, 2, None)
 
 
 def test_shared_weights_are_counted_once(two_gpus, monkeypatch):
@@ -112,5 +150,6 @@ def test_shared_weights_are_counted_once(two_gpus, monkeypatch):
         return kv_cache_bytes(choose("cuda", None, num_attention), start(num_attention, num_expert=0), None)
 
     shared = 2 * kv(4)
-    monkeypatch.setattr(Design, "weights_owner", lambda self, rank: rank)
-    assert shared - 2 * kv(4) == Design.of(start(2, 0)).weights_of(Rank(0)).num_bytes
+    monkeypatch.setattr(Needs, "weights_owner", lambda self, goal, rank: rank)
+    born = Born(start(2, 0))
+    assert shared - 2 * kv(4) == born.needs.weights_bytes(born.goal, Rank(0))

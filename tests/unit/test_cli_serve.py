@@ -15,13 +15,13 @@ from everserve.cli.serve_settings import check_experts, resolve_model
 from everserve.config.cluster import ClusterConfig
 from everserve.config.gateway import GatewayConfig
 from everserve.errors import ConfigError
-from everserve.memory.devices import Device
+from everserve.memory.devices import DeviceInfo
 from everserve.model.config import ModelConfig
 from everserve.wire.messages import StartGateway, StartOrchestrator, WorkerSettings
 
 DEMO = resolve_model("demo")
 MODEL = ModelConfig.from_directory(DEMO)
-ON_GPU = Chosen("cuda", (Device(name="toy", total_bytes=40 << 30, free_bytes=40 << 30),))
+ON_GPU = Chosen("cuda", (DeviceInfo(name="toy", total_bytes=40 << 30, free_bytes=40 << 30),))
 APP = typer.Typer(rich_markup_mode=None, add_completion=False)  # this command alone
 APP.command()(command.serve)
 SERVING_MD = Path(__file__).parents[2] / "docs" / "serving.md"

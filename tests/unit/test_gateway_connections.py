@@ -13,7 +13,7 @@ import uvicorn
 import uvloop
 
 from everserve.gateway.http import server as serving
-from everserve.gateway.http.connections import Connections, Limits
+from everserve.gateway.http.connections import ConnectionLimits, Connections
 from everserve.gateway.http.server import Server, max_connections
 
 GET = b"GET /answer HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -23,7 +23,7 @@ POST = b"POST /answer HTTP/1.1\r\nhost: x\r\n"
 class Toy:
     """A server whose application reads the body and says how large it was; `/stream` goes on until it is told."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: ConnectionLimits) -> None:
         self.connections = Connections(limits)
         self.ends = asyncio.Event()
         self.num_asked = 0
@@ -82,7 +82,7 @@ class Client:
 
 
 @asynccontextmanager
-async def toy(limits: Limits) -> AsyncIterator[Toy]:
+async def toy(limits: ConnectionLimits) -> AsyncIterator[Toy]:
     made = Toy(limits)
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: made.errors.append(context))
     sock = socket.create_server(("127.0.0.1", 0))
@@ -120,7 +120,7 @@ def headers(num_bytes: int, num: int = 8) -> bytes:
 
 def test_headers_have_a_size() -> None:
     async def test() -> None:
-        async with toy(Limits()) as server:
+        async with toy(ConnectionLimits()) as server:
             for size in (100, 60 << 10):
                 client = await server.connect(GET[:-2] + headers(size) + b"\r\n")
                 assert b"0 bytes" in await client.read_until(b"0 bytes")
@@ -149,7 +149,7 @@ def test_headers_have_a_size() -> None:
 
 def test_endless_headers_are_not_read_to_their_end() -> None:
     async def test() -> None:
-        async with toy(Limits()) as server:
+        async with toy(ConnectionLimits()) as server:
             client = await server.connect(GET[:-2] + b"x: ")
             num_sent = 0
             with pytest.raises(ConnectionError):
@@ -165,7 +165,7 @@ def test_endless_headers_are_not_read_to_their_end() -> None:
 
 def test_headers_and_bodies_must_arrive_in_time() -> None:
     async def test() -> None:
-        limits = Limits(head_s=0.1, body_s=0.1)
+        limits = ConnectionLimits(head_s=0.1, body_s=0.1)
         async with toy(limits) as server:
             silent = await server.connect()
             assert await silent.rest() == b"", "a connection that never asked is not answered"
@@ -193,7 +193,7 @@ def test_a_body_that_keeps_coming_may_take_longer() -> None:
 
     async def test() -> None:
         now_s = [0.0]
-        async with toy(Limits()) as server:
+        async with toy(ConnectionLimits()) as server:
             server.connections.clock = lambda: now_s[0]
             client = await server.connect(POST + b"content-length: 10000000\r\n\r\n")
             await until(lambda: server.num_asked == 1)
@@ -216,7 +216,7 @@ def test_too_many_that_have_not_asked() -> None:
 
     async def test() -> None:
         now_s = [0.0]
-        async with toy(Limits(num_arriving=10)) as server:
+        async with toy(ConnectionLimits(num_arriving=10)) as server:
             server.connections.clock = lambda: now_s[0]
             stream = await server.connect(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
             await stream.read_until(b"begin")
@@ -238,7 +238,7 @@ def test_too_many_that_have_not_asked() -> None:
 
 def test_bodies_that_are_arriving_have_a_size_together() -> None:
     async def test() -> None:
-        async with toy(Limits(arriving_bytes=1 << 20)) as server:
+        async with toy(ConnectionLimits(arriving_bytes=1 << 20)) as server:
             begin = POST + b"content-length: 400001\r\n\r\n"
             slow = [await server.connect(begin + b"a" * 400_000) for _ in range(2)]
             await until(lambda: server.connections._num_bytes == 800_000)
@@ -265,7 +265,7 @@ def test_bodies_that_are_arriving_have_a_size_together() -> None:
 )
 def test_what_surrounds_a_body_has_a_size(rest: bytes) -> None:
     async def test() -> None:
-        async with toy(Limits()) as server:
+        async with toy(ConnectionLimits()) as server:
             client = await server.connect(POST + b"transfer-encoding: chunked\r\n\r\n" + rest)
             assert await client.status() in (400, 431)
             client.close()
@@ -278,7 +278,7 @@ def test_what_surrounds_a_body_has_a_size(rest: bytes) -> None:
 
 def test_requests_sent_ahead() -> None:
     async def test() -> None:
-        async with toy(Limits(num_pipelined=4)) as server:
+        async with toy(ConnectionLimits(num_pipelined=4)) as server:
             few = await server.connect(GET * 4)
             for _ in range(4):
                 await few.read_until(b"0 bytes\r\n0\r\n\r\n")
@@ -296,7 +296,7 @@ def test_descriptors_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None
 
     async def test() -> None:
         now_s = [0.0]
-        async with toy(Limits()) as server:
+        async with toy(ConnectionLimits()) as server:
             server.connections.clock = lambda: now_s[0]
             streams = [await server.connect(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n") for _ in range(2)]
             idle, slow = await server.connect(GET), await server.connect(b"GET")

@@ -6,27 +6,27 @@ from types import SimpleNamespace
 
 import pytest
 
-from everserve.control.anchor_client import Memory
+from everserve.control.anchor_client import AnchorClient
 from everserve.control.log_references import Logs
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
-from everserve.memory.names import kv_name, log_name, log_of
 from everserve.memory.owned import create_memory
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 from everserve.worker.logs import KeptLogs
 from tests.logs import SHAPE, Owner, Stream
+from tests.memories import memory
 from tests.toy import spec
 
-A: WorkerId = (Rank(0), Incarnation(1))
-B: WorkerId = (Rank(1), Incarnation(4))
+A = WorkerId(Rank(0), Incarnation(1))
+B = WorkerId(Rank(1), Incarnation(4))
 
 
 class End:
     """A worker, or the supervisor: what it was sent, and what the descriptors were."""
 
-    def __init__(self, seat: WorkerId | None = None) -> None:
-        self.seat, self.roles, self.is_connected = seat, (Role.ATTENTION,), True
+    def __init__(self, id: WorkerId | None = None) -> None:
+        self.id, self.roles, self.is_connected = id, (Role.ATTENTION,), True
         self.got: list = []
 
     def send(self, message, fds=()) -> None:
@@ -47,28 +47,34 @@ def is_open(fd: int) -> bool:
 
 @pytest.mark.parametrize("has_kv", [False, True])
 def test_descriptors_come_and_go_together(has_kv):
-    memory, supervisor, other = Memory(), End(), End(B)
-    logs = Logs(memory, [other, End(A)], supervisor)
+    supervisor, other = End(), End(B)
+    logs = Logs(AnchorClient(), [other, End(A)], supervisor)
     fd, kv_fd = create_memory("log", 4096), create_memory("kv", 4096)
     log_identity, kv = identity(fd), [identity(kv_fd)] if has_kv else []
     if has_kv:
-        memory.hold(kv_name(A), kv_fd)
-    logs.add(A, fd)
+        logs.add(memory("kv-0.1", device=0), kv_fd)
+    logs.add(memory("log-0.1"), fd)
     joined = LogJoined(rank=A[0], incarnation=A[1], has_kv=has_kv), [log_identity, *kv]
     assert other.got == [joined] and logs.descriptors(A) == ((kv_fd, fd) if has_kv else (fd,))
-    late = End((Rank(2), Incarnation(0)))
+    late = End(WorkerId(Rank(2), Incarnation(0)))
     logs.introduce(late)
     assert late.got == [joined]
     logs.lose(A)
     assert logs.has(A) and is_open(fd)
     logs.settle(A)
     assert not logs.has(A) and not is_open(fd) and is_open(kv_fd) != has_kv
-    assert supervisor.got == [DropMemory(name=log_name(A)), *([DropMemory(name=kv_name(A))] if has_kv else [])]
+    assert supervisor.got == [
+        DropMemory(memory=memory("log-0.1")),
+        *([DropMemory(memory=memory("kv-0.1", device=0))] if has_kv else []),
+    ]
     assert other.got[1:] == [LogLeft(rank=A[0], incarnation=A[1])]
 
 
 def test_blocks_are_no_log():
-    assert log_of(log_name(A)) == A and log_of(kv_name(A)) is None
+    supervisor, other = End(), End(B)
+    logs = Logs(AnchorClient(), [other], supervisor)
+    logs.add(memory("kv-0.1", device=0), create_memory("kv", 4096))
+    assert not logs.has(A) and other.got == []
 
 
 def test_a_worker_opens_both_when_it_needs_them():

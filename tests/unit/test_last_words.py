@@ -9,8 +9,9 @@ import torch
 
 from everserve.backends.cpu import roles
 from everserve.errors import ConfigError
-from everserve.memory.names import KV_CACHE, LOG
+from everserve.memory.names import KV_CACHE
 from everserve.tables.ids import Rank
+from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
 from everserve.wire.messages import EventHappened, Failed, Hello
 from everserve.worker import boot
@@ -35,7 +36,9 @@ def torch_error() -> RuntimeError:
 
 
 @pytest.mark.parametrize("error", [NO_MEMORY, MemoryError(), torch_error()], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize(("kind", "words"), [(LOG, "the KV log of worker 3"), (KV_CACHE, "the KV cache of worker 3")])
+@pytest.mark.parametrize(
+    ("kind", "words"), [(Kind.LOG, "the KV log of worker 3"), (KV_CACHE, "the KV cache of worker 3")]
+)
 def test_a_shortage_names_what_it_was_for_and_what_to_do(error, kind, words):
     with pytest.raises(ConfigError) as caught, memory_for(Rank(3), kind, 3 << 29):
         raise error
@@ -46,7 +49,7 @@ def test_a_shortage_names_what_it_was_for_and_what_to_do(error, kind, words):
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "no"), RuntimeError("shapes differ"), KeyError("x")])
 def test_other_errors_stay_what_they_are(error):
     assert not is_shortage(error)
-    with pytest.raises(type(error)), memory_for(Rank(3), LOG, 1):
+    with pytest.raises(type(error)), memory_for(Rank(3), Kind.LOG, 1):
         raise error
     assert last_words(Rank(3), error) == (f"{type(error).__name__}: {error}", False)
 

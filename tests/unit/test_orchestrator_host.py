@@ -4,8 +4,10 @@ import gc
 
 import pytest
 
+from everserve.memory.owned import create_memory
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import WorkerState
+from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import ExpertStats
 from everserve.tables.symptoms import Symptom
 from everserve.wire.events import StaleDropped
@@ -13,6 +15,7 @@ from everserve.wire.messages import (
     ClusterChanged,
     DrainAnswered,
     DrainWorker,
+    DropMemory,
     EventHappened,
     ExpertReport,
     Failed,
@@ -24,6 +27,10 @@ from everserve.wire.messages import (
     KeepGoal,
     Leave,
     Leaving,
+    LogJoined,
+    LogLeft,
+    LogSettled,
+    MemoryKept,
     PeerJoined,
     PeerLeft,
     Provision,
@@ -140,6 +147,32 @@ def test_a_worker_lost_while_its_memory_is_allocated_is_not_started():
     orchestrator.settle()
     assert len(orchestrator.said(Provision)) == num_asked + 1, "the new anchor was asked again"
     assert "cell-0.1" in orchestrator.adopted, "and was given what exists"
+
+
+def test_memory_that_cannot_be_had_ends_a_start():
+    orchestrator = ToyOrchestrator(start_of())
+    orchestrator.refused = {Kind.LANE}
+    for rank in (0, 1):
+        orchestrator.worker(rank).say(Hello())
+    (failed,) = orchestrator.said(Failed)
+    assert failed.user_error and "out of memory" in failed.reason
+    assert orchestrator.host.is_over
+
+
+def test_a_log_lives_until_no_stream_needs_it():
+    orchestrator = serving(num_attention=2, num_expert=1, log_mode="mirror")
+    survivor, lost = orchestrator.worker(0), WorkerId(Rank(1), Incarnation(1))
+    assert [(log.rank, log.incarnation) for log in survivor.heard(LogJoined)] == [lost], "it has it from the beginning"
+    orchestrator.exit(orchestrator.worker(1))
+    orchestrator.worker(1, 2).come_up()
+    assert survivor.heard(LogLeft) == [] and orchestrator.said(DropMemory) == []
+    orchestrator.gateway.send(LogSettled(rank=lost.rank, incarnation=lost.incarnation))
+    orchestrator.settle()
+    for rank, incarnation in ((0, 1), (1, 2)):
+        left = orchestrator.worker(rank, incarnation).heard(LogLeft)
+        assert [(log.rank, log.incarnation) for log in left] == [lost]
+    assert [message.memory.name for message in orchestrator.said(DropMemory)] == ["log-1.1"]
+    assert "log-1.1" in orchestrator.released
 
 
 @pytest.fixture
@@ -293,3 +326,34 @@ def test_a_gateway_with_later_tables_is_overtaken():
     after.settle()
     assert latest(after).members.epoch == 21
     assert after.worker(0).heard(RoutesChanged)[-1].routes.epoch == 21
+
+
+def test_a_lane_that_only_one_of_the_two_got_is_made_again():
+    """The orchestrator before died when it had told one of them."""
+    late = WorkerId(Rank(1), Incarnation(1))
+    after = succeed(serving(), epoch=7, gone=[], late=(late,))
+    worker = after.workers[late]
+    worker.say(worker.report(7, peers=[]))
+    assert [peer.rank for peer in after.worker(0).heard(PeerJoined)] == [1]
+    assert [peer.rank for peer in worker.heard(PeerJoined)] == [0]
+    assert after.worker(2).heard(PeerJoined) == []
+
+
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_a_log_of_a_worker_that_ended_before_is_kept_while_streams_need_it(is_needed):
+    late, dead = WorkerId(Rank(0), Incarnation(2)), WorkerId(Rank(0), Incarnation(1))
+    before = serving(log_mode="mirror")
+    before.exit(before.worker(0))
+    before.worker(0, 2).come_up()
+    after = succeed(before, epoch=7, gone=[], late=(late,), logs=(dead,) if is_needed else ())
+    memory = Memory(kind=Kind.LOG, owners=(dead,), num_bytes=1 << 20)
+    after.supervisor.send(MemoryKept(memory=memory), fds=[create_memory(memory.name, memory.num_bytes)])
+    after.settle()
+    worker = after.workers[late]
+    worker.say(worker.report(7, peers=[WorkerId(Rank(1), Incarnation(1)), WorkerId(Rank(2), Incarnation(1))]))
+    assert (DropMemory(memory=memory) in after.said(DropMemory)) != is_needed
+    if is_needed:
+        assert [(log.rank, log.incarnation) for log in worker.heard(LogJoined)] == [dead]
+        after.gateway.send(LogSettled(rank=dead.rank, incarnation=dead.incarnation))
+        after.settle()
+        assert after.said(DropMemory) == [DropMemory(memory=memory)]

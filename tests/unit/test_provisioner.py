@@ -7,20 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from everserve.memory.names import (
-    by_kind,
-    cell_name,
-    kind_of,
-    lane_name,
-    log_name,
-    log_of,
-    weights_name,
-    weights_state_name,
-)
 from everserve.procs import deferred_close as held
 from everserve.procs import device_descriptors as parting
 from everserve.procs.provisioner import Workers
-from everserve.tables.ids import Incarnation, Rank, Role
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import seat_owner
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     ForkWorker,
@@ -32,6 +23,7 @@ from everserve.wire.messages import (
     WorkerStarted,
 )
 from tests.configs import worker_settings
+from tests.memories import memory
 
 NOBODY = 1 << 30  # more than any process's number can be
 
@@ -46,7 +38,7 @@ def start(incarnation: int, device: str = "cpu") -> StartWorker:
         num_workers=1,
         slots=None,
         detect_ms=0.0,
-        memory=(log_name(seat), weights_name(seat[0])),
+        memory=(memory(f"log-2.{incarnation}"), memory("weights-2")),
     )
 
 
@@ -60,7 +52,7 @@ class Told:
     def __call__(self, message, fds=()) -> None:
         self.messages.append(message)
         if isinstance(message, MemoryKept):
-            (self.kept[message.name],) = (os.fstat(fd).st_size for fd in fds)
+            (self.kept[message.memory.name],) = (os.fstat(fd).st_size for fd in fds)
 
 
 @pytest.fixture
@@ -83,10 +75,10 @@ def num_fds() -> int:
 
 
 def live(workers: Workers, incarnation: int, pid: int, sizes=(1, 10, 100), device: str = "cpu") -> None:
-    memory = [os.memfd_create("m") for _ in sizes]
-    for fd, size in zip(memory, sizes, strict=True):
+    fds = [os.memfd_create("m") for _ in sizes]
+    for fd, size in zip(fds, sizes, strict=True):
         os.ftruncate(fd, size)
-    workers.provision(Provision(start=start(incarnation, device)), memory)
+    workers.provision(Provision(start=start(incarnation, device)), fds)
     workers.forked(WorkerForked(rank=Rank(2), incarnation=Incarnation(incarnation), pid=pid))
 
 
@@ -103,7 +95,7 @@ def test_memory_of_an_exited_worker_is_kept_until_it_is_dropped(workers, told):
     assert isinstance(told.messages[-1], WorkerStarted)
     workers.exited(1001, -9)
     assert kept(workers, told) == {"log-2.1": 10, "weights-2": 100}
-    workers.drop("log-2.1")
+    workers.drop(memory("log-2.1"))
     assert kept(workers, told) == {"weights-2": 100}
 
 
@@ -120,11 +112,11 @@ def test_what_a_worker_has_that_lives_is_not_kept_beside_it(workers, told):
     live(workers, 1, pid=NOBODY)
     with_one = num_fds()
     workers.exited(NOBODY, -9)
-    workers.drop("log-2.1")
+    workers.drop(memory("log-2.1"))
     live(workers, 2, pid=NOBODY)
     assert kept(workers, told) == {} and num_fds() == with_one
     live(workers, 3, pid=NOBODY + 1)  # the one before it was declared gone, and ends later
-    workers.drop("log-2.2")
+    workers.drop(memory("log-2.2"))
     workers.exited(NOBODY, -9)
     assert kept(workers, told) == {} and num_fds() == with_one
     workers.exited(NOBODY + 1, -9)
@@ -245,8 +237,8 @@ def test_a_spare_that_becomes_a_worker_is_protected_until_it_has_told_anew(worke
 
 def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
     live(workers, 1, pid=1001)
-    workers.drop("log-2.1")
-    workers.drop("log-9.9")
+    workers.drop(memory("log-2.1"))
+    workers.drop(memory("log-9.9"))
     workers.exited(1001, -9)
     assert kept(workers, told) == {"weights-2": 100}
 
@@ -291,11 +283,7 @@ def test_on_a_device_a_lifeline_is_closed_a_moment_after_its_worker(workers, dev
 
 
 def test_names():
-    one, other = (Rank(0), Incarnation(1)), (Rank(12), Incarnation(345))
-    assert log_of(log_name(other)) == other
-    for name in (cell_name(other), weights_name(Rank(12)), weights_state_name(Rank(12))):
-        assert log_of(name) is None
-    assert lane_name(one, other) == "lane-0.1-12.345"
-    names = [log_name(other), weights_name(Rank(12)), weights_state_name(Rank(12))]
-    assert by_kind(names, [7, 8, 9]) == {"log": 7, "weights": 8, "weights-state": 9}
-    assert kind_of(cell_name(one)) == "cell"
+    assert memory("lane-0.1-12.345").name == "lane-0.1-12.345"
+    assert memory("log-12.345").owners == (WorkerId(Rank(12), Incarnation(345)),)
+    assert memory("weights-state-12").name == "weights-state-12"
+    assert memory("weights-12").owners == (seat_owner(Rank(12)),), "of the seat, whichever incarnation sits there"

@@ -153,7 +153,7 @@ def test_one_that_pulses_but_does_not_serve_is_replaced_after_few_layers(make, f
     for epoch in range(2, 12):
         cluster.check()
         for rank, reason in cluster.suspected[num_heard:]:
-            decision = machine.handle(events.Reported(rank, Incarnation(1), by=Rank(0), reason=reason), 1.0)
+            decision = machine.handle(events.Suspected(rank, Incarnation(1), by=Rank(0), reason=reason), 1.0)
             for loss in (effect for effect in decision.effects if isinstance(effect, Lost)):
                 cluster.remove(loss.rank)
                 lost.append(loss.rank)

@@ -1,82 +1,394 @@
-"""The supervisor's loop: a child that closes its channel and does not end holds nobody up."""
+"""The supervisor's loop, message by message: who is told what, who is replaced, and in which order it ends."""
 
 import gc
-import selectors
+import os
 import signal
 import socket
-import subprocess
-import sys
+import struct
 
 import pytest
 
-from everserve.procs.supervisor import Child, Supervisor
+from everserve.tables.goal import Goal, SeatGoal
+from everserve.tables.ids import Rank, Role
 from everserve.wire.channel import Channel
-from everserve.wire.messages import DropMemory, Ready, SparesChanged
+from everserve.wire.messages import (
+    AnchorAttached,
+    Attach,
+    DropMemory,
+    Failed,
+    ForkWorker,
+    KeepGoal,
+    MemoryKept,
+    OrchestratorAttached,
+    PrepareSpares,
+    ProcessesChanged,
+    ProcessSignalled,
+    Ready,
+    Shutdown,
+    Signalled,
+    SignalProcess,
+    SignalWorker,
+    SparesChanged,
+    StartGateway,
+    StartOrchestrator,
+    WorkerExited,
+    WorkerStarted,
+)
+from tests.unit import supervisor_toy
+from tests.unit.supervisor_toy import Instance, are_connected, log_of, num_fds, size_of, start_worker
 
-LINGERS = """
-import signal, socket, sys
-socket.socket(fileno=int(sys.argv[1])).close()
-print("closed", flush=True)
-signal.pause()
-"""
-
-
-class NoSignals:
-    """What `_step` wants."""
+ALL = ["gateway", "orchestrator", "anchor", "zygote"]
+HELPERS = ALL[1:]
 
 
 @pytest.fixture
-def supervisor(monkeypatch):
-    with socket.socket() as listen:
-        listen.bind(("127.0.0.1", 0))
-        supervisor = Supervisor(listen, None, None, 0.0, None, lambda url: None)
-    supervisor.restarted = []
-    monkeypatch.setattr(supervisor, "_restart", supervisor.restarted.append)
-    yield supervisor
-    supervisor._kill_everything()
-    gc.collect()  # sockets that are parts of cycles
+def make(monkeypatch):
+    gc.collect()  # what other tests have left
+    before, made = num_fds(), []
+
+    def make_instance(**settings) -> Instance:
+        made.append(Instance(monkeypatch, **settings))
+        return made[-1]
+
+    yield make_instance
+    for instance in made:
+        instance.close()
+    made.clear()
+    gc.collect()
+    assert num_fds() == before, "every descriptor was closed"
 
 
-def add(supervisor: Supervisor, name: str, script: str) -> tuple[Child, Channel]:
-    """A child, and the other end of its channel (which a script that closes its own does not need)."""
-    ours, theirs = Channel.pair()
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdout=subprocess.PIPE
-    )
-    child = Child(name, process, Channel(ours))
-    supervisor._children[name] = child
-    supervisor._selector.register(child.control, selectors.EVENT_READ, child)
-    assert process.stdout is not None and process.stdout.readline()
-    process.stdout.close()
-    return child, Channel(theirs)
+@pytest.fixture
+def instance(make) -> Instance:
+    return make()
 
 
-def test_a_child_that_lingers_after_the_end_of_its_channel_holds_nobody_up(supervisor):
-    lingering, end = add(supervisor, "anchor", LINGERS)
-    zygote, zygote_end = add(supervisor, "zygote", "import signal; print('up', flush=True); signal.pause()")
-    end.close()
-    zygote_end.send(SparesChanged(pids=(7,), num_wanted=1))
-    supervisor._step(NoSignals())
-    assert lingering.process.poll() is None and lingering.end_by is not None, "it is given its time"
-    assert supervisor._spares.pids == (7,), "others are heard meanwhile"
-    zygote_end.send(SparesChanged(pids=(8,), num_wanted=1))
-    supervisor._send("anchor", DropMemory(name="to nobody"))
-    supervisor._step(NoSignals())
-    assert supervisor._spares.pids == (8,) and "anchor" in supervisor._children and not supervisor.restarted
-    lingering.end_by -= 1000.0  # its time is over
-    supervisor._step(NoSignals())
-    assert lingering.process.wait(timeout=30) == -signal.SIGKILL
-    supervisor._step(NoSignals())
-    assert "anchor" not in supervisor._children and supervisor.restarted == ["anchor"]
-    assert zygote.process.poll() is None
+@pytest.fixture
+def serving(instance) -> Instance:
+    instance.serve()
+    return instance
 
 
-def test_a_child_that_ends_is_replaced_at_once(supervisor):
-    ended, end = add(supervisor, "orchestrator", "print('up', flush=True)")
-    end.send(Ready())
-    end.close()
-    ended.process.wait(timeout=30)
-    while "orchestrator" in supervisor._children:
-        supervisor._step(NoSignals())
-    assert ended.is_ready, "its last words were heard"
-    assert supervisor.restarted == ["orchestrator"]
+# Starting
+
+
+def test_every_process_is_started_and_connected_to_those_it_talks_to(make):
+    instance = make(num_spares=3)
+    assert list(instance.played) == ALL
+    assert instance["gateway"].sockets["--listen-fd"].getsockname() == instance.address
+    assert instance.get("gateway", StartGateway) == supervisor_toy.START_GATEWAY
+    assert instance.get("orchestrator", StartOrchestrator) == supervisor_toy.START_ORCHESTRATOR
+    assert instance.get("zygote", PrepareSpares) == PrepareSpares(num_each=3)
+    instance.get("gateway", OrchestratorAttached)
+    orchestrators_end = Channel(instance["orchestrator"].sockets["--gateway-fd"])
+    assert are_connected(orchestrators_end, instance["gateway"].channel_of(OrchestratorAttached))
+    instance.get("anchor", OrchestratorAttached)
+    instance.get("orchestrator", AnchorAttached)
+    to_anchor = instance["orchestrator"].channel_of(AnchorAttached)
+    assert are_connected(to_anchor, instance["anchor"].channel_of(OrchestratorAttached))
+    told = instance["gateway"].messages(ProcessesChanged)[-1]
+    assert [one.name for one in told.processes] == ["supervisor", *ALL]
+    assert [one.pid for one in told.processes] == [os.getpid(), *(instance[name].process.pid for name in ALL)]
+
+
+@pytest.mark.parametrize("order", [("gateway", "orchestrator"), ("orchestrator", "gateway")])
+def test_it_serves_when_the_gateway_and_the_orchestrator_are_ready(instance, order):
+    for name in ("zygote", "anchor", order[0]):
+        instance[name].control.send(Ready())
+        instance.turn()
+    assert instance.said_ready == []
+    instance[order[1]].control.send(Ready())
+    instance.until(lambda: instance.said_ready)
+    instance.die("orchestrator")
+    instance["orchestrator"].control.send(Ready())
+    instance.turn()
+    assert instance.said_ready == [f"http://127.0.0.1:{instance.address[1]}"], "once"
+
+
+@pytest.mark.parametrize("is_user_error", [True, False])
+def test_a_start_that_cannot_succeed_is_the_end_and_says_why(instance, is_user_error):
+    """Nothing is tried again: it would fail again."""
+    instance["orchestrator"].control.send(Failed(reason="no room", user_error=is_user_error))
+    instance["orchestrator"].exit(1)
+    assert instance.get("gateway", Shutdown).grace_s == 0.0
+    assert instance.outcome == (2 if is_user_error else 1, "no room")
+    assert len(instance.played["orchestrator"]) == 1
+
+
+# Workers
+
+
+def test_a_worker_from_its_order_to_its_end(serving):
+    serving.provision()
+    assert serving.get("zygote", ForkWorker).start == start_worker()
+    cell, control, lifeline, tokens, log = serving["zygote"].fds_of(ForkWorker)
+    assert (size_of(cell), size_of(log)) == (1, 10)
+    pid = serving.fork()
+    assert serving.get("orchestrator", WorkerStarted) == WorkerStarted(start=start_worker(), pid=pid)
+    channel, cell, log = serving["orchestrator"].fds_of(WorkerStarted)
+    assert are_connected(Channel.of_fd(channel), Channel.of_fd(control))
+    assert (size_of(cell), size_of(log)) == (1, 10)
+    assert serving.get("gateway", Attach) == Attach(rank=0, incarnation=1)
+    assert are_connected(serving["gateway"].channel_of(Attach), Channel.of_fd(tokens))
+    Channel.of_fd(lifeline).close()
+    os.kill(pid, signal.SIGKILL)
+    assert serving.get("orchestrator", WorkerExited) == WorkerExited(rank=0, incarnation=1, exit_status=-9)
+    assert serving.supervisor._workers.pids == []
+
+
+def test_a_signal_reaches_the_incarnation_that_it_is_for_and_no_other(serving):
+    serving.provision(incarnation=2)
+    pid = serving.fork()
+    for incarnation in (1, 2):
+        order = SignalWorker(rank=0, incarnation=incarnation, signal=signal.SIGKILL, id=f"to {incarnation}")
+        serving["orchestrator"].control.send(order)
+    answers = [serving.get("orchestrator", Signalled, num) for num in (1, 2)]
+    assert [(answer.id, answer.pid) for answer in answers] == [("to 1", None), ("to 2", pid)]
+    assert serving.get("orchestrator", WorkerExited).exit_status == -9
+
+
+def test_an_operators_signal_to_another_process(serving):
+    serving["gateway"].control.send(SignalProcess(id="a", name="anchor", signal=signal.SIGKILL))
+    serving["gateway"].control.send(SignalProcess(id="b", name="nobody", signal=signal.SIGKILL))
+    victim = serving["anchor"]
+    assert serving.get("gateway", ProcessSignalled, 1).pid == victim.process.pid
+    assert serving.get("gateway", ProcessSignalled, 2).pid is None
+    victim.exit()
+    serving.until(lambda: len(serving.played["anchor"]) == 2)
+    assert victim.process.returncode == -signal.SIGKILL
+
+
+def test_descriptors_of_a_frame_that_is_no_message_are_closed_and_shift_no_others(serving):
+    reader, writer = os.pipe()
+    orchestrator = serving["orchestrator"].control
+    socket.send_fds(orchestrator.sock, [struct.pack("<I", 3) + b"???"], [writer, writer])
+    os.close(writer)
+    serving.provision(sizes=(5, 50))
+    serving.get("zygote", ForkWorker)
+    cell, *channels, log = serving["zygote"].fds_of(ForkWorker)
+    assert (size_of(cell), size_of(log)) == (5, 50), "those that it came with"
+    close(*channels)
+    assert os.read(reader, 1) == b"", "no copy of the pipe's other end is left"
+    os.close(reader)
+
+
+def test_descriptors_of_a_message_that_needs_none_are_closed(serving):
+    reader, writer = os.pipe()
+    serving["zygote"].control.send(SparesChanged(pids=(7,), num_wanted=1), fds=[writer])
+    os.close(writer)
+    serving.until(lambda: serving["gateway"].messages(ProcessesChanged)[-1].spares == (7,))
+    assert os.read(reader, 1) == b""
+    os.close(reader)
+
+
+# Replacing
+
+
+def test_the_next_orchestrator_gets_everything_that_the_one_before_had(serving):
+    serving.provision(incarnation=1)
+    ended = serving.fork()
+    os.kill(ended, signal.SIGKILL)
+    serving.get("orchestrator", WorkerExited)
+    serving.provision(incarnation=2)
+    lifeline = lifeline_of(serving, num_asked=2)
+    pid = serving.fork(num_asked=2)
+    serving.die("orchestrator", status=1)
+    start = serving.get("orchestrator", StartOrchestrator)
+    assert start.is_serving and [(one.rank, one.incarnation, one.pid) for one in start.found] == [(0, 2, pid)]
+    started = serving.get("orchestrator", WorkerStarted)
+    assert started == WorkerStarted(start=start_worker(2), pid=pid)
+    channel, cell, log = serving["orchestrator"].fds_of(WorkerStarted)
+    assert (size_of(cell), size_of(log)) == (1, 10)
+    frame = lifeline.receive_frame(timeout_s=30)
+    assert isinstance(frame.message, OrchestratorAttached)
+    assert are_connected(Channel.of_fd(channel), Channel.of_fd(*frame.fds.take())), "a new channel to the worker"
+    lifeline.close()
+    assert serving.get("orchestrator", MemoryKept).memory == log_of(1)
+    assert [size_of(fd) for fd in serving["orchestrator"].fds_of(MemoryKept)] == [10]
+    serving.get("gateway", OrchestratorAttached, 2)
+    to_gateway = Channel(serving["orchestrator"].sockets["--gateway-fd"])
+    assert are_connected(to_gateway, serving["gateway"].channel_of(OrchestratorAttached))
+    serving.get("anchor", OrchestratorAttached, 2)
+    to_anchor = serving["orchestrator"].channel_of(AnchorAttached)
+    assert are_connected(to_anchor, serving["anchor"].channel_of(OrchestratorAttached))
+
+
+def lifeline_of(instance: Instance, num_asked: int) -> Channel:
+    """The end that the worker gets."""
+    instance.get("zygote", ForkWorker, num_asked)
+    cell, control, lifeline, tokens, log = instance["zygote"].fds_of(ForkWorker)
+    close(cell, control, tokens, log)
+    return Channel.of_fd(lifeline)
+
+
+def close(*fds: int) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def test_the_next_orchestrator_hears_of_workers_that_are_on_their_way_or_gone(serving):
+    serving.provision(incarnation=1)
+    os.kill(serving.fork(), signal.SIGKILL)
+    serving.get("orchestrator", WorkerExited)
+    serving.die("orchestrator")
+    found = serving.get("orchestrator", StartOrchestrator).found
+    assert [(one.incarnation, one.pid) for one in found] == [(1, -1)], "its number is not used again"
+    serving.provision(incarnation=2)
+    serving.get("zygote", ForkWorker, 2)
+    serving.die("orchestrator")
+    found = serving.get("orchestrator", StartOrchestrator).found
+    assert [(one.incarnation, one.pid) for one in found] == [(2, 0)]
+
+
+def test_the_next_orchestrator_goes_on_with_the_last_goal(serving):
+    for version in (1, 2):
+        goal = Goal(version=version, seats=(SeatGoal(rank=Rank(0), roles=(Role.ATTENTION,)),), placement=None)
+        serving["orchestrator"].control.send(KeepGoal(goal=goal))
+    serving.die("orchestrator")
+    assert serving.get("orchestrator", StartOrchestrator).goal == goal
+
+
+def test_memory_that_was_dropped_is_not_handed_over(serving):
+    serving.provision()
+    os.kill(serving.fork(), signal.SIGKILL)
+    serving.get("orchestrator", WorkerExited)
+    serving["orchestrator"].control.send(DropMemory(memory=log_of(1)))
+    serving.die("orchestrator")
+    serving.provision(incarnation=2)
+    serving.fork(num_asked=2)
+    serving.get("orchestrator", WorkerStarted)  # later than memory would have come
+    assert serving["orchestrator"].messages(MemoryKept) == []
+
+
+def test_an_orchestrator_that_dies_during_the_start_is_followed_by_one_that_starts(instance):
+    instance.die("orchestrator")
+    start = instance.get("orchestrator", StartOrchestrator)
+    assert start.found == () and not start.is_serving
+
+
+def test_the_next_anchor_is_connected_to_the_orchestrator(serving):
+    serving.die("anchor")
+    serving.get("orchestrator", AnchorAttached, 2)
+    serving.get("anchor", OrchestratorAttached)
+    to_anchor = serving["orchestrator"].channel_of(AnchorAttached)
+    assert are_connected(to_anchor, serving["anchor"].channel_of(OrchestratorAttached))
+    assert len(serving.played["orchestrator"]) == 1
+
+
+def test_the_next_zygote_gets_the_orders_that_the_one_before_still_had(serving):
+    serving.provision(incarnation=1)
+    first = serving.fork()
+    serving.provision(incarnation=2, sizes=(7, 70))
+    serving.get("zygote", ForkWorker, 2)
+    before = serving["zygote"].fds_of(ForkWorker)
+    serving.die("zygote")
+    assert {start.incarnation for start in serving.get("zygote", PrepareSpares).like} == {2}, "one of each kind"
+    assert serving.get("zygote", ForkWorker).start == start_worker(2)
+    cell, *channels, log = serving["zygote"].fds_of(ForkWorker)
+    sockets = [{os.fstat(fd).st_ino for fd in fds} for fds in (before, channels)]
+    assert not sockets[0] & sockets[1], "with new channels"
+    assert (size_of(cell), size_of(log)) == (7, 70)
+    close(*before, *channels)
+    serving.fork()
+    assert first in serving.supervisor._workers.pids, "what it had forked goes on"
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_helper_that_is_stopped_is_killed_and_replaced(serving, name):
+    """It would be missed only when it is needed."""
+    stopped = serving[name]
+    stopped.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, stopped.process.pid, os.WSTOPPED)
+    serving.turn()
+    stopped.exit()
+    serving.until(lambda: len(serving.played[name]) == 2)
+    assert stopped.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_a_helper_that_dies_again_and_again_is_the_end(serving, name):
+    for _ in range(10):
+        serving.die(name, status=3)
+    serving[name].exit(3)
+    assert serving.get("gateway", Shutdown).grace_s == 0.0
+    assert serving.outcome == (1, f"the {name} died (exit status 3); stopping")
+    assert len(serving.played[name]) == 11
+
+
+def test_a_process_that_lingers_after_the_end_of_its_channel_holds_no_other_up(serving):
+    lingering = serving["anchor"]
+    lingering.control.close()
+    serving["zygote"].control.send(SparesChanged(pids=(7,), num_wanted=1))
+    serving.until(lambda: serving["gateway"].messages(ProcessesChanged)[-1].spares == (7,))
+    assert lingering.process.poll() is None and len(serving.played["anchor"]) == 1, "it is given its time"
+    serving.pass_time(3.0)
+    serving.until(lambda: len(serving.played["anchor"]) == 2)
+    assert lingering.process.returncode == -signal.SIGKILL
+
+
+# Ending
+
+
+def test_the_last_words_of_a_process_are_heard(instance):
+    instance["gateway"].control.send(Ready())
+    instance["orchestrator"].control.send(Ready())
+    instance["orchestrator"].exit()
+    instance.until(lambda: instance.said_ready)
+
+
+@pytest.mark.parametrize("is_serving", [True, False])
+def test_without_the_gateway_it_is_the_end(instance, is_serving):
+    if is_serving:
+        instance.serve()
+    instance["gateway"].exit(4)
+    for name in HELPERS:
+        assert instance.get(name, Shutdown) == Shutdown(grace_s=0.0)
+        instance[name].exit()
+    instance.until(lambda: instance.is_over)
+    assert instance.outcome == (1, "the gateway died (exit status 4); stopping")
+    assert len(instance.said_ready) == is_serving and len(instance.played["gateway"]) == 1
+
+
+def test_streams_end_before_all_that_they_need(serving):
+    serving.provision()
+    worker = serving.fork()
+    serving.signal(signal.SIGTERM)
+    assert serving.get("gateway", Shutdown) == Shutdown(grace_s=7.0)
+    serving.turn()
+    assert not any(serving[name].messages(Shutdown) for name in HELPERS), "running streams need them"
+    serving["gateway"].exit()
+    for name in HELPERS:
+        assert serving.get(name, Shutdown) == Shutdown(grace_s=0.0)
+    os.kill(worker, signal.SIGTERM)  # as the orchestrator asks of it
+    for name in HELPERS:
+        serving[name].exit()
+    serving.until(lambda: serving.is_over)
+    assert serving.outcome == (0, None)
+    assert [len(serving.played[name]) for name in ALL] == [1] * 4, "none was replaced"
+
+
+def test_a_process_that_does_not_end_when_it_is_told_is_killed(make):
+    instance = make(grace_s=0.0)
+    instance.serve()
+    instance.provision()
+    instance.fork()
+    instance.signal(signal.SIGINT)
+    instance.get("gateway", Shutdown)
+    instance.turn()
+    assert not any(one.process.poll() for (one,) in instance.played.values())
+    instance.pass_time(3.0)
+    instance.until(lambda: all(one.process.returncode is not None for (one,) in instance.played.values()))
+    assert {one.process.returncode for (one,) in instance.played.values()} == {-signal.SIGKILL}
+    assert instance.supervisor._workers.pids == []
+
+
+@pytest.mark.parametrize("signals", [[signal.SIGTERM], [signal.SIGINT, signal.SIGINT]], ids=["starting", "twice"])
+def test_at_once_if_nothing_has_begun_or_if_told_twice(make, signals):
+    instance = make(grace_s=600.0)
+    if len(signals) > 1:
+        instance.serve()
+    for signum in signals:
+        instance.signal(signum)
+        instance.turn()
+    assert {one.process.returncode for (one,) in instance.played.values()} == {-signal.SIGKILL}
+    assert instance.outcome == (0, None)

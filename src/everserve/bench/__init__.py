@@ -1,9 +1,9 @@
 """Benchmarks, one file per question. Each prints a table and writes JSON with commit, hardware and configuration.
 
 engine.py    is one worker fast, next to what people would use instead?
-decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py: the other)
+decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py)
 failover.py  what does a client see when a worker is killed, next to restarting everything?
-scaling.py   how does recovery grow with the number of running streams and with their context? (cells.py: which)
+scaling.py   how does recovery grow with the number of running streams and with their context? (grid.py: which)
 overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?

@@ -87,7 +87,7 @@ def series(streams: Iterable[Sequence[float]], origin_s: float, begin_s: float, 
 
 @dataclass(frozen=True)
 class Steady:
-    """The stretch in which all streams decode: no prompt is computed, and nobody has finished."""
+    """The stretch in which all streams decode: no prompt is computed, and none has finished."""
 
     tokens_per_s: float
     gaps_s: list[float]

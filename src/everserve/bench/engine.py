@@ -195,7 +195,7 @@ def _print_growth(case: Case, growth: list[dict[str, Any]], bandwidth: float) ->
 
 
 def random_prompts(vocab_size: int, num: int, length: int, seed: int) -> list[list[int]]:
-    """Prompts nobody has seen before, so that the prefix cache cannot help."""
+    """New prompts, so that the prefix cache cannot help."""
     generator = random.Random(f"{seed}/{num}/{length}")
     return [[generator.randrange(1, vocab_size) for _ in range(length)] for _ in range(num)]
 

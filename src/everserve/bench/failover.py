@@ -3,11 +3,10 @@
 Streams run side by side on a cluster of the bundled model, or of a large shape on a GPU. After a warm stretch one
 worker gets SIGKILL: an expert worker, an attention worker, turn by turn. The baseline, in the same run and under the
 same load, is what servers without failover do: everything is killed, everything is started again, and clients ask again
-from the prompt. It is a generous one: the restart begins the moment the last process is dead, with nobody having to
-notice.
+from the prompt. It is a generous one: the restart begins as soon as the last process is dead, without any detection.
 
 Every stream is compared, token by token, with the same request undisturbed: a benchmark that loses tokens has failed.
-On a GPU it has failed, too, if a death took somebody else along.
+On a GPU it has also failed if a death took another worker along.
 """
 
 import asyncio
@@ -106,7 +105,7 @@ def _schedule(settings: Settings, instance: Instance, asks: list[Ask], expected:
 
 
 def _kill_everything(instance: Instance, asks: list[Ask], expected: list[list[int]], warm_s: float) -> Round:
-    """SIGKILL to the supervisor, which takes everybody along; a new server; the same requests from their prompts."""
+    """SIGKILL to the supervisor, which ends all processes; a new server; the same requests from their prompts."""
     steal = report.Steal()
     killed_s, load = kill.run(_kill_under_load(instance.server, asks, warm_s))
     instance.restart()

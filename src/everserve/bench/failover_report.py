@@ -130,11 +130,11 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
 
 
 def survivors(result: dict[str, Any]) -> str:
-    """Whether anybody was harmed who was not killed."""
+    """Whether a worker was harmed that was not killed."""
     if not result["others_lost"]:
         return f"{result['num_kills']} kills: no survivor was harmed"
     verdict = "FAILED" if _is_on_gpu(result) else "the machine is overloaded"
-    return f"{result['others_lost']} workers were declared gone although nobody had killed them: {verdict}"
+    return f"{result['others_lost']} workers were declared gone although they were not killed: {verdict}"
 
 
 def _seen(fault: str, found: dict[str, Any]) -> list[str]:

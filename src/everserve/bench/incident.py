@@ -15,7 +15,7 @@ BIN_S = 0.05
 
 @dataclass(frozen=True)
 class Victim:
-    """Who was killed, and when the signal was sent."""
+    """Which process was killed, and when the signal was sent."""
 
     rank: int
     incarnation: int
@@ -27,14 +27,14 @@ class Victim:
 class Incident:
     """What the server did about it. Times are seconds since the signal."""
 
-    suspected_s: float | None  # a peer routed around it; nobody has to if nothing was under way there
+    suspected_s: float | None  # a peer routed around it; None if it had no requests at that moment
     detected_s: float  # the orchestrator declared it gone
     rows_replayed: int
     requests_resumed: int
     tokens_restored: int  # whose KV came from the victim's log
     tokens_recomputed: float  # per request that moved: all of it where nothing came from a log
     ready_s: float  # its successor has its weights
-    others_lost: int  # workers that were declared gone although nobody had killed them
+    others_lost: int  # workers that were declared gone although they were not killed
 
 
 def tell(events: list[dict[str, Any]], victim: Victim, num_prompt: int = 0) -> Incident:
@@ -79,7 +79,7 @@ def tell(events: list[dict[str, Any]], victim: Victim, num_prompt: int = 0) -> I
 
 def _recomputed_per_request(resumed: list[dict[str, Any]], restored: list[dict[str, Any]], num_prompt: int) -> float:
     """A stream of which nothing came from a log is computed again up to the token before the last one that its client
-    has. One that had no token yet does not count: nobody knows how much of its prompt was computed."""
+    has. One that had no token yet does not count: how much of its prompt was computed is not known."""
     ids = {event["request_id"] for event in restored}
     whole = [
         num_prompt + event["num_known"] - 1

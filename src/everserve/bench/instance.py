@@ -25,7 +25,7 @@ def flags_for(
     A large shape gets room for no more than that: KV, logs and graphs cost what they are made for. The bundled model
     is served as it is by default, as far as that is enough.
 
-    The prefix cache is off: the same requests come in every round, and whoever takes over a stream would find its
+    The prefix cache is off: the same requests come in every round, and a worker that takes over a stream would find its
     tokens in the cache from the round before, which no real takeover does.
     """
     flags = [*subject.flags, "--attention-workers", str(num_attention), "--expert-workers", str(num_expert)]

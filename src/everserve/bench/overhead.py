@@ -74,5 +74,5 @@ def _chosen(settings: Settings) -> dict[str, tuple[str, ...]]:
     if unknown:
         raise ConfigError(f"--variant {unknown[0]!r}: choose from {', '.join(map(repr, known))}")
     if REFERENCE not in settings.variants:
-        raise ConfigError(f"--variant: {REFERENCE!r} must be among them, the others are compared with it")
+        raise ConfigError(f"--variant: {REFERENCE!r} must be among them: all variants are compared with it")
     return {name: known[name] for name in settings.variants}

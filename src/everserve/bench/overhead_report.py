@@ -11,7 +11,7 @@ from typing import Any
 from everserve.bench import report
 from everserve.bench.analysis import median_interval, ratios
 from everserve.bench.slices import Slice
-from everserve.bench.variants import Found, Samples, Settings
+from everserve.bench.variants import Samples, Settings, VariantResults
 
 REFERENCE = "2+2"
 ONE_PROCESS = "one process"
@@ -21,7 +21,7 @@ _FIGURES = ("tokens_per_s", "itl_p50_ms", "itl_p99_ms", "cpu_ms_per_token")
 
 
 def result_of(
-    found: Found, flags: Mapping[str, tuple[str, ...]], settings: Settings, reference: str = REFERENCE
+    found: VariantResults, flags: Mapping[str, tuple[str, ...]], settings: Settings, reference: str = REFERENCE
 ) -> dict[str, Any]:
     """All of it, for the JSON and for `show`."""
     return {

@@ -21,7 +21,7 @@ from everserve import __version__
 
 RESULTS = Path("bench/results")
 _NUMBERS = re.compile(r"\[[-+\d.eE,\s]*\]")  # a list of numbers, for one line instead of thousands
-_OUT = re.compile(r" --out[= ]\S+")  # where a result went is nobody's business
+_OUT = re.compile(r" --out[= ]\S+")  # the path of a result says nothing about it
 
 
 def environment() -> dict[str, Any]:

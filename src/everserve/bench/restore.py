@@ -9,7 +9,7 @@ memory. One token after the other takes long there: only short streams, and each
 
 Engines in this process, with all experts, on a CPU on one thread (a restoring worker shares its machine with others):
 what is measured is the worker's own part, from the moment it is given the stream to the next token. The lost worker is
-real as far as anybody can tell from its log. All ways must give the same next token.
+indistinguishable from a real one by its log. All ways must give the same next token.
 
 Bytes moved: KV that is read from the log, or what the experts' rows would be on the wire between workers (each token's
 row to at least one expert worker, and top-k rows back, in each layer).
@@ -64,7 +64,7 @@ class Settings:
 
 
 def ways_of(settings: Settings) -> dict[str, Way]:
-    """The first one is what the others are compared with."""
+    """The first one is the baseline of the comparison."""
     again = {"parallel": Way("off", max(settings.points)), SEQUENTIAL: Way("off", 1)}
     if is_for_gpu(settings.shape):
         return {"anchor": Way("anchor", 2048), "mirror": Way("mirror", 2048), **again}

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everserve.bench import cells, kill, plot, report, scaling_report
-from everserve.bench.cells import FAULTS, Cell, Found
+from everserve.bench import grid, kill, plot, report, scaling_report
+from everserve.bench.grid import FAULTS, GridPoint, PointResult
 from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, make_asks
 from everserve.bench.subject import BUNDLED, Subject, subject
@@ -43,14 +43,14 @@ class Settings:
     spares: int | None = None  # None, here and below: as the server does by itself
     kv_log: str | None = None
 
-    def cells(self) -> tuple[list[Cell], list[Cell]]:
+    def cells(self) -> tuple[list[GridPoint], list[GridPoint]]:
         """Those to measure, and those whose prompts would take too long."""
-        per_step = self.num_attention * cells.scale_of(self.shape).prompt_tokens_per_step
-        found = cells.choose(self.streams, self.contexts, self.max_tokens, per_step)
+        per_step = self.num_attention * grid.scale_of(self.shape).prompt_tokens_per_step
+        found = grid.choose(self.streams, self.contexts, self.max_tokens, per_step)
         small = [cell for cell in found if cell.num_prompt_tokens <= self.most_tokens]
         return small, [cell for cell in found if cell not in small]
 
-    def flags(self, served: Subject, measured: list[Cell]) -> tuple[str, ...]:
+    def flags(self, served: Subject, measured: list[GridPoint]) -> tuple[str, ...]:
         """Of the one server that does all these cells."""
         return (
             *flags_for(
@@ -62,12 +62,12 @@ class Settings:
                 spares=self.spares,
                 kv_log=self.kv_log,
             ),
-            *("--block-size", str(cells.scale_of(self.shape).block_size)),
+            *("--block-size", str(grid.scale_of(self.shape).block_size)),
         )
 
 
 def run(settings: Settings, out: Path | None) -> bool:
-    """The whole benchmark. Returns whether every stream was exact, nothing failed, and on a GPU nobody was harmed."""
+    """The whole benchmark. Returns whether every stream was exact, nothing failed, on a GPU no survivor was harmed."""
     chosen, left_out = settings.cells()
     with subject(settings.shape, settings.num_layers) as served:
         measured = [cell for cell in chosen if cell.length <= served.max_context]
@@ -88,19 +88,19 @@ def run(settings: Settings, out: Path | None) -> bool:
     return scaling_report.is_passed(result)
 
 
-def _too_long(cell: Cell, served: Subject) -> Found:
+def _too_long(cell: GridPoint, served: Subject) -> PointResult:
     reason = f"a stream has {cell.length} tokens, the model's context is {served.max_context}"
-    return Found(cell, misfits=dict.fromkeys(FAULTS, reason))
+    return PointResult(cell, misfits=dict.fromkeys(FAULTS, reason))
 
 
-def _measure(settings: Settings, served: Subject, measured: list[Cell]) -> Iterator[Found]:
-    """One cell after the other. A server that is lost in one is started again for the next."""
+def _measure(settings: Settings, served: Subject, measured: list[GridPoint]) -> Iterator[PointResult]:
+    """All points of the grid in turn. A server that is lost at one is started again for the next."""
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
     with contextlib.ExitStack() as stack:
         flags = settings.flags(served, measured)
         instance = stack.enter_context(contextlib.closing(Instance(served.model, flags)))
-        kv_tokens = _kv_tokens(instance.server, cells.scale_of(settings.shape).block_size)
+        kv_tokens = _kv_tokens(instance.server, grid.scale_of(settings.shape).block_size)
         progress = stack.enter_context(Progress())
         progress.begin("scaling", total=len(measured) * (1 + len(FAULTS) * settings.rounds))
         for i, cell in enumerate(measured):
@@ -111,10 +111,10 @@ def _measure(settings: Settings, served: Subject, measured: list[Cell]) -> Itera
 
 
 def _measure_cell(
-    settings: Settings, server: LocalServer, served: Subject, cell: Cell, kv_tokens: int, progress: Progress
-) -> Found:
-    block_size = cells.scale_of(settings.shape).block_size
-    found = Found(cell, misfits=cells.weigh(cell, block_size, kv_tokens, settings.num_attention))
+    settings: Settings, server: LocalServer, served: Subject, cell: GridPoint, kv_tokens: int, progress: Progress
+) -> PointResult:
+    block_size = grid.scale_of(settings.shape).block_size
+    found = PointResult(cell, misfits=grid.weigh(cell, block_size, kv_tokens, settings.num_attention))
     if set(found.misfits) == set(FAULTS):
         return found
     asks = make_asks(cell.num_streams, cell.context, cell.max_tokens, served.vocab_size)
@@ -136,16 +136,22 @@ def _measure_cell(
 
 
 def _kill(
-    found: Found, server: LocalServer, fault: str, rank: int, asks: list[Ask], expected: list[list[int]], warm_s: float
+    found: PointResult,
+    server: LocalServer,
+    fault: str,
+    rank: int,
+    asks: list[Ask],
+    expected: list[list[int]],
+    warm_s: float,
 ) -> None:
-    """Whatever goes wrong is a finding about this cell and this fault; the others may say more."""
+    """A failure is a finding about this point and this fault; the benchmark goes on with the next."""
     try:
         found.rounds.append(kill.kill_worker(server, fault, rank, asks, expected, warm_s, repeats=False))
     except (EverserveError, OSError) as error:
         found.failures[fault] = str(error)
 
 
-def _note(cell: Cell) -> str:
+def _note(cell: GridPoint) -> str:
     return f"{cell.num_streams} streams of {cell.context}"
 
 

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from everserve.bench import failover_report, report
-from everserve.bench.cells import FAULTS, Found
 from everserve.bench.failover_report import TITLES, both
+from everserve.bench.grid import FAULTS, PointResult
 from everserve.bench.incident import Round
 
 _LEGEND = (
     "gap: the largest of any stream that spans the kill or begins within 1 s; over p99: of the times between tokens "
     "before the kill.\nfrom a log: tokens of all streams that moved whose KV was copied; again: of each of them, "
     "computed again.\nwhole: every seat is taken and ready again; inexact: tokens lost or different; harmed: workers "
-    "declared gone that nobody had killed."
+    "declared gone that were not killed."
 )
 
 
-def summarize(found: Sequence[Found]) -> dict[str, Any]:
+def summarize(found: Sequence[PointResult]) -> dict[str, Any]:
     """The cells, in the order of the table, and the verdict over all of them."""
     ordered = sorted(found, key=lambda one: (one.cell.context, one.cell.num_streams))
     totals = failover_report.summarize([round_ for one in found for round_ in one.rounds])
@@ -35,7 +35,7 @@ def is_passed(result: dict[str, Any]) -> bool:
     return failover_report.is_passed(result) and not result["num_failures"]
 
 
-def _of_cell(found: Found) -> dict[str, Any]:
+def _of_cell(found: PointResult) -> dict[str, Any]:
     of_faults = {fault: failover_report.of_fault([r for r in found.rounds if r.fault == fault]) for fault in FAULTS}
     return {
         **asdict(found.cell),
@@ -52,7 +52,7 @@ def _brief(round_: Round) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
-    """A table for each kind of fault, what is not in it, and the verdict."""
+    """A table for each kind of fault, what could not be measured, and the verdict."""
     settings = result["settings"]
     setup = f"{result['model']}, {settings['num_attention']} attention and {settings['num_expert']} expert workers"
     for fault in FAULTS:

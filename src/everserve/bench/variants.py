@@ -62,13 +62,13 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Found:
+class VariantResults:
     """What all rounds brought."""
 
     model: str
     samples: Samples
     differences: list[Difference]
-    idle_cores: dict[str, float]  # that each server uses while nobody asks it anything; none if one was alive at a time
+    idle_cores: dict[str, float]  # that each server uses without requests; none if one was alive at a time
     num_repeated: dict[str, int]  # slices in which a process was replaced: nothing was to fail here
     not_measured: dict[str, str]  # variants that are missing, and why
 
@@ -80,16 +80,18 @@ class Found:
 
 def compare(
     what: str, flags: Mapping[str, tuple[str, ...]], reference: str, settings: Settings, *, at_once: bool
-) -> Iterator[Found]:
+) -> Iterator[VariantResults]:
     """Start a server for each variant, and measure them all: what there is after each round. `what` is for the progress
     line."""
     with subject(settings.shape, settings.num_layers) as served:
         check_gpu(settings.shape)
         room = _room_for(settings, served)
         all_flags = {name: (*served.flags, *found, *room) for name, found in flags.items()}
-        tally = Tally(reference, all_flags, settings.streams)
+        tally = Measurements(reference, all_flags, settings.streams)
         for idle in (_at_once if at_once else _one_at_a_time)(what, served, tally, settings):
-            yield Found(served.title, tally.samples, tally.differences(), idle, tally.num_repeated, tally.not_measured)
+            yield VariantResults(
+                served.title, tally.samples, tally.differences(), idle, tally.num_repeated, tally.not_measured
+            )
 
 
 def _room_for(settings: Settings, served: Subject) -> tuple[str, ...]:
@@ -106,7 +108,7 @@ def _room_for(settings: Settings, served: Subject) -> tuple[str, ...]:
     return "--max-model-len", str(max_model_len), "--max-num-seqs", str(max(settings.streams))
 
 
-class Tally:
+class Measurements:
     """What has come in so far, of the variants with these flags."""
 
     def __init__(self, reference: str, flags: Mapping[str, tuple[str, ...]], streams: tuple[int, ...]) -> None:
@@ -152,8 +154,8 @@ def _difference(token_ids: list[int], expected: list[int]) -> tuple[int, int] | 
     return sum(1 for _ in same), verdict.num_different + verdict.num_lost
 
 
-def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> Iterator[dict[str, float]]:
-    """After each round: how many cores each server uses while nobody asks it anything."""
+def _at_once(what: str, served: Subject, tally: Measurements, settings: Settings) -> Iterator[dict[str, float]]:
+    """After each round: how many cores each server uses without requests."""
     with contextlib.ExitStack() as stack:
         servers: dict[str, Server] = {}
         for name, flags in tally.flags.items():
@@ -175,7 +177,7 @@ def _at_once(what: str, served: Subject, tally: Tally, settings: Settings) -> It
                     yield idle
 
 
-def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings) -> Iterator[dict[str, float]]:
+def _one_at_a_time(what: str, served: Subject, tally: Measurements, settings: Settings) -> Iterator[dict[str, float]]:
     """After each round: nothing, as no server is there while another one is measured."""
     total = settings.rounds * len(tally.flags) * len(settings.streams) * (1 + SLICES)
     with Progress().begin(what, total) as progress:
@@ -193,7 +195,7 @@ def _one_at_a_time(what: str, served: Subject, tally: Tally, settings: Settings)
 
 
 def _measure_round(
-    tally: Tally, name: str, server: Server, served: Subject, settings: Settings, round_: int, progress: Progress
+    tally: Measurements, name: str, server: Server, served: Subject, settings: Settings, round_: int, progress: Progress
 ) -> None:
     for num_streams in settings.streams:
         for slice_ in range(1 + SLICES):  # slice 0 warms it up and is thrown away
@@ -208,7 +210,7 @@ def _shuffled(names: Mapping[str, object], seed: str) -> list[str]:
 
 
 def _idle_share(servers: dict[str, Server]) -> dict[str, float]:
-    """Cores that each server uses while nobody asks it anything: what it takes away from the one that is measured."""
+    """Cores that each server uses without requests: what it takes away from the one that is measured."""
     before = {name: processes.cpu_s(server.pids) for name, server in servers.items()}
     time.sleep(IDLE_S)
     return {name: (processes.cpu_s(server.pids) - before[name]) / IDLE_S for name, server in servers.items()}

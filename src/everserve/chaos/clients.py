@@ -1,4 +1,4 @@
-"""Who asks: one request after the other, each in one of four manners, each answer judged at once."""
+"""The clients: each sends one request after the other, in one of four manners, and compares each answer at once."""
 
 import asyncio
 import random
@@ -52,8 +52,10 @@ class Clients:
         self.on_answer: Callable[[], None] = lambda: None  # of `learn` and `repeat`
 
     async def learn(self, requests: Sequence[Request], num_clients: int) -> Known:
-        """The right answers: every request once, nobody disturbed."""
-        talks = [self._talk(request, Manner.RESUME) for request in requests]  # as one who may come back, but does not
+        """The right answers: every request once, without faults."""
+        talks = [
+            self._talk(request, Manner.RESUME) for request in requests
+        ]  # as a client that could resume, but never has to
         places = asyncio.Semaphore(num_clients)
 
         async def ask(talk: Talk) -> None:

@@ -66,7 +66,7 @@ def _compare_choice(number: int, choice: Choice, expected: Choice, is_complete: 
 
 
 def first_difference(tokens: Sequence[object], expected: Sequence[object]) -> int | None:
-    """Where the two part; the length of the shorter if it is a beginning of the other; None if they are equal."""
+    """The first index at which they differ; the shorter's length if it is a prefix; None if they are equal."""
     for i, (token, right) in enumerate(zip(tokens, expected, strict=False)):
         if token != right:
             return i

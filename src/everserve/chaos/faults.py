@@ -1,8 +1,8 @@
-"""Does what the schedule says, and records whom it hit.
+"""Injects the faults of the schedule, and records which processes they hit.
 
-If the server's processes are on this host, they get their signals straight from here: faster than over HTTP, and it
-works when there is no orchestrator to ask. A pid is only a number, so it is checked: whoever has it must be a child of
-the supervisor, and alive.
+If the server's processes are on this host, they get their signals directly from here: that is faster than over HTTP,
+and works when there is no orchestrator to ask. Pids are reused, so a pid is checked first: the process must be alive
+and a child of the supervisor.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Record:
+class InjectedFault:
     """One fault of the schedule, as it happened."""
 
     at_s: float  # since the storm began
@@ -37,11 +37,11 @@ class Record:
 
     def __str__(self) -> str:
         missed = f" (missed: {'; '.join(self.missed)})" if self.missed else ""
-        return f"{self.at_s:.2f} s {self.kind}: {'; '.join(self.hit) or 'nobody'}{missed}"
+        return f"{self.at_s:.2f} s {self.kind}: {'; '.join(self.hit) or 'no process'}{missed}"
 
 
 class Missed(Exception):
-    """There was nobody to hit."""
+    """The victim of a fault was not there."""
 
 
 class Injector:
@@ -52,11 +52,11 @@ class Injector:
         self._supervisor = supervisor
         self._began_s = time.perf_counter()
         self._wakes: set[asyncio.Task[None]] = set()
-        self._over = asyncio.Event()  # everybody who sleeps is woken
-        self.records: list[Record] = []
+        self._over = asyncio.Event()  # set at the end: all stopped processes are woken
+        self.records: list[InjectedFault] = []
 
     async def run(self, schedule: Iterable[Fault], until: asyncio.Event) -> None:
-        """Each fault at its moment, until told to stop; then nobody stays stopped."""
+        """Inject each fault at its time, until told to end; then wake all stopped processes."""
         self._began_s = time.perf_counter()
         try:
             for fault in schedule:
@@ -73,7 +73,7 @@ class Injector:
         """The faults so far, for people."""
         return [str(record) for record in self.records[-10:]]
 
-    async def _strike(self, fault: Fault) -> Record:
+    async def _strike(self, fault: Fault) -> InjectedFault:
         at_s = time.perf_counter() - self._began_s
         hit: list[str] = []
         missed: list[str] = []
@@ -90,13 +90,13 @@ class Injector:
                     hit.append(await self._land(blow, view))
                 except Missed as error:
                     missed.append(f"{blow.what} to {blow.victim}: {error}")
-        return Record(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
+        return InjectedFault(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
 
     async def _land(self, blow: Blow, view: View) -> str:
-        """One blow; returns whom it hit."""
+        """Carry out one blow; returns a description of the process that it hit."""
         victim = view.find(blow.victim)
         if victim is None:
-            raise Missed("nobody is there")
+            raise Missed("there is no such process")
         if blow.what == "drain":
             victim = await self._drain(victim)
         elif self._supervisor is not None:
@@ -126,7 +126,7 @@ class Injector:
             os.close(pidfd)
 
     async def _ask_for(self, blow: Blow, victim: Process) -> Process:
-        """Over HTTP; returns who got it."""
+        """Over HTTP; returns the process that got the signal."""
         who = {"process": blow.victim.name} if blow.victim.name in PROCESSES else {"rank": victim.rank}
         answer = await self._post("/cluster/fault", {**who, "signal": blow.what})
         if blow.wake_after_s is not None:
@@ -134,7 +134,7 @@ class Injector:
         return _named(answer, victim)
 
     async def _drain(self, victim: Process) -> Process:
-        """As an operator does it: who is told to try again does so, but not for long."""
+        """As an operator does it: tries again if told to, but not for long."""
         deadline_s = time.perf_counter() + _PATIENCE_S
         while True:
             try:
@@ -163,19 +163,19 @@ class Injector:
         try:
             await _wait(self._over, after_s)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # who sleeps long is killed
+            with contextlib.suppress(ProcessLookupError):  # a process that was stopped for long has been killed
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
 
     async def _wake_there(self, body: object, after_s: float) -> None:
-        """Whoever has the seat by then. If it is somebody else already, the sleeper is killed without us."""
+        """Goes to the rank's process of that moment. If that is a new one, the server kills the stopped one itself."""
         await _wait(self._over, after_s)
         with contextlib.suppress(Missed):
             await self._post("/cluster/fault", body)
 
 
 def _named(answer: dict[str, Any], expected: Process) -> Process:
-    """Who the server says that it was: there may have been a change since we looked."""
+    """The process that the server says it was: there may be a new one since we looked."""
     if answer.get("incarnation", expected.incarnation) == expected.incarnation:
         return expected
     return Process(answer.get("pid", 0), expected.rank, answer["incarnation"])

@@ -12,9 +12,9 @@ from everserve.procs import process
 
 _MEMORY = "/memfd:everserve-"  # how our shared memory is called in /proc
 
-# The gateway has a socket for each client that happens to be connected; one of them is us, asking for /cluster.
-# Everybody else's descriptors are channels and memory, and those follow from who is there. Fewer is no leak: an anchor
-# that took over from another one has no descriptors of memory that is in the right hands already.
+# The gateway has a socket for each client that happens to be connected; one of them is ours, for /cluster. The
+# descriptors of all other processes are channels and memory, and their number follows from the set of processes. Fewer
+# is no leak: a new anchor has no descriptors of memory that its workers hold already.
 _MORE_FDS = {"gateway": 2}
 
 # On a device, descriptors keep memory that no process has mapped, and nothing tells how much: what is left is to ask
@@ -40,12 +40,12 @@ class Holding(NamedTuple):
 class Snapshot:
     """Of all processes of one server, at one moment in which it is idle."""
 
-    holdings: dict[str, Holding]  # by seat or name, whoever has it now
-    strays: tuple[str, ...]  # processes under the supervisor that are neither, and dead ones that nobody mourned
+    holdings: dict[str, Holding]  # by rank or name of the process
+    strays: tuple[str, ...]  # descendants of the supervisor that /cluster does not know, and unreaped dead ones
     num_memories: int  # pieces of shared memory, each counted once however many processes have it
     memory_bytes: int  # their sizes
     resident_bytes: int  # of those sizes, what was ever touched: grows to a limit, so it is no verdict
-    device_bytes: int | None = None  # in use on all devices, by whomever; None: we use none, or it cannot be asked
+    device_bytes: int | None = None  # in use on all devices, by any process; None: we use none, or it cannot be asked
 
     @property
     def totals(self) -> dict[str, int]:
@@ -69,7 +69,7 @@ class Snapshot:
 
 
 def take(view: View, supervisor: int) -> Snapshot:
-    """Look at everybody. Who ends while we look is not counted."""
+    """Look at all processes. One that ends meanwhile is not counted."""
     names = {pid: name for name, pid in view.pids.items()}
     holdings: dict[str, Holding] = {}
     held: dict[int, _Memory] = {}
@@ -97,7 +97,7 @@ def take(view: View, supervisor: int) -> Snapshot:
 
 
 def compare(before: Snapshot, after: Snapshot) -> list[str]:
-    """What there is now and was not, or the other way round."""
+    """What is there after and was not before, or was there and is missing."""
     found = [f"a process that should not be there: {stray}" for stray in after.strays]
     if before.holdings.keys() != after.holdings.keys():
         found.append(f"processes: {sorted(before.holdings)} before, {sorted(after.holdings)} after")
@@ -149,7 +149,7 @@ def _descriptors(pid: int) -> tuple[int, list[_Memory], bool]:
 
 
 def _device_bytes() -> int | None:
-    """In use on all devices, by whomever: whoever looks for leaks should be alone there."""
+    """In use on all devices, by any process: a search for leaks should have the devices to itself."""
     try:
         done = subprocess.run(_DEVICE_QUERY, capture_output=True, text=True, timeout=_DEVICE_ANSWERS_S, check=True)
         return sum(int(line) << 20 for line in done.stdout.split())

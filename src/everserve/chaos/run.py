@@ -1,8 +1,8 @@
 """The phases of a run, in order.
 
 learn      every request of the catalogue once, undisturbed: the right answers; some of them twice
-storm      clients ask on and on while the schedule's faults hit
-heal       everybody who was stopped wakes up; full strength within a minute
+storm      clients send requests without a pause while the schedule's faults are injected
+heal       stopped processes are woken; full strength within a minute
 recheck    every request once more, undisturbed
 look       nothing runs, nothing waits, nothing is held that was not held before
 """
@@ -84,7 +84,7 @@ def check_own(
 
 
 def check_running(target: Target, settings: Settings, progress: Progress) -> Verdict:
-    """Check a server that somebody else has started with --enable-chaos."""
+    """Check a server that runs already, with --enable-chaos."""
     return asyncio.run(Run(target, settings, progress).perform())
 
 
@@ -180,7 +180,7 @@ class Run:
 
     async def _look_before(self, supervisor: int | None) -> Snapshot | None:
         await self._look_idle()
-        await _within(WHOLE_WITHIN_S, self._has_all_spares)  # who comes later would look like a leak
+        await _within(WHOLE_WITHIN_S, self._has_all_spares)  # a spare that starts later would look like a leak
         return leaks.take(await self._target.view(), supervisor) if supervisor is not None else None
 
     async def _has_all_spares(self) -> bool:
@@ -264,7 +264,7 @@ class Run:
         self._progress.end()
 
     async def _look_idle(self) -> None:
-        """Nothing runs any more, so nothing may be kept for anybody."""
+        """Nothing runs any more, so no stream may hold anything."""
         busy: list[str] = []
 
         async def is_idle() -> bool:

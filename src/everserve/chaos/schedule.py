@@ -1,7 +1,7 @@
-"""When whom which fault hits: all of it made from a seed before the run, so that a run can be repeated.
+"""The faults of a run, each with its time and victim: made from a seed before the run, so that it can be repeated.
 
-Victims are seats and names, not processes: who sits there at that moment is found out when the moment comes. Times are
-seconds since the first client was let loose.
+A victim is a rank or the name of a process; which pid that is is looked up when the fault is due. Times are seconds
+since the clients started.
 """
 
 import random
@@ -13,8 +13,7 @@ SPARE = "spare-0"  # the one that will be needed next, if the server has spares
 PROCESSES = ("orchestrator", "anchor", "zygote", SPARE)
 BURST_S = 0.3
 
-# A process that is not a worker and has to be replaced again and again (10 times in 10 s) is a defect to the
-# supervisor, which then gives up, and rightly.
+# The supervisor gives up when a process that is not a worker ends more than 10 times in 10 s. Stay below that.
 MAX_HITS, HITS_WITHIN_S = 5, 10.0
 
 # How long a stopped process sleeps: less than --detect-ms (50 by default), about as long, and longer; the longest even
@@ -56,7 +55,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Seats:
-    """Who can be hit."""
+    """What can be hit."""
 
     num_attention: int
     num_expert: int
@@ -109,7 +108,7 @@ class _Hits:
         self._times: dict[str, deque[float]] = {name: deque(maxlen=MAX_HITS) for name in PROCESSES}
 
     def allow(self, at_s: float, blows: tuple[Blow, ...]) -> bool:
-        """Whether nobody is hit too often. If so, it is counted."""
+        """Whether no process is hit too often by this. If so, the hits are counted."""
         hit = [self._times[blow.victim.name] for blow in blows if blow.victim.name in PROCESSES]
         if any(len(times) == MAX_HITS and at_s - times[0] < HITS_WITHIN_S for times in hit):
             return False
@@ -144,7 +143,7 @@ def _stop(how_long: str) -> Make:
 
 
 def _burst(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
-    """One after the other, so soon that the first is still being repaired; the same seat may be hit twice."""
+    """Kills so close that the first is still being repaired at the next; one rank may be hit twice."""
     times = sorted(round(dice.uniform(0, BURST_S), 3) for _ in range(dice.randint(2, 4)))
     return tuple(Blow(round(at_s - times[0], 3), dice.choice(seats.workers), "KILL") for at_s in times)
 
@@ -168,7 +167,7 @@ def _stop_process(name: str) -> Make:
 
 
 def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
-    """In either order, at once or shortly after each other: the one who repairs, and the one who has to be repaired."""
+    """A worker and the orchestrator that would replace it, in either order, at once or shortly after each other."""
     blows = [(dice.choice(seats.workers), 0.0), (Victim("orchestrator"), round(dice.choice((0.0, 0.02, 0.2)), 3))]
     if dice.random() < 0.5:
         blows = [(blows[1][0], 0.0), (blows[0][0], blows[1][1])]

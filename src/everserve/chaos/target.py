@@ -12,7 +12,7 @@ from everserve.errors import ConfigError, EverserveError
 from everserve.procs import process
 
 _ANSWER_S = 30.0
-_NOBODY = (1 << 31) - 1  # a rank that no server has
+_NO_RANK = (1 << 31) - 1  # a rank that no server has
 _ADMINISTRATION = ("/cluster/fault", "/cluster/drain")
 
 
@@ -32,7 +32,7 @@ class NoAnswer(EverserveError):
 
 
 class Process(NamedTuple):
-    """Somebody who can get a signal."""
+    """A process that can get a signal."""
 
     pid: int
     rank: int | None  # of a worker
@@ -57,7 +57,7 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        """Every seat is taken and ready, every expert has all its places, and somebody keeps the tables."""
+        """Every rank has a ready worker, every expert has all its places, and there is an orchestrator."""
         ready = all(worker["state"] == "ready" for worker in self.workers)
         return bool(self.workers) and ready and not self.data["violations"] and not self.data["degraded"]
 
@@ -78,12 +78,12 @@ class View:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of everybody, by seat or by name."""
+        """Of all processes, by rank or by name."""
         named = {process["name"]: int(process["pid"]) for process in self.data["processes"]}
         return named | {f"worker {worker['rank']}": int(worker["pid"]) for worker in self.workers if worker["pid"]}
 
     def find(self, victim: Victim) -> Process | None:
-        """Who sits there now, as far as the gateway knows."""
+        """The victim's process now, as far as the gateway knows."""
         if victim.name in PROCESSES:
             pids = [process["pid"] for process in self.data["processes"] if process["name"] == victim.name]
             return Process(pids[0], None, 0) if pids else None
@@ -137,9 +137,9 @@ class Target:
         return values
 
     async def check_chaos(self) -> None:
-        """An error unless the server allows faults. Asks for one that can hit nobody."""
+        """An error unless the server allows faults. Asks for a fault at a rank that does not exist."""
         try:
-            reply = await self.ask("POST", "/cluster/fault", {"rank": _NOBODY, "signal": "CONT"}, timeout_s=15.0)
+            reply = await self.ask("POST", "/cluster/fault", {"rank": _NO_RANK, "signal": "CONT"}, timeout_s=15.0)
         except NoAnswer as error:
             raise ConfigError(f"{error}: is the server running? see --url") from error
         if reply.status == 401:
@@ -147,7 +147,9 @@ class Target:
         if reply.status == 403:
             raise ConfigError(f"{self.url} does not allow faults: {_message(reply)}")
         if reply.status != 404:
-            raise ConfigError(f"{self.url} answered {reply.status} to a fault for nobody: is that an Everserve server?")
+            raise ConfigError(
+                f"{self.url} answered {reply.status} to a test of /cluster/fault: is that an Everserve server?"
+            )
 
     async def model(self) -> tuple[str, int]:
         """Its name, and its longest context."""

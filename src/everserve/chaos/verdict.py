@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from everserve.chaos.compare import Kind
-from everserve.chaos.faults import Record
+from everserve.chaos.faults import InjectedFault
 from everserve.chaos.findings import Finding
 from everserve.chaos.leaks import Snapshot
 from everserve.chaos.tally import Tally, spread_ms
@@ -34,7 +34,7 @@ class Verdict:
     seed: int
     settings: dict[str, Any]
     seconds: float  # how long the storm was
-    faults: Sequence[Record]
+    faults: Sequence[InjectedFault]
     tally: Tally
     num_undisturbed: int  # answers compared before and after the storm
     findings: Sequence[Finding]

@@ -5,8 +5,8 @@ starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
 address.py  the server that --url names
-demo.py     the story in one terminal (demo_story.py what happened, demo_screen.py what is shown)
-status.py   who is here, and is the instance valid
+demo.py     streams and deaths in one terminal (demo_run.py what happens, demo_screen.py what is shown)
+status.py   the workers, and whether the instance is valid
 watch.py    ... as it changes (`status --watch`)
 kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced

@@ -13,16 +13,16 @@ app.add_typer(bench_app, name="bench")
 
 
 def _check_out(path: Path | None) -> Path | None:
-    """Now, and not when everything is measured."""
+    """Fail before measuring, not after."""
     check_directory(path or Path("bench/results"), "--out")
     return path
 
 
 Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.", callback=_check_out)]
 Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3, llama (dense).")]
-Layers = Annotated[int | None, typer.Option(help="Fewer layers than the shape has.", min=1)]
-Spares = Annotated[int | None, typer.Option(help="As of `serve`. Default: as it does by itself.", min=0, max=8)]
-KvLog = Annotated[str | None, typer.Option(help="As of `serve`. Default: as it does by itself.")]
+Layers = Annotated[int | None, typer.Option(help="Use only this many of the shape's layers.", min=1)]
+Spares = Annotated[int | None, typer.Option(help="`--spares` of the server. Default: the server's.", min=0, max=8)]
+KvLog = Annotated[str | None, typer.Option(help="`--kv-log` of the server. Default: the server's.")]
 
 
 @bench_app.callback()
@@ -48,9 +48,12 @@ def decode(
         list[str] | None,
         typer.Option(help="mixtral, qwen3, llama; repeatable. Default: the first two, mixtral with 16 layers."),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Fewer layers than the shape has. With --shape.", min=1)] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Use only this many of the shape's layers. With --shape.", min=1)
+    ] = None,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 1, 16, 64, 128, 256.", min=1, max=256)
+        list[int] | None,
+        typer.Option(help="Concurrent streams; repeatable. Default: 1, 16, 64, 128, 256.", min=1, max=256),
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
     baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
@@ -77,17 +80,19 @@ def decode(
 
 @bench_app.command()
 def failover(
-    attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
-    expert_workers: Annotated[int, typer.Option(help="Of the cluster; 0 for a dense model.", min=0, max=30)] = 2,
-    streams: Annotated[int, typer.Option(help="Running side by side.", min=1, max=256)] = 8,
-    prompt: Annotated[int, typer.Option(help="Length of each prompt.", min=1)] = 32,
-    tokens: Annotated[int, typer.Option(help="Length of each stream; one that ends begins again.", min=16)] = 1500,
+    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=32)] = 2,
+    expert_workers: Annotated[
+        int, typer.Option(help="Expert workers of the cluster; 0 for a dense model.", min=0, max=30)
+    ] = 2,
+    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)] = 1500,
     shape: Shape = "bundled",
     layers: Layers = None,
     spares: Spares = None,
     kv_log: KvLog = None,
     rounds: Annotated[int, typer.Option(help="Kills of each kind, in turn.", min=1)] = 5,
-    baseline_rounds: Annotated[int, typer.Option(help="Restarts of everything.", min=0)] = 2,
+    baseline_rounds: Annotated[int, typer.Option(help="Restarts of the whole instance.", min=0)] = 2,
     warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each kill.", min=1)] = 3.0,
     out: Out = None,
 ) -> None:
@@ -121,23 +126,26 @@ def scaling(
     layers: Layers = None,
     streams: Annotated[
         list[int] | None,
-        typer.Option(help="Side by side; repeatable. Default: 16, 64, 256; bundled: 4, 16.", min=1, max=256),
+        typer.Option(help="Concurrent streams; repeatable. Default: 16, 64, 256; bundled: 4, 16.", min=1, max=256),
     ] = None,
     context: Annotated[
         list[int] | None,
         typer.Option(help="Tokens of each prompt; repeatable. Default: 512, 2048, 8192; bundled: 128, 1024.", min=1),
     ] = None,
     tokens: Annotated[
-        int, typer.Option(help="Length of each stream, beside what it gets while other prompts are computed.", min=16)
+        int,
+        typer.Option(
+            help="Tokens of each stream, not counting those it gets while other prompts are computed.", min=16
+        ),
     ] = 400,
     most_tokens: Annotated[
-        int, typer.Option(help="Leave out cells whose prompts have more tokens than that together.", min=1)
+        int, typer.Option(help="Leave out points of the grid whose prompts have more tokens in all.", min=1)
     ] = 600_000,
-    attention_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=32)] = 2,
-    expert_workers: Annotated[int, typer.Option(help="Of the cluster.", min=1, max=30)] = 2,
+    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=32)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=1, max=30)] = 2,
     spares: Spares = None,
     kv_log: KvLog = None,
-    rounds: Annotated[int, typer.Option(help="Kills of each kind in each cell.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Kills of each kind at each point of the grid.", min=1)] = 2,
     warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each kill.", min=1)] = 2.0,
     out: Out = None,
 ) -> None:
@@ -147,7 +155,7 @@ def scaling(
     along. Cells that do not fit are shown as such.
     """
     from everserve.bench import scaling as benchmark  # noqa: PLC0415 (torch)
-    from everserve.bench.cells import scale_of  # noqa: PLC0415
+    from everserve.bench.grid import scale_of  # noqa: PLC0415
 
     default = scale_of(shape)
     settings = benchmark.Settings(
@@ -173,15 +181,15 @@ def overhead(
     shape: Shape = "bundled",
     layers: Layers = None,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8 and 1; on a GPU 64.", min=1)
+        list[int] | None, typer.Option(help="Concurrent streams; repeatable. Default: 8 and 1; on a GPU 64.", min=1)
     ] = None,
-    prompt: Annotated[int | None, typer.Option(help="Length of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
-    tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 192,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=16, max=4000)] = 192,
     rounds: Annotated[
-        int | None, typer.Option(help="In each, all variants in turn. Default: 15; on a GPU 3.", min=1)
+        int | None, typer.Option(help="Rounds, each with all variants in random order. Default: 15; on a GPU 3.", min=1)
     ] = None,
     variant: Annotated[
-        list[str] | None, typer.Option(help="Only these; repeatable. Default: all. See the table for names.")
+        list[str] | None, typer.Option(help="Only these variants; repeatable. Default: all. Names as in the table.")
     ] = None,
     out: Out = None,
 ) -> None:
@@ -211,12 +219,12 @@ def checkpoint(
     shape: Shape = "bundled",
     layers: Layers = None,
     streams: Annotated[
-        list[int] | None, typer.Option(help="Side by side; repeatable. Default: 8; on a GPU 64.", min=1)
+        list[int] | None, typer.Option(help="Concurrent streams; repeatable. Default: 8; on a GPU 64.", min=1)
     ] = None,
-    prompt: Annotated[int | None, typer.Option(help="Length of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
-    tokens: Annotated[int, typer.Option(help="Length of each stream.", min=16, max=4000)] = 384,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream.", min=16, max=4000)] = 384,
     rounds: Annotated[
-        int | None, typer.Option(help="In each, all variants in turn. Default: 12; on a GPU 3.", min=1)
+        int | None, typer.Option(help="Rounds, each with all variants in random order. Default: 12; on a GPU 3.", min=1)
     ] = None,
     out: Out = None,
 ) -> None:
@@ -278,10 +286,10 @@ def restore(
 
 @bench_app.command()
 def show(
-    files: Annotated[list[Path], typer.Argument(help="JSON that benchmarks have written.")],
-    markdown: Annotated[bool, typer.Option("--markdown", help="For a document.")] = False,
+    files: Annotated[list[Path], typer.Argument(help="JSON files of earlier benchmarks.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="As Markdown tables.")] = False,
 ) -> None:
-    """The tables of results that were written before."""
+    """Print the tables of earlier results."""
     from everserve.bench import show as shower  # noqa: PLC0415 (torch)
 
     shower.show(files, markdown)

@@ -19,26 +19,34 @@ _WIDTH = 140  # of the verdict where there is no terminal
 
 @app.command()
 def chaos(
-    model: Annotated[str, typer.Argument(help="What the server that is started for the run serves.")] = "demo",
+    model: Annotated[str, typer.Argument(help="Model of the server that is started for the run.")] = "demo",
     url: Annotated[  # only if said here: a variable that names a server is no invitation to attack it
         str | None,
-        typer.Option(help="Check this server instead, which runs with --enable-chaos.", callback=server_url),
+        typer.Option(help="Check a running server instead; it must run with --enable-chaos.", callback=server_url),
     ] = None,
-    seconds: Annotated[float, typer.Option(help="How long faults come.", min=1)] = 90.0,
+    seconds: Annotated[float, typer.Option(help="For how many seconds faults are injected.", min=1)] = 90.0,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same requests and same faults. Default: a random one.", min=0)
     ] = None,
-    clients: Annotated[int, typer.Option(help="Side by side, each asking again and again.", min=1, max=256)] = 8,
+    clients: Annotated[
+        int, typer.Option(help="Number of concurrent clients; each sends one request after the other.", min=1, max=256)
+    ] = 8,
     stall_limit: Annotated[
-        float, typer.Option(help="A stream without an event for this many seconds hangs.", min=1)
+        float, typer.Option(help="A stream without an event for this many seconds counts as hanging.", min=1)
     ] = 30.0,
-    attention_workers: Annotated[int | None, typer.Option(help="Of the server. Default: 2.", min=1, max=32)] = None,
-    expert_workers: Annotated[int | None, typer.Option(help="Of the server. Default: 2.", min=0, max=30)] = None,
-    kv_log: Annotated[str | None, typer.Option(help="Of the server: mirror, anchor or off.")] = None,
+    attention_workers: Annotated[
+        int | None, typer.Option(help="Attention workers of the server. Default: 2.", min=1, max=32)
+    ] = None,
+    expert_workers: Annotated[
+        int | None, typer.Option(help="Expert workers of the server. Default: 2.", min=0, max=30)
+    ] = None,
+    kv_log: Annotated[str | None, typer.Option(help="KV log of the server: mirror, anchor or off.")] = None,
     serve: Annotated[
-        str, typer.Option(help="Further flags of the server, as one text: --serve '--block-size 32'.")
+        str, typer.Option(help="More flags of the server, in one string: --serve '--block-size 32'.")
     ] = "",
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the verdict and every fault there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the verdict and all faults to this file.")
+    ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
@@ -53,7 +61,7 @@ def chaos(
     """
     if json_file is not None:
         check_directory(json_file.parent, "--json")
-    from everserve.chaos import run  # noqa: PLC0415 (only those who use it pay for it)
+    from everserve.chaos import run  # noqa: PLC0415 (its import is slow)
     from everserve.chaos.target import Target  # noqa: PLC0415
     from everserve.progress import Progress  # noqa: PLC0415
 

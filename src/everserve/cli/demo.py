@@ -1,10 +1,10 @@
-"""`everserve demo`: the story in one terminal, in under a minute.
+"""`everserve demo`: streams and deaths in one terminal, in under a minute.
 
 A cluster writes four texts side by side. In the middle of their sentences an expert worker is killed, then an attention
 worker, then the orchestrator. The sentences go on. Afterwards the same texts are written again without any kill, and
 compared token for token.
 
-demo_story.py is what happens, demo_screen.py how it looks.
+demo_run.py is what happens, demo_screen.py how it looks.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.live import Live
 
 from everserve.cli import app, demo_screen
-from everserve.cli.demo_story import MAX_TOKENS, PROMPTS, Kill, Story, judge
+from everserve.cli.demo_run import MAX_TOKENS, PROMPTS, DemoRun, PlannedKill, judge
 from everserve.cli.starting import StartBars
 from everserve.cli.status import fetch_cluster
 from everserve.procs.local_server import LocalServer
@@ -52,20 +52,21 @@ def demo() -> None:
         placed = next(event for event in server.events() if event["event"] == "placement_made")
         console.print(
             f"Ready at {server.url} after {time.monotonic() - began_s:.1f} s. Each expert worker holds "
-            f"{placed['active_per_worker']} experts per layer and {placed['shadow_per_worker']} shadows of the other's."
+            f"{placed['active_per_worker']} experts per layer and {placed['shadow_per_worker']} "
+            "shadows of other workers' experts."
         )
         console.print()
-        story = Story(server, _kills())
-        _perform(story, console)
+        run = DemoRun(server, _kills())
+        _perform(run, console)
         is_whole = _wait_whole(server)
         console.print("The same texts once more, without any kill, to compare ...")
-        again = Story(server, [])
+        again = DemoRun(server, [])
         _repeat(again)
         events = server.events()
-    if errors := story.errors + again.errors:
+    if errors := run.errors + again.errors:
         console.print(f"A text broke: {errors[0]}", markup=False)
         raise typer.Exit(1)
-    outcomes = judge(story, again, events)
+    outcomes = judge(run, again, events)
     num_lost = sum(outcome.num_lost for outcome in outcomes)
     num_different = sum(outcome.num_different for outcome in outcomes)
     console.print(demo_screen.summary(outcomes, again))
@@ -81,23 +82,23 @@ def demo() -> None:
         raise typer.Exit(1)
 
 
-def _kills() -> list[Kill]:
+def _kills() -> list[PlannedKill]:
     """Expert workers come after attention workers in rank."""
     return [
-        Kill(MAX_TOKENS // 4, f"expert worker {NUM_ATTENTION}", {"rank": NUM_ATTENTION}),
-        Kill(MAX_TOKENS // 2, "attention worker 0", {"rank": 0}),
-        Kill(3 * MAX_TOKENS // 4, "the orchestrator", {"process": "orchestrator"}),
+        PlannedKill(MAX_TOKENS // 4, f"expert worker {NUM_ATTENTION}", {"rank": NUM_ATTENTION}),
+        PlannedKill(MAX_TOKENS // 2, "attention worker 0", {"rank": 0}),
+        PlannedKill(3 * MAX_TOKENS // 4, "the orchestrator", {"process": "orchestrator"}),
     ]
 
 
-def _perform(story: Story, console: Console) -> None:
+def _perform(run: DemoRun, console: Console) -> None:
     """Live on a terminal, as lines elsewhere."""
     if not console.is_terminal:
         console.print(f"{len(PROMPTS)} texts are being written side by side:")
-        lines = demo_screen.PlainLines(story, console)
-        asyncio.run(story.play(lines.look))
+        lines = demo_screen.PlainLines(run, console)
+        asyncio.run(run.play(lines.look))
         lines.look()
-        demo_screen.beginnings(story.streams, console)
+        demo_screen.beginnings(run.streams, console)
         console.print()
         return
     shown_s = 0.0
@@ -108,14 +109,14 @@ def _perform(story: Story, console: Console) -> None:
             now_s = time.perf_counter()
             if now_s - shown_s >= at_least_s:
                 shown_s = now_s
-                live.update(demo_screen.screen(story, now_s, console), refresh=True)
+                live.update(demo_screen.screen(run, now_s, console), refresh=True)
 
-        asyncio.run(story.play(show))
+        asyncio.run(run.play(show))
         show(0.0)
     console.print()
 
 
-def _repeat(again: Story) -> None:
+def _repeat(again: DemoRun) -> None:
     """The same texts, undisturbed."""
     total = MAX_TOKENS * len(PROMPTS)
     with Progress().begin("undisturbed", total, " tokens") as progress:

@@ -13,7 +13,7 @@ from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
-from everserve.memory.devices import Device, look
+from everserve.memory.devices import DeviceInfo, look
 from everserve.model.config import ModelConfig
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
 from everserve.tables.goal import Goal
@@ -29,7 +29,7 @@ class Chosen:
     """What the workers compute on."""
 
     device: str  # "cpu" or "cuda"
-    devices: tuple[Device, ...] = ()
+    devices: tuple[DeviceInfo, ...] = ()
     share: bool = False  # through MPS
 
 
@@ -83,7 +83,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     model = ModelConfig.from_directory(Path(start.model))
     goal = first_goal(start_without, model)
     needs = Needs(model, without_kv, capacity_of(start_without, model, goal), start.detect_ms)
-    # One lane more than there are peers: those of a worker that died go when everybody has let go of them.
+    # One lane more than there are peers: lanes of a dead worker are freed only when every peer has unmapped them.
     lanes_bytes = (start.num_expert + 1) * needs.capacity.lane_bytes if start.num_expert else 0
     workers = [
         WorkerNeeds(

@@ -1,4 +1,4 @@
-"""`everserve drain RANK`: a worker gives its streams to others, leaves, and is replaced; clients notice nothing."""
+"""`everserve drain RANK`: a worker gives its streams to other workers, exits and is replaced. Clients do not notice."""
 
 import time
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ _LOOK_EVERY_S = 0.1
 @app.command()
 def drain(
     ranks: Annotated[
-        list[int] | None, typer.Argument(help="Seats, one after the other; see `everserve status`.")
+        list[int] | None, typer.Argument(help="Ranks of workers, drained one after the other; see `everserve status`.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every worker, one after the other: a rolling restart.")] = False,
     wait: Annotated[
@@ -30,7 +30,7 @@ def drain(
         str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
     ] = None,
 ) -> None:
-    """Restart workers under load: each moves its streams to others live, exits, and a new process takes its seat."""
+    """Restart workers under load: each gives its streams to other workers and exits; a new process takes its rank."""
     if every == bool(ranks):
         raise ConfigError("drain: either name the ranks, or say --all")
     if every and not wait:
@@ -49,7 +49,7 @@ def drain(
 
 
 def _wait_for_successor(url: str, api_key: str | None, rank: int, incarnation: int, wait_s: float) -> dict[str, Any]:
-    """The next worker in this seat, once everything is as it should be again: only then may the next one leave."""
+    """The new worker with this rank, once the cluster is at full strength: only then may the next worker leave."""
     deadline = time.monotonic() + wait_s
     while True:
         cluster = fetch_cluster(url, api_key)

@@ -15,7 +15,10 @@ _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
 @app.command()
 def kill(
     target: Annotated[
-        str, typer.Argument(metavar="RANK", help="A worker's seat, or orchestrator, anchor, zygote: see `status`.")
+        str,
+        typer.Argument(
+            metavar="RANK", help="Rank of a worker, or orchestrator, anchor, zygote: see `everserve status`."
+        ),
     ],
     signal: Annotated[str, typer.Option(help="KILL, STOP, CONT or TERM.")] = "KILL",
     url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,

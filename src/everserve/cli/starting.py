@@ -1,7 +1,7 @@
 """The start of a server, as a terminal shows it: a bar for each worker, made of typed events.
 
-`serve` reads them from its own gateway's `/events`, on a thread: the main one is the supervisor. Whoever starts a
-server for itself (`demo`) has them as files. Where there is no terminal, workers log a line now and then instead.
+`serve` reads them from its own gateway's `/events`, on a thread: the main thread is the supervisor. A command that
+starts a server for itself (`demo`) reads them from files. Without a terminal, workers log a line now and then instead.
 
 All processes of a server write to one stderr. While there are bars, it is a pipe, and what comes out of it is printed
 above them.
@@ -165,7 +165,7 @@ class _SharedStderr:
     def __init__(self) -> None:
         self._fd = os.dup(sys.stderr.fileno())
         self.terminal: TextIO = os.fdopen(self._fd, "w", closefd=False)
-        self.lock = threading.Lock()  # of who prints, and of who ends the bars
+        self.lock = threading.Lock()  # held to print, and to end the bars
         self._console: Console | None = None  # while there are bars
         self._thread: threading.Thread | None = None
 

@@ -1,4 +1,4 @@
-"""`everserve status`: who is here, and is the instance valid."""
+"""`everserve status`: the workers, and whether the instance is valid."""
 
 import json
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def status(
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what /cluster says.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it as it changes, until Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of /cluster.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Update the screen until Ctrl-C.")] = False,
 ) -> None:
     """Show workers, roles, epoch, placement, validity and requests. Exit status 1 if the instance is not valid."""
     if watch:
@@ -40,7 +40,7 @@ def status(
 
 
 def fetch_cluster(url: str, api_key: str | None = None) -> dict[str, Any]:
-    """What /cluster says, or one line that says why nothing does."""
+    """The JSON of /cluster, or one line that says why there is none."""
     return ask("GET", f"{url}/cluster", key_headers(api_key))
 
 

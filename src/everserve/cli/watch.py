@@ -214,7 +214,7 @@ def watch(url: str, api_key: str | None, console: Console | None = None) -> None
 def _show(watched: Watched, api_key: str | None, console: Console) -> None:
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for _ in _follow(watched, api_key):
-            if not console.is_terminal:  # it was one: nobody can see this any more
+            if not console.is_terminal:  # it was one when we started, and is gone
                 return
             width, height = console.size
             live.update(screen(watched, time.time(), width, height), refresh=True)

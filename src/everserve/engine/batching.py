@@ -22,12 +22,12 @@ class Rows(NamedTuple):
     logits_rows_L: list[int]
 
 
-class Layout:
+class BatchLayout:
     """`lay_out` for an engine, most of whose steps are the last one again, one token further: the scheduler then says
     so by the very same list.
 
-    Arrays are never changed once they were given out, and as long as they hold they are given out again: whoever has
-    them need not look at them (staging.py).
+    Arrays are never changed once they were returned, and as long as they hold the same arrays are returned again: a
+    caller that has copied them to the device need not copy them again (staging.py).
     """
 
     def __init__(self, block_size: int) -> None:
@@ -48,7 +48,7 @@ class Layout:
         return self._rows
 
     def _go_on(self, before: Rows) -> Rows:
-        """Everybody is one token further. A block more is all that may have changed in anybody's table."""
+        """Every stream is one token further. A stream's block table has changed by one more block at most."""
         sequences, block_size, tables = self._sequences, self._block_size, before.block_tables_SB
         last_blocks = [sequence.blocks[-1] for sequence in sequences]
         if last_blocks != self._last_blocks:

@@ -1,7 +1,7 @@
 """The pool of KV blocks.
 
 A block is in use (refs > 0) or free (refs == 0). A free block may still hold KV that a later prompt can reuse: it is
-then *cached*, findable by the hash of all tokens up to its end, until someone takes it for something else. Free blocks
+then *cached*, findable by the hash of all tokens up to its end, until it is taken for something else. Free blocks
 wait in a list, next victim first: blocks that hold nothing useful at the head, cached ones by time of release.
 
               allocate                          share (prefix hit)
@@ -119,11 +119,11 @@ class BlockPool:
         return self.block_of.get(chain_hash)
 
     def is_forgotten(self, block: int) -> bool:
-        """Free, not cached, and not taken in this step: if anybody knows what it holds, it is not this pool."""
+        """Free, not cached, and not taken in this step: this pool does not know what it holds."""
         return self.refs[block] == 0 and self.hash_of[block] is None and block not in self.taken
 
-    def spare(self, blocks: Iterable[int]) -> None:
-        """Put free blocks at the end of the free list, the dearest last."""
+    def put_last(self, blocks: Iterable[int]) -> None:
+        """Put free blocks at the end of the free list, in this order: they are taken last."""
         for block in blocks:
             assert self.refs[block] == 0, f"block {block} is in use"
             self._unlink(block)
@@ -149,7 +149,7 @@ class BlockPool:
         self._relink(block)
 
     def _leave_all(self, blocks: list[int]) -> None:
-        """The inverse of `allocate_many`: their own links still say where they stood, one behind the other."""
+        """The inverse of `allocate_many`: their own links still say where they stood in the list."""
         for block in blocks:
             self.refs[block] = 0
         self._next[self._prev[blocks[0]]] = blocks[0]

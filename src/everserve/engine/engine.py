@@ -13,7 +13,7 @@ import torch
 
 from everserve.config.engine import EngineConfig
 from everserve.engine import integrity
-from everserve.engine.batching import Layout, wanted_rows
+from everserve.engine.batching import BatchLayout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
@@ -96,7 +96,7 @@ class Engine:
         self._clock = clock
         self._journal = journal
         self._undo = UndoLog()
-        self._layout = Layout(config.block_size)
+        self._layout = BatchLayout(config.block_size)
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -112,7 +112,7 @@ class Engine:
         assert (shape.num_blocks, shape.block_size) == (self.limits.num_blocks, config.block_size), "one pool, one log"
         assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
         for record in journal.adopted.values():
-            pool.spare(reversed(record.blocks))
+            pool.put_last(reversed(record.blocks))
         return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
 
     @property
@@ -272,13 +272,13 @@ class Engine:
     def _read_logits(self, chunks: list[Chunk], logits_LV: torch.Tensor) -> list[_Next]:
         """Choose a token for each chunk that completes its sequence, and score prompt rows where that is wanted."""
         if all([chunk[1] == 1 and chunk[2] for chunk in chunks]):  # noqa: C419 (a list is quicker)
-            return self._choose([chunk[0] for chunk in chunks], logits_LV)  # nearly always: everybody decodes
+            return self._choose([chunk[0] for chunk in chunks], logits_LV)  # nearly always: all streams decode
         completing: list[Sequence] = []
         last_rows: list[int] = []
         row = 0
         for chunk in chunks:
             sequence, num_tokens, completes = chunk
-            if completes and num_tokens == 1:  # whoever wants a prompt's logprobs has them by now
+            if completes and num_tokens == 1:  # prompt logprobs, if wanted, were computed before
                 row += 1
             else:
                 num_rows = len(wanted_rows(chunk, 0))

@@ -39,8 +39,8 @@ def _pool_violations(pool: BlockPool) -> list[str]:
 
 def _queue_violations(scheduler: Scheduler) -> list[str]:
     found = []
-    everyone = [*scheduler.waiting, *scheduler.running]
-    if len({sequence.id for sequence in everyone}) != len(everyone):
+    sequences = [*scheduler.waiting, *scheduler.running]
+    if len({sequence.id for sequence in sequences}) != len(sequences):
         found.append("a sequence is queued twice")
     for sequence in scheduler.waiting:
         if sequence.status is not Status.WAITING or sequence.blocks or sequence.num_computed:

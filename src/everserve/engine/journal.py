@@ -10,10 +10,10 @@ A step's tokens go into the log while and after they are computed; the *record* 
     committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
 
 On a device KV stays as it is for a while, and between two steps there is no time for any of this. So a step is begun
-there when it computes, and what is to be done about its end waits for the next one, or for whoever needs it done.
+there when it computes, and the work at its end is deferred to the next step, or until something needs it.
 
 A record never says more than what is in the log. It is cleared when its stream ends or is preempted: the blocks that it
-names will be somebody else's soon.
+names will soon belong to another stream.
 
 A log that was there before us is our predecessor's: we *adopt* it. Its records are left alone for as long as possible,
 because their streams may be asked for; one that goes on here goes on in its old place.
@@ -35,7 +35,7 @@ from everserve.kvlog.writer import Commit, Writer
 
 
 @dataclass(slots=True)
-class Entry:
+class JournalEntry:
     """What the journal knows of one stream."""
 
     key: bytes
@@ -49,7 +49,7 @@ class Entry:
 class _Part(NamedTuple):
     """One stream's part in a step: its tokens from `first` to `end`, and the blocks that they are in."""
 
-    entry: Entry
+    entry: JournalEntry
     first: int
     end: int
     blocks: list[int]
@@ -61,7 +61,7 @@ class Journal:
     def __init__(self, writer: Writer) -> None:
         self.log = log = writer.log
         self.writer = writer
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, JournalEntry] = {}
         self.adopted: dict[bytes, Record] = {}  # by key, oldest first
         self.free = list(reversed(range(log.shape.num_records)))  # indices that no record has
         self.ended: list[int] = []  # indices of streams whose last output is on its way
@@ -107,7 +107,7 @@ class Journal:
             self.settle()
 
     def settle(self) -> None:
-        """See to it that a step that was computed gets into the log. Before any block is used for something else than
+        """Have a computed step written into the log. To be called before any block is used for something else than
         what the next step stores there."""
         if not self._is_computed:
             return
@@ -152,7 +152,7 @@ class Journal:
         self._num_logged[block] = num_slots if block < self.writer.reach else 0
 
     def note_all_logged(self, blocks: list[int], num_slots: int) -> None:
-        """The same of several, one behind the other: so many slots of all of them together."""
+        """The same of several consecutive blocks: so many slots of all of them together."""
         num_logged, reach, block_size = self._num_logged, self.writer.reach, self._block_size
         for block in blocks:
             num_logged[block] = block_size if block < reach else 0
@@ -181,9 +181,9 @@ class Journal:
                 entry.index, entry.num_committed, entry.num_listed = None, 0, 0
 
     def end(self, sequence: Sequence, is_delivered: bool) -> None:
-        """This stream has ended. Until its client can know that, somebody may have to go on with it: its record stays
-        until the next `commit`."""
-        entry = self.entries.pop(sequence.id, None) or Entry(key_of(sequence.id))
+        """This stream has ended. Until its client can know that, another worker may have to continue it: its record
+        stays until the next `commit`."""
+        entry = self.entries.pop(sequence.id, None) or JournalEntry(key_of(sequence.id))
         record = self.adopted.pop(entry.key, None)
         for index in (entry.index, record.index if record is not None else None):
             if index is not None and is_delivered:
@@ -192,7 +192,7 @@ class Journal:
                 self.ended.append(index)
 
     def forget_adopted(self, but: Iterable[str] = ()) -> None:
-        """Nobody will ask for the streams that our predecessor had, but perhaps for these."""
+        """Drop the predecessor's records, except those of these streams: only they may still be resumed here."""
         kept = {key_of(id) for id in but}
         for key in self.adopted.keys() - kept:
             self._give_back(self.adopted.pop(key).index)
@@ -208,13 +208,13 @@ class Journal:
         taken = {record.index for record in self.adopted.values()}
         self.free = [index for index in self.free if index not in taken]
 
-    def _entry(self, sequence: Sequence) -> Entry:
+    def _entry(self, sequence: Sequence) -> JournalEntry:
         entry = self.entries.get(sequence.id)
         if entry is None:
-            entry = self.entries[sequence.id] = Entry(key_of(sequence.id))
+            entry = self.entries[sequence.id] = JournalEntry(key_of(sequence.id))
         return entry
 
-    def _chain(self, entry: Entry, sequence: Sequence) -> int:
+    def _chain(self, entry: JournalEntry, sequence: Sequence) -> int:
         """After the computed tokens."""
         num_computed = sequence.num_computed
         if entry.num_chained != num_computed:
@@ -232,7 +232,7 @@ class Journal:
                 entry.index = self._take_index(entry.key)
             entry.num_committed = self._num_in_log(sequence, entry.num_committed)
             num_blocks = sequence.num_blocks_for(entry.num_committed)
-            # Hardly ever more: blocks of a step that may still be abandoned are nobody's yet.
+            # Rarely more: blocks of a step that may still be abandoned are not part of the record yet.
             blocks = sequence.blocks if len(sequence.blocks) == num_blocks else sequence.blocks[:num_blocks]
             commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
             entry.num_listed = num_blocks

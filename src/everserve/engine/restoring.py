@@ -6,8 +6,8 @@ at least one token stays pending, because its logits are needed. What comes back
 A death leaves many streams, which are admitted one after the other. On a device, where a copy takes much less time than
 to ask for it, the next ones are brought together with the first.
 
-Where the log is the memory that our own pool lies in (our predecessor's pool), a block that nobody has taken since is
-used where it lies. Whether it still holds these tokens is not a question of who had it: its words tell.
+Where the log is the memory that our own pool lies in (our predecessor's pool), a block that has not been taken since is
+used where it lies. The words of its slots show whether it still holds these tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +28,7 @@ from everserve.kvlog.writer import Copy
 
 @dataclass(frozen=True)
 class _Brought:
-    """A stream's first tokens, from the first one on, in blocks that are nobody's yet."""
+    """A stream's first tokens, from the first one on, in blocks that no sequence has yet."""
 
     blocks: list[int]
     chains: NDArray[np.uint64]
@@ -95,7 +95,7 @@ class Restorer:
         return reached - first
 
     def _bring_ahead(self, sequences: Iterable[Sequence], max_tokens: int) -> None:
-        """The first of these streams, as long as they have something in others' logs and there is plenty of room."""
+        """The first of these streams, while they have KV in other workers' logs and there is plenty of room."""
         room = self._pool.num_free // 2
         copies: dict[str, Copy] = {}
         for sequence in sequences:
@@ -174,7 +174,7 @@ class Restorer:
 
     def _use_in_place(self, sequence: Sequence, blocks: list[int], chains: NDArray[np.uint64]) -> int:
         """These blocks for the sequence, as far as they hold the tokens that have these chains; returns how many are
-        right. What is not is somebody else's by now, who may need it."""
+        right. Blocks that fail the check belong to another stream; leave them."""
         num_right = self._journal.writer.count_intact(blocks, len(chains), chains)
         used = blocks[: -(-num_right // self._pool.block_size)]
         for block in used:
@@ -209,12 +209,12 @@ class Restorer:
         self._journal.note_all_logged(blocks, num_right)
 
     def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """What is in full blocks may be found by others."""
+        """Full blocks may be found by other streams."""
         if self._enable_prefix_caching:
             full = slice(first // self._pool.block_size, end // self._pool.block_size)
             self._pool.publish_many(sequence.blocks[full], sequence.block_hashes()[full])
 
 
 def _cut(blocks: list[int], length: int) -> None:
-    """Back to so many, in place: others know the list."""
+    """Back to so many, in place: the list object is shared."""
     del blocks[length:]

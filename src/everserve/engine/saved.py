@@ -1,4 +1,4 @@
-"""One stream's KV in a log, for whoever continues the stream."""
+"""One stream's KV in a log, for the worker that continues the stream."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Restored:
-    """What became of it."""
+    """The result of a restore."""
 
     id: str
     num_restored: int  # tokens whose KV came from the log

@@ -1,18 +1,18 @@
-"""Who runs in this step, with how many tokens.
+"""Which streams run in this step, with how many tokens.
 
 Each step has a budget of tokens. Decoding streams come first (one token each), then streams in the middle of their
-prompt, then new ones, so that long prompts fill what is left of each step instead of holding everybody up. While
+prompt, then new ones, so that long prompts fill what is left of each step instead of delaying all streams. While
 streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
 
 When blocks run out, the stream admitted last gives its blocks back and waits at the head of the queue; it is
-recomputed later, never dropped. The stream admitted first can take everybody's blocks, and one stream alone always fits
-(checked when it is added): so somebody always advances.
+recomputed later, never dropped. The stream admitted first can take all other streams' blocks, and one stream alone
+always fits (checked when it is added): so at least one stream always advances.
 
 A stream that another worker had is brought back from a log when it is admitted, as far as possible (restoring.py).
 While others are served, a step does only so much of that; a long stream comes back in several steps.
 
 Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
-back is the content of blocks that were taken from somebody: see `abandon`.
+back is the content of blocks that were taken from another stream: see `abandon`.
 """
 
 import sys
@@ -47,7 +47,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._round: list[Chunk] = []  # the last step, if everybody who ran decoded in it
+        self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
         self._restorer = restorer
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
@@ -73,8 +73,8 @@ class Scheduler:
         self._undo.commit()
 
     def schedule(self) -> list[Chunk]:
-        """The chunks of the next step; empty if there is nothing to do. The same list as before, if everybody just goes
-        on."""
+        """The chunks of the next step; empty if there is nothing to do. The same list as before, if all streams just
+        decode on."""
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
@@ -86,8 +86,8 @@ class Scheduler:
         return chunks
 
     def _goes_on(self) -> bool:
-        """Whether everybody who runs has a token more to compute, as in the last step, and a slot for it; and nobody
-        else may run. (Lists, since this is done between any two tokens of every stream.)"""
+        """Whether every running stream has one more token to compute, as in the last step, and a slot for it, and no
+        other stream may run. (Lists, since this is done between any two tokens of every stream.)"""
         if not self._round or (self.waiting and len(self.running) < self._config.max_num_seqs):
             return False
         if [chunk[0] for chunk in self._round] != self.running:
@@ -99,7 +99,7 @@ class Scheduler:
         return all(self._grow(sequence, 1) for sequence in short)
 
     def _distribute(self) -> list[Chunk]:
-        """The budget, among those who run and those who wait."""
+        """Divide the budget among running and waiting streams."""
         chunks: list[Chunk] = []
         budget = self._config.max_num_batched_tokens
         decoding: list[Sequence] = []
@@ -125,8 +125,8 @@ class Scheduler:
         return chunks
 
     def certain(self) -> list[Sequence]:
-        """Who runs; in the middle of a step without those that it has started or restored: should it be abandoned, it
-        has not."""
+        """The running streams. In the middle of a step, without those that it has started or restored: if the step is
+        abandoned, they have not begun."""
         if not len(self._undo):
             return self.running
         uncertain = {sequence.id for sequence in self.started} | {restored.id for restored in self.restored}
@@ -154,7 +154,7 @@ class Scheduler:
         Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
         preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
         """
-        self._round = []  # what it has taken may be taken by others
+        self._round = []  # its blocks may be taken by other streams
         overwritten, victims = self.pool.taken, self.preempted
         self._undo.rollback()
         for block in overwritten:
@@ -176,7 +176,9 @@ class Scheduler:
             assert victim is not None, "this sequence itself is not scheduled yet"
             if victim is sequence and len(self.running) > 1:
                 if sequence.num_pending == 1:
-                    self._preempt(sequence)  # the newest decoder makes way; a prompt just waits for the next step
+                    self._preempt(
+                        sequence
+                    )  # the newest decoding stream is preempted; a prompt just waits for the next step
                 return 0
             assert victim is not sequence, "one sequence alone must fit into the pool"
             self._preempt(victim)
@@ -188,7 +190,7 @@ class Scheduler:
         return room
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Start waiting sequences, in order, while budget, seats and blocks last."""
+        """Start waiting sequences, in order, while budget, places in the batch and blocks last."""
         if not self.waiting:
             return
         in_flight = self._prefixes_in_flight()
@@ -282,8 +284,11 @@ class Scheduler:
         sequence.blocks.clear()
 
     def _chunk_limit(self, sequence: Sequence) -> int:
-        """What a step can afford of a prompt. Logits are dear when the vocabulary is large: prompts that want logprobs
-        go in smaller chunks, and no step has more of them than a chunk."""
+        """How much of a prompt a step can compute.
+
+        Logits are expensive when the vocabulary is large: prompts that want logprobs go in smaller chunks, and no step
+        has more of them than a chunk.
+        """
         limit = sequence.num_pending
         if sequence.wants_prompt_logprobs:
             limit = min(limit, self._logits_left)

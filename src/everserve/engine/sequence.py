@@ -48,8 +48,8 @@ class Sequence:
         self.tokens = array("i", spec.prompt)  # no list: its parts are copied, and hashed, without a look at each token
         self.tokens.extend(spec.known)
         self.num_prompt = len(spec.prompt)
-        # How many tokens another worker has certainly computed before. The last known one was sampled there, but
-        # whether it was computed too, nobody knows.
+        # How many tokens another worker has certainly computed before. The last known one was sampled there; its KV
+        # may or may not have been computed.
         self.num_resumed = len(self.tokens) - 1 if spec.known else 0
         self.num_given = max(self.num_prompt, self.num_resumed)  # what comes after these is new, and decoded
         self.num_computed = 0

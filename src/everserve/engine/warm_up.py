@@ -5,7 +5,8 @@ from everserve.tables.requests import RequestSpec, SamplingParams
 
 
 def warm_up(engine: Engine) -> None:
-    """Two tokens for nobody, so that the first client does not pay for first touches. Too short to enter the cache."""
+    """Compute two tokens and discard them, so that the first request does not pay for first touches. Too short to
+    enter the prefix cache."""
     engine.add(RequestSpec(id="warm-up", prompt=[0], params=SamplingParams(max_tokens=2, temperature=0.0)))
     while engine.has_work:
         engine.step()

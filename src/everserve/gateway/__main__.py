@@ -176,7 +176,7 @@ def _freeze_garbage() -> None:
 
 
 def _die(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An exception that nobody handles is a bug of ours: say so and let the supervisor decide."""
+    """An unhandled exception is a bug of ours: print it and exit; the supervisor decides."""
     loop.default_exception_handler(context)
     os._exit(70)
 

@@ -14,8 +14,8 @@ from everserve.gateway.http.slices import Slices
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.feed import EventFeed
 from everserve.gateway.observe.live import Live
-from everserve.gateway.observe.redundancy import Spares
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.redundancy import ExpertRedundancy
+from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.streams import stream_ids
 from everserve.gateway.streams.fleet import Fleet
@@ -56,11 +56,11 @@ class Gateway:
         self.tracing = tracing or Tracing()
         self.access = Access(config)
         self.connections = Connections()
-        self.story = Story()
-        self.spares = Spares()
-        feed.listeners += [self.story.add, self.spares.on_event, *self.tracing.listeners]
-        self.cluster = Cluster(fleet, self.story)
-        self.live = Live(config, self.access, fleet, self.cluster, self.story)
+        self.timeline = Timeline()
+        self.redundancy = ExpertRedundancy()
+        feed.listeners += [self.timeline.add, self.redundancy.on_event, *self.tracing.listeners]
+        self.cluster = Cluster(fleet, self.timeline)
+        self.live = Live(config, self.access, fleet, self.cluster, self.timeline)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)
         self.supervisor: SupervisorLink | None = None
         self.keeper = Keeper(config.resume_window_s, fleet.tell, config.resume_memory_bytes)
@@ -78,7 +78,7 @@ class Gateway:
         return len(self.answers)
 
     def check_room(self, num_streams: int) -> None:
-        """Raise unless so many more streams are welcome now. An answer that its client has not read yet has a place."""
+        """Raise unless there is room for so many more streams. A complete answer that is not read yet takes a place."""
         num_unread = 0
         if self.fleet.num_streams + len(self.answers) + num_streams > self.fleet.max_queue:
             num_unread = sum(answer.is_complete for answer in self.answers)

@@ -2,9 +2,9 @@
 
     none --attach--> attached --its end, or a newer one--> none
 
-The gateway begins without an orchestrator and outlives every one that it gets. While none is there it goes on with the
-last tables, and says so: tokens need nobody who decides. A new one is first told what we know (GatewayReport); whatever
-an older one may still say is not read.
+The gateway starts without an orchestrator and outlives every one that it gets. While there is none it keeps the last
+tables and reports itself degraded; streams do not need an orchestrator. A new one is first told what the gateway knows
+(GatewayReport). Messages of an older one are not read.
 """
 
 import asyncio
@@ -109,5 +109,5 @@ class OrchestratorLink:
 
     def _send(self, message: InjectFault | DrainWorker | LogSettled) -> None:
         if self._channel is None:
-            raise Unanswered("The orchestrator is gone: nobody can do this until a new one is there.")
+            raise Unanswered("The orchestrator is gone; this works again when a new one has started.")
         self._channel.send(message)

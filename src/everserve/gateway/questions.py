@@ -7,19 +7,19 @@ from typing import Generic, TypeVar
 
 from everserve.errors import OverloadedError
 
-_ANSWER_S = 10.0  # whoever takes longer is in trouble
+_ANSWER_S = 10.0
 _T = TypeVar("_T")
 
 
 class Unanswered(OverloadedError):
-    """Nobody is there who could act on this, or whoever is does not answer (HTTP 503: later, perhaps)."""
+    """The process that would have to act on this is gone or does not answer (HTTP 503: a later try may work)."""
 
 
 class Questions(Generic[_T]):
-    """Those that wait for an answer of one kind."""
+    """The open questions of one kind to one process."""
 
-    def __init__(self, whom: str) -> None:
-        self._whom = whom
+    def __init__(self, process: str) -> None:
+        self._process = process
         self._open: dict[str, asyncio.Future[_T]] = {}
 
     async def ask(self, send: Callable[[str], None]) -> _T:
@@ -31,18 +31,18 @@ class Questions(Generic[_T]):
             send(id)
             return await asyncio.wait_for(answer, _ANSWER_S)
         except TimeoutError:
-            raise Unanswered(f"The {self._whom} did not answer.") from None
+            raise Unanswered(f"The {self._process} did not answer.") from None
         finally:
             del self._open[id]
 
     def answer(self, id: str, message: _T) -> None:
-        """Nothing happens if nobody waits for it any more."""
+        """Ignored if the question was given up before."""
         waiting = self._open.get(id)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
     def give_up(self) -> None:
-        """Whoever was asked is gone."""
+        """The process that was asked is gone: every open question fails."""
         for waiting in self._open.values():
             if not waiting.done():
-                waiting.set_exception(Unanswered(f"The {self._whom} died before it had answered."))
+                waiting.set_exception(Unanswered(f"The {self._process} died before it had answered."))

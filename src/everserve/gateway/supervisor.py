@@ -5,11 +5,11 @@ from collections.abc import Callable
 from everserve.gateway.questions import Questions
 from everserve.wire.messages import ProcessSignalled, SignalProcess
 
-PROCESSES = ("orchestrator", "anchor", "zygote")  # that may die. With the gateway the instance ends
+PROCESSES = ("orchestrator", "anchor", "zygote")  # may be killed; the gateway's death would end the instance
 
 
 class SupervisorLink:
-    """Questions on the control channel; whoever reads that channel passes the answers on."""
+    """Questions on the control channel; `__main__.py`, which reads that channel, passes the answers on."""
 
     def __init__(self, send: Callable[[SignalProcess], None]) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""What stands for a stream's tokens, and for a stream."""
+"""Hashes: the chain of a stream's tokens, and the key of a stream."""
 
 import hashlib
 from collections.abc import Sequence

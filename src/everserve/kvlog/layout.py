@@ -33,7 +33,7 @@ SHAPE_AT = 8
 assert HEADER.size <= _LINE
 
 
-class Layout(ctypes.Structure):
+class LogLayout(ctypes.Structure):
     """struct log in csrc/log.h: a log's shape, where its regions are, and where it is mapped (0: nowhere)."""
 
     _fields_ = [
@@ -83,18 +83,18 @@ class LogShape:
         return int(self.layout().blocks_at)
 
     def has_blocks_like(self, other: "LogShape") -> bool:
-        """Whether a block of one is a block of the other."""
+        """Whether blocks of the two have the same layout."""
         return self.block_size == other.block_size and (
             (self.num_layers, self.num_planes, self.piece_bytes)
             == (other.num_layers, other.num_planes, other.piece_bytes)
         )
 
-    def layout(self) -> Layout:
+    def layout(self) -> LogLayout:
         records_at = _LINE
         lists_at = records_at + self.num_records * _RECORD_BYTES
         words_at = _up(lists_at + self.num_records * self.max_blocks * _INT32_BYTES, _LINE)
         blocks_at = _up(words_at + self.num_blocks * self.block_size * _WORD_BYTES, mmap.PAGESIZE)
-        return Layout(*astuple(self), records_at, lists_at, words_at, blocks_at, 0)
+        return LogLayout(*astuple(self), records_at, lists_at, words_at, blocks_at, 0)
 
 
 def _up(size: int, unit: int) -> int:

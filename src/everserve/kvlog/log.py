@@ -1,6 +1,6 @@
-"""Log: one log, mapped. Who is in it, and whether what is there is what belongs there.
+"""Log: one log, mapped. Which streams are in it, and whether their KV is intact.
 
-A descriptor of the memory is enough: whoever has one can read, also while its owner writes, and after its death.
+A descriptor of the memory is enough to read it, also while its owner writes, and after its owner's death.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ class BlocksElsewhere(Protocol):
 
 
 class Log:
-    """The descriptor stays the caller's, who may close it. Zeroed memory becomes an empty log.
+    """The descriptor stays the caller's, and may be closed. Zeroed memory becomes an empty log.
 
     Mapped until `close`, and not just until the object is collected: C code and a pool may hold its addresses.
 
@@ -89,7 +89,7 @@ class Log:
         self._found_address = ctypes.addressof(self._found)
 
     def close(self) -> None:
-        """Unmap it, whoever still has an array or a pool over `blocks`: that must not be used any more.
+        """Unmap it. An array or a pool over `blocks` must not be used any more.
 
         What is called afterwards fails; a second close does nothing.
         """
@@ -136,7 +136,8 @@ class Log:
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """How many of the first `num_tokens` tokens of a stream with these chains lie in these blocks, intact.
 
-        Verified where they lie: true for as long as nobody writes there. Who cannot be sure copies (`copy_in`).
+        Verified where they lie: true for as long as the blocks are not written. Where that is not certain, copy first
+        (`copy_in`).
         """
         assert self.layout.base and self.elsewhere is None
         chains = checked_chains(chains, num_tokens)

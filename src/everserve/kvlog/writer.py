@@ -6,7 +6,7 @@ A step's KV goes into the log as it is computed, and streams are committed after
     chains_S = writer.finish()              or abandon(), if the pass was abandoned
     writer.commit_many(...)                 whenever the outputs are on their way
 
-Until its words are written a token is not in the log; until it is committed nobody looks for it.
+Until its words are written a token is not in the log; until it is committed no reader looks for it.
 """
 
 import ctypes

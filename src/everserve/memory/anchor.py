@@ -109,7 +109,7 @@ def main() -> int:
     try:
         Anchor(Channel(socket.socket(fileno=args.control_fd))).run()
     except ChannelClosed:
-        return 0  # nobody is left to own memory for
+        return 0  # the supervisor has ended
     return 0
 
 

@@ -1,8 +1,8 @@
 """libcuda.so.1 through ctypes: what the anchor and the workers need of the driver, and no more.
 
-Device memory is created here as *descriptors*. They behave like those of memfds: whoever holds one, even a process that
-has nothing to do with CUDA, keeps the memory; it survives the death of its creator; it is gone when the last descriptor
-and the last mapping are. Their size cannot be asked for (fstat says 0), so both ends must compute it.
+Device memory is created here as *descriptors*. They behave like those of memfds: a process that holds one keeps the
+memory, even if it does not use CUDA; the memory survives the death of its creator, and is gone when the last descriptor
+and the last mapping are. The size cannot be asked for (fstat says 0), so both ends must compute it.
 
     create -> fd ... fd -> Mapping                      one piece of memory at an address of its own
                      fd -> Region.map(fd, place)        one of N equal pieces side by side, which come and go
@@ -232,7 +232,7 @@ class Driver:
         return MemoryInfo(free.value, total.value)
 
     def whole(self, num_bytes: int) -> int:
-        """As much as memory of this size really takes: `create` and whoever maps come to the same size by this."""
+        """How much memory of this size really takes: `create` and `Mapping` both round up by this."""
         return -(-num_bytes // self.granularity) * self.granularity
 
     def create(self, num_bytes: int) -> int:
@@ -279,7 +279,7 @@ class Driver:
         self._call("cuMemAddressFree", address, num_bytes)
 
     def map_handle(self, address: int, num_bytes: int, handle: int) -> None:
-        """Put memory behind reserved addresses. Nobody may touch them before `allow`."""
+        """Put memory behind reserved addresses. They must not be accessed before `allow`."""
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def allow(self, address: int, num_bytes: int) -> None:
@@ -374,7 +374,7 @@ class Driver:
         self._call("cuStreamBatchMemOp_v2", stream, len(waits), (_WaitValue * len(waits))(*waits), 0)
 
     def write_value32(self, stream: int, address: int, value: int) -> None:
-        """When the stream gets there; what it has written before is visible to whoever sees this word."""
+        """When the stream gets there; a reader that sees this word sees all that the stream has written before."""
         self._call("cuStreamWriteValue32_v2", stream, address, value & 0xFFFFFFFF, 0)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -382,7 +382,7 @@ class Driver:
 
 
 class Mapping:
-    """Memory behind a descriptor, at an address of its own. The descriptor stays the caller's, who may close it."""
+    """Memory behind a descriptor, at an address of its own. The descriptor stays the caller's, and may be closed."""
 
     def __init__(self, driver: Driver, fd: int, num_bytes: int) -> None:
         self._driver = driver
@@ -419,7 +419,7 @@ class Region:
     Captured graphs contain these addresses, so something is mapped in every place: a private dummy, small whatever the
     size of a place is, and shared by all places without a peer. Its first piece is zero at first and lies behind the
     beginning of a place alone, where the words are; another piece is behind the rest, again and again. What is written
-    to a dummy therefore means nothing, but it harms nobody.
+    to a dummy therefore has no meaning and no effect.
 
     While a place changes there is a moment in which nothing is mapped there: *no kernel or wait that touches this place
     may be running or queued*; a device that touches it then is lost, with all processes that share it.
@@ -431,7 +431,7 @@ class Region:
         self.place_bytes = place_bytes
         self._driver = driver
         self._is_open = True
-        self._mapped: set[int] = set()  # places with memory of somebody
+        self._mapped: set[int] = set()  # places with a peer's memory
         self._dummies = self._make_dummies()
         self.base = driver.reserve(num_places * place_bytes)
         for place in range(num_places):
@@ -443,11 +443,11 @@ class Region:
         return self.base + place * self.place_bytes
 
     def is_mapped(self, place: int) -> bool:
-        """Whether somebody's memory is there, not the dummy."""
+        """Whether a peer's memory is there, not the dummy."""
         return place in self._mapped
 
     def map(self, fd: int, place: int) -> int:
-        """Put this memory there; returns its address. The descriptor stays the caller's, who may close it."""
+        """Put this memory there; returns its address. The descriptor stays the caller's, and may be closed."""
         assert place not in self._mapped, f"place {place} is taken"
         handle = self._driver.import_handle(fd)
         try:

@@ -16,7 +16,7 @@ from everserve.memory.device import CudaError, Driver, load
 _TIMEOUT_S = 60.0  # a driver that has been idle takes seconds to wake up
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One device, as it is now."""
 
     name: str
@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     free_bytes: int
 
 
-def look() -> list[Device]:
+def look() -> list[DeviceInfo]:
     """All devices that a process started now would see. Raises ConfigError if there is none that can be used."""
     command = [sys.executable, "-m", "everserve.memory.devices"]
     try:
@@ -38,10 +38,10 @@ def look() -> list[Device]:
         raise ConfigError(
             f"no NVIDIA device can be used: {words[-1] if words else 'no reason given'}; use --device cpu"
         )
-    return msgspec.json.decode(done.stdout, type=list[Device])
+    return msgspec.json.decode(done.stdout, type=list[DeviceInfo])
 
 
-def _describe() -> list[Device]:
+def _describe() -> list[DeviceInfo]:
     library = load()
     library.call("cuInit", 0)
     count = ctypes.c_int()
@@ -53,7 +53,7 @@ def _describe() -> list[Device]:
         library.call("cuDeviceGetName", name, len(name), index)
         free, total = driver.mem_info()
         driver.close()
-        devices.append(Device(name=name.value.decode(), total_bytes=total, free_bytes=free))
+        devices.append(DeviceInfo(name=name.value.decode(), total_bytes=total, free_bytes=free))
     return devices
 
 

@@ -1,6 +1,6 @@
 """Shared memory without a name in any file system: it is gone when the last process that holds it is.
 
-The host's is a memfd, a device's is a descriptor of the driver; whoever holds them need not know which is which.
+Host memory is a memfd, device memory a descriptor of the driver; a process that only keeps it need not know which.
 """
 
 import mmap
@@ -87,7 +87,7 @@ def create_memory(name: str, num_bytes: int) -> int:
         fd = os.memfd_create(f"everserve-{name}")
     else:
         fd, path = tempfile.mkstemp(prefix="everserve-")
-        os.unlink(path)  # noqa: PTH108 (nobody needs the name)
+        os.unlink(path)  # noqa: PTH108 (only the descriptor is used)
     os.ftruncate(fd, _whole_pages(num_bytes))
     return fd
 

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -82,6 +82,22 @@ _MODULES = {
     "zygote": "everserve.zygote",
 }
 
+Launch = Callable[[str, Mapping[str, socket.socket], Mapping[str, str]], "subprocess.Popen[bytes]"]
+
+
+def launch(
+    name: str, sockets: Mapping[str, socket.socket], environment: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    """Start this process of ours, which gets these sockets, each behind its flag."""
+    arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
+    return subprocess.Popen(
+        [sys.executable, "-m", _MODULES[name], "--supervisor-pid", str(os.getpid()), *arguments],
+        pass_fds=[sock.fileno() for sock in sockets.values()],
+        stdin=subprocess.DEVNULL,
+        env=environment,
+        process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
+    )
+
 
 @dataclass(eq=False)
 class Child:
@@ -122,7 +138,9 @@ class Supervisor:
         on_ready: Callable[[str], None],
         share_device: bool = False,
         num_spares: int = 0,
+        launch: Launch = launch,
     ) -> None:
+        self._launch = launch
         self._listen = listen
         self._url = url_of(listen)
         self._start_gateway = start_gateway
@@ -204,15 +222,7 @@ class Supervisor:
 
     def _spawn(self, name: str, sockets: dict[str, socket.socket], start: AnyMessage | None = None) -> None:
         ours, theirs = Channel.pair()
-        sockets = {"--control-fd": theirs, **sockets}
-        arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
-        popen = subprocess.Popen(
-            [sys.executable, "-m", _MODULES[name], "--supervisor-pid", str(os.getpid()), *arguments],
-            pass_fds=[sock.fileno() for sock in sockets.values()],
-            stdin=subprocess.DEVNULL,
-            env=self._environment,
-            process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
-        )
+        popen = self._launch(name, {"--control-fd": theirs, **sockets}, self._environment)
         theirs.close()
         child = Child(name, popen, Channel(ours))
         if start is not None:

@@ -47,7 +47,7 @@ def create_app(gateway: Gateway) -> FastAPI:
     app.state.metrics = Metrics(gateway)
     config = gateway.config
     app.add_middleware(AllowedHosts, names=[config.listen_host, config.host, *config.allowed_hosts])
-    app.add_middleware(RequestIds, responses=gateway.responses)  # outside of the other
+    app.add_middleware(RequestIds, responses=gateway.responses)  # added last, so it is the outermost
     app.openapi = functools.cache(lambda: openapi.document(app, gateway.access))  # type: ignore[method-assign]
     return app
 
@@ -72,10 +72,10 @@ async def _on_routing_error(request: Request, error: HTTPException) -> Response:
 
 
 async def _on_client_gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=400)  # it left before it had sent its request; nobody reads this
+    return Response(status_code=400)  # the client left before it had sent its request: this is not read
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """This client gets a 500, the others go on. FastAPI calls this outside of all middleware."""
+    """This client gets a 500; other clients are not affected. FastAPI calls this outside of all middleware."""
     traceback.print_exception(error, file=sys.stderr)
     return HttpError(500, "Internal server error.", headers={"x-request-id": request.state.request_id}).response()

@@ -114,7 +114,7 @@ class ChatRenderer:
         )
 
     def _role_event(self, choice: Choice, usage: Usage | None) -> sse.Event:
-        """Opens a choice: who speaks, before anything is said."""
+        """Opens a choice: its role, before any text."""
         chunk = self._chunk([ChatChunkChoice(index=choice.index, delta=Delta(role="assistant", content=""))], usage)
         if self._wants_ids:
             chunk.prompt_token_ids = choice.prompt.ids

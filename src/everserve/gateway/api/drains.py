@@ -1,4 +1,4 @@
-"""`POST /cluster/drain`: an operator wants a worker to give its streams to others, leave, and be replaced."""
+"""`POST /cluster/drain`: a worker gives its streams to other workers, leaves, and is replaced."""
 
 from typing import Annotated
 
@@ -36,5 +36,5 @@ async def drain(http_request: Request) -> Response:
     gateway.check_rank(rank)
     answer = await gateway.orchestrator.drain(rank)
     if not answer.incarnation:
-        raise HttpError(409, f"Nobody was asked to leave: {answer.reason.rstrip('.')}.", param="rank")
+        raise HttpError(409, f"The worker was not drained: {answer.reason.rstrip('.')}.", param="rank")
     return JsonResponse(DrainView(rank=rank, incarnation=answer.incarnation), 202)

@@ -115,7 +115,7 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily(
             "everserve_degraded_experts",
-            "Experts, over all layers, that nobody can compute now; streams that need them wait.",
+            "Experts, over all layers, that no worker can compute now; streams that need them wait.",
             value=cluster.num_experts_without_place,
         )
         workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
@@ -150,7 +150,7 @@ class Metrics(Collector):
             "everserve_survivable_expert_deaths",
             "Expert workers that may still die at once without leaving an expert without a place; at least so many.",
         )
-        if (num_left := self._gateway.spares.num_left(members)) is not None:
+        if (num_left := self._gateway.redundancy.num_left(members)) is not None:
             survivable.add_metric([], num_left)
         yield from (restarts, slots, survivable)
 

@@ -23,7 +23,7 @@ router = APIRouter(dependencies=[NEEDS_ADMIN])
 
 
 class FaultRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which signal to send, and to whom: the worker in a seat, or a process that is not a worker."""
+    """Which signal to send, and where: to the worker with this rank, or to a process that is not a worker."""
 
     rank: Annotated[int, Meta(ge=0, le=(1 << 31) - 1)] | None = None
     process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
@@ -59,12 +59,12 @@ async def _signal_process(gateway: Gateway, process: str, name: str) -> FaultVie
         message = f"There is no process '{process}' that could get signals, only {', '.join(PROCESSES)} (and workers)."
         raise HttpError(404, message, param="process")
     if gateway.supervisor is None:
-        raise Unanswered("There is no supervisor: nobody can send signals.")
+        raise Unanswered("There is no supervisor that could send signals.")
     answer = await gateway.supervisor.signal(process, signal.Signals[f"SIG{name}"])
     return FaultView(process=process, pid=_check_pid(answer.pid, answer.reason, "process"), signal=name)
 
 
 def _check_pid(pid: int | None, reason: str, param: str) -> int:
     if pid is None:
-        raise HttpError(409, f"Nobody got the signal: {reason.rstrip('.')}.", param=param)
+        raise HttpError(409, f"The signal was not sent: {reason.rstrip('.')}.", param=param)
     return pid

@@ -119,19 +119,19 @@ class Generation:
             gateway.fleet.submit([choice.stream for choice in choices[start : start + num_choices]])
 
     def close(self) -> None:
-        """Nobody waits for the rest, if there is one."""
+        """Cancel what has not ended: no client will read it."""
         for choice in reversed(self._choices):  # last come first: a place that becomes free is not for one of them
             choice.cancel()
         self._trace.end()
 
     def suspend(self) -> None:
-        """Nobody waits for the rest now."""
+        """The client is away: take the streams from their workers, and keep their tokens."""
         for choice in reversed(self._choices):
             choice.suspend()
         self._trace.disconnected()
 
     def resume(self) -> None:
-        """Somebody does again."""
+        """The client is back: the streams go on."""
         choices = [choice for choice in self._choices if not choice.has_ended]
         streams = [choice.resume(self._stream_id(choice.index)) for choice in choices]
         self._trace.resumed()

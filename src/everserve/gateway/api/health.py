@@ -1,4 +1,4 @@
-"""/health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events: for those who watch the server."""
+"""/health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events: for monitoring."""
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -41,7 +41,7 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/cluster", dependencies=[NEEDS_KEY], openapi_extra=describe(ClusterView))
 async def cluster(request: Request) -> Response:
-    """Who is here now."""
+    """The processes and workers of the cluster now."""
     return JsonResponse(gateway_of(request).cluster.view())
 
 

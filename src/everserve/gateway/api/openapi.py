@@ -1,7 +1,7 @@
 """/openapi.json, from the routes and the structs that read requests and write responses.
 
-`describe` stands at each route and says what that route alone knows; `document` adds what its place among the others
-tells: the path, the guards, the request id. FastAPI's own generator knows pydantic, not msgspec.
+`describe` stands at each route and says what only that route knows; `document` adds what follows from the route table:
+the path, the guards, the request id. FastAPI's own generator knows pydantic, not msgspec.
 """
 
 from http import HTTPStatus

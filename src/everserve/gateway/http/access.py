@@ -1,4 +1,4 @@
-"""Who asks, and what they may do: API keys are for clients, the admin key is for what changes the cluster.
+"""Keys and what they allow: API keys are for clients, the admin key is for requests that change the cluster.
 
     keys that are set   a client's request needs    a request that changes the cluster needs
     none                nothing                     nothing on the loopback; beyond it all are refused
@@ -18,7 +18,7 @@ from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http.errors import HttpError
 
 Owner = str  # the name of the key that a request brought
-ANYONE: Owner = ""  # it brought none, and none is needed
+ANYONE: Owner = ""  # the request has no key, and none is needed
 _ADMIN: Owner = "admin"
 
 

@@ -29,7 +29,7 @@ REASONS = ("headers", "time", "number", "memory", "descriptors", "refused")  # w
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ConnectionLimits:
     """What a request may cost until it has arrived."""
 
     head_bytes: int = 64 << 10  # the request line and all headers
@@ -46,8 +46,8 @@ class Limits:
 class Connections:
     """All connections of clients, and which of them may be closed."""
 
-    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.limits = limits or Limits()
+    def __init__(self, limits: ConnectionLimits | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limits = limits or ConnectionLimits()
         self.clock = clock
         self.closed = Counter(dict.fromkeys(REASONS, 0))
         self.num_accepted = 0  # sockets that are not open yet
@@ -104,7 +104,7 @@ class Connections:
         return connection is not None
 
     def sweep(self) -> None:
-        """To be called about once a second: close whoever takes too long."""
+        """Close connections that take too long. To be called about once a second."""
         now_s = self.clock()
         for connection in list(self._arriving):
             if connection.deadline_s(now_s) < now_s:
@@ -117,7 +117,7 @@ class Connections:
             self._close(connection, "number")
 
     def _impatient(self) -> "HttpProtocol | None":
-        """Who has been arriving for longest, if that is too long when others want its place."""
+        """The request that has been arriving for longest, if that is too long while its place is needed."""
         connection, since_s = next(iter(self._arriving.items()), (None, 0.0))
         return connection if self.clock() - since_s >= self.limits.patience_s else None
 
@@ -166,7 +166,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._stage is _Stage.HEAD:
             return self.since_s + limits.head_s
         if self.flow.read_paused:
-            self.since_s = now_s  # it is we who keep it waiting
+            self.since_s = now_s  # the server, not the client, made it wait
         return self.since_s + limits.body_s + self.num_body_bytes / limits.body_bytes_per_s
 
     def time_is_up(self) -> None:

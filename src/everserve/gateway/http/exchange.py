@@ -33,7 +33,7 @@ class RequestIds:
     skips the layers of middleware between here and the route. They care only about how a response starts, and a
     stream's body is sent token by token.
 
-    And counts responses by route, method and kind of status, as vLLM's servers do: paths that nobody serves are one.
+    And counts responses by route, method and kind of status, as vLLM's servers do: unknown paths count as one route.
     """
 
     def __init__(self, app: ASGIApp, responses: "Counter[tuple[str, str, str]]") -> None:

@@ -5,8 +5,8 @@ Host             the name by which a client asks for this server must be one of 
 Origin,          what changes the cluster is not done for a page of another origin. Browsers send these headers, pages
 Sec-Fetch-Site   cannot change them, and clients that are no browsers do not send them.
 
-That bodies must be declared as JSON (http.py) belongs to it: a page cannot send that to another origin without asking
-first (CORS), and this server allows it to none.
+That bodies must be declared as JSON (exchange.py) is part of this: a page cannot send JSON to another origin without a
+CORS preflight, and this server answers none.
 """
 
 from collections.abc import Iterable

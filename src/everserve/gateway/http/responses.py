@@ -209,7 +209,7 @@ class ConditionsView(msgspec.Struct, kw_only=True):
 
 
 class ClusterView(msgspec.Struct, kw_only=True):
-    """`/cluster`: who is here; no violations = valid."""
+    """`/cluster`: processes and workers; no violations = valid."""
 
     epoch: int
     violations: list[str]
@@ -223,7 +223,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
 
 
 class FaultView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/fault`: who got the signal, a worker or a process that is not one."""
+    """`POST /cluster/fault`: the process that got the signal, a worker or not."""
 
     rank: int | UnsetType = UNSET
     incarnation: int | UnsetType = UNSET
@@ -233,7 +233,7 @@ class FaultView(msgspec.Struct, kw_only=True):
 
 
 class DrainView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/drain`: who was asked to leave."""
+    """`POST /cluster/drain`: the worker that was asked to leave."""
 
     rank: int
     incarnation: int

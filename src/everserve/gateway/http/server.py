@@ -21,7 +21,7 @@ from everserve.gateway.http.connections import Connections, HttpProtocol, raw_re
 from everserve.gateway.http.errors import unavailable
 
 _SWEEP_TICKS = 10  # of uvicorn's tenths of a second
-_BATCH = 32  # connections accepted before others have their turn
+_BATCH = 32  # connections accepted before the event loop's other tasks run
 _PAUSE_S = 0.1  # after the kernel had no descriptor, or no memory
 _WANTED_DESCRIPTORS = 65536
 _RESERVED_DESCRIPTORS = 256  # for channels to workers, the orchestrator and the supervisor, for files and exporters ...
@@ -43,7 +43,7 @@ def _num_descriptors() -> int:
         return 0
 
 
-class Listener:
+class ListeningSocket:
     """Accepts connections from one socket. Stands where uvicorn has an asyncio.Server."""
 
     def __init__(self, sock: socket.socket, connections: Connections, create: Callable[[], HttpProtocol]) -> None:
@@ -106,7 +106,7 @@ class Listener:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with this listener, and without its own ideas about signals."""
+    """uvicorn with this listener, and without its signal handlers."""
 
     def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
         super().__init__(config)
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self.servers: list[Any] = [Listener(sock, self._connections, create) for sock in sockets or []]
+        self.servers: list[Any] = [ListeningSocket(sock, self._connections, create) for sock in sockets or []]
         self.started = True
 
     async def on_tick(self, counter: int) -> bool:

@@ -2,7 +2,7 @@
 
     a long text to tokenize, a long chat to render   in the tokenizer's threads (tokenizer.py)
     a large body to decode, a large answer to write  here: one slice in each turn of the event loop
-    everything else                                  at once: it is bounded by the limits of protocol.py
+    everything else                                  at once: it is bounded by the limits of requests.py
 
 A thread would not help where Python's own lock is held all along, as it is while JSON is decoded or encoded.
 """

@@ -1,9 +1,9 @@
-"""Who is here now: the latest tables, as the orchestrator and the supervisor told us."""
+"""The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
 from collections import Counter, defaultdict
 
 from everserve.gateway.http.responses import ClusterView, ConditionsView, ProcessView, SparesView, WorkerView
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.ids import NO_DEVICE, Rank
@@ -17,13 +17,13 @@ _NUM_RECENT = 5
 class Cluster:
     """What `/cluster` shows. Nothing here decides anything."""
 
-    def __init__(self, fleet: Fleet, story: Story) -> None:
+    def __init__(self, fleet: Fleet, timeline: Timeline) -> None:
         self.members: Members | None = None
         self.processes: tuple[Process, ...] = ()
         self.num_spares = self._num_spares_wanted = 0
         self.orchestrator_is_gone = False  # and no new one has published anything yet
         self._fleet = fleet
-        self._story = story
+        self._timeline = timeline
         self._conditions = Conditions()
         self._degraded: tuple[str, ...] = ()
         self.num_experts_without_place = 0
@@ -45,7 +45,7 @@ class Cluster:
             return
         self.orchestrator_is_gone = False
         self.members = change.members
-        self._story.learn(change.members.workers)
+        self._timeline.learn(change.members.workers)
         self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
@@ -94,7 +94,7 @@ class Cluster:
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
-            recent=self._story.sentences(_NUM_RECENT),
+            recent=self._timeline.sentences(_NUM_RECENT),
         )
 
     def _view_worker(self, worker: Worker) -> WorkerView:

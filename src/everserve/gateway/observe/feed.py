@@ -1,7 +1,7 @@
-"""What happened, and what happens: `/events`.
+"""Typed events, recent and new: `/events`.
 
 Readers see the ids of their own requests only (stream_ids.py): an event that names a stream is written twice, once for
-those who may see its name and once for all others.
+readers that may see its name, and once for all other readers.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class _Item:
     """One event as it is sent."""
 
     data: bytes
-    may_see: str = ANYONE  # who gets ...
+    may_see: str = ANYONE  # the key whose readers get ...
     own_data: bytes = b""  # ... this instead
 
     @classmethod
@@ -48,7 +48,7 @@ class _Item:
 
 
 class EventFeed:
-    """The recent events of all processes, and who reads along."""
+    """The recent events of all processes, and their readers."""
 
     def __init__(self) -> None:
         self._recent: deque[_Item] = deque(maxlen=_NUM_RECENT)

@@ -43,7 +43,7 @@ class Incident:
         self.who = who
         self.title = title
         self.facts: list[str] = []
-        self.version = 0  # of the story when this was last changed
+        self.version = 0  # of the timeline when this was last changed
         self.is_open = False
         self.ended_unix_s: float | None = None
         self.pause_s: float | None = None
@@ -109,7 +109,7 @@ class WorkerIncident(Incident):
         self.is_leaving = False
         self.noticed_s: float | None = None
         self.rerouted_s: float | None = None  # the last of its peers to go elsewhere by itself
-        self.published_s: float | None = None  # nobody is led there any more
+        self.published_s: float | None = None  # when routes without this worker were published
         self.num_experts = 0  # that had their active place here, per layer
         self.num_rows = 0
         self.moved_to: Counter[int] = Counter()  # streams, by rank
@@ -133,7 +133,7 @@ class WorkerIncident(Incident):
 
     def notice(self, at_s: float) -> None:
         self.noticed_s = at_s if self.noticed_s is None else min(at_s, self.noticed_s)
-        self.affect(at_s)  # and whoever notices last goes elsewhere last
+        self.affect(at_s)  # the last worker to notice is the last to reroute
 
     def words(self) -> tuple[str, list[str]]:
         parts = [*self._notice(), *self._experts(), *self._streams()]

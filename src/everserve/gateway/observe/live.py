@@ -1,6 +1,6 @@
 """What the dashboard watches: `/cluster/live`, one stream of everything that changes, four times a second.
 
-A reader has no queue. It has a place: the last tick and the last version of the story that it was sent. What is newer
+A reader has no queue, only a position: the last tick and the last timeline version that it was sent. What is newer
 is taken from rings that all readers share, so a slow reader costs nothing and misses what is older than the ring; one
 that comes back says with `since` where it was.
 """
@@ -22,14 +22,14 @@ from everserve.gateway.http.exchange import watch_disconnect
 from everserve.gateway.http.responses import ClusterView
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.incidents import Entry
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.timeline import Timeline
+from everserve.gateway.streams.cadence import TICK_S, Tick
 from everserve.gateway.streams.fleet import Fleet
-from everserve.gateway.streams.pulse import TICK_S, Tick
 
 NUM_TICKS = 1200  # five minutes
 
 
-class Hello(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What does not change while the gateway lives."""
 
     gateway: str  # another one means that all that was known is of the past
@@ -43,17 +43,19 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 class News(msgspec.Struct, frozen=True, kw_only=True):
     """One event of the stream. The first one has everything."""
 
-    hello: Hello | UnsetType = UNSET
+    hello: InstanceInfo | UnsetType = UNSET
     ticks: list[Tick]
     entries: list[Entry] | UnsetType = UNSET  # those that are new or have changed
     cluster: ClusterView | UnsetType = UNSET  # if it has changed
 
 
 class Live:
-    """The last minutes, and who watches."""
+    """The last minutes, and their readers."""
 
-    def __init__(self, config: GatewayConfig, access: Access, fleet: Fleet, cluster: Cluster, story: Story) -> None:
-        self.hello = Hello(
+    def __init__(
+        self, config: GatewayConfig, access: Access, fleet: Fleet, cluster: Cluster, timeline: Timeline
+    ) -> None:
+        self.hello = InstanceInfo(
             gateway=uuid.uuid4().hex,
             version=__version__,
             models=config.served_model_names,
@@ -61,7 +63,7 @@ class Live:
             tick_s=TICK_S,
             num_ticks=NUM_TICKS,
         )
-        self.story = story
+        self.timeline = timeline
         self.ticks: deque[Tick] = deque(maxlen=NUM_TICKS)
         self._fleet = fleet
         self._cluster = cluster
@@ -80,10 +82,10 @@ class Live:
         fleet, now_s = self._fleet, self._fleet.clock()
         n = self.ticks[-1].n + 1 if self.ticks else 0
         waiting_s = fleet.longest_wait_s(now_s)
-        pulse = fleet.totals.pulse
-        self.story.measure(now_s, pulse.pause_across, waiting_s)
+        cadence = fleet.totals.cadence
+        self.timeline.measure(now_s, cadence.pause_across, waiting_s)
         elapsed_s = max(now_s - self._ticked_s, 1e-3)
-        self.ticks.append(pulse.close(n, elapsed_s, unix_s, waiting_s, fleet.num_streams))
+        self.ticks.append(cadence.close(n, elapsed_s, unix_s, waiting_s, fleet.num_streams))
         self._ticked_s, self._view = now_s, None
         for reader in self._readers:
             reader.wake()
@@ -142,10 +144,10 @@ class _Reader:
         ticks = [tick for tick in live.ticks if tick.n > self._since] if last - self._since > 1 else []
         if last - self._since == 1:
             ticks = [live.ticks[-1]]
-        entries = live.story.entries(self._version) if live.story.version > self._version else UNSET
+        entries = live.timeline.entries(self._version) if live.timeline.version > self._version else UNSET
         view = live.view()
         cluster = view if view != self._view else UNSET
-        self._since, self._version, self._view, self._is_new = last, live.story.version, view, False
+        self._since, self._version, self._view, self._is_new = last, live.timeline.version, view, False
         return News(hello=hello, ticks=ticks, entries=entries, cluster=cluster)
 
 

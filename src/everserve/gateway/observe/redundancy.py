@@ -1,7 +1,7 @@
 """How many more expert workers may die before an expert has no place left.
 
-The orchestrator says once, when it has made the placement, how many may die at once; each that is not ready now is one
-of them. It may be more: which ones die makes a difference. It is never less.
+When the orchestrator has made the placement it says how many may die at once; each expert worker that is not ready now
+counts as one of them. This is a lower bound: depending on which workers die, more may be survivable.
 """
 
 from everserve.tables.ids import Role
@@ -9,18 +9,18 @@ from everserve.tables.members import Members, WorkerState
 from everserve.wire.events import AnyEvent, PlacementMade
 
 
-class Spares:
-    """What was planned, and what is left of it."""
+class ExpertRedundancy:
+    """Survivable deaths: planned, and left now."""
 
     def __init__(self) -> None:
-        self._num_planned: int | None = None  # None: there are no expert workers, or nobody has said yet
+        self._num_planned: int | None = None  # None: there are no expert workers, or no placement yet
 
     def on_event(self, event: AnyEvent) -> None:
         if isinstance(event, PlacementMade):
             self._num_planned = event.survivable_deaths
 
     def num_left(self, members: Members | None) -> int | None:
-        """None where no worker has experts that others need."""
+        """None without expert workers."""
         if self._num_planned is None or members is None:
             return None
         experts = [worker for worker in members.workers if worker.roles == (Role.EXPERT,)]

@@ -131,7 +131,7 @@ class _Path:
             mark.attributes["everserve.gap_ms"] = 1e3 * (times_s[after] - times_s[after - 1])
 
     def forget(self, now_s: float) -> None:
-        """Nobody waits for a token any more, or does only now."""
+        """The client has left, or is back: the time in between is no wait for a token."""
         self._open.clear()
         self._times_s.append(now_s)
 

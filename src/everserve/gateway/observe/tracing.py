@@ -36,7 +36,7 @@ def make_tracing() -> Tracing:
 
 
 def ask_for(endpoint: str | None) -> None:
-    """`--otlp-traces-endpoint`: for our own and all later processes. Raises if that cannot work, whoever asked."""
+    """`--otlp-traces-endpoint`, for this process and its children. Raises if tracing cannot work."""
     if endpoint is not None:
         address = urlsplit(endpoint)
         if address.scheme not in ("http", "https") or not address.hostname:

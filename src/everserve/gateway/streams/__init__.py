@@ -4,13 +4,13 @@ fleet.py           all workers and all streams: which worker gets which stream, 
 links.py           the channel to one incarnation of one worker; fencing
 stream.py          exactly once: streams by token index, and those that run at one worker
 waiting.py         streams without a worker, in order
-suspects.py        streams that may be what ends their workers
+poison.py        streams that may be what ends their workers
 log_references.py  whose KV logs streams still need
 choices.py         one choice: tokens in, text out
 outbox.py          from the callbacks that make events to the task that writes them
 resumable.py       streams whose clients may lose their connections and come back
 stream_ids.py      names of streams, and which readers of events may see them
 metrics.py         what is counted and measured
-pulse.py           tokens and the times between them, in ticks
+cadence.py           tokens and the times between them, in ticks
 tracing.py         one trace per request: what is told to it
 """

@@ -1,8 +1,8 @@
 """The attention workers, and every stream that runs on one of them or waits for one.
 
-Streams are bound late: a stream is given to a worker when one has room, and waits here until then. Losing a worker is
-no event for its clients: its streams wait again, in front of the others, and go on elsewhere after the tokens that
-were delivered. Only their own end, their client or `close` ends them; or that they end their workers (suspects.py).
+Streams are bound late: a stream is given to a worker when one has room, and waits here until then. When a worker is
+lost its streams wait again, in front of new ones, and go on at other workers after the tokens that were delivered. A
+stream ends by itself, by its client, by `close`, or because it ends its workers (poison.py).
 
 A worker is lost when its channel ends, when the orchestrator says so, or when a newer incarnation takes its seat;
 whichever comes first. What it still sends after that is dropped (links.py). A worker that leaves gives its streams back
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from everserve.errors import EverserveError, OverloadedError, RequestError
-from everserve.gateway.streams import suspects
+from everserve.gateway.streams import poison
 from everserve.gateway.streams.links import WorkerLink
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
@@ -179,7 +179,7 @@ class Fleet:
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
     def check_room(self, num_streams: int, num_unread: int = 0) -> None:
-        """Raise unless so many more streams are welcome now, beside answers that are not read yet. Nothing is kept."""
+        """Raise unless there is room for so many more streams, beside answers that are not read yet. No reservation."""
         if num_streams > self.max_queue:
             raise RequestError(
                 f"This request asks for {num_streams} choices in total (prompts times 'n'); "
@@ -194,7 +194,7 @@ class Fleet:
 
     def submit(self, siblings: list[Stream]) -> None:
         """Run these streams, which have one prompt: on the same worker if one has room for all of them now."""
-        assert self.limits is not None, "nobody knows yet whether these streams can run"
+        assert self.limits is not None, "limits are known from the first ready worker on"
         now_s, group = self.clock(), next(self._groups)
         for stream in siblings:
             stream.group, stream.submitted_s = group, now_s
@@ -203,7 +203,7 @@ class Fleet:
         self._bind_waiting(now_s)
 
     def cancel(self, stream: Stream) -> None:
-        """Nobody waits for this stream any more; nothing happens if it has ended."""
+        """Its client has left, or needs no more of it; nothing happens if it has ended."""
         if stream.link is not None:
             stream.link.cancel(stream)
             self.on_step()
@@ -212,7 +212,7 @@ class Fleet:
         self.logs.release(stream)
 
     def suspend(self, stream: Stream) -> None:
-        """Its client is gone, and may come back: it keeps its tokens, and takes nobody's place meanwhile."""
+        """Its client is gone, and may come back: the stream keeps its tokens, and no worker meanwhile."""
         self.cancel(stream)
         stream.mark_suspended()
 
@@ -221,7 +221,7 @@ class Fleet:
         now_s = self.clock()
         for stream in streams:
             stream.is_first = True
-            stream.last_s = now_s if stream.tokens else None  # nobody waited before
+            stream.last_s = now_s if stream.tokens else None  # while suspended no client waited
             self._waiting.add(stream)
         self._bind_waiting(now_s)
 
@@ -261,7 +261,7 @@ class Fleet:
     # -- inside ----------------------------------------------------------------------------------
 
     def _lose_link(self, link: WorkerLink, cause: str) -> None:
-        """Declared gone. One that left had said goodbye before it ended, on a channel that we may not have read yet."""
+        """Declared gone. One that left has sent GivenBack before it ended, on a channel that may not be read yet."""
         num_reads = 2 if cause == "left" else 0  # its last messages, and its end
         for _ in range(num_reads):
             if self._links.get(link.rank) is link:
@@ -288,8 +288,8 @@ class Fleet:
             self.logs.need(stream, link.log)
             self._waiting.add(stream)
         self.logs.lose(link.log)
-        for stream in streams:  # when all of them wait: whoever is told may cancel others
-            if stream.num_losses >= suspects.MAX_LOSSES and self._waiting.remove(stream):
+        for stream in streams:  # only after all of them wait: a listener that is told may cancel siblings
+            if stream.num_losses >= poison.MAX_LOSSES and self._waiting.remove(stream):
                 self._give_up(stream, link)
         self._bind_waiting(now_s)
 
@@ -307,7 +307,7 @@ class Fleet:
         parted: list[Stream] = []
         num_passed_over = 0
         while siblings := self._waiting.group(num_passed_over):
-            allowed = suspects.may_run(siblings, self._running())
+            allowed = poison.may_run(siblings, self._running())
             if not allowed:
                 num_passed_over += 1
                 continue

@@ -106,9 +106,9 @@ class WorkerLink:
 
     @property
     def capacity(self) -> int:
-        """Streams at a time: its batch, and a few ahead so that a seat does not stay empty until we hear of it.
+        """Streams at a time: its batch, and a few more, so that no place in it stays empty until the next message.
 
-        Not more: what waits here can go to whoever has room first, and is not lost with the worker.
+        Not more: streams that wait in the gateway can go to the first worker with room, and are not lost with this one.
         """
         assert self.ready is not None
         return self.ready.max_num_seqs + max(4, self.ready.max_num_seqs // 4)
@@ -142,7 +142,7 @@ class WorkerLink:
             self._send(Submit(spec=spec, source=stream.source, num_following=len(unsent) - num_sent))
 
     def cancel(self, stream: Stream) -> None:
-        """Nobody waits for this stream any more."""
+        """The client of this stream has left, or needs no more of it."""
         self.streams.remove(stream)
         self._send(Cancel(id=stream.spec.id))
 

@@ -1,7 +1,7 @@
 """Whose KV logs streams still need: those of workers that they lost, until they go on elsewhere or end.
 
     its worker is lost --> needed, by so many streams --the last of them goes on, or ends--> settled, and told
-                     '-------------------nobody needs it--------------------------^
+                     '--------------no stream needs it----------------------------^
 
 The orchestrator keeps a lost worker's log until it is told, so that forgetting to tell would cost memory for good, and
 telling too early would cost streams a restore. It is told once; a new orchestrator begins with what is still needed.
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class LostLogs:
-    """Which streams need which logs, and whose workers are lost."""
+    """Which streams need which logs, and which of the logs' workers are lost."""
 
     def __init__(self) -> None:
         self._tell: Callable[[WorkerId], None] | None = None  # None while there is no orchestrator
@@ -31,7 +31,7 @@ class LostLogs:
         return sorted(self._unsettled)
 
     def report_to(self, tell: Callable[[WorkerId], None] | None) -> None:
-        """Whom to tell from now on. A new orchestrator gets `unsettled` first; all else is settled."""
+        """Where to report from now on. A new orchestrator gets `unsettled` first; all other logs are settled."""
         self._tell = tell
         self._told.clear()
 
@@ -55,7 +55,7 @@ class LostLogs:
                 self._say_settled(log)
 
     def lose(self, log: WorkerId) -> None:
-        """Its worker is lost. Said by whoever notices, and so more than once."""
+        """Its worker is lost. Several observers report this, so it may be called more than once."""
         rank, incarnation = log
         if log in self._num_needed:
             self._unsettled.add(log)

@@ -1,13 +1,13 @@
 """What is counted and measured, with vLLM's buckets.
 
 Observations are plain additions, because some are made for every token; exposition.py makes Prometheus' text of them
-when somebody asks.
+when they are read.
 """
 
 from bisect import bisect_left
 from collections import Counter
 
-from everserve.gateway.streams.pulse import Pulse
+from everserve.gateway.streams.cadence import Cadence
 from everserve.tables.ids import Role
 from everserve.tables.outputs import EngineStats
 
@@ -94,7 +94,7 @@ class FleetMetrics:
         self.num_diverged = 0  # outputs that contradicted what clients had already
         self.num_stale = 0  # outputs that clients had already; messages of workers that were declared gone
         self.stall_s = Histogram(_STALL_S)
-        self.pulse = Pulse()
+        self.cadence = Cadence()
         self.failovers: Counter[tuple[str, str]] = Counter()  # by role and cause, from 0 for those that are expected
         self.failovers.update({(role.value, cause): 0 for role in Role for cause in ("crash", "hang", "exit")})
 

@@ -31,7 +31,7 @@ class Outbox:
         self._has_left = False
         self._waiter: asyncio.Future[None] | None = None
 
-    # -- for whoever makes the events ------------------------------------------------------------
+    # -- for the producer of events --------------------------------------------------------------
 
     def put(self, events: Iterable[sse.Event]) -> None:
         """More to write. A client that does not read leaves its task hanging in a write: that task is ended."""
@@ -63,7 +63,7 @@ class Outbox:
             self.error = error
         self.finish()
 
-    # -- for whoever writes them -----------------------------------------------------------------
+    # -- for the task that writes them -----------------------------------------------------------
 
     def attach(self, writer: "asyncio.Task[None]") -> None:
         """This task writes from now on. An older one ends: its client has come back on another connection."""
@@ -92,7 +92,7 @@ class Outbox:
         return not self._has_left
 
     async def encode_large(self, slices: Slices) -> None:
-        """If the next events include a large one, write it down: then it is an event like others."""
+        """If the next events include a large one, encode it: then it is bytes like other events."""
         events = self._pending
         at = self._first_large()
         if at < len(events):
@@ -167,7 +167,7 @@ class KeptOutbox(Outbox):
         self.on_grown(num_bytes)
 
     def forget(self) -> None:
-        """Nobody will come back for what was sent."""
+        """The client cannot come back: what was sent is not kept."""
         self._is_kept = False
         self._sent.clear()
         self.on_grown = lambda num_bytes: None

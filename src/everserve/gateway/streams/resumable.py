@@ -6,9 +6,9 @@
 
 Only streams of clients that gave their request an id (X-Request-Id) are kept. Their events have ids, 0, 1, 2, ..., and
 stay here for a while after the connection has ended. A client that comes back says which event was its last; it gets
-the others, each once, and then those that are generated from there on. Nothing is generated twice, nor while it is
-away: a *suspended* stream has no worker, only its tokens. If the old connection still looks open, the new one takes
-over: what looks open may have been dead for long.
+the events after it, each once, and then new ones. Nothing is generated twice, and nothing while the client is away: a
+*suspended* stream has no worker, only its tokens. If the old connection still looks open, the new one takes over: a
+connection that looks open may have been dead for long.
 
 A stream belongs to the key that began it. With another key it cannot be told from one that never was: both are the same
 lookup that finds nothing, and the same 404.
@@ -89,7 +89,7 @@ class Keeper:
         return Return(kept, after)
 
     def close(self) -> None:
-        """The gateway shuts down: who is away comes back too late, and nobody is kept any more."""
+        """The gateway shuts down: suspended streams are forgotten, and no more are kept."""
         self.is_on = False
         for kept in list(self._kept.values()):
             self.forget(kept)
@@ -136,7 +136,7 @@ class Keeper:
         self._tell(ClientResumed(process="gateway", request_id=label, after_event=after, away_s=away_s))
 
     def forget(self, kept: "Kept") -> None:
-        """Nobody can come back for it any more. If its client is there, it goes on; otherwise it ends."""
+        """It cannot be resumed any more. If its client is connected, it goes on; otherwise it ends."""
         if not self.holds(kept):
             return
         del self._kept[kept.name]
@@ -228,7 +228,7 @@ class Kept:
             self._generation.resume()
 
     def close(self) -> None:
-        """Its connection has ended. Without an event to name, nobody can come back."""
+        """Its connection has ended. A client that has got no event has no id to come back with."""
         if not self.outbox.num_sent:
             self._keeper.forget(self)
         is_kept = self._keeper.holds(self)

@@ -6,7 +6,7 @@
 
 A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
 elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
-and counted; if it contradicts what was delivered, that is told, for somebody is wrong. A gap means that a token is
+and counted; if it contradicts what was delivered, an event reports it. A gap means that a token is
 lost: the stream fails, because what follows would be a lie. Outputs for streams that are no longer in the table
 (cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from everserve.gateway.streams.links import WorkerLink
 
 
-class Listener(Protocol):
-    """Who waits for a stream. After `on_failure`, or an output with a finish reason, nothing more comes."""
+class StreamListener(Protocol):
+    """Receives a stream's outputs. After `on_failure`, or an output with a finish reason, nothing more comes."""
 
     def on_output(self, output: Output, now_s: float) -> None: ...
 
@@ -47,7 +47,7 @@ class Stream:
         *("num_unanswered", "parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
-    def __init__(self, spec: RequestSpec, listener: Listener) -> None:
+    def __init__(self, spec: RequestSpec, listener: StreamListener) -> None:
         self.spec = spec
         self.listener = listener
         self.tokens: list[int] = []  # what the client has
@@ -59,7 +59,7 @@ class Stream:
         self.waited_s = 0.0  # before it was given to its first worker
         self.last_s: float | None = None  # when its last token came
         # These six are about a stream that had a worker, until it goes on: until the next output.
-        self.num_losses = 0  # workers (suspects.py)
+        self.num_losses = 0  # workers (poison.py)
         self.is_first = False  # its client is in the middle of an answer: it is bound before streams that are new
         self.lost_s: float | None = None  # when it lost its worker
         self.moved_s: float | None = None  # when its worker gave it back
@@ -177,13 +177,13 @@ class StreamTable:
                 self.remove(stream)
             try:
                 stream.listener.on_output(output, now_s)
-            except Exception:  # our own bug: it costs this stream, not the others in this step
+            except Exception:  # our own bug: it costs this stream, not the rest of the step
                 traceback.print_exc(file=sys.stderr)
                 broken.append(output.id)
                 if stream.link is not None:
                     self.remove(stream)
                 self._break(stream, StreamBroken("Internal server error."))
-        self._totals.pulse.note(now_s, num_tokens, gaps)
+        self._totals.cadence.note(now_s, num_tokens, gaps)
         return broken
 
     def fail(self, stream_id: str, error: EverserveError) -> None:

@@ -1,6 +1,6 @@
 """One trace per request: what is told to it.
 
-What is here are the calls, each without effect, for a server that does not trace. observe/spans.py does something.
+These are the calls, each without effect, for a server that does not trace. observe/spans.py implements them.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RequestTrace:
-    """A request that nobody traces."""
+    """A request without a trace."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ class Tracing:
 
     @property
     def listeners(self) -> "list[Callable[[AnyEvent], None]]":
-        """Who wants to know what happens."""
+        """Called with every event."""
         return []
 
     async def close(self) -> None:

@@ -72,7 +72,7 @@ class WaitingLine:
                 self._parted[group] = line.pop(group)
 
     def remove_all(self) -> list[Stream]:
-        """Everybody, in order."""
+        """All streams, in order."""
         streams = list(self)
         for stream in streams:
             self.remove(stream)

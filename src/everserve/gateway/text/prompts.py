@@ -93,7 +93,7 @@ def _check_length(num_characters: int, tokenizer: ModelTokenizer, limits: Limits
 
 
 def _check_messages(messages: list[ChatMessage], limits: Limits) -> None:
-    """Any template writes at least one token for a message: who it is from."""
+    """Any template writes at least one token for a message: its role."""
     if len(messages) > limits.max_total_tokens:
         raise RequestError(
             f"This model's maximum context length is {limits.max_total_tokens} tokens. However, your request has "

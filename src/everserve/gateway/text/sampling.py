@@ -177,7 +177,7 @@ class SeedSource:
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """Choice 0 uses the request's seed itself; the others use seeds derived from it and their number."""
+    """Choice 0 uses the request's seed itself; choice i > 0 uses a seed derived from it and i."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(f"{seed}/{choice}".encode(), digest_size=8).digest()

@@ -45,7 +45,7 @@ class StopMatcher:
         return whole[:end]
 
     def flush(self) -> str:
-        """What was held back in vain: nothing follows."""
+        """The text that was held back and is no stop string: nothing follows."""
         held, self._held = self._held, ""
         return held
 

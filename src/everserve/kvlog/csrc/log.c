@@ -1,4 +1,4 @@
-/* Reading a log, the own one or that of somebody who may be writing, or dead. */
+/* Reading a log: this process's own, or that of another process, which may be writing or dead. */
 
 #define _GNU_SOURCE
 #include <errno.h>

@@ -28,7 +28,7 @@ struct commit { /* packed by writer.py */
 
 static bool is_in_log(const struct writer *w) { return w->pool == blocks_of(w->log); }
 
-/* 0, or -1 if these rows are not rows of this pool. Whoever fills the arrays has done so. */
+/* 0, or -1 if these rows are not rows of this pool. The caller has filled the arrays. */
 EXPORT int64_t es_log_begin(struct writer *w, int64_t num_rows, int64_t num_seqs) {
     const struct log *log = w->log;
     w->num_rows = w->num_layers_done = 0;
@@ -76,7 +76,7 @@ EXPORT int64_t es_log_finish(struct writer *w) {
     const struct log *log = w->log;
     if (!log->base) return -1;
     es_log_meanwhile(w, log->num_layers - 1);
-    atomic_thread_fence(memory_order_release); /* KV before words: who sees a word will usually find it right */
+    atomic_thread_fence(memory_order_release); /* KV before words: a reader that sees a word usually finds it right */
     for (int64_t s = 0; w->num_rows && s < w->num_seqs; s++) {
         uint64_t chain = w->chains[s];
         for (int64_t r = w->query_starts[s]; r < w->query_starts[s + 1]; r++) {
@@ -97,7 +97,7 @@ static void write_copy(struct copy *copy, const struct found *what) {
     atomic_store_explicit(&copy->seq, what->seq, memory_order_release);
 }
 
-/* `blocks` are those of all commits that were not known before, one after the other. The copy of a record that counts
+/* `blocks` are the new blocks of all commits, concatenated. The copy of a record that counts
    is not touched. 0, or -1 if a block is none of the log's. */
 EXPORT int64_t es_log_commit(struct writer *w, const struct commit *commits, int64_t num_commits,
                              const int32_t *blocks) {

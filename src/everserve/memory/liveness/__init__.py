@@ -1,10 +1,10 @@
-"""Who lives, on one host: the shared memory of each worker and the thread that watches those of its peers.
+"""Liveness on one host: each worker's shared memory, and the thread that watches its peers'.
 
 cell.py      a worker's cell: its doorbell, how far it has come, and its life words
 warden.py    the thread that keeps the own cell alive and says which peers are ALIVE, SILENT or DIED
 csrc/        the same in C; other C code includes cell.h to ring and to wait
 
-What is said here is an observation (a *suspect*). Who is *gone* is the orchestrator's decision.
+This is one process's observation (a *suspicion*). That a worker is *gone* is the orchestrator's decision.
 """
 
 from everserve.memory.liveness.cell import CELL_BYTES, ORCHESTRATOR_WORD, Cell, life_word, load

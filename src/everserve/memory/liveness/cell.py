@@ -94,7 +94,7 @@ def words_at(address: int, num_bytes: int, code: str) -> memoryview:
 
 
 class Cell:
-    """A mapping of a cell, the own one or a peer's. The descriptor stays the caller's, who may close it.
+    """A mapping of a cell, the own one or a peer's. The descriptor stays the caller's, and may be closed.
 
     Mapped until `close`, and not just until the object is collected: the warden thread has no references.
     """
@@ -129,10 +129,10 @@ class Cell:
             for words in (self._uint32, self._int32, self._uint64):
                 words.release()
 
-    # Anyone
+    # For any process that maps the cell
 
     def ring(self) -> None:
-        """Wake the owner, or keep it from falling asleep. Who notices the ring sees what was written before it."""
+        """Wake the owner, or keep it from falling asleep. An owner that sees the ring sees all writes before it."""
         self._ring(self._pointer)
 
     def ring_control(self) -> None:
@@ -168,7 +168,7 @@ class Cell:
         """How many control messages have been sent to the owner's socket, modulo 2**32."""
         return self._control(self._pointer)  # type: ignore[no-any-return]
 
-    # Written by the owner, for others to look at
+    # Written by the owner, read by peers
 
     @property
     def position(self) -> int:

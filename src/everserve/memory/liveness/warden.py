@@ -7,7 +7,7 @@
     warden.unwatch(key); peer_cell.close()
 
 How the three states follow from each other is drawn in csrc/warden.c. A change advances `alarm`, rings the own cell
-and writes to `event_fd`, so whoever waits on any of the three wakes up.
+and writes to `event_fd`: a thread that waits on any of the three wakes up.
 
 A peer that has not started its warden is SILENT after detect_ms like any other, and one that stops its warden in order
 falls SILENT too. One that ends, by whatever cause, while its warden runs has DIED. All wardens of a cluster must be
@@ -106,7 +106,7 @@ class Warden:
     # The main thread's lease
 
     def renew(self, seconds: float) -> None:
-        """The main thread vouches for itself: the pulse goes on for so long from now, and stops if this is not renewed.
+        """Renew the main thread's lease: the pulse goes on for so long from now, and stops if this is not renewed.
 
         Before the first call it has no end.
         """
@@ -141,7 +141,7 @@ class Warden:
     def changes(self) -> list[tuple[int, PeerState]]:
         """New states of peers since the last call, in order.
 
-        If nobody calls this for very long, only the last change of each peer is kept.
+        If this is not called for very long, only the last change of each peer is kept.
         """
         assert self._is_mine()
         count = 2 * self._lib.blocking.es_warden_changes(self._changes_args)

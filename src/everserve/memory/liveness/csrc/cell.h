@@ -2,7 +2,7 @@
 
    The anchor owns the memory; the worker (the owner) and its peers map it. One cell per incarnation, zero at first.
 
-       line 0   doorbell, sleeping           rung by anyone; the owner sleeps here
+       line 0   doorbell, sleeping           rung by any peer; the owner sleeps here
        line 1   control                      counts the control messages sent to the owner
        line 2   position, progress, idle     written by the owner's main thread, for peers to look at
        line 3   pulse                        written by the owner's warden thread
@@ -33,7 +33,7 @@
 /* One entry of the owner's robust list: when the owner dies, however it dies, the kernel walks the list, sets
    FUTEX_OWNER_DIED in every word and wakes one waiter of each. Hence one word per watcher. */
 struct life {
-    _Atomic uint64_t next; /* an address in the owner's process; nobody else follows it */
+    _Atomic uint64_t next; /* an address in the owner's process; followed only there and by the kernel */
     _Atomic uint32_t word; /* 0, or the owner's thread id and FUTEX_WAITERS; FUTEX_OWNER_DIED once it is dead */
     uint32_t unused;
 };
@@ -65,14 +65,14 @@ static inline int64_t cell_now_ns(void) {
    wakes it, or the owner sees the ring and does not sleep. If the wake comes before the kernel has put the owner to
    sleep, the kernel finds `doorbell` changed and returns at once.
    `sleeping` is cleared only by the owner: a ringer that cleared it could be killed before it calls the kernel, and
-   the rings of others would then wake nobody. */
+   the rings of other peers would then not wake the owner. */
 static inline void cell_ring(struct cell *cell) {
     atomic_fetch_add(&cell->doorbell, 1);
     if (atomic_load(&cell->sleeping)) syscall(SYS_futex, &cell->doorbell, FUTEX_WAKE, 1, NULL, NULL, 0);
 }
 
-/* Spin until the doorbell has moved on from `seen`, at most `budget_ns`. Whoever is going to ring may be waiting for
-   this very core: that costs the budget, no more. (sched_yield would offer the core, but any busy process may take it,
+/* Spin until the doorbell has moved on from `seen`, at most `budget_ns`. The process that is going to ring may be
+   waiting for this core: that costs the budget, no more. (sched_yield would offer the core, but any busy process may take it,
    and then keeps it for milliseconds.) */
 static inline void cell_spin(struct cell *cell, uint32_t seen, int64_t budget_ns) {
     int64_t start = cell_now_ns();

@@ -1,8 +1,8 @@
 /* The warden: one thread per process that shows its peers that the process lives, and watches theirs.
 
    Death is told by the kernel. The warden thread owns the life words of its cell through its robust list. When the
-   process ends, by SIGKILL or by returning from main, the kernel sets FUTEX_OWNER_DIED in each word and wakes whoever
-   waits on it, long before it tears down memory and closes sockets.
+   process ends, by SIGKILL or by returning from main, the kernel sets FUTEX_OWNER_DIED in each word and wakes the
+   thread that waits on it, long before it tears down memory and closes sockets.
 
    Silence is told by the pulse, which the thread advances every period while the main thread's lease holds. A process
    that is stopped, or whose main thread is stuck, falls silent and may come back.
@@ -35,7 +35,7 @@
 enum { WAITER_32_BITS = 2, WAITER_PRIVATE = 128 }; /* flags of futex_waitv */
 
 /* Life words. At every instant, a word that names this thread is on its robust list: it is linked before it is taken
-   and let go before it is unlinked. So wherever the process is killed, no word is left that nobody will mark. A word
+   and let go before it is unlinked. So wherever the process is killed, the kernel marks every word that names it. A word
    on the list that does not name the thread is passed over by the kernel. */
 
 static void take_life_words(struct warden *w) {
@@ -142,7 +142,7 @@ static void look(struct warden *w, uint32_t wake) {
     }
 }
 
-/* Until the next look is due, a peer dies, or somebody calls warden_poke(). */
+/* Until the next look is due, a peer dies, or warden_poke() is called. */
 static void rest(struct warden *w) {
     if (w->use_waitv) {
         struct timespec until = {w->next_look_ns / 1000000000, w->next_look_ns % 1000000000};

@@ -1,4 +1,4 @@
-/* What the warden's thread (warden.c) and those who call it from Python (liveness.c) share. */
+/* State shared by the warden's thread (warden.c) and the functions called from Python (liveness.c). */
 
 #pragma once
 

@@ -1,6 +1,6 @@
 """How the streams do right now: tokens, and the times between them, in ticks of a quarter of a second.
 
-    streams.py, at each step --note--> Pulse --close, at each tick--> Tick --> live.py
+    streams.py, at each step --note--> Cadence --close, at each tick--> Tick --> live.py
 
 A *gap* is the time between two tokens of one stream as the gateway sees them. It counts in the tick in which it ends,
 so a stall is a spike when it is over; while it lasts, `waiting_ms` shows how long it has lasted.
@@ -28,7 +28,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_streams: int = 0
 
 
-class Pulse:
+class Cadence:
     """What this tick has seen so far, and the steps of the tick before it: news of a fault may come after its end."""
 
     def __init__(self) -> None:

@@ -2,60 +2,60 @@
 
 import sys
 
-from everserve.gateway.streams.pulse import Pulse
+from everserve.gateway.streams.cadence import Cadence
 from everserve.gateway.streams.stream import StreamTable
 from tests.unit.fleet_toy import ToyFleet, with_fleet
 from tests.unit.test_gateway_streams import Table, token
 
 
-def close(pulse: Pulse, waiting_s: float = 0.0, num_streams: int = 0):
-    return pulse.close(n=1, elapsed_s=0.25, unix_s=10.0, waiting_s=waiting_s, num_streams=num_streams)
+def close(cadence: Cadence, waiting_s: float = 0.0, num_streams: int = 0):
+    return cadence.close(n=1, elapsed_s=0.25, unix_s=10.0, waiting_s=waiting_s, num_streams=num_streams)
 
 
 def test_a_tick_without_tokens() -> None:
-    tick = close(Pulse())
+    tick = close(Cadence())
     assert (tick.tokens_per_s, tick.p50_ms, tick.p99_ms, tick.max_ms) == (0.0, None, None, None)
 
 
 def test_gaps_count_where_they_end() -> None:
-    pulse = Pulse()
-    pulse.note(1.0, 2, [])  # first tokens end no gap
-    assert close(pulse).tokens_per_s == 8.0
-    pulse.note(1.1, 199, [0.004] * 195 + [0.01] * 3 + [0.5])
-    tick = close(pulse)
+    cadence = Cadence()
+    cadence.note(1.0, 2, [])  # first tokens end no gap
+    assert close(cadence).tokens_per_s == 8.0
+    cadence.note(1.1, 199, [0.004] * 195 + [0.01] * 3 + [0.5])
+    tick = close(cadence)
     assert (tick.tokens_per_s, tick.p50_ms, tick.p99_ms, tick.max_ms) == (796.0, 4.0, 10.0, 500.0)
-    assert close(pulse).max_ms is None, "the next tick begins afresh"
+    assert close(cadence).max_ms is None, "the next tick begins afresh"
 
 
 def test_one_gap_is_all_of_them() -> None:
-    pulse = Pulse()
-    pulse.note(1.0, 1, [0.02])
-    tick = close(pulse)
+    cadence = Cadence()
+    cadence.note(1.0, 1, [0.02])
+    tick = close(cadence)
     assert (tick.p50_ms, tick.p99_ms, tick.max_ms) == (20.0, 20.0, 20.0)
 
 
 def test_the_pause_that_a_fault_has_cost() -> None:
     """Streams had tokens at 1.00 and 1.01; the worker died at 1.015; they went on at 1.05. At 1.30 somebody else waits
     longer, for another reason."""
-    pulse = Pulse()
-    pulse.note(1.01, 4, [0.01] * 4)
-    pulse.note(1.05, 4, [0.01, 0.04])
-    close(pulse)  # news of the fault come a tick later
-    pulse.note(1.3, 1, [0.2])
-    assert pulse.pause_across(1.015, 1.015) == 0.04
-    assert pulse.pause_across(1.005, 1.015) == 0.04, "it was asked for before it happened"
-    assert pulse.pause_across(2.0, 2.0) is None
-    close(pulse)
-    close(pulse)
-    assert pulse.pause_across(1.015, 1.015) is None, "only what is recent is remembered"
+    cadence = Cadence()
+    cadence.note(1.01, 4, [0.01] * 4)
+    cadence.note(1.05, 4, [0.01, 0.04])
+    close(cadence)  # news of the fault come a tick later
+    cadence.note(1.3, 1, [0.2])
+    assert cadence.pause_across(1.015, 1.015) == 0.04
+    assert cadence.pause_across(1.005, 1.015) == 0.04, "it was asked for before it happened"
+    assert cadence.pause_across(2.0, 2.0) is None
+    close(cadence)
+    close(cadence)
+    assert cadence.pause_across(1.015, 1.015) is None, "only what is recent is remembered"
 
 
 def test_nothing_grows_if_nobody_ticks() -> None:
-    pulse = Pulse()
+    cadence = Cadence()
     for _ in range(10_000):
-        pulse.note(1.0, 16, [0.01] * 16)
-    assert len(pulse._gaps) < 70_000 and len(pulse._steps) < 5_000
-    assert close(pulse).tokens_per_s == 640_000
+        cadence.note(1.0, 16, [0.01] * 16)
+    assert len(cadence._gaps) < 70_000 and len(cadence._steps) < 5_000
+    assert close(cadence).tokens_per_s == 640_000
 
 
 def test_streams_tell_their_gaps() -> None:
@@ -63,7 +63,7 @@ def test_streams_tell_their_gaps() -> None:
     toy.table.deliver([token("a", 0), token("b", 0)], 1.0)
     toy.table.deliver([token("a", 1)], 1.1)
     toy.table.deliver([token("a", 1), token("b", 1)], 1.3)  # the first of these is a duplicate
-    tick = close(toy.totals.pulse)
+    tick = close(toy.totals.cadence)
     assert tick.tokens_per_s == 16.0 and (tick.p50_ms, tick.max_ms) == (100.0, 300.0)
 
 
@@ -98,11 +98,11 @@ def test_a_step_costs_as_many_calls_however_many_tokens_it_has() -> None:
     """Nothing of ours runs for each token: what must be done for all of them, `list` and `max` do."""
 
     def num_calls(num_tokens: int) -> int:
-        pulse, gaps, calls = Pulse(), [0.01] * num_tokens, []
+        cadence, gaps, calls = Cadence(), [0.01] * num_tokens, []
         sys.setprofile(lambda frame, event, argument: calls.append(event))
         try:
-            pulse.note(1.0, num_tokens, gaps)
-            close(pulse)
+            cadence.note(1.0, num_tokens, gaps)
+            close(cadence)
         finally:
             sys.setprofile(None)
         return calls.count("call") + calls.count("c_call")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.timeline import Timeline
 from everserve.tables.ids import Role
 from everserve.tables.members import WorkerState
 from everserve.wire import events as ev
@@ -14,18 +14,18 @@ SLOTS = {"roles": (Role.EXPERT,), "slots": 64, "shadow_slots": 32}
 
 
 class Told:
-    """A story of two attention and two expert workers; the clock starts at 100."""
+    """A timeline of two attention and two expert workers; the clock starts at 100."""
 
     def __init__(self) -> None:
-        self.story = Story()
+        self.timeline = Timeline()
         self.workers = [member(0), member(1), member(2, **SLOTS), member(3, **SLOTS)]
-        self.story.learn(self.workers)
+        self.timeline.learn(self.workers)
 
     def happens(self, kind: type[ev.Event], at_s: float, **fields: Any) -> None:
-        self.story.add(kind(process="x", pid=1, at_s=at_s, unix_s=1000.0 + at_s, **fields))  # type: ignore[arg-type]
+        self.timeline.add(kind(process="x", pid=1, at_s=at_s, unix_s=1000.0 + at_s, **fields))  # type: ignore[arg-type]
 
     def ticks(self, now_s: float, pause_s: float | None = None, waiting_s: float = 0.0) -> None:
-        self.story.measure(now_s, lambda from_s, to_s: pause_s, waiting_s)
+        self.timeline.measure(now_s, lambda from_s, to_s: pause_s, waiting_s)
 
     def kill(self, rank: int, at_s: float, **changes: Any) -> None:
         fields = {"rank": rank, "incarnation": 1, "victim_pid": 9, "signal": "KILL", **changes}
@@ -48,7 +48,7 @@ class Told:
 
     @property
     def sentences(self) -> list[str]:
-        return [entry.sentence for entry in self.story.entries()]
+        return [entry.sentence for entry in self.timeline.entries()]
 
 
 @pytest.fixture
@@ -66,10 +66,10 @@ def test_an_expert_worker_is_killed(told: Told) -> None:
     told.suspect(3, 100.003, by=1)
     told.happens(ev.RowsReplayed, 100.003, rank=1, suspect=3, layer=2, num_rows=24)
     told.ticks(100.1, pause_s=0.020)
-    (entry,) = told.story.entries()
+    (entry,) = told.timeline.entries()
     assert entry.is_open and entry.kind == "fault" and entry.pause_ms == 20.0
     told.ready(3, 100.9)
-    (entry,) = told.story.entries()
+    (entry,) = told.timeline.entries()
     assert entry.sentence == (
         "expert worker 3 died (SIGKILL) · noticed in 1.0 ms · 32 experts per layer moved to their shadows in 3.0 ms · "
         "24 rows sent again · longest pause 20 ms · 0 tokens lost · replaced after 0.9 s"
@@ -129,7 +129,7 @@ def test_a_suspicion_that_was_wrong(told: Told) -> None:
     assert told.sentences == ["expert worker 2 is suspected by worker 0: silent"]
     told.ticks(100.2)
     told.ticks(104.0)
-    (entry,) = told.story.entries()
+    (entry,) = told.timeline.entries()
     assert entry.sentence == "expert worker 2 was suspected for a moment: silent"
     assert entry.kind == "note" and not entry.is_open
     told.kill(2, 130.0)
@@ -178,7 +178,7 @@ def test_a_broken_stream_is_not_hidden(told: Told) -> None:
     told.detect(1, 100.0)
     told.ticks(100.2, pause_s=0.03)
     told.happens(ev.StreamBroke, 100.3, request_id="a", rank=1, reason="token 3 was lost")
-    (entry,) = told.story.entries()
+    (entry,) = told.timeline.entries()
     assert entry.kind == "trouble" and "1 stream broke" in entry.sentence and "0 tokens lost" not in entry.sentence
     told.happens(ev.StreamBroke, 100.3, request_id="a", rank=0, reason="token 3 was lost")
     assert told.sentences[1] == "a stream of worker 0 broke: token 3 was lost"
@@ -192,7 +192,7 @@ def test_a_planned_move(told: Told) -> None:
     told.ticks(100.2, pause_s=0.009)
     told.happens(ev.WorkerLeft, 100.1, rank=0, incarnation=1)
     told.ready(0, 100.6)
-    (entry,) = told.story.entries()
+    (entry,) = told.timeline.entries()
     assert entry.kind == "move" and entry.sentence == (
         "attention worker 0 left · 1 stream moved to worker 1 · longest pause 9.0 ms · 0 tokens lost · "
         "replaced after 0.6 s"
@@ -209,18 +209,18 @@ def test_a_seat_that_cannot_be_filled(told: Told) -> None:
 def test_the_tables_close_what_events_did_not(told: Told) -> None:
     """The orchestrator that should have passed the news on has died."""
     told.detect(3, 100.0)
-    told.story.learn([*told.workers[:3], member(3, 2, state=WorkerState.STARTING, **SLOTS)])
+    told.timeline.learn([*told.workers[:3], member(3, 2, state=WorkerState.STARTING, **SLOTS)])
     told.ticks(101.0)
-    assert told.story.entries()[0].is_open
-    told.story.learn([*told.workers[:3], member(3, 2, **SLOTS)])
+    assert told.timeline.entries()[0].is_open
+    told.timeline.learn([*told.workers[:3], member(3, 2, **SLOTS)])
     told.ticks(102.0)
-    assert told.sentences[0].endswith("replaced after 2.0 s") and not told.story.entries()[0].is_open
+    assert told.sentences[0].endswith("replaced after 2.0 s") and not told.timeline.entries()[0].is_open
 
 
 def test_the_orchestrator_dies(told: Told) -> None:
     told.happens(ev.ProcessEnded, 100.0, child="orchestrator", exit_status=-9)
     told.happens(ev.ProcessStarted, 100.2, child="orchestrator", child_pid=7)
-    assert told.story.entries()[0].is_open, "a process is not yet one that knows something"
+    assert told.timeline.entries()[0].is_open, "a process is not yet one that knows something"
     recovered = {"epoch": 12, "num_reports": 4, "num_missing": 0, "took_s": 0.3}
     told.happens(ev.OrchestratorRecovered, 100.6, **recovered)
     told.ticks(100.7, pause_s=0.012)
@@ -247,23 +247,23 @@ def test_the_start_and_small_news(told: Told) -> None:
 def test_only_what_changed_is_told_again(told: Told) -> None:
     told.detect(3, 100.0)
     told.detect(2, 100.0)
-    version = told.story.version
-    assert told.story.entries(version) == []
+    version = told.timeline.version
+    assert told.timeline.entries(version) == []
     told.ready(2, 101.0)
-    assert [entry.who for entry in told.story.entries(version)] == ["expert worker 2"]
+    assert [entry.who for entry in told.timeline.entries(version)] == ["expert worker 2"]
     told.ready(3, 101.0)
-    version = told.story.version
+    version = told.timeline.version
     for tick in range(20):
         told.ticks(102.0 + tick)
-    assert told.story.version == version, "nothing happens, so nothing is said"
+    assert told.timeline.version == version, "nothing happens, so nothing is said"
 
 
-def test_the_story_is_bounded(told: Told) -> None:
+def test_the_timeline_is_bounded(told: Told) -> None:
     for number in range(1000):
         told.kill(number % 4, 100.0 + number, incarnation=1 + number)
         told.detect(number % 4, 100.001 + number, incarnation=1 + number)
-    assert len(told.story.entries()) == 100
-    assert len(told.story.sentences(5)) == 5 and told.story._unpublished.maxlen is not None
+    assert len(told.timeline.entries()) == 100
+    assert len(told.timeline.sentences(5)) == 5 and told.timeline._unpublished.maxlen is not None
 
 
 def test_the_pause_is_looked_for_from_the_first_sign_to_the_last_effect(told: Told) -> None:
@@ -272,5 +272,5 @@ def test_the_pause_is_looked_for_from_the_first_sign_to_the_last_effect(told: To
     told.detect(1, 100.004)
     parted = {"request_id": "a", "from_rank": 1, "to_rank": 0, "num_known": 5, "stalled_s": 0.0}
     told.happens(ev.RequestResumed, 100.006, **parted)
-    told.story.measure(100.2, lambda from_s, to_s: asked.append((from_s, to_s)), 0.0)
+    told.timeline.measure(100.2, lambda from_s, to_s: asked.append((from_s, to_s)), 0.0)
     assert asked == [(100.0, 100.006)]

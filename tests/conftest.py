@@ -1,4 +1,4 @@
-"""Real servers for process tests."""
+"""Real servers for all tests."""
 
 import pytest
 

@@ -5,8 +5,8 @@ import random
 import msgspec
 import pytest
 
+from everserve.gateway.streams.poison import MAX_LOSSES, may_run
 from everserve.gateway.streams.stream import Stream, StreamBroken
-from everserve.gateway.streams.suspects import MAX_LOSSES, may_run
 from everserve.tables.requests import RequestSpec, SamplingParams
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream, with_fleet
 

@@ -1,4 +1,4 @@
-"""Typed events -> what an operator would tell: one entry per fault, with all its consequences, in plain words.
+"""Typed events -> what an operator wants to read: one entry per fault, with all its consequences, in plain words.
 
 Pure: no clock, no I/O. `add` takes events in the order in which they arrive, which is not quite the order in which they
 happened; `measure` is called at each tick with what clients waited. incidents.py has the words.
@@ -28,7 +28,7 @@ _LONG_S = 0.5  # a wait that is worth telling before it is over
 _TOGETHER_S = 5.0  # small news of one kind within this time are one entry
 
 
-class Story:
+class Timeline:
     """The latest incidents, oldest first."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Story:
         }
 
     def learn(self, workers: Iterable[Worker]) -> None:
-        """Who has which seat; events only say which rank."""
+        """The workers and their roles; events only carry ranks."""
         self._seats = {worker.rank: worker for worker in workers}
 
     def add(self, event: ev.AnyEvent) -> None:
@@ -281,7 +281,7 @@ class Story:
     # -- inside ----------------------------------------------------------------------------------
 
     def _about(self, event: ev.Event, rank: int, incarnation: int | None) -> WorkerIncident:
-        """The incident of this incarnation (None: of whoever sits there), which may begin with this event."""
+        """The incident of this incarnation (None: of the rank's latest), which may begin with this event."""
         incident = self._at_seat.get(rank)
         if incident is None or not _fits(incident, event, incarnation):
             incident = WorkerIncident(next(self._ids), event.at_s, event.unix_s, rank, incarnation, self._role(rank))
@@ -317,7 +317,7 @@ class Story:
         incident.version = self.version
 
     def _look_again(self, incident: WorkerIncident, now_s: float) -> None:
-        """Events can be lost with who passes them on; the tables come again."""
+        """Events can be lost with the process that passes them on; the tables are sent again."""
         seat, incarnation = self._seats.get(incident.rank), incident.incarnation
         if not incident.is_decided:
             if now_s - incident.at_s > _FORGOTTEN_S:
@@ -338,7 +338,7 @@ class Story:
         return incident.is_waited_for or now_s - incident.at_s - (incident.ended_unix_s - incident.unix_s) < _MEASURED_S
 
     def _role(self, rank: int) -> str:
-        """One word; none for a worker that does everything, or that nobody has told us about."""
+        """One word; none for a worker with both roles, or one that is in no table yet."""
         seat = self._seats.get(rank)
         return seat.roles[0].value if seat is not None and len(seat.roles) == 1 else ""
 

@@ -1,4 +1,4 @@
-"""The cells of the scaling benchmark: so many streams of such a context, chosen and weighed before anything runs."""
+"""The grid of the scaling benchmark: numbers of streams by context lengths, chosen and checked before anything runs."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ FAULTS = ("expert", "attention")
 
 @dataclass(frozen=True)
 class Scale:
-    """What is measured if nobody says otherwise, and two things about the server."""
+    """What is measured by default, and two properties of the server."""
 
     streams: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -28,7 +28,7 @@ def scale_of(shape: str) -> Scale:
 
 
 @dataclass(frozen=True)
-class Cell:
+class GridPoint:
     """So many streams with prompts of such a length."""
 
     num_streams: int
@@ -51,10 +51,10 @@ class Cell:
 
 
 @dataclass
-class Found:
-    """What became of a cell. A kind of fault has rounds, or a reason for having none, or both if one went wrong."""
+class PointResult:
+    """The result at one point. A kind of fault has rounds, or a reason for having none, or both if one went wrong."""
 
-    cell: Cell
+    cell: GridPoint
     rounds: list[Round] = field(default_factory=list)
     misfits: dict[str, str] = field(default_factory=dict)  # fault -> why it does not fit
     failures: dict[str, str] = field(default_factory=dict)  # fault -> what went wrong
@@ -62,25 +62,25 @@ class Found:
 
 def choose(
     streams: tuple[int, ...], contexts: tuple[int, ...], max_tokens: int, prompt_tokens_per_step: int
-) -> list[Cell]:
+) -> list[GridPoint]:
     """All combinations, small ones first.
 
     While prompts are computed, streams whose prompts are ready decode already: a token in each step. They get as many
     tokens more as there are such steps, so that the first stream still runs when the last one has begun.
     """
     cells = [
-        Cell(num_streams, context, max_tokens + -(-num_streams * context // prompt_tokens_per_step))
+        GridPoint(num_streams, context, max_tokens + -(-num_streams * context // prompt_tokens_per_step))
         for num_streams in sorted(set(streams))
         for context in sorted(set(contexts))
     ]
     return sorted(cells, key=lambda cell: cell.num_prompt_tokens)
 
 
-def weigh(cell: Cell, block_size: int, kv_tokens: int, num_attention: int) -> dict[str, str]:
+def weigh(cell: GridPoint, block_size: int, kv_tokens: int, num_attention: int) -> dict[str, str]:
     """Faults that cannot be measured, and why, if each attention worker has KV for `kv_tokens`.
 
-    All workers together must have room for the streams. When an attention worker dies the others must; one that is
-    alone has a successor.
+    All workers together must have room for the streams. When an attention worker dies the remaining ones must have it;
+    a single worker's streams wait for its successor.
     """
     needed = cell.kv_tokens(block_size)
     room, left = kv_tokens * num_attention, kv_tokens * max(num_attention - 1, 1)

@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 @dataclass
-class Kill:
+class PlannedKill:
     """One planned death: when all texts have this many tokens, this process gets SIGKILL."""
 
     after_tokens: int
@@ -44,7 +44,7 @@ class Kill:
         return self.at_s is not None
 
     def gap_s(self, streams: list[Stream]) -> float | None:
-        """The longest that any client waited for a token then, or within a second; None while somebody may still wait.
+        """The longest that any client waited for a token then, or within a second; None while a client may still wait.
 
         The second is for what comes with a death: a process starts, and needs the cores that texts are written with.
         """
@@ -71,10 +71,10 @@ def _largest_gap(arrivals_s: list[float], begin_s: float, end_s: float) -> float
     return max((b - a for a, b in pairwise(arrivals_s[first - 1 : last + 1])), default=0.0)
 
 
-class Story:
+class DemoRun:
     """The texts, as their clients see them, and the kills on the way."""
 
-    def __init__(self, server: LocalServer, kills: list[Kill]) -> None:
+    def __init__(self, server: LocalServer, kills: list[PlannedKill]) -> None:
         self.server = server
         self.kills = kills
         self.streams = [Stream() for _ in PROMPTS]
@@ -100,7 +100,7 @@ class Story:
         server = self.server
         await complete(server.url, server.model, PROMPTS[index], MAX_TOKENS, self.streams[index], **sampling)
 
-    async def _kill(self, kill: Kill) -> None:
+    async def _kill(self, kill: PlannedKill) -> None:
         """On a connection of the leanest kind: texts grow meanwhile."""
         kill.num_tokens = [len(stream.token_ids) for stream in self.streams]
         kill.num_chars = [len(stream.text) for stream in self.streams]
@@ -115,10 +115,10 @@ class Story:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class KillOutcome:
     """What became of one kill."""
 
-    kill: Kill
+    kill: PlannedKill
     noticed_ms: float
     gap_ms: float
     replaced_s: float
@@ -127,22 +127,22 @@ class Outcome:
     cost: str  # in words
 
 
-def judge(story: Story, again: Story, events: list[Event]) -> list[Outcome]:
+def judge(run: DemoRun, again: DemoRun, events: list[Event]) -> list[KillOutcome]:
     """Each kill, from the typed events and from what clients saw, beside the undisturbed texts."""
     outcomes = []
-    for kill, following in zip_longest(story.kills, story.kills[1:]):
+    for kill, following in zip_longest(run.kills, run.kills[1:]):
         begin = kill.num_tokens
         end = following.num_tokens if following is not None else [MAX_TOKENS] * len(begin)
         pairs = [
             pair
-            for ours, theirs, first, last in zip(story.streams, again.streams, begin, end, strict=True)
+            for ours, theirs, first, last in zip(run.streams, again.streams, begin, end, strict=True)
             for pair in zip_longest(ours.token_ids[first:last], theirs.token_ids[first:last])
         ]
         signalled_s, noticed_s, replaced_s = _times(kill, events)
-        gap_s = kill.gap_s(story.streams) or 0.0
+        gap_s = kill.gap_s(run.streams) or 0.0
         went_on = "" if gap_s >= noticed_s - signalled_s else "; texts went on until it was noticed"
         outcomes.append(
-            Outcome(
+            KillOutcome(
                 kill=kill,
                 noticed_ms=1e3 * (noticed_s - signalled_s),
                 gap_ms=1e3 * gap_s,
@@ -155,7 +155,7 @@ def judge(story: Story, again: Story, events: list[Event]) -> list[Outcome]:
     return outcomes
 
 
-def _times(kill: Kill, events: list[Event]) -> tuple[float, float, float]:
+def _times(kill: PlannedKill, events: list[Event]) -> tuple[float, float, float]:
     """When it got the signal, when that was noticed, when its successor was there."""
     assert kill.at_s is not None
     later = [event for event in events if event["at_s"] >= kill.at_s]
@@ -181,11 +181,11 @@ def _noticed_s(event: Event, rank: int) -> float | None:
     return None
 
 
-def _cost(kill: Kill, events: list[Event]) -> str:
+def _cost(kill: PlannedKill, events: list[Event]) -> str:
     """What had to be done twice, or not."""
     rank = kill.target.get("rank")
     if rank is None:
-        return "nobody needed it just then: tokens need nobody who decides"
+        return "streams do not need it while nothing changes"
     restored = [e for e in events if e["event"] == "stream_restored" and e["from_rank"] == rank]
     if restored:
         num_restored, num_again = (sum(e[name] for e in restored) for name in ("num_restored", "num_recomputed"))

@@ -1,11 +1,11 @@
-"""Whatever events come, in whatever order: the story can be told, and stays short."""
+"""Whatever events come, in whatever order: the timeline can be told, and stays short."""
 
 import typing
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everserve.gateway.observe.story import Story
+from everserve.gateway.observe.timeline import Timeline
 from everserve.tables.ids import Role
 from everserve.wire.events import AnyEvent
 from tests.unit.gateway_toy import member
@@ -27,11 +27,11 @@ def _events(kind: type) -> st.SearchStrategy[object]:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.one_of(*(_events(kind) for kind in typing.get_args(AnyEvent))), max_size=40))
 def test_any_events(events: list[AnyEvent]) -> None:
-    story = Story()
-    story.learn([member(0), member(1), member(2, roles=(Role.EXPERT,), slots=4, shadow_slots=2)])
+    timeline = Timeline()
+    timeline.learn([member(0), member(1), member(2, roles=(Role.EXPERT,), slots=4, shadow_slots=2)])
     for number, event in enumerate(events):
-        story.add(event)
-        story.measure(float(number), lambda from_s, to_s: 0.01, 0.0)
-        entries = story.entries()
+        timeline.add(event)
+        timeline.measure(float(number), lambda from_s, to_s: 0.01, 0.0)
+        entries = timeline.entries()
         assert len(entries) <= 100 and all(entry.title and "None" not in entry.sentence for entry in entries)
-    assert [entry.id for entry in story.entries()] == sorted(entry.id for entry in story.entries())
+    assert [entry.id for entry in timeline.entries()] == sorted(entry.id for entry in timeline.entries())
