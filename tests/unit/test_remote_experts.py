@@ -12,10 +12,11 @@ from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.control import events
 from everserve.control.effects import Lost
-from everserve.control.machine import Machine, Policy, SeatSpec
+from everserve.control.machine import Machine, Policy
 from everserve.errors import StepAbandoned
-from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, Role
+from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
+from tests.held_slots import goal_of
 from tests.in_process_experts import Fault, MemoryExperts
 
 NATIVE = native.NativeOps(num_threads=1)
@@ -143,7 +144,7 @@ def test_one_that_pulses_but_does_not_serve_is_replaced_after_few_layers(make, f
     """Suspected, probed by its pulse, pardoned, asked again: not for ever."""
     cluster = make(TWO_EACH, {2: dict.fromkeys(range(1, 1000), fault)})
     ranks = (Rank(0), *cluster.members)
-    machine = Machine([SeatSpec(rank, (Role.ATTENTION,)) for rank in ranks], None, Policy(detect_s=0.05))
+    machine = Machine(goal_of(ranks, None), Policy(detect_s=0.05))
     machine.start(0.0)
     for rank in ranks:
         for said in (events.SaidHello, events.SaidReady):
@@ -152,7 +153,7 @@ def test_one_that_pulses_but_does_not_serve_is_replaced_after_few_layers(make, f
     for epoch in range(2, 12):
         cluster.check()
         for rank, reason in cluster.suspected[num_heard:]:
-            decision = machine.handle(events.Reported(rank, Incarnation(1), by=Rank(0), reason=reason), 1.0)
+            decision = machine.handle(events.Suspected(rank, Incarnation(1), by=Rank(0), reason=reason), 1.0)
             for loss in (effect for effect in decision.effects if isinstance(effect, Lost)):
                 cluster.remove(loss.rank)
                 lost.append(loss.rank)

@@ -3,7 +3,7 @@
 Weights are read once per batch, so requests of one layer are computed together. It is worth waiting a moment for a
 request that is about to come, and never worth waiting for one that may not. Replays first, then the lowest layer:
 
-    replay                  at once: somebody's layer stands still because a worker failed, or an expert has moved
+    replay                  at once: a step stands still because a worker failed, or an expert has moved
     everybody is here       no attention worker is on its way to this layer
     enough                  more rows would not be computed any cheaper; the rest is the next batch
     waited long enough      the policy's patience has come to an end
@@ -17,8 +17,8 @@ Both kinds of devices follow this function, with different policies:
     CPUs      call it, between two batches. A layer that waits does not hold up another one.
     GPUs      have it as a kernel (backends/cuda/lanes/serve.py), which is tested against it. Reading all weights twice
               costs the most there, so attention workers are kept in step: only the most urgent layer counts, company
-              is waited for from any distance, and whoever begins a step *stands back* while others are in the middle
-              of theirs. Those who have just begun can be caught up with: they are not stood back for.
+              is waited for from any distance, and a worker that begins a step *stands back* while others are in the
+              middle of theirs. Those who have just begun can be caught up with: they are not stood back for.
 """
 
 import math
@@ -71,7 +71,7 @@ class LayerChoice(NamedTuple):
 _NOTHING_TO_DO = LayerChoice(None, "nothing to do")
 
 
-class Choice(NamedTuple):
+class BatchChoice(NamedTuple):
     """What to compute now, of one layer, and why; if nothing, when to choose again unless something new comes."""
 
     batch: list[Request]
@@ -111,7 +111,7 @@ def choose_layer(
     return LayerChoice(None, "waiting for company", wait_us) if wait_us < math.inf else _NOTHING_TO_DO
 
 
-def choose(pending: Sequence[Request], positions: Mapping[Rank, int], now_ns: int, policy: BatchPolicy) -> Choice:
+def choose(pending: Sequence[Request], positions: Mapping[Rank, int], now_ns: int, policy: BatchPolicy) -> BatchChoice:
     """What to compute now: requests of one layer, replays first, until they are enough. The others are as cheap in the
     next batch, and these need not wait for them."""
     layer, reason, wait_us = choose_layer(pending, positions, now_ns, policy) if pending else _NOTHING_TO_DO
@@ -121,7 +121,7 @@ def choose(pending: Sequence[Request], positions: Mapping[Rank, int], now_ns: in
     if policy.enough_rows is not None and len(batch) > 1:
         rows_before = accumulate((request.num_rows for request in batch), initial=0)
         batch = [request for request, before in zip(batch, rows_before, strict=False) if before < policy.enough_rows]
-    return Choice(batch, reason, wait_us * 1e-6)
+    return BatchChoice(batch, reason, wait_us * 1e-6)
 
 
 def _is_coming(at: int, layer: int, policy: BatchPolicy) -> bool:

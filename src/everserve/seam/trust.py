@@ -14,8 +14,8 @@ Routes that come after the suspicion are the pardon: the orchestrator knows of t
 ours look at different moments, so the pardon may come while the peer is still silent for us. It is remembered then,
 and the next pulse ends the suspicion.
 
-A slot may hold another expert than our routes say: they are out of date, and the peer that says so is in order. The
-place is *moved*: the expert's next candidate takes over until there are other routes, and nobody is suspected. If no
+A slot may hold another expert than our routes say: the routes are out of date, and the peer that says so works. The
+expert has *moved*: its next candidate takes over until there are other routes, and no peer is suspected. If no
 candidate is left, the step is abandoned, and its repetition asks all of them again.
 
 How lanes are mapped depends on where they are: backends/cpu/peers.py in host memory, backends/cuda/lanes/peers.py in

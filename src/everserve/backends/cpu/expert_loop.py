@@ -6,7 +6,7 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.model.expert_half import ExpertHalf
-from everserve.seam.batching import ON_CPUS, BatchPolicy, Choice, Request, choose
+from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
@@ -75,7 +75,7 @@ class ExpertLoop(ExpertService):
     def _healthy_positions(self) -> dict[Rank, int]:
         return {rank: at for rank, at in self._server.positions.items() if self._customers[rank].is_healthy}
 
-    def _compute(self, choice: Choice) -> None:
+    def _compute(self, choice: BatchChoice) -> None:
         self._asked_s = time.monotonic() if self._leave_at is not None else 0.0
         self._num_rows += self._server.compute(choice.batch)
         self._num_batches += 1

@@ -57,7 +57,7 @@ def moved_place(word: int) -> tuple[int, int] | None:
     return place & (MAX_SLOTS - 1), place >> _SLOT_BITS
 
 
-class Layout(ctypes.Structure):
+class LaneLayout(ctypes.Structure):
     """struct layout in csrc/lane.h."""
 
     _fields_ = [
@@ -100,7 +100,7 @@ class LaneShape:
     def row_bytes(self) -> int:
         return self.hidden_size * _FLOAT_BYTES
 
-    def layout(self) -> Layout:
+    def layout(self) -> LaneLayout:
         unit = math.lcm(_LINE, self.row_bytes)  # rows begin where lines begin
         indices_bytes = _up(self.max_rows * _INT32_BYTES, _LINE)
         tokens_at = _WORDS_BYTES
@@ -109,7 +109,7 @@ class LaneShape:
         y_at = _up(x_at + self.max_tokens * self.row_bytes, unit)
         box_bytes = _up(y_at + self.max_rows * self.row_bytes, unit)
         first_box = _up(_HEADER_BYTES, unit)
-        return Layout(
+        return LaneLayout(
             self.max_tokens, self.top_k, self.hidden_size, first_box, box_bytes, tokens_at, slots_at, x_at, y_at
         )
 

@@ -11,7 +11,7 @@ import ctypes
 import os
 from struct import Struct
 
-from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneRegion, LaneShape, Layout, load
+from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneLayout, LaneRegion, LaneShape, load
 from everserve.memory.liveness import Cell
 from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
@@ -46,7 +46,7 @@ class _Server(ctypes.Structure):
     """struct server in csrc/serve.c."""
 
     _fields_ = [
-        ("layout", Layout),
+        ("layout", LaneLayout),
         *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held")),
         *((name, _int64) for name in ("num_layers", "num_slots", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),

@@ -24,7 +24,7 @@ from struct import Struct
 import torch
 from torch import Tensor
 
-from everserve.backends.cpu.lane import MAX_EXPERTS, Layout, load, moved_place
+from everserve.backends.cpu.lane import MAX_EXPERTS, LaneLayout, load, moved_place
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.errors import StepAbandoned
 from everserve.memory.tables import Memory
@@ -57,7 +57,7 @@ class _Exchange(ctypes.Structure):
     """struct exchange in csrc/exchange.c."""
 
     _fields_ = [
-        ("layout", Layout),
+        ("layout", LaneLayout),
         *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
         *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns")),
         *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
@@ -68,7 +68,7 @@ class _Exchange(ctypes.Structure):
         ("blocked", _int64 * MAX_RANKS),
         ("parts", _Part * _MAX_PARTS),
     ]
-    layout: Layout
+    layout: LaneLayout
     alarm_seen: int
     control_seen: int
     meanwhile: int

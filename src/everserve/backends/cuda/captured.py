@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.recorder import Chain, Recorder
-from everserve.backends.cuda.report import Report
+from everserve.backends.cuda.report import StepReport
 from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
 from everserve.errors import StepAbandoned
@@ -44,7 +44,7 @@ class _Bucket:
 class LaunchedStep:
     """A step that was launched, from its first layer to its report. It may stop in between, any number of times."""
 
-    def __init__(self, stream: torch.cuda.Stream, stop: Tensor, chain: Chain, report: Report, due_ns: int) -> None:
+    def __init__(self, stream: torch.cuda.Stream, stop: Tensor, chain: Chain, report: StepReport, due_ns: int) -> None:
         self.report = report
         self.due_ns = due_ns  # on the monotonic clock
         self._stream = stream
@@ -98,7 +98,7 @@ class CapturedForward:
         self._stream = recorder.stream
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks
-        self._report = Report(max_num_seqs, self._ops.device)
+        self._report = StepReport(max_num_seqs, self._ops.device)
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
         self._buckets: list[_Bucket] = []

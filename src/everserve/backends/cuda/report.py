@@ -20,7 +20,7 @@ from everserve.backends.cuda.ops.words import Words
 _ENDED, _STOP, _UNPLACED, _ABSENT, _FIRST_TOKEN = 0, 1, 2, 3, 8
 
 
-class Report:
+class StepReport:
     """Host memory that the device writes into."""
 
     def __init__(self, max_tokens: int, device: torch.device) -> None:

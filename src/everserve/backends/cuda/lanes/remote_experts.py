@@ -7,7 +7,7 @@ The host waits for the end of the whole step. If somebody is suspected meanwhile
 the device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
 
     the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
-    a slot holds another expert than our routes say                   likewise, and nobody is suspected
+    a slot holds another expert than our routes say                   likewise, without a suspicion
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
 
 A flag that was written for nothing does no harm: the step stops, and goes on waiting from there. What is to be told
@@ -136,7 +136,7 @@ class CudaExperts:
         send.announce(self._state, -1)
 
     def see_through(self, step: LaunchedStep) -> None:
-        """Wait for its report. If somebody is waited for in vain, do not; if it has stopped, heal that layer."""
+        """Wait for its report. A peer that does not answer is given up; a layer in which the step stopped is healed."""
         while True:
             outcome = self._wait(step.report.address, step.report.num_due, step.due_ns)
             if outcome != Outcome.DONE:

@@ -4,8 +4,7 @@
 
 `choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Who has to
 stand back at the beginning of a step is up to one expert worker, whom the attention workers name (send.py): deciding
-independently, two expert workers could each hold back the one that the other lets begin, and so deadlock until their
-patience ends.
+independently, two expert workers can hold back each other's beginners, and so deadlock until their patience ends.
 
 It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
 that, or has written before, costs it a request, not us a crash. It also compares the experts that the counts are for
