@@ -24,6 +24,7 @@ from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
+from everserve.tables.validity import Conditions
 from everserve.wire.channel import AsyncChannel, Channel, ChannelClosed
 from everserve.wire.messages import (
     AnyMessage,
@@ -236,10 +237,14 @@ class ToyOrchestrator:
             reason = "it has not started yet"
             self.channel.send(DrainAnswered(id=message.id, incarnation=self.incarnation, reason=reason))
 
-    def publish(self, *workers: Worker, **changes: Any) -> None:
+    def publish(self, *workers: Worker, violations: tuple[str, ...] = (), **changes: Any) -> None:
         self._epoch += 1
         members = Members(epoch=Epoch(self._epoch), workers=workers)
-        fields: dict[str, Any] = {"violations": (), "degraded": (), "expert_stats": {}} | changes
+        fields: dict[str, Any] = {
+            "degraded": (),
+            "expert_stats": {},
+            "conditions": Conditions(coverage=violations),
+        } | changes
         fields = {"num_experts_without_place": 0, "num_stale": 0} | fields
         self.channel.send(ClusterChanged(members=members, **fields))
 

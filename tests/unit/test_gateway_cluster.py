@@ -10,6 +10,7 @@ import pytest
 from everserve.tables.ids import Epoch, Incarnation, Role
 from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
+from everserve.tables.validity import Conditions
 from everserve.wire.events import FaultDetected
 from everserve.wire.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected, ProcessesChanged
 from tests.unit.fleet_toy import engine_stats
@@ -46,6 +47,7 @@ def test_cluster() -> None:
                 "epoch": 2,
                 "violations": ["v"],
                 "degraded": ["d"],
+                "conditions": {"peers": [], "coverage": ["v"], "epochs": []},
                 "experts_without_place": 0,
                 "recent": [],
                 "processes": [{"name": "gateway", "pid": 7}],
@@ -54,12 +56,12 @@ def test_cluster() -> None:
                     {
                         **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
                         **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
-                        **{"slots": 0, "shadow_slots": 0, "note": ""},
+                        **{"device": None, "slots": 0, "shadow_slots": 0, "note": ""},
                     },
                     {
                         **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
                         **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
-                        **{"slots": 8, "shadow_slots": 2, "note": "crashed 3 times"},
+                        **{"device": None, "slots": 8, "shadow_slots": 2, "note": "crashed 3 times"},
                     },
                 ],
             }
@@ -95,7 +97,7 @@ def test_tables_of_an_older_epoch_are_dropped() -> None:
                 members = Members(epoch=Epoch(epoch), workers=(member(0),))
                 return ClusterChanged(
                     members=members,
-                    violations=(violation,),
+                    conditions=Conditions(coverage=(violation,)),
                     degraded=(),
                     num_experts_without_place=0,
                     expert_stats={},
