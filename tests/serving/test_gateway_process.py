@@ -24,6 +24,7 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import Output
+from everserve.tables.validity import Conditions
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.events import ProcessStarted
 from everserve.wire.messages import (
@@ -123,7 +124,7 @@ class GatewayUnderTest:
         self.orchestrator.send(
             ClusterChanged(
                 members=members,
-                violations=violations,
+                conditions=Conditions(coverage=violations),
                 degraded=("thin",),
                 num_experts_without_place=0,
                 expert_stats={},
