@@ -36,8 +36,7 @@ from everserve.wire.messages import (
     SlotsReported,
     StartWorker,
 )
-from everserve.worker.control import ControlEnd
-from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.control import ControlEnd, LeaveRequest
 from tests.configs import worker_settings
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
 from tests.in_process_experts import new_cell, new_memory

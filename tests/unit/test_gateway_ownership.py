@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from everserve.gateway.streams import stream_ids
+from everserve.gateway.http.access import audience, request_label, seen_by, stream_name
 from everserve.tables.requests import RequestSpec
 from tests.unit.gateway_toy import Response, ToyServer, byte_level_tokenizer, settle, toy_server, until
 
@@ -134,12 +134,12 @@ def test_without_keys_ids_that_clients_chose_are_shown_to_no_reader() -> None:
 @pytest.mark.parametrize("id", ["plain", "a@key2", "a.7@", "@", "x@-"])
 def test_names_of_streams(id: str) -> None:
     """Whatever a client writes into its id: it is seen by its own key only."""
-    name = stream_ids.make(f"cmpl-{id}-0", 17, stream_ids.audience("key1", is_chosen=True))
-    assert stream_ids.seen_by(name, "key1") == f"cmpl-{id}-0.17"
+    name = stream_name(f"cmpl-{id}-0", 17, audience("key1", is_chosen=True))
+    assert seen_by(name, "key1") == f"cmpl-{id}-0.17"
     for reader in ("key2", "", "-", "admin"):
-        assert stream_ids.seen_by(name, reader) == "stream-17"
-    hidden = stream_ids.label(id, stream_ids.audience("", is_chosen=True))
-    assert stream_ids.seen_by(hidden, "") == ""
+        assert seen_by(name, reader) == "stream-17"
+    hidden = request_label(id, audience("", is_chosen=True))
+    assert seen_by(hidden, "") == ""
 
 
 def test_what_a_wrong_key_is_told() -> None:

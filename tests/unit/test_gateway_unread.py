@@ -9,7 +9,7 @@ from typing import Any
 import uvloop
 
 from everserve.gateway.__main__ import GatewayProcess
-from everserve.gateway.http.unread_watch import UnreadWatch
+from everserve.gateway.http.connections import UnreadWatch
 from everserve.gateway.streams import outbox as outboxes
 from everserve.gateway.streams.outbox import Outbox
 from everserve.tables.requests import RequestSpec

@@ -9,7 +9,7 @@ from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import ExpertStats
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 from everserve.wire.events import StaleDropped
 from everserve.wire.messages import (
     ClusterChanged,

@@ -7,8 +7,8 @@ import pytest
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.messages import Cancel, Submit
-from everserve.worker import receive_batch as arriving
-from everserve.worker.receive_batch import receive_together
+from everserve.worker import attention as arriving
+from everserve.worker.attention import receive_together
 
 
 def pair() -> tuple[Channel, Channel]:

@@ -7,8 +7,7 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
 from everserve.plan.placement import place_experts, survivable_deaths
-from everserve.tables.capacity import Capacity
-from everserve.tables.goal import Goal, SeatGoal
+from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
 from everserve.wire.events import PlacementMade

@@ -108,9 +108,8 @@ from everserve.plan.routing import make_routes
 from everserve.tables.goal import Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, Role, WorkerId
 from everserve.tables.members import Members, WorkerState
-from everserve.tables.routes import Routes
+from everserve.tables.routes import DID_NOT_SERVE, Routes
 from everserve.tables.slots import HeldSlots
-from everserve.tables.symptoms import DID_NOT_SERVE
 from everserve.tables.validity import behind, conditions, degraded
 
 __all__ = ["Found", "Machine", "Policy"]

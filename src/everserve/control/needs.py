@@ -6,8 +6,7 @@ from everserve.memory.liveness import CELL_BYTES
 from everserve.memory.names import BELL_BYTES, WEIGHTS_STATE_BYTES
 from everserve.model.config import ModelConfig
 from everserve.plan.weights import WeightsPlan
-from everserve.tables.capacity import Capacity
-from everserve.tables.goal import Goal, SeatGoal
+from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory, seat_owner
 from everserve.tables.slots import SeatSlots

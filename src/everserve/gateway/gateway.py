@@ -7,7 +7,7 @@ from typing import Protocol
 
 from everserve.config.gateway import GatewayConfig
 from everserve.errors import OverloadedError
-from everserve.gateway.http.access import Access
+from everserve.gateway.http.access import Access, stream_name
 from everserve.gateway.http.connections import Connections
 from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.slices import Slices
@@ -17,7 +17,6 @@ from everserve.gateway.observe.live import Live
 from everserve.gateway.observe.redundancy import ExpertRedundancy
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.orchestrator import OrchestratorLink
-from everserve.gateway.streams import stream_ids
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.resumable import Keeper
 from everserve.gateway.streams.tracing import Tracing
@@ -128,4 +127,4 @@ class Gateway:
     def stream_id(self, wanted: str, may_see: str) -> str:
         """A name that no stream ever had. Clients reuse their request ids, and a worker may still send tokens of a
         stream that was cancelled."""
-        return stream_ids.make(wanted, next(self._numbers), may_see)
+        return stream_name(wanted, next(self._numbers), may_see)

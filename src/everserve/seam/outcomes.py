@@ -2,7 +2,7 @@
 
 from enum import IntEnum
 
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 
 
 class Outcome(IntEnum):

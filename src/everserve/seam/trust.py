@@ -33,8 +33,7 @@ import numpy as np
 
 from everserve.memory.liveness import Cell, PeerState, life_word
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
-from everserve.tables.routes import NOBODY, Routes
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import NOBODY, Routes, Symptom
 
 log = logging.getLogger(__name__)
 

@@ -4,8 +4,7 @@ ids.py        Rank, Incarnation, WorkerId, Epoch, SlotId, Role: what must not be
 requests.py   what a client asked for: SamplingParams, RequestSpec
 outputs.py    what a stream produces: Output, TokenLogprobs; EngineStats, ExpertStats
 members.py    who is here: processes and workers, as `/cluster` shows them
-capacity.py   what an instance allocates once
-goal.py       which workers there should be, where, with which experts: versioned
+goal.py       which workers there should be, where, with which experts: versioned; what is allocated once
 placement.py  which worker should hold which experts: part of the goal
 memory.py     memory that is handed from process to process: its kind, size, owner, place
 slots.py      which worker holds which expert in which slot: what workers report

@@ -1,5 +1,7 @@
 """Routes: logical expert -> ordered candidates (rank, slot), per layer, at one epoch."""
 
+from enum import StrEnum
+
 import msgspec
 import numpy as np
 
@@ -60,3 +62,18 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()
         return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NOBODY)
+
+
+class Symptom(StrEnum):
+    """Why an attention worker routes around an expert worker: what it has seen. The first two are about the process,
+    and other workers can see them too; the rest only the worker that asks it for something."""
+
+    DIED = "died"  # its life word is marked
+    SILENT = "silent"  # no pulse
+    DEAF = "deaf"  # it pulses, and does not answer
+    BAD_REQUEST = "refused: bad request"
+    NO_SUCH_SLOT = "refused: no such slot"  # out of range
+    REFUSED = "refused"  # with a status that is not known
+
+
+DID_NOT_SERVE = frozenset({Symptom.DEAF, Symptom.BAD_REQUEST, Symptom.NO_SUCH_SLOT, Symptom.REFUSED})

@@ -45,16 +45,14 @@ from everserve.config.gateway import GatewayConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
-from everserve.tables.capacity import Capacity
-from everserve.tables.goal import Goal
+from everserve.tables.goal import Capacity, Goal
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Memory
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.requests import RequestSpec
-from everserve.tables.routes import Routes
+from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place, SeatSlots
-from everserve.tables.symptoms import Symptom
 from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
 

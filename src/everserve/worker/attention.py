@@ -14,7 +14,7 @@ import logging
 import os
 import selectors
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import msgspec
@@ -22,6 +22,7 @@ import msgspec
 from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
 from everserve.memory.liveness import Cell
+from everserve.memory.liveness.warden import LEASE_S
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.outputs import EngineStats
@@ -47,13 +48,12 @@ from everserve.wire.messages import (
     Submit,
 )
 from everserve.worker.control import ControlEnd
-from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Surroundings
-from everserve.worker.receive_batch import receive_together
 
 log = logging.getLogger(__name__)
 
 _IDLE_REPORT_S = 1.0
+_TOGETHER_S = 0.03  # at most: those that run already must not wait much longer than for a step
 _TRY_AGAIN_S = 0.1  # a paused step, if nothing is heard from the orchestrator
 _LAST_WORDS_S = 5.0  # how long the gateway may take to hear that we leave
 
@@ -313,3 +313,23 @@ class AttentionLoop:
             self._dropped_said = True
             log.warning("dropped %d frames that are not messages", channel.num_dropped)
             self._events.append(BadBytes(process=self._events.process, num_dropped=channel.num_dropped))
+
+
+def receive_together(gateway: Channel) -> Iterator[AnyMessage]:
+    """Every message that has arrived, and those that were announced with them: streams that the gateway sends together
+    begin in one step. ChannelClosed if the gateway is gone.
+
+    A socket holds fifty of them at a time, or ten long ones, and is read between two steps. Were the streams of a lost
+    worker taken as they come, part after part, each part would wait for a step of the part before: the last ones
+    longest, and for nothing, because the gateway sends the rest within milliseconds after there is room for it.
+    """
+    until_s = time.monotonic() + _TOGETHER_S
+    num_following = 0
+    while True:
+        for message in gateway.receive_all():
+            if isinstance(message, Submit):
+                num_following = message.num_following
+            yield message
+        left_s = until_s - time.monotonic()
+        if not num_following or left_s <= 0 or not gateway.wait(left_s):
+            return

@@ -11,13 +11,12 @@ from everserve.errors import UserError
 from everserve.memory.liveness import Cell, Warden
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.memory import Kind
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
 from everserve.wire.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
 from everserve.worker.attention import AttentionLoop
-from everserve.worker.control import ControlEnd
-from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.parts import Backend, Surroundings
 from everserve.worker.shortage import last_words

@@ -9,8 +9,11 @@ that dies in the middle of a fork may leave a worker that nobody was told of.)
 """
 
 import logging
+import os
 import select
+import signal
 from collections.abc import Callable
+from types import FrameType
 
 from everserve.errors import ProtocolError
 from everserve.procs.device_descriptors import entrust
@@ -91,3 +94,23 @@ class ControlEnd:
         self._epoll.unregister(self._channel)
         self._channel.close()
         self._channel = None
+
+
+class LeaveRequest:
+    """Whether this worker was asked to leave, by SIGTERM or by the orchestrator. Readable (for select) once it was. The
+    signal's handler only takes a note; the loop looks at it between two steps."""
+
+    def __init__(self) -> None:
+        self.was_asked = False
+        self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def fileno(self) -> int:
+        return self._event_fd
+
+    def ask(self) -> None:
+        self.was_asked = True
+        os.eventfd_write(self._event_fd, 1)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        self.ask()

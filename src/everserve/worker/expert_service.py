@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
+from everserve.memory.liveness.warden import LEASE_S
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.channel import Descriptors
@@ -33,9 +34,7 @@ from everserve.wire.messages import (
     SlotsReported,
     StartWorker,
 )
-from everserve.worker.control import ControlEnd
-from everserve.worker.lease import LEASE_S
-from everserve.worker.leave_request import LeaveRequest
+from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.slot_changes import ChangeableSlots, SlotChanges
 
 log = logging.getLogger(__name__)

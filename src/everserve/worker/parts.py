@@ -10,13 +10,12 @@ from everserve.seam.experts import Experts
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.memory import Kind
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
 from everserve.wire.messages import StartWorker
-from everserve.worker.control import ControlEnd
+from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ExpertService
-from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.loading import Loading
 from everserve.worker.logs import KeptLogs
 

@@ -32,7 +32,7 @@ from everserve.model.ops import ExpertOps
 from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 
 _MAX_PARTS, _MAX_MISSING = 512, 16  # csrc/exchange.c
 _OPEN, _ARRIVED, _LOST, _REFUSED = range(4)

@@ -13,13 +13,13 @@ from everserve.backends.cpu.slots import CpuSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
+from everserve.memory.liveness.warden import LEASE_S
 from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
 from everserve.worker.expert_service import ExpertService
-from everserve.worker.lease import LEASE_S
 from everserve.worker.logs import KeptLogs
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
 

@@ -12,9 +12,8 @@ from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
 from everserve.wire.messages import StartWorker
-from everserve.worker.control import ControlEnd
+from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
-from everserve.worker.leave_request import LeaveRequest
 from everserve.worker.slot_changes import ChangeableSlots
 
 _TURN_NS = 200_000  # how long to be away while graphs are queued

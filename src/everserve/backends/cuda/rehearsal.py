@@ -29,6 +29,7 @@ from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.memory.liveness import CELL_BYTES, Cell, Warden
+from everserve.memory.liveness.warden import LEASE_S
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
@@ -37,7 +38,6 @@ from everserve.tables.ids import Role
 from everserve.tables.slots import EMPTY
 from everserve.wire.channel import Channel
 from everserve.wire.messages import StartWorker
-from everserve.worker.lease import LEASE_S
 from everserve.worker.loading import Loading
 
 _NOWHERE_BYTES = 2 << 20  # a beginning for each tensor, and a row of the largest one

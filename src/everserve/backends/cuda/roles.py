@@ -22,10 +22,10 @@ from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
+from everserve.memory.liveness.warden import LEASE_S
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.worker.expert_service import ExpertService
-from everserve.worker.lease import LEASE_S
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
 
 __all__ = ["build_attention", "build_expert", "prepare", "rehearse"]

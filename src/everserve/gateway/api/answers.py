@@ -16,10 +16,10 @@ from everserve.gateway.api.depends import gateway_of
 from everserve.gateway.api.generation import Generation, Renderer
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import sse
+from everserve.gateway.http.access import audience
 from everserve.gateway.http.errors import HttpError
 from everserve.gateway.http.exchange import JsonPieces, check_json, watch_disconnect
 from everserve.gateway.http.requests import ChatRequest, CompletionRequest
-from everserve.gateway.streams import stream_ids
 from everserve.gateway.streams.outbox import KeptOutbox, Outbox
 from everserve.gateway.streams.resumable import Kept, name_of
 from everserve.gateway.text.prompts import Prompt
@@ -64,7 +64,7 @@ def respond(
     gateway = gateway_of(http_request)
     trace = gateway.tracing.request(http_request)
     state = http_request.state
-    may_see = stream_ids.audience(state.owner, state.has_own_id)
+    may_see = audience(state.owner, state.has_own_id)
     if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
         outbox = KeptOutbox()
         generation = Generation(gateway, request, renderer, id, may_see, prompts, outbox, trace)

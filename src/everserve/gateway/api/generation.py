@@ -63,7 +63,7 @@ class Generation:
         self._request = request
         self._renderer = renderer
         self._id = id
-        self._may_see = may_see  # its id in events (stream_ids.py)
+        self._may_see = may_see  # its id in events (http/access.py)
         self._prompts = prompts
         self._trace = trace
         self._is_stream = bool(request.stream)

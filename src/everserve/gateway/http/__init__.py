@@ -2,7 +2,6 @@
 
 server.py        accepting connections, and keeping descriptors for workers
 connections.py   what a connection may cost before its request has arrived
-unread_watch.py  clients that do not read
 exchange.py      request ids, JSON bodies within limits, noticing that the client has left
 bodies.py        how much work a JSON body is, before it is decoded
 slices.py        large work, in slices between which streams go on

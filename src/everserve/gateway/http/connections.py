@@ -8,6 +8,7 @@ memory that they hold together. Clients that are closed early are those that hav
 client that sends its request at once is served however many slow ones there are.
 """
 
+import asyncio
 import enum
 import time
 from collections import Counter
@@ -20,8 +21,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from everserve.gateway.http.errors import HttpError
-from everserve.gateway.http.unread_watch import UnreadWatch
 
+UNREAD_S = 30.0  # that unsent bytes may stay unsent: the client does not read
 _SLICE_BYTES = 16 << 10  # of what was received; between two slices the limits are looked at
 _LINGER_BYTES = 1 << 20  # that a refused client may still send before it reads why
 _LINGER_S = 1.0
@@ -313,3 +314,40 @@ def raw_response(error: HttpError) -> bytes:
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
     lines += [f"{name}: {value}" for name, value in (headers | (error.headers or {})).items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+class UnreadWatch:
+    """One connection's unsent bytes: a client that does not read what it asked for is cut off.
+
+        unsent bytes --some leave within UNREAD_S--> watched for another UNREAD_S
+            |  '--all leave--> nothing to watch
+            '--none leaves--> the connection is aborted
+
+    Before that, such a client costs little: its task waits until all that it has written has left for the kernel,
+    events that wait for that task are bounded (streams/outbox.py), and an answer that is not read yet holds a place
+    (Gateway.check_room). The transport must call `begin` when there are unsent bytes, and `end` when there are none:
+    its upper limit of buffered bytes is 0.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        transport.set_write_buffer_limits(high=0)
+        self._transport = transport
+        self._num_unsent = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        self._num_unsent = self._transport.get_write_buffer_size()
+        self._timer = asyncio.get_running_loop().call_later(UNREAD_S, self.look)
+
+    def end(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def look(self) -> None:
+        """Time is up. Nothing is added while bytes are unsent, so fewer of them means that the client reads."""
+        self.end()
+        if self._transport.get_write_buffer_size() < self._num_unsent:
+            self.begin()
+        else:
+            self._transport.abort()

@@ -1,6 +1,6 @@
 """Typed events, recent and new: `/events`.
 
-Readers see the ids of their own requests only (stream_ids.py): an event that names a stream is written twice, once for
+Readers see the ids of their own requests only (http/access.py): an event that names a stream is written twice, once for
 readers that may see its name, and once for all other readers.
 """
 
@@ -13,9 +13,8 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from everserve.gateway.http import sse
-from everserve.gateway.http.access import ANYONE, Owner
+from everserve.gateway.http.access import ANYONE, Owner, audience_of, seen_by
 from everserve.gateway.http.exchange import watch_disconnect
-from everserve.gateway.streams import stream_ids
 from everserve.wire.events import AnyEvent
 
 _NUM_RECENT = 1000
@@ -36,9 +35,9 @@ class _Item:
         kind, name = str(event.__struct_config__.tag), getattr(event, "request_id", None)
         if name is None:
             return cls(sse.named_event(kind, event))
-        may_see = stream_ids.audience_of(name)
+        may_see = audience_of(name)
         data, own_data = (
-            sse.named_event(kind, msgspec.structs.replace(event, request_id=stream_ids.seen_by(name, reader)))
+            sse.named_event(kind, msgspec.structs.replace(event, request_id=seen_by(name, reader)))
             for reader in (ANYONE, may_see)
         )
         return cls(data, may_see, own_data)

@@ -9,7 +9,6 @@ log_references.py  whose KV logs streams still need
 choices.py         one choice: tokens in, text out
 outbox.py          from the callbacks that make events to the task that writes them
 resumable.py       streams whose clients may lose their connections and come back
-stream_ids.py      names of streams, and which readers of events may see them
 metrics.py         what is counted and measured
 cadence.py           tokens and the times between them, in ticks
 tracing.py         one trace per request: what is told to it

@@ -29,9 +29,8 @@ from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 
-from everserve.gateway.http.access import Owner
+from everserve.gateway.http.access import Owner, audience, request_label
 from everserve.gateway.http.errors import HttpError
-from everserve.gateway.streams import stream_ids
 from everserve.gateway.streams.outbox import KeptOutbox
 from everserve.wire.events import AnyEvent, ClientResumed
 
@@ -132,7 +131,7 @@ class Keeper:
         kept.timer = None
         self.num_resumes += 1
         name = kept.name
-        label = stream_ids.label(name.request_id, stream_ids.audience(name.owner, is_chosen=True))
+        label = request_label(name.request_id, audience(name.owner, is_chosen=True))
         self._tell(ClientResumed(process="gateway", request_id=label, after_event=after, away_s=away_s))
 
     def forget(self, kept: "Kept") -> None:

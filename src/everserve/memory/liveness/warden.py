@@ -30,6 +30,11 @@ _warden_args = Struct("P3q").pack
 _watch_args = Struct("PqPq").pack
 _key_args = Struct("Pq").pack
 
+# How long the thread that a warden pulses for may be away before the pulse stops. `detect_ms`, tens of milliseconds,
+# bounds how fast a stopped process is noticed; a process that runs while its main thread is stuck is noticed when the
+# lease ends. It is longer than any single step should take.
+LEASE_S = 120.0
+
 
 class PeerState(Enum):
     """What this process has seen of a peer. The drawing is in csrc/warden.c."""

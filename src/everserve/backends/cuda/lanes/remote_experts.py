@@ -32,7 +32,7 @@ from everserve.memory.device import Driver
 from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
 from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.symptoms import Symptom
+from everserve.tables.routes import Symptom
 
 _NAP_NS = 20_000
 _RETRY_NS = 200_000  # how often flags are written while a step does not end
