@@ -269,7 +269,13 @@ def test_status_with_an_api_key(configured):
 )
 def test_who_has_a_server_of_its_own_takes_it_along(command, number, tmp_path):
     command, environment = [sys.executable, "-m", "everserve.cli", *command], os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as owner:
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+    ) as owner:
         wait_until(lambda: children_of(owner.pid), 60, "its server")
         servers = children_of(owner.pid)
         wait_until(lambda: any(children_of(pid) for pid in servers), 60, "the server's own processes")

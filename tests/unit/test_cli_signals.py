@@ -16,6 +16,7 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def own_signals() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in NUMBERS}
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the tests themselves run under nohup
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
