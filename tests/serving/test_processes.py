@@ -274,7 +274,7 @@ def test_who_has_a_server_of_its_own_takes_it_along(command, number, tmp_path):
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # noqa: PLW1509 (the tests may run under nohup)
     ) as owner:
         wait_until(lambda: children_of(owner.pid), 60, "its server")
         servers = children_of(owner.pid)
