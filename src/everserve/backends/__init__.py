@@ -1,4 +1,4 @@
-"""What depends on the kind of device, one folder for each kind. Neither knows the other.
+"""What depends on the kind of device, one folder for each kind. Neither imports the other.
 
 cpu/   C kernels on CPUs, lanes in host memory
 cuda/  Triton kernels on NVIDIA GPUs, lanes in device memory, steps as captured graphs

@@ -32,7 +32,7 @@ from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
 
 WHOLE_WITHIN_S = 60.0
-IDLE_WITHIN_S = 60.0  # streams whose clients went away for good, but could come back, may run to their end
+IDLE_WITHIN_S = 60.0  # streams of clients that left for good, but could have come back, may run to their end
 LEAKS_WITHIN_S = 30.0  # a process that was declared gone is killed after 10 s at the latest
 _LOOK_EVERY_S = 0.2
 

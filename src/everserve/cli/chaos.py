@@ -21,7 +21,7 @@ _WIDTH = 140  # of the verdict where there is no terminal
 @app.command()
 def chaos(
     model: Annotated[str, typer.Argument(help="Model of the server that is started for the run.")] = "demo",
-    url: Annotated[  # only if said here: a variable that names a server is no invitation to attack it
+    url: Annotated[  # only as a flag: an environment variable that names a server does not mean that it may be attacked
         str | None,
         typer.Option(help="Check a running server instead; it must run with --enable-chaos.", callback=server_url),
     ] = None,

@@ -62,7 +62,7 @@ def rows_of(events: Iterable[Event]) -> dict[int, Row]:
 
 
 class StartBars:
-    """Shows the rows until it is left. Nothing remains of it but what others have said meanwhile."""
+    """Shows the rows until the context is left. Only lines that processes printed meanwhile remain."""
 
     def __init__(self, console: Console, title: str) -> None:
         self.is_on = console.is_terminal

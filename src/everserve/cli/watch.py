@@ -1,6 +1,6 @@
 """`everserve status --watch`: the instance as it lives, on one screen.
 
-    /cluster/live --news, four times a second--> Watched --> screen(): pure, for any size from 80 x 24 on
+    /cluster/live --updates, four times a second--> Watched --> screen(): pure, for any size from 80 x 24 on
 
 Where there is no terminal: a line for each thing that happens, and one every few seconds that says how it goes.
 """
@@ -25,14 +25,14 @@ _KEPT_TICKS = 1200
 _RECENT_S = 10.0  # what p50 and p99 are about
 _PLAIN_S = 5.0
 _AGAIN_S = 1.0
-_READ_S = 5.0  # news come four times a second; later than this they do not come any more
+_READ_S = 5.0  # updates come four times a second; after this time the server counts as silent
 _COLOURS = {"whole": "green", "degraded": "yellow", "broken": "bold red", "unknown": "dim"}
 _KINDS = {"fault": "red", "trouble": "bold red", "move": "cyan"}
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 
 
 class Watched:
-    """What the news have said so far."""
+    """The state after all updates so far."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -239,7 +239,7 @@ def _say(text: str, unix_s: float) -> None:
 
 
 def _follow(watched: Watched, api_key: str | None) -> Iterator[None]:
-    """Read the news; yields after each, and once a second while there are none."""
+    """Read the updates; yields after each, and once a second while there are none."""
     headers = key_headers(api_key)
     with httpx.Client(headers=headers, timeout=httpx.Timeout(_READ_S)) as client:
         while True:

@@ -77,7 +77,7 @@ class OrchestratorLink:
         return await self._faults.ask(lambda id: self._send(InjectFault(id=id, rank=rank, signal=signal)))
 
     async def drain(self, rank: Rank) -> DrainAnswered:
-        """Have the worker in this seat give its streams to others and leave; returns when it was asked to."""
+        """Have the worker in this seat give its streams to other workers and leave; returns when it was asked to."""
         return await self._drains.ask(lambda id: self._send(DrainWorker(id=id, rank=rank)))
 
     async def _read(self, channel: AsyncChannel) -> None:

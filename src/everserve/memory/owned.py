@@ -82,7 +82,7 @@ class OwnedMemory:
 
 
 def create_memory(name: str, num_bytes: int) -> int:
-    """An anonymous file in memory. The name is for people who read /proc/PID/maps."""
+    """An anonymous file in memory. The name shows in /proc/PID/maps."""
     if sys.platform == "linux":
         fd = os.memfd_create(f"everserve-{name}")
     else:

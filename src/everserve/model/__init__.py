@@ -6,13 +6,13 @@ checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
 fingerprint.py     telling a model's files from others under the same names
 layout.py          which tensor of which architecture is which weight of ours
 rope.py            rotary tables, scaled as the config says; what a layer does with them
-random_weights.py  weights that nobody trained, for `--load-format dummy`
+random_weights.py  random, untrained weights, for `--load-format dummy`
 batch.py           StepBatch: the rows of one step and where their KV lives
 attention_half.py  norms, attention, router, residual: owns KV
 expert_half.py     a pure function of expert slots and rows: stateless
 decoder.py         embedding, layers, final norm, logits: the whole model around the seam
 sampling.py        logits to tokens; randomness is a function of (seed, index)
-penalties.py       what a stream has said makes it less likely to be said again
+penalties.py       presence, frequency and repetition penalties
 ops.py             the arithmetic of one kind of device, as an interface (backends/)
 choosing.py        the part of it that chooses tokens
 bundled.py, demo/  the bundled model and where it is

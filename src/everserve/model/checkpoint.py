@@ -176,7 +176,7 @@ def _open_file(file: Path) -> dict[str, _Entry]:
 
 
 def _as_tensor(mapping: mmap.mmap) -> Tensor:
-    """The whole file as bytes. PyTorch warns that it cannot enforce that nobody writes; the page tables do."""
+    """The whole file as bytes. PyTorch warns that it cannot prevent writes; the read-only mapping does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapping, dtype=torch.uint8)

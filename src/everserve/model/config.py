@@ -289,7 +289,7 @@ def _dtype(fields: Fields) -> str:
 
 
 def _eos_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """generation_config.json has the last word: chat models stop at more tokens than their config.json knows."""
+    """generation_config.json takes precedence: chat models stop at more tokens than their config.json names."""
     generation_file = directory / "generation_config.json"
     generation = Fields.from_file(generation_file) if generation_file.exists() else fields
     source = generation if "eos_token_id" in generation.values else fields

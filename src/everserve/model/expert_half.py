@@ -1,8 +1,8 @@
 """ExpertHalf: the other side of the seam, a pure function of expert slots and rows.
 
-It knows neither requests nor KV nor routes: rows come with the slot that is to compute them, and nothing is kept
+It has no access to requests, KV or routes: rows come with the slot that is to compute them, and nothing is kept
 between calls. Slots are filled and cleared while streams run, but never while rows are computed: `held` says which
-expert is in which slot, and whoever gathers rows compares it with what they ask for.
+expert is in which slot, and the code that gathers rows compares it with the expert that each row asks for.
 """
 
 import ctypes
@@ -72,5 +72,5 @@ class ExpertHalf:
         return self.ops.expert_rows(x_TD, token_R, slot_R, self._slots[layer])
 
     def rows_at(self, layer: int, memory: RowMemory, rows: RowIndices) -> None:
-        """The same in place, on rows that lie in memory shared with others."""
+        """The same in place, on rows in memory that is shared with other processes."""
         self.ops.expert_rows_at(memory, rows, self._slots[layer])

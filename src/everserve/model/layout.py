@@ -212,7 +212,7 @@ class Weights:
         return self.load_temporary(source)
 
     def load_temporary(self, source: Source) -> Tensor:
-        """For whoever copies it somewhere else."""
+        """For a caller that copies it somewhere else."""
         tensor = self._checkpoint.read(source.name, rows=source.rows, plane=source.plane)
         narrower = self.dtype.itemsize < tensor.dtype.itemsize
         return tensor.to(self._device, self.dtype if narrower else tensor.dtype)

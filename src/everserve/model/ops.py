@@ -125,7 +125,7 @@ class ExpertOps(Protocol):
         """
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
-        """`expert_rows` in place: x is read, and y is written, where it lies in memory shared with others."""
+        """`expert_rows` in place: x is read, and y is written, in place, in memory shared with other processes."""
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         """residual + sum over k of weights[:, k] * rows[:, k], in the order of k."""

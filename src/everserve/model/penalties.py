@@ -1,4 +1,4 @@
-"""Presence, frequency and repetition penalties: what a stream has said makes it less likely to be said again.
+"""Presence, frequency and repetition penalties: tokens that a stream already contains become less likely.
 
 For all streams of a step in one go: on a device each call costs more than what it computes.
 """

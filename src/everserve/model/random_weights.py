@@ -1,4 +1,4 @@
-"""RandomCheckpoint: weights that nobody trained, for models whose files are not at hand (`--load-format dummy`).
+"""RandomCheckpoint: random, untrained weights, for models without files on this machine (`--load-format dummy`).
 
 Speed, memory and failures are the same as with the real ones; text is not. A weight depends on its name alone, so every
 worker that asks for the same one gets the same one. Projections keep the size of what goes through them, norms do

@@ -54,7 +54,7 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:
-    """One token per row; None for a row whose logits are not numbers (broken weights or an overflow)."""
+    """One token per row; None for a row with logits that are not numbers (broken weights or an overflow)."""
     tokens = ops.choose(_adjust(logits_LV, rows), [_draw(row) for row in rows])
     logprobs = _chosen_logprobs(logits_LV, rows, tokens)
     return [Choice(token, logprobs.get(i)) if token >= 0 else None for i, token in enumerate(tokens)]

@@ -16,9 +16,10 @@ Both kinds of devices follow this function, with different policies:
 
     CPUs      call it, between two batches. A layer that waits does not hold up another one.
     GPUs      have it as a kernel (backends/cuda/lanes/serve.py), which is tested against it. Reading all weights twice
-              costs the most there, so attention workers are kept in step: only the most urgent layer counts, company
-              is waited for from any distance, and a worker that begins a step *stands back* while others are in the
-              middle of theirs. Those who have just begun can be caught up with: they are not stood back for.
+              costs the most there, so attention workers are kept in step: only the most urgent layer counts, a
+              request waits for workers at any earlier layer, and a worker that begins a step *stands back* while
+              other workers are in the middle of theirs. It does not stand back for workers that have just begun: it
+              can catch up with them.
 """
 
 import math
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from everserve.tables.ids import Rank
 
 ORDINARY = 1 << 15  # added to the layer of a request that is no replay: what is less is more urgent
-JUST_BEGUN = 1  # the last layer (an index) on whose way a step counts as just begun
+JUST_BEGUN = 1  # a step that is on its way to this layer (an index), or a lower one, counts as just begun
 
 
 class Request(NamedTuple):
@@ -44,9 +45,9 @@ class Request(NamedTuple):
 
 
 class BatchPolicy(NamedTuple):
-    """How patient to be, and with whom."""
+    """How long to wait for other requests, and for which attention workers."""
 
-    hold_us: float = 200.0  # the longest that a request waits for company
+    hold_us: float = 200.0  # the longest that a request waits for others of its layer
     first_hold_us: float = 200.0  # likewise, in the first layer of a step
     enough_rows: int | None = 256  # None: it is never enough
     reach: int | None = 1  # how many layers behind an attention worker may be to be waited for; None: any
@@ -87,7 +88,7 @@ def choose_layer(
     beginners: Collection[Rank] = (),
 ) -> LayerChoice:
     """`pending` in order of arrival. `positions`: the layer that each healthy attention worker sends next, or -1.
-    `beginners`: whose requests begin a step and may have to stand back."""
+    `beginners`: workers with a request that begins a step, and may have to stand back."""
     waiting = {request.rank: request.layer for request in pending}
     if beginners and any(waiting.get(rank, at) > JUST_BEGUN for rank, at in positions.items()):
         pending = [request for request in pending if request.rank not in beginners or request.replay]

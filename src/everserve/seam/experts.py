@@ -11,7 +11,7 @@ is seen through (backends/cuda/captured.py). What is left to callers is StepAban
 
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:  # who only names the interface does not need torch
+if TYPE_CHECKING:  # modules that only name the interface do not need torch
     from torch import Tensor
 
 

@@ -1,4 +1,4 @@
-"""Who the expert workers are, which of them this attention worker trusts, and hence where each expert is for it.
+"""The expert workers, which of them this attention worker trusts, and hence where each expert is for it.
 
 A peer, as seen from here:
 
@@ -68,7 +68,7 @@ class Peer:
 
 
 class Suspicion(NamedTuple):
-    """For the orchestrator's ears."""
+    """A report to the orchestrator."""
 
     rank: Rank
     incarnation: Incarnation
@@ -94,10 +94,10 @@ class Peers(ABC):
         self.moe_layers = tuple(moe_layers)
         self.num_experts = num_experts
         self.epoch = 0
-        cell.position = -1  # nobody should wait for us yet
+        cell.position = -1  # no expert worker should wait for us yet
         self._peers: dict[Rank, Peer] = {}
         self._word = life_word(rank, incarnation)
-        # [index of the MoE layer][expert] -> rank and slot, as trusted now. Changed in place: others have addresses.
+        # [index of the MoE layer][expert] -> rank and slot, as trusted now. Changed in place: C holds their addresses.
         self.owner_LN = np.full((len(self.moe_layers), num_experts), NOBODY, np.int32)
         self.slot_LN = np.full_like(self.owner_LN, NOBODY)
         self.num_changes = 0  # of these two
@@ -116,7 +116,7 @@ class Peers(ABC):
 
     @abstractmethod
     def _note_trust(self, rank: Rank, is_trusted: bool) -> None:
-        """Whoever sends should know."""
+        """Update the sender's tables: whether rows may be sent to this rank."""
 
     @property
     @abstractmethod
@@ -125,8 +125,8 @@ class Peers(ABC):
 
     @abstractmethod
     def sweep(self) -> None:
-        """Forget the retired whose processes are certainly dead. Not in the middle of a layer: their answers, if they
-        came in time, may still be in use."""
+        """Forget retired peers once their processes are certainly dead. Not in the middle of a layer: answers that they
+        sent in time may still be in use."""
 
     # -- what the orchestrator says --------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class Peers(ABC):
 
     @property
     def incarnations(self) -> list[WorkerId]:
-        """Who has joined and not left."""
+        """The expert workers that have joined and not left."""
         return [WorkerId(peer.rank, peer.incarnation) for peer in self._peers.values()]
 
     # -- what is seen from here ------------------------------------------------------------------

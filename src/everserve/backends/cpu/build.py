@@ -34,7 +34,7 @@ from everserve.worker.shortage import memory_for
 
 @dataclass(frozen=True)
 class Opened:
-    """A model whose directory was checked, and the ops that will compute it."""
+    """A model with a checked directory, and the ops that will compute it."""
 
     model: ModelConfig
     checkpoint: Checkpoint
@@ -64,7 +64,7 @@ def fair_num_threads(num_workers: int) -> int:
 
 
 def has_spare_cores(num_workers: int) -> bool:
-    """Whether a worker may spin while it waits: somebody else never needs its core."""
+    """Whether a worker may spin while it waits: there is a core for every process."""
     num_other_processes = 2  # the gateway is busy too, and the orchestrator now and then
     return len(os.sched_getaffinity(0)) >= num_workers + num_other_processes
 

@@ -93,7 +93,7 @@ class ExpertLoop(ExpertService):
             self._drop_pending(rank)
 
     def _drop_pending(self, rank: Rank) -> None:
-        """Nobody waits for these any more."""
+        """No worker waits for the answers to these requests any more."""
         kept = [request for request in self._pending if request.rank != rank]
         self._num_dropped += len(self._pending) - len(kept)
         self._pending = kept

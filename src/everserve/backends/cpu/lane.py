@@ -15,7 +15,7 @@ Boxes have room for the largest step; memory is only touched, and paid for, wher
 x and y begin at whole numbers of rows from the beginning of the lane, and `LaneRegion` maps all lanes of a process at
 whole numbers of rows from one base: so one kernel call can compute rows of many boxes where they lie.
 
-This module needs neither torch nor numpy: whoever allocates lanes has no use for them.
+This module needs neither torch nor numpy: the process that allocates lanes does not load them.
 """
 
 import ctypes
@@ -88,8 +88,8 @@ class LaneShape:
 
     @classmethod
     def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
-        """Whoever allocates a lane and both its ends must come to the same shape: by this. (A model without experts has
-        no lanes; its shape only has to be possible.)"""
+        """The anchor that allocates a lane and both of its ends compute the same shape by this. (A model without
+        experts has no lanes; its shape only has to be possible.)"""
         return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
 
     @property
@@ -140,7 +140,7 @@ class LaneRegion:
         return len(self._free)
 
     def map(self, fd: int) -> int:
-        """Map a lane; returns its address. The descriptor stays the caller's, who may close it."""
+        """Map a lane; returns its address. The descriptor stays the caller's, and may be closed."""
         size = os.fstat(fd).st_size
         if size < self.lane_bytes:  # reading beyond the end would be SIGBUS
             raise ValueError(f"a lane has {self.lane_bytes} bytes, this memory has {size}")

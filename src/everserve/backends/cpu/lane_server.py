@@ -2,9 +2,9 @@
 
     poll -> choose a batch (seam/batching.py) -> compute, in place -> answer
 
-A request is refused, with a status that says why, if its sizes or indices make no sense. So whatever a dying peer
-leaves behind costs it a request, not us a crash. It is answered *moved* if a row names another expert than its slot
-holds now: that is compared when the batch is gathered, and slots only change between batches.
+A request is refused, with a status that says why, if its sizes or indices are invalid. So whatever a dying peer leaves
+behind costs that peer a request, and cannot crash this worker. A request is answered *moved* if a row names another
+expert than its slot holds now: that is compared when the batch is gathered, and slots only change between batches.
 """
 
 import ctypes

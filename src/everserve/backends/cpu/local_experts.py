@@ -14,7 +14,7 @@ class LocalExperts:
     def __init__(self, expert_half: ExpertHalf) -> None:
         assert expert_half.num_slots >= expert_half.config.num_experts
         self._experts = expert_half
-        # 0 0 0 1 1 1 2 2 2 ...: whose row is whose. Smaller batches use the beginning of it.
+        # 0 0 0 1 1 1 2 2 2 ...: the token of each row. Smaller batches use the beginning of it.
         self._token_R = torch.empty(0, dtype=torch.int32)
 
     def begin_step(self, num_rows: int) -> None: ...

@@ -7,8 +7,8 @@ Every op is batch-invariant and thread-invariant: a row's result is the same bit
 of threads, the chunks of a prefill and the block size (csrc/gemm.h and csrc/attention.c say how).
 
 Threads. None is started before the first op that is worth sharing, and the child of a fork starts its own. The calling
-thread does whatever the helpers have not taken, so a helper that gets no core holds up nobody. An idle helper spins for
-`spin_us` before it sleeps, offering its core to others every microsecond; if the next op comes within that time,
+thread does whatever the helpers have not taken, so a helper that gets no core delays no op. An idle helper spins for
+`spin_us` before it sleeps, yielding its core every microsecond; if the next op comes within that time,
 sharing it costs a microsecond, else about 20. With another process busy on one of two cores, two threads are as fast as
 one (with libgomp four times slower); where processes outnumber cores by more, give each one thread.
 

@@ -1,4 +1,4 @@
-"""ExpertPeers: peers whose lanes are in host memory, with the tables that csrc/exchange.c works on."""
+"""ExpertPeers: peers with lanes in host memory, with the tables that csrc/exchange.c works on."""
 
 import ctypes
 from collections.abc import Sequence

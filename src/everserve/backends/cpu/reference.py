@@ -153,7 +153,7 @@ class ReferenceOps(Composed):
         size = residual_TD.shape[1]
         addresses = (ctypes.c_int64 * weights_TK.numel()).from_address(row_TK)
         rows = [_floats_at(address, 1, size) for address in addresses]
-        rows_TKD = torch.cat(rows).view(*weights_TK.shape, size)  # copied: nobody else writes to it any more
+        rows_TKD = torch.cat(rows).view(*weights_TK.shape, size)  # copied: no other process can write to it
         return self.combine(rows_TKD.to(self.device), weights_TK, residual_TD)
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
@@ -167,7 +167,7 @@ class ReferenceOps(Composed):
 
 
 def _floats_at(address: int, num_rows: int, size: int) -> Tensor:
-    """Memory of others as a tensor; it must stay mapped for as long as the tensor is used."""
+    """Memory that torch does not own as a tensor; it must stay mapped for as long as the tensor is used."""
     return torch.frombuffer((ctypes.c_float * (num_rows * size)).from_address(address), dtype=torch.float32).view(
         num_rows, size
     )

@@ -4,9 +4,9 @@ A layer goes out in parts, one per expert worker, and is complete when every row
 that is one call into C and one wake-up (csrc/exchange.c). Otherwise, until all rows have an answer:
 
     something happened          what is done about it
-    the alarm rang              whoever died or fell silent is suspected
+    the alarm rang              peers that died or fell silent are suspected
     the control word changed    the orchestrator's messages are read: peers and routes may change
-    no answer for detect_ms     whoever is idle although we asked did not hear: it is rung again, then suspected
+    no answer for detect_ms     a peer that is idle despite a request missed the ring: ring again, then suspect it
     an answer says no           its sender is suspected
     an answer says moved        a slot holds another expert than our routes say: no suspicion, the next candidate
     then                        the rows of suspects that have no answer yet go to the next candidates, as replays
@@ -84,9 +84,9 @@ class RemoteExperts:
 
     on_control()                              read the control socket; may call any method of `peers`
     on_suspect(rank, incarnation, reason)     a peer is routed around from now on
-    on_replay(suspect, layer, num_rows)       rows that it had were sent to others
+    on_replay(suspect, layer, num_rows)       its rows were sent to other peers
 
-    The last two are called after the rows are on their way: words can wait, rows cannot. `lease_s` is renewed with the
+    The last two are called after the rows were sent: reports can wait, rows cannot. `lease_s` is renewed with the
     warden while answers are awaited. `spin_us`: how long to spin for an answer before sleeping; 0 where processes
     outnumber cores. `others_turn`, for peers in this very process, lets them work and says whether they did; when they
     did not, time passes.
@@ -143,7 +143,7 @@ class RemoteExperts:
         """Call void function(argument, layer), without the interpreter's lock, when a layer's rows are on their way and
         all there is to do is wait. (Not in a layer that begins with something to attend to.) 0: call nothing.
 
-        Whoever asks for it keeps both alive.
+        The caller must keep both alive.
         """
         self._exchange.meanwhile, self._exchange.meanwhile_arg = function, argument
 
@@ -157,7 +157,7 @@ class RemoteExperts:
         self._peers.sweep()
 
     def rest(self) -> None:
-        """Between steps nobody waits for us anyway."""
+        """Nothing to do: between steps no expert worker waits for us."""
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
@@ -180,7 +180,7 @@ class RemoteExperts:
     def _heal(self, outcome: int, layer: int) -> None:
         """Something happened: decide, send again what needs it, wait, until the layer is complete."""
         num_looks: dict[Rank, int] = {}
-        told: set[int] = set()  # the parts whose failure is known
+        told: set[int] = set()  # the parts with a reported failure
         while outcome != Outcome.DONE:
             suspicions: list[Suspicion] = []
             if outcome == Outcome.ATTEND:
@@ -221,7 +221,7 @@ class RemoteExperts:
         if self._others_turn is not None and self._others_turn():
             return []
         self._peers.warden.renew(self._lease_s)
-        self._on_control()  # a ring may have been lost with the one who rang
+        self._on_control()  # the ringing process may have died before it rang
         suspicions: list[Suspicion] = []
         blocked = self._exchange.blocked[: self._exchange.num_blocked]
         for rank in {part.rank for part in self._parts(_OPEN).values()}.union(map(Rank, blocked)):
@@ -235,7 +235,7 @@ class RemoteExperts:
         return suspicions
 
     def _suspect_the_unwilling(self) -> list[Suspicion]:
-        """It cannot make sense of what we ask. The next routes resolve that, or it is replaced."""
+        """The peer could not compute the request. The next routes resolve that, or the peer is replaced."""
         refused = [part for part in self._parts(_REFUSED).values() if part.status != Status.MOVED]
         return self._suspect(refused)
 

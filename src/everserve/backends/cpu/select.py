@@ -17,7 +17,7 @@ class HostOps(Ops, ExpertOps, Protocol):
 
 def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> HostOps:
     """Native kernels where a C compiler is at hand, plain PyTorch otherwise (with a line that says so)."""
-    from everserve.backends.cpu import ops as native  # noqa: PLC0415 (only who computes needs it)
+    from everserve.backends.cpu import ops as native  # noqa: PLC0415 (only processes that compute need it)
 
     reason = native.unsupported(head_size=model.head_size, num_experts=model.num_experts) or native.unavailable()
     if reason is None:

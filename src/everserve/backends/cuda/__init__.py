@@ -16,7 +16,7 @@ waiting.py         waiting for that (csrc/)
 
 placed_weights.py  weights in places that were planned for them
 weights_state.py   what a seat's weights memory holds, for the next incarnation
-logs.py            a worker's own KV log, and those of others
+logs.py            a worker's own KV log, and those of other workers
 predecessor.py     until nothing of the worker that had this KV pool before can write there
 
 ops/               the arithmetic: Triton kernels, and `Ops` over them

@@ -38,7 +38,7 @@ from everserve.tables.slots import EMPTY
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 
-_MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while others wait: some TB/s, or some GB/s
+_MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while streams wait: some TB/s, or some GB/s
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class SeatWeights:
         return identity_of(files, self._device.model, source.dtype, start.roles, self._experts)
 
     def complete(self) -> None:
-        """Everything is loaded: say so to those who come after us."""
+        """Everything is loaded: record that for the next incarnation."""
         torch.cuda.synchronize(self._device.torch_device)
         self._state.complete(self._identity)
 
@@ -186,7 +186,7 @@ def _num_slots(device: Device) -> int:
 
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
-    """Whoever allocates a lane and both its ends must come to the same shape."""
+    """The anchor that allocates a lane and both of its ends must compute the same shape."""
     model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
         engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)

@@ -3,12 +3,12 @@
     fill -> launch -> (meanwhile: the host does what can wait) -> see it through: wait, heal and go on, or done
 
 Steps come in *buckets* of rows: a step goes into the smallest one that has room, the rest of it is padding. Everything
-that may change between steps, or in one (who is there, where experts are), is read by the graphs from memory, so
-nothing is ever captured again.
+that may change between steps, or in one (which peers there are, where experts are), is read by the graphs from memory,
+so nothing is ever captured again.
 
-The device does not decide anything. A step whose experts do not all answer stops there: every kernel after that finds
-the word `stop` set and does nothing, so all that is needed to go on is where it was. Its experts change the tables,
-have the rows sent again (the chain's aside) and launch the rest of the chain: how a layer is healed is their matter.
+The device makes no decisions. A step stops in a layer if an expert does not answer: every later kernel finds the word
+`stop` set and does nothing, so the index of that layer is all that is needed to go on. The `CapturedExperts` then
+change the tables, send the rows again (the chain's aside) and launch the rest of the chain.
 """
 
 import time
@@ -68,7 +68,7 @@ class LaunchedStep:
 
 
 class CapturedExperts(Experts, Protocol):
-    """`Experts` whose calls are recorded once, and replayed in every step."""
+    """`Experts` with calls that are recorded once, and replayed in every step."""
 
     def see_through(self, step: LaunchedStep) -> None:
         """Until it has ended as it should. StepAbandoned if it cannot; then it has stopped for good."""
@@ -128,7 +128,7 @@ class CapturedForward:
                 LaunchedStep(self._stream, self._ops.words.stop, bucket.chain, self._report, due_ns)
             )
             bucket.lasted_ns = time.monotonic_ns() - began_ns
-        except StepAbandoned:  # it has stopped. After anything else the device may wait for a flag that nobody sets
+        except StepAbandoned:  # it has stopped. After any other error the device may wait for a flag for ever
             self._experts.end_step()
             raise
         self._experts.end_step()
@@ -156,13 +156,13 @@ class CapturedForward:
             num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device
         )  # fmt: skip
         with torch.cuda.stream(self._stream):
-            self._run(staging)  # once for nobody: kernels are compiled and loaded
+            self._run(staging)  # a warm-up: kernels are compiled and loaded
             self._report.num_due += 1
         torch.cuda.synchronize()
         with self._recorder.record() as chain:
             hidden_TD, logits_LV = self._run(staging)
         with torch.cuda.stream(self._stream):
-            self._report.num_due += chain.rehearse()  # for nobody too
+            self._report.num_due += chain.rehearse()  # a warm-up too
         torch.cuda.synchronize()
         return _Bucket(staging, chain, hidden_TD, logits_LV)
 

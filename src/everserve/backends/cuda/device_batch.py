@@ -1,7 +1,7 @@
 """DeviceBatch: a step's rows in device memory, at addresses that never change.
 
 Captured graphs read them there: a step is a copy of new contents, then a replay. A batch has room for a fixed number of
-rows (its *bucket*); rows that nobody asked for are padding: they have position -1, store nothing, attend to nothing
+rows (its *bucket*); the unused rows are padding: they have position -1, store nothing, attend to nothing
 and are routed nowhere.
 
 Attention is cut into work *items* on the host, because only the host knows lengths before a step:
@@ -54,7 +54,7 @@ def cut(
     Only the first `max_split` rows have room for partial results. (Decoding sequences come first; further back there
     may be a prompt's very last row.)
     """
-    if len(positions_T) == len(query_starts_S) - 1 <= max_split:  # nearly always: everybody decodes
+    if len(positions_T) == len(query_starts_S) - 1 <= max_split:  # nearly always: all sequences decode
         return _one_per_segment(query_starts_S[:-1], positions_T // SEGMENT + 1), np.empty((0, 4), np.int32)
     starts, lengths = query_starts_S[:-1], np.diff(query_starts_S)
     single = starts[lengths == 1]

@@ -59,7 +59,7 @@ class CudaExpertLoop(ExpertService):
 
     @property
     def _is_needed(self) -> bool:
-        """Whether anybody who could ask is in a step."""
+        """Whether a healthy attention worker is in a step, and so may send requests."""
         return any(customer.is_healthy and customer.cell.position >= 0 for customer in self._customers.values())
 
     @property
@@ -82,7 +82,7 @@ class CudaExpertLoop(ExpertService):
             self._asked_s = time.monotonic()
             return
         seen = self._cell.doorbell
-        self._cell.idle = True  # before looking once more: who begins a step now sees it, and rings
+        self._cell.idle = True  # before looking once more: a worker that begins a step now sees it, and rings
         if not self._is_needed and not self._has_news:
             self._cell.wait(seen, ATTEND_EVERY_S)
         self._cell.idle = False

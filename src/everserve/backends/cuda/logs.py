@@ -1,11 +1,11 @@
-"""The Kind.KV log of an attention worker on a GPU, and those of others as its device reaches them.
+"""The KV log of an attention worker on a GPU, and the logs of other workers as its device reaches them.
 
 anchor   the pool is device memory that outlives us; the log without its blocks is host memory, into which kernels
          write words
 mirror   the pool is our own; kernels copy into the log, all of which is host memory, as far as that is registered
 off      the pool is our own
 
-Logs of others are mapped when we hear of them, not when the first stream needs one: that stream waits.
+Logs of other workers are mapped as soon as they are announced: a stream that needs one must not wait for that.
 """
 
 import logging
@@ -62,7 +62,7 @@ class CudaLogs:
         return Journal(CudaLogWriter(own_log, kv_pool.data_ptr(), words, max_rows, side, mirror))
 
     def keep(self) -> KeptLogs:
-        """For those of others."""
+        """For the logs of other workers."""
         open_log = self._open_if_possible if self._own is not None else None
         return KeptLogs(open_log, self._own, opens_early=True)
 

@@ -1,18 +1,18 @@
-"""Whoever had this KV pool before us, on a device: until nothing of it can write there any more.
+"""The process that used this KV pool on the device before: wait until none of its work can write there any more.
 
 A successor in a seat gets its predecessor's pool as its own (`--kv-log anchor`) as soon as the kernel has marked the
 life word. That is early in a death: the step that was queued on the device may still run, and store KV into blocks
-which the successor has given to other streams. Nobody would notice: words are made of what is in the pool.
+that the successor has given to other streams. No check would detect that: words are computed from what is in the pool.
 
-    life word marked ──> the process lets go of the device ──> it is gone ──> quiet_s ──> the pool is ours
+    life word marked ──> the process releases the device ──> the process has exited ──> quiet_s ──> the pool is ours
 
-When a process is gone, its work is not: what was queued is done while the supervisor still holds its descriptors
-(procs/device_descriptors.py), and is over when it lets them go. It is one step at most: a second is plenty.
+Queued work outlives its process: it runs while the supervisor still holds the process's descriptors
+(procs/device_descriptors.py), and is over when the supervisor closes them. It is one step at most: a second is plenty.
 
-Who has the pool stands in the first line of its log, where the header leaves room. All of the waiting is done beside
-the successor's own start; if that was a spare, it is what takes longest.
+The pid of the pool's owner is in the first line of its log, where the header leaves room. The wait runs in parallel
+with the successor's own start. If the successor was a spare, this wait is the longest part of its start.
 
-Streams that others take over need none of this: what they copy is checked after it has arrived.
+Streams that other workers take over need none of this: their KV is checked after it was copied.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ from everserve.procs.device_descriptors import PARTING_S
 PID_AT, BORN_AT = 48, 56
 assert HEADER.size <= PID_AT and BORN_AT + 8 <= 64, "the header's line has room for both"
 _QUIET_S = 2 * PARTING_S
-_GIVE_UP_S = 30.0  # a process that was killed, or is killed for not hearing that it is gone, is gone long before
+_GIVE_UP_S = 30.0  # a killed process, or one that the supervisor kills after it was declared gone, exits long before
 _LOOK_EVERY_S = 0.005
 
 
@@ -38,7 +38,7 @@ class PredecessorStays(EverserveError):
 
 
 class Predecessor:
-    """Of whoever adopts this log. Watched from now on, in a thread."""
+    """The previous owner of this log's pool. A thread watches it from now on."""
 
     def __init__(self, log: Log, quiet_s: float = _QUIET_S) -> None:
         self._pid, self._born = _word(log, PID_AT).value, _word(log, BORN_AT).value
@@ -49,19 +49,19 @@ class Predecessor:
         threading.Thread(target=self._see_off, args=(quiet_s,), name="predecessor", daemon=True).start()
 
     def wait(self, timeout_s: float = _GIVE_UP_S) -> None:
-        """Until nothing of it is left."""
+        """Until its process has exited and its queued work is over."""
         if not self._is_over.wait(timeout_s):
             raise PredecessorStays(f"process {self._pid}, which had this KV pool before, has not ended")
 
     def _see_off(self, quiet_s: float) -> None:
-        while _born_at(self._pid) == self._born:  # a dead one that nobody has waited for may have threads that are not
+        while _born_at(self._pid) == self._born:  # a zombie too: some of its threads may still run
             time.sleep(_LOOK_EVERY_S)
         time.sleep(quiet_s)
         self._is_over.set()
 
 
 def own(log: Log, pid: int | None = None) -> None:
-    """This process writes into the pool from now on. The pid comes last: half of this is nobody."""
+    """This process writes into the pool from now on. The pid is written last: without it the pool has no owner."""
     pid = os.getpid() if pid is None else pid
     _word(log, PID_AT).value = 0
     _word(log, BORN_AT).value = _born_at(pid) or 0
@@ -74,7 +74,7 @@ def _word(log: Log, at: int) -> ctypes.c_int64:
 
 
 def _born_at(pid: int) -> int | None:
-    """In ticks since the machine started: who has this pid later is somebody else. None if nobody has."""
+    """Start time in ticks since boot: it tells apart processes that reuse a pid. None if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])
     except (OSError, IndexError):

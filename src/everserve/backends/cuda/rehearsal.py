@@ -3,7 +3,7 @@ not there.
 
 Kernels are compiled and loaded when they are first launched, for the very sizes that they are launched with, so nothing
 less will do. But every kernel looks at the word `stop` first and does nothing if it is set (and an expert worker has
-nothing to do before somebody sends it something): a weight only needs the right shape. That a model has many layers
+nothing to do before it gets a request): a weight only needs the right shape. That a model has many layers
 makes no difference to its kernels either: the first of each kind is enough.
 
 What a worker does only now and then is done too: send rows again, write and read a log, choose tokens in every way.

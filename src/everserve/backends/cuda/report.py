@@ -3,8 +3,8 @@
 ended     counts reports; stored last
 stop      0, or 1 + the index of the MoE layer in which the step stopped
 unplaced  an expert without a place, plus 1; or 0
-absent    a bit for each rank whose answer was not there
-tokens    the most likely token of each row whose logits were wanted
+absent    a bit for each rank without an answer
+tokens    the most likely token of each row with logits
 """
 
 import ctypes

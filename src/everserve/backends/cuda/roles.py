@@ -38,7 +38,7 @@ def prepare() -> None:
 def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
     start, device = around.start, _open(around)
-    logs = CudaLogs(device, around.memory)  # first: it may have to see somebody off meanwhile
+    logs = CudaLogs(device, around.memory)  # first: it may have to wait for the predecessor, in parallel with the rest
     weights = SeatWeights(device, around.memory)
     decoder = build_decoder(device, weights)
     recorder = make_recorder(device)
@@ -77,7 +77,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
 
 def _open(around: Surroundings) -> Device:
     device = open_device(around.start, around.loading)
-    around.control.leave_behind()  # also who dies before it is ready has something queued
+    around.control.leave_behind()  # a worker that dies before it is ready has queued work too
     return device
 
 

@@ -1,8 +1,8 @@
-"""Every way of choosing a token once, for nobody.
+"""Warm-up: every way of choosing a token once.
 
-On a device a kernel is loaded, and ours are compiled, when it is first used. This takes a while, and may wait for
-everything that runs. A worker whose streams were all greedy so far would do that in the middle of a failover, with the
-first stream of another kind that it takes over.
+On a device a kernel is loaded, and a Triton kernel compiled, when it is first used. This takes a while, and may wait
+for all kernels that run. A worker with only greedy streams so far would otherwise do that in the middle of a
+failover, with the first sampled stream that it takes over.
 """
 
 import torch

@@ -33,7 +33,7 @@ class _Server(Protocol):
 
 
 class CudaSlots:
-    """`weights` know what is in the seat's memory for those who come after us, `server` what may be computed now."""
+    """`weights` records what is in the seat's memory for the next incarnation, `server` what may be computed now."""
 
     def __init__(self, weights: _Weights, arena: ExpertArena, server: _Server, num_experts: int) -> None:
         self.num_experts = num_experts

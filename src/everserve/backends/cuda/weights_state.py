@@ -10,13 +10,13 @@ memory beside it does:
     complete(identity)   state = complete
 
 A worker that changes some of its slots while it serves does the same around each change, with the identity of what is
-there afterwards. Only the owner may do so, the incarnation that has opened the memory last: one that was given up, and
-does not know it yet, would change what its successor computes with.
+there afterwards. Only the owner may do so, the incarnation that has opened the memory last: an older incarnation that
+was declared gone, and still runs, would change weights that its successor computes with.
 
 A writer that dies before the last line leaves `loading`, and its successor begins again. There may be several writers
 at once, and readers beside them: a predecessor that was given up but still lives, and other seats with the same weights
 (`Design.weights_owner`). All of them write the same bytes to the same places, so that changes nothing. At worst a page
-says `loading` about weights that are all there, and the next one loads them once more.
+says `loading` about weights that are complete, and the next incarnation loads them once more.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def identity_of(
 
 
 class WeightsState:
-    """The page, mapped. The descriptor stays the caller's, who may close it."""
+    """The page, mapped. The descriptor stays the caller's, and may be closed."""
 
     def __init__(self, fd: int) -> None:
         size = os.fstat(fd).st_size
@@ -74,7 +74,7 @@ class WeightsState:
         self._set(_STATE_AT, _COMPLETE)
 
     def claim(self, owner: Incarnation) -> None:
-        """Nobody else may change slots from now on."""
+        """Only this incarnation may change slots from now on."""
         self._set(_OWNER_AT, owner)
 
     def is_owned_by(self, incarnation: Incarnation) -> bool:

@@ -13,7 +13,7 @@ def gateway_of(request: Request) -> Gateway:
 
 
 async def check_api_key(request: Request) -> None:
-    """Leaves in `request.state` whose request it is."""
+    """Sets `request.state.owner`: the name of the key that the request brought."""
     request.state.owner = gateway_of(request).access.check(request.headers.get("authorization"))
 
 

@@ -44,7 +44,7 @@ class Access:
         return self.has_admin_key or self._is_on_loopback
 
     def check(self, authorization: str | None) -> Owner:
-        """Whose request this is, by its `Authorization: Bearer KEY`; 401 if that is not enough."""
+        """The owner of this request, by its `Authorization: Bearer KEY`; 401 if that is not enough."""
         owner = self._find(authorization)
         if owner is None and self.needs_key:
             raise _unauthorized(authorization)
@@ -100,14 +100,14 @@ def _unauthorized(authorization: str | None) -> HttpError:
 #
 #     cmpl-my-42-0.17@key1     choice 0 of the request that its client called my-42; the 17th stream of this gateway
 #
-# The end says who may see the rest: requests with that key; any (`@`), if the gateway made the id itself and no keys
-# are set; or none (`@-`), if a client chose it and no key tells that client from others. Workers and event logs know
-# streams by the whole name. The names of streams that a reader may not see are shown as `stream-17`.
+# The end says which readers may see the rest: requests with that key; any (`@`), if the gateway made the id itself and
+# no keys are set; or none (`@-`), if a client chose it and no key tells that client from others. Workers and event logs
+# know streams by the whole name. The names of streams that a reader may not see are shown as `stream-17`.
 _NO_READER = "-"
 
 
 def audience(owner: Owner, is_chosen: bool) -> str:
-    """Who may see an id of this owner: one that its client chose, or one that the gateway made."""
+    """Which readers may see an id of this owner: one that its client chose, or one that the gateway made."""
     return _NO_READER if owner == ANYONE and is_chosen else owner
 
 

@@ -50,7 +50,7 @@ def exact_weight(body: bytes | bytearray) -> Iterator[int]:
                 weight += 0 if is_in_text else _PER_TEXT
                 is_in_text = not is_in_text
                 at += 1
-            elif at < end:  # a backslash whose character is in the next slice
+            elif at < end:  # a backslash; its character is in the next slice
                 at += 2
         yield weight
 

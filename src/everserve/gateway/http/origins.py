@@ -1,7 +1,7 @@
-"""What a browser may be made to do: pages of other origins do not reach this server in the name of its users.
+"""Browser requests: pages of other origins cannot use this server on behalf of its users.
 
-Host             the name by which a client asks for this server must be one of its own. A page whose name was made to
-                 point at this host after it was loaded (DNS rebinding) asks by the page's name.
+Host             the name by which a client asks for this server must be one of its own. If a page's name was made
+                 to point at this host after the page was loaded (DNS rebinding), requests carry the page's name.
 Origin,          what changes the cluster is not done for a page of another origin. Browsers send these headers, pages
 Sec-Fetch-Site   cannot change them, and clients that are no browsers do not send them.
 

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn, with a listener of our own that leaves descriptors to others.
+"""The HTTP server: uvicorn, with a listener of our own that reserves descriptors for workers.
 
 A process has a limit of open descriptors. If clients could use all of them, the gateway could not receive the channel
 of the next worker, or of the next orchestrator. So connections are accepted one at a time, and only while enough

@@ -27,7 +27,7 @@ class _Item:
     """One event as it is sent."""
 
     data: bytes
-    may_see: str = ANYONE  # the key whose readers get ...
+    may_see: str = ANYONE  # readers with this key get ...
     own_data: bytes = b""  # ... this instead
 
     @classmethod

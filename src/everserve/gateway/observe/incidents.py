@@ -52,7 +52,7 @@ class Incident:
         self.tally = 0
 
     def began(self, at_s: float, unix_s: float) -> None:
-        """News travel on several ways: the earliest moment counts."""
+        """Several processes report it: the earliest time counts."""
         if at_s < self.at_s:
             self.at_s, self.unix_s = at_s, unix_s
 

@@ -2,7 +2,7 @@
 
     queued -> first_token -> ... failover, paused, moved, client_disconnected, client_resumed ... -> finished
 
-These are events of the span, each at the time when it happened. A *failover* says whose death it was, which gap its
+These are events of the span, each at the time when it happened. A *failover* says which worker died, which gap its
 client saw, and how many tokens came from the log or were computed again. What is known about a death comes from several
 processes, in any order: so everything is collected as it comes, and the span is made of it at the end.
 
@@ -46,15 +46,15 @@ if TYPE_CHECKING:
     from everserve.gateway.streams.choices import Choice
 
 _CLOSE_S = 2.0
-_NUM_TIMES = 64  # tokens of a stream whose times are remembered: what is told of them comes a little later
-_SAME_FAULT_S = 1.0  # what is told of one death comes within this time
+_NUM_TIMES = 64  # latest tokens of a stream with remembered times: events about them arrive a little later
+_SAME_FAULT_S = 1.0  # all reports of one death arrive within this time
 _SAMPLING = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 _propagator = TraceContextTextMapPropagator()
 
 
 @dataclass(eq=False)
 class Mark:
-    """One event of a span. `fault`: the rank whose death it tells of; why it died may be known only later."""
+    """One event of a span. `fault`: the rank that died; why it died may be known only later."""
 
     at_s: float
     name: str
@@ -111,7 +111,7 @@ class _Path:
 
     def __init__(self, begun_s: float) -> None:
         self._times_s: deque[float] = deque([begun_s], maxlen=_NUM_TIMES)
-        self._open: list[Mark] = []  # whose gap is not over yet
+        self._open: list[Mark] = []  # marks with a gap that is not over yet
 
     def add(self, now_s: float) -> None:
         """A token."""
@@ -238,7 +238,7 @@ class OtelTrace(RequestTrace):
             self._attributes["error.type"] = "client_disconnected"
         self._send(choices)
 
-    # -- what others say -------------------------------------------------------------------------
+    # -- what processes report -------------------------------------------------------------------
 
     def on_stream(self, choice: "Choice", event: RequestResumed | StreamMoved | StreamRestored) -> None:
         """It lost its worker, or has found another one."""

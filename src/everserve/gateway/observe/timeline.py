@@ -25,7 +25,7 @@ _NUM_KEPT = 100
 _MEASURED_S = 5.0  # after its end an incident's cost is still looked for
 _FORGOTTEN_S = 3.0  # nothing came of a suspicion or a signal
 _LONG_S = 0.5  # a wait that is worth telling before it is over
-_TOGETHER_S = 5.0  # small news of one kind within this time are one entry
+_TOGETHER_S = 5.0  # minor events of one kind within this time are one entry
 
 
 class Timeline:
@@ -299,7 +299,7 @@ class Timeline:
         return note
 
     def _tally(self, event: ev.Event, what: str, noun: str) -> None:
-        """Small news that come in numbers."""
+        """Minor events of one kind, counted in one entry."""
         last = self._incidents[-1] if self._incidents else None
         if last is None or last.who != what or event.at_s - last.at_s > _TOGETHER_S:
             last = self._note(event, "")
@@ -344,7 +344,7 @@ class Timeline:
 
 
 def _fits(incident: WorkerIncident, event: ev.Event, incarnation: int | None) -> bool:
-    """Whether this event can be about it. Of one that is over, late news may come; a suspicion that was wrong stays
+    """Whether this event can be about it. Events of one that is over may arrive late; a suspicion that was wrong stays
     over, and the next one of the same process is another one."""
     if not incident.is_open and not incident.is_decided:
         return False

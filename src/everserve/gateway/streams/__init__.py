@@ -4,12 +4,12 @@ fleet.py           all workers and all streams: which worker gets which stream, 
 links.py           the channel to one incarnation of one worker; fencing
 stream.py          exactly once: streams by token index, and those that run at one worker
 waiting.py         streams without a worker, in order
-poison.py        streams that may be what ends their workers
-log_references.py  whose KV logs streams still need
+poison.py          streams that may be what kills their workers
+log_references.py  KV logs that streams still need
 choices.py         one choice: tokens in, text out
 outbox.py          from the callbacks that make events to the task that writes them
-resumable.py       streams whose clients may lose their connections and come back
+resumable.py       streams of clients that may lose their connections and come back
 metrics.py         what is counted and measured
-cadence.py           tokens and the times between them, in ticks
-tracing.py         one trace per request: what is told to it
+cadence.py         tokens and the times between them, in ticks
+tracing.py         one trace per request: the calls that it receives
 """

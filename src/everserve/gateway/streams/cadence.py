@@ -29,7 +29,7 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Cadence:
-    """What this tick has seen so far, and the steps of the tick before it: news of a fault may come after its end."""
+    """What this tick has seen so far, and the steps of the tick before it: a fault may be reported after its end."""
 
     def __init__(self) -> None:
         self._num_tokens = 0

@@ -138,7 +138,7 @@ class Choice:
             text += self._detokenizer.flush()
             self.finish_reason = cast(FinishReason, output.finish_reason)
             if output.stop_id in self._options.stop_token_ids:
-                self.stop_reason = output.stop_id  # the model's own end of sequence is no news
+                self.stop_reason = output.stop_id  # stays None at the model's own end of sequence
         if self._stops is not None:
             text = self._stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
             if self._stops.hit is not None:

@@ -247,7 +247,7 @@ class Fleet:
         return sorted(map(WorkerId._make, self._lost.items()))
 
     def logs_in_use(self) -> list[WorkerId]:
-        """Whose KV logs are needed, or may be."""
+        """The workers with KV logs that are needed, or may be."""
         return [*self.logs.unsettled, *(link.log for link in self._links.values())]
 
     def link(self, rank: Rank) -> WorkerLink | None:
@@ -288,7 +288,7 @@ class Fleet:
             self.logs.need(stream, link.log)
             self._waiting.add(stream)
         self.logs.lose(link.log)
-        for stream in streams:  # only after all of them wait: a listener that is told may cancel siblings
+        for stream in streams:  # only after all of them wait: a listener may cancel siblings when it is called
             if stream.num_losses >= poison.MAX_LOSSES and self._waiting.remove(stream):
                 self._give_up(stream, link)
         self._bind_waiting(now_s)

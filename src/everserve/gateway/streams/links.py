@@ -4,8 +4,8 @@
         '---------------fence---'---------> fenced ------'
 
 A *leaving* link has given its streams back and gets no others. A *fenced* link belongs to an incarnation that was
-declared gone but whose process may still run: it may be stopped, and wake up later. It is read until its end so that
-what it says can be counted, and nothing of that is used.
+declared gone although its process may still run: it may be stopped, and wake up later. The link is read until its end
+so that its messages can be counted; none of them is used.
 """
 
 import asyncio

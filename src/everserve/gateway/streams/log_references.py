@@ -1,10 +1,10 @@
-"""Whose KV logs streams still need: those of workers that they lost, until they go on elsewhere or end.
+"""KV logs that streams still need: those of workers that they lost, until they go on elsewhere or end.
 
-    its worker is lost --> needed, by so many streams --the last of them goes on, or ends--> settled, and told
+    its worker is lost --> needed, by so many streams --the last of them goes on, or ends--> settled, and reported
                      '--------------no stream needs it----------------------------^
 
-The orchestrator keeps a lost worker's log until it is told, so that forgetting to tell would cost memory for good, and
-telling too early would cost streams a restore. It is told once; a new orchestrator begins with what is still needed.
+The orchestrator keeps a lost worker's log until the gateway reports it as settled. A missing report would leak memory;
+a report too early would cost streams a restore. It is sent once; a new orchestrator first gets what is still needed.
 """
 
 from collections import Counter
@@ -36,8 +36,8 @@ class LostLogs:
         self._told.clear()
 
     def need(self, stream: "Stream", log: WorkerId) -> None:
-        """The stream leaves the worker whose log this is. If it never had an output there, an older log may have more
-        of it: it keeps to that one."""
+        """The stream leaves the worker with this log. If it never had an output there, an older log may have more of
+        its KV: then it keeps the older log."""
         if stream.source is None:
             stream.source = log
             self._num_needed[log] += 1

@@ -90,7 +90,7 @@ class FleetMetrics:
 
     def __init__(self) -> None:
         self.num_resumed = 0  # streams that lost their worker and were given to another one
-        self.num_moved = 0  # streams whose worker gave them back
+        self.num_moved = 0  # streams that their worker gave back
         self.num_diverged = 0  # outputs that contradicted what clients had already
         self.num_stale = 0  # outputs that clients had already; messages of workers that were declared gone
         self.stall_s = Histogram(_STALL_S)

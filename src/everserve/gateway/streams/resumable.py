@@ -1,4 +1,4 @@
-"""Streams whose clients may lose their connections and come back for the rest.
+"""Streams of clients that may lose their connections and come back for the rest.
 
     live --the connection breaks--> suspended --its client comes back--> live
       '--the last event--> ended     '--------.
@@ -13,7 +13,7 @@ connection that looks open may have been dead for long.
 A stream belongs to the key that began it. With another key it cannot be told from one that never was: both are the same
 lookup that finds nothing, and the same 404.
 
-When memory is short, those are forgotten first whose clients lose the least by it:
+When memory is short, streams are forgotten in the order of how little their clients lose:
 
     ended        its client has most likely read it to its end      longest away first
     live         its client is there; it cannot come back later     largest first

@@ -7,7 +7,7 @@
 A stream outlives the workers that run it: it remembers every token that its client has, and goes on from there
 elsewhere. A listener sees every token of its stream once and in order. An output that was delivered before is dropped
 and counted; if it contradicts what was delivered, an event reports it. A gap means that a token is
-lost: the stream fails, because what follows would be a lie. Outputs for streams that are no longer in the table
+lost: the stream fails, because what follows would be wrong. Outputs for streams that are no longer in the table
 (cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
 
@@ -53,7 +53,7 @@ class Stream:
         self.tokens: list[int] = []  # what the client has
         self.group = 0  # siblings have the same number
         self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
-        self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; the fleet's business
+        self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; set by the fleet
         self.num_unanswered = 0  # tokens that its worker must compute before the next output
         self.submitted_s = 0.0
         self.waited_s = 0.0  # before it was given to its first worker
@@ -64,7 +64,7 @@ class Stream:
         self.lost_s: float | None = None  # when it lost its worker
         self.moved_s: float | None = None  # when its worker gave it back
         self.parted_rank: Rank | None = None  # of that worker
-        self.source: WorkerId | None = None  # whose log may have its KV; the business of LostLogs
+        self.source: WorkerId | None = None  # the worker with a log that may have its KV; set by log_references.py
 
     @property
     def num_owed(self) -> int:

@@ -1,4 +1,4 @@
-"""One trace per request: what is told to it.
+"""One trace per request: the calls that it receives.
 
 These are the calls, each without effect, for a server that does not trace. observe/spans.py implements them.
 """

@@ -55,14 +55,14 @@ class WaitingLine:
         return True
 
     def group(self, index: int = 0) -> list[Stream]:
-        """The siblings whose turn it is, after so many groups that are passed over; empty if there are none."""
+        """The siblings that are next, after skipping so many groups; empty if there are none."""
         parted = (siblings[:1] if self._new else siblings for siblings in self._parted.values())
         lines = (parted, self._new.values()) if self._is_turn_of_parted else (self._new.values(), parted)
         groups = itertools.chain(self._first.values(), *lines)
         return list(next(itertools.islice(groups, index, None), []))
 
     def bind(self, streams: list[Stream]) -> None:
-        """These siblings, whose turn it was, have a worker. Those that are left of them wait for their next turn."""
+        """These siblings, which were next, have a worker. The rest of their group waits for its next turn."""
         line, group = self._line_of(streams[0]), streams[0].group
         for stream in streams:
             self.remove(stream)

@@ -43,9 +43,9 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For decoders whose text depends on neighbours.
+    """For decoders in which a token's text depends on its neighbours.
 
-        window:  [ context | fresh ]     context: tokens whose text was sent, so that the first fresh token is not
+        window:  [ context | fresh ]     context: tokens with text that was sent, so that the first fresh token is not
                    `sent`                         decoded as if it began the text (it would lose its leading space)
 
     A run of byte tokens (`<0xE2>`...) decodes to characters only as a whole, so it is held back until it ends. So is a

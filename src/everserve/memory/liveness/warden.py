@@ -129,7 +129,7 @@ class Warden:
         cell.num_wardens += 1
 
     def unwatch(self, key: int) -> None:
-        """Forget a peer and what was not yet told about it. When this returns, its cell may be closed."""
+        """Forget a peer and its changes that were not read yet. When this returns, its cell may be closed."""
         assert self._is_mine()
         cell = self._cells.pop(key)
         self._lib.blocking.es_warden_unwatch(_key_args(self._handle, key))

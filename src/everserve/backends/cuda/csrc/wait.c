@@ -15,7 +15,7 @@ enum { SPIN_NS = 300000 };
 
 /* Until *word reaches `want`, the alarm or the control word changes, or time is up. Between two looks the thread sleeps
    for nap_ns, because processes may outnumber cores, but not when the word is due, at due_ns of the monotonic clock.
-   `own` and `alarm` may be NULL: nobody to listen to. */
+   `own` and `alarm` may be NULL: then they are not watched. */
 EXPORT int64_t es_device_wait(const _Atomic int64_t *word, int64_t want, const struct cell *own, uint32_t control_seen,
                               const _Atomic uint32_t *alarm, uint32_t alarm_seen, int64_t timeout_ns, int64_t nap_ns,
                               int64_t due_ns) {

@@ -14,6 +14,6 @@ whole steps can be queued on the device without the host looking at any layer.
     (wait until flag >= 0)  <──────── flag ──────────────────────────────────────────────────────────┘
     collect
 
-Nobody waits inside a kernel except `choose`, and that not for long: the attention worker's stream waits by itself
-(cuStreamBatchMemOp), which costs nothing and which anybody can end by writing to the flag.
+No kernel waits, except `choose`, and that not for long: the attention worker's stream itself waits
+(cuStreamBatchMemOp). That costs nothing, and any process that maps the lane can end it by writing to the flag.
 """

@@ -3,13 +3,13 @@
     flag | answer | status | request | position | counts 0, 1 | x 0 | y 0 | x 1 | y 1
 
     flag      int32   what the attention worker's stream waits for: -1 when something was sent, 0 when it was answered.
-                      Whoever wants to end the wait writes 0; whether the answer is there is for `answer` to say.
+                      Writing 0 ends the wait; only `answer` says whether there is an answer.
     answer    int64   the sequence number that was answered last
     status    int64   of that answer: 0 computed, otherwise why not (seam/outcomes.py: Status)
     request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
                       begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
-    counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it is believed to
+    counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it should
                       hold, count | (expert + 1) << COUNT_BITS; rows are sorted by slot. A slot that holds another one
                       does not compute: its word gets the sign bit, and the answer says MOVED
     x, y      bf16    max_tokens * top_k rows each
@@ -18,7 +18,7 @@ A new lane is all zeros, and that is how it begins: neither end has to do anythi
 Words that are waited for are 128 bytes apart. x and y begin at whole numbers of rows from the beginning of the lane,
 and lanes of one process lie lane_bytes() apart, by rank: so any row is an index from the first lane's beginning.
 
-This module needs neither torch nor triton: whoever allocates lanes has no use for them.
+This module needs neither torch nor triton: the process that allocates lanes does not load them.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""CudaPeers: peers whose lanes are in device memory, at addresses that captured graphs contain.
+"""CudaPeers: peers with lanes in device memory, at addresses that captured graphs contain.
 
-A lane can only be put in its place, or taken away, while no step runs: whoever joins in the middle of one waits for its
-end. Until then it is not trusted, so nothing is sent to it.
+A lane can only be mapped in its place, or unmapped, while no step runs: a peer that joins in the middle of a step waits
+for its end. Until then it is not trusted, so nothing is sent to it.
 """
 
 import os
@@ -75,7 +75,7 @@ class CudaPeers(Peers):
         self._joining: list[_Joining] = []
         self._retired: list[Peer] = []
         self._uploaded = 0
-        self._owed: dict[Rank, int] = {}  # the last request to somebody who was given up, if it had no answer then
+        self._owed: dict[Rank, int] = {}  # the last request to a peer that was given up, if it had no answer then
         self._num_stale = 0
 
     def end(self) -> None:
@@ -101,7 +101,7 @@ class CudaPeers(Peers):
         super().leave(rank, incarnation)
 
     def sweep(self) -> None:
-        """The step has ended: let those in who came meanwhile."""
+        """The step has ended: map the lanes of peers that joined meanwhile."""
         assert not self.is_in_step
         joining, self._joining = self._joining, []
         for peer in joining:
@@ -129,7 +129,7 @@ class CudaPeers(Peers):
     # -- in the middle of one --------------------------------------------------------------------
 
     def release(self, rank: Rank) -> None:
-        """Do not wait for an answer from there any longer. Whether it is there, `collect` will see."""
+        """Do not wait for an answer from there any longer. `collect` checks whether it has arrived."""
         self._driver.write(self._region.address(rank) + FLAG_AT, _ZERO)
 
     def await_again(self, rank: Rank) -> None:
@@ -176,14 +176,14 @@ class CudaPeers(Peers):
 
     @property
     def given_up(self) -> list[Rank]:
-        """Who has a lane, and nothing is expected from."""
+        """Ranks with a lane that are not trusted: no answer is expected from them."""
         ranks = map(Rank, self.expert_ranks)
         return [rank for rank in ranks if self._region.is_mapped(rank) and self.trusted(rank) is None]
 
     @property
     def num_stale(self) -> int:
-        """Nobody looks at a lane whose peer was given up until another one takes its place: that is when a late answer
-        is seen, if there is one."""
+        """A late answer of a peer that was given up is counted only when another peer takes its place: the lane is not
+        read before."""
         return self._num_stale
 
     # -- lanes -----------------------------------------------------------------------------------
@@ -208,4 +208,4 @@ class CudaPeers(Peers):
         self._retired.append(peer)
 
     def _note_trust(self, rank: Rank, is_trusted: bool) -> None:
-        """The tables say it: experts are only where somebody is trusted."""
+        """Nothing to do: the tables name only places at trusted peers."""

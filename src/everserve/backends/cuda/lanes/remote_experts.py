@@ -3,15 +3,15 @@ back without the host.
 
 Recorded, for each layer:   plan -> post | wait for all flags -> collect
 
-The host waits for the end of the whole step. If somebody is suspected meanwhile, it writes that lane's flag, so that
-the device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
+The host waits for the end of the whole step. If a peer is suspected meanwhile, it writes that lane's flag, so that the
+device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
 
     the rows of that layer go to the next candidates, as replays      (the part before the |, recorded a second time)
     a slot holds another expert than our routes say                   likewise, without a suspicion
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
 
-A flag that was written for nothing does no harm: the step stops, and goes on waiting from there. What is to be told
-about all that is told when the rows are on their way: words can wait, rows cannot.
+A flag that was written without need does no harm: the step stops, and goes on waiting from there. Callbacks are called
+only after the rows were sent, because reports can wait and rows cannot.
 """
 
 import time
@@ -78,7 +78,7 @@ class CudaExperts:
             self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
         ]
         self._must_release = False
-        self._looks: dict[Rank, tuple[int, int]] = {}  # at those who do not answer: how many, after which answer
+        self._looks: dict[Rank, tuple[int, int]] = {}  # at peers that do not answer: how many, after which answer
         self._looked_ns = 0
         self._alarm_seen = self._control_seen = 0
         self._untold: list[Callable[[], None]] = []
@@ -122,7 +122,7 @@ class CudaExperts:
         self._peers.sweep()
 
     def rehearse(self) -> None:
-        """What is only done when something is wrong, or nothing is to be done: once, before there is anybody."""
+        """Run once, before there are peers, what is otherwise run only on failures or when idle."""
         self.rest()
         self._state.unplaced.zero_()
         for rank in map(Rank, self._peers.expert_ranks):
@@ -131,7 +131,7 @@ class CudaExperts:
             self._peers.has_refused(rank)
 
     def rest(self) -> None:
-        """There is nothing to compute for a while, or a step is given up: nobody should wait for us."""
+        """No step runs for a while, or a step is given up: no expert worker should wait for us."""
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
@@ -159,7 +159,7 @@ class CudaExperts:
         return outcome
 
     def _attend(self, outcome: int) -> None:
-        """Look after others, so that the step can end: who is waited for in vain is given up."""
+        """Handle alarms and timeouts, so that the step can end: a peer that does not answer is given up."""
         peers, suspicions = self._peers, []
         if outcome == Outcome.ATTEND:
             # The words are read first: what comes later rings again.
@@ -210,8 +210,8 @@ class CudaExperts:
         return bool(lost or moved)
 
     def _look_at_the_silent(self) -> list[Suspicion]:
-        """Nothing came for detect_ms. A peer whose process lives may be stuck all the same; not if it has answered
-        since the last look, in a step that takes long.
+        """Nothing came for detect_ms. A peer with a live process may still be stuck; not if it has answered since the
+        last look, in a long step.
 
         Only waiting for a peer renews the lease: it ends when the peer is given up. If it is our own device that does
         not come to an end, the lease does, and this worker is replaced."""

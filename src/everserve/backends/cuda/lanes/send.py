@@ -4,13 +4,13 @@
     post      x rows into the boxes; then the requests, and our position
               (the stream waits until flag >= 0 in every lane that may have been sent something)
     collect   is every answer there? then the sum of y rows, straight out of the boxes, by y_row_TK;
-              otherwise stop, and say who is absent
+              otherwise stop, and report which ranks are absent
 
 All tables are contents of device memory, so that a captured graph follows every change of routes. A layer is sent
-again, after somebody died, by plan and post with new tables and `replay`: under new sequence numbers, into the other
+again, after a peer died, by plan and post with new tables and `replay`: under new sequence numbers, into the other
 boxes. Experts are pure functions, so the result is the same bit for bit.
 
-A row whose expert has no place stops the step before anything is sent.
+If a row's expert has no place, the step stops before anything is sent.
 
 One of the expert workers, the *lead*, lets steps begin (serve.py): it is always asked in the first layer, for rows or
 not. What it has no rows for it need not answer: the step goes on if it dies.
@@ -61,7 +61,7 @@ class SendState:
     present_E: Tensor  # int32, 1: there is a lane. Where it is 0, nothing is mapped and nothing is touched
     sent_E: Tensor  # int64: the last sequence number. 0 with a new lane
     bell_E: Tensor  # int64: where to ring once something was sent: an address, or 0
-    lead: Tensor  # int32: who lets our steps begin; if there is no such rank, nobody
+    lead: Tensor  # int32: the rank that lets our steps begin; num_ranks if there is none
     rows_E: Tensor  # int32: how many rows of this layer went there
     num_done: Tensor  # int32: programs of `post` that have done their part
     unplaced: Tensor  # int32: an expert without a place, plus 1, if that is why the step stopped
@@ -141,7 +141,7 @@ def collect(state: SendState, y_row_TK: Tensor, weights_TK: Tensor, residual_TD:
 
 
 def announce(state: SendState, layer: int) -> None:
-    """Tell everybody which layer we are on our way to: 0 where a step begins, -1 if it is given up."""
+    """Tell all expert workers which layer we are on our way to: 0 where a step begins, -1 if it is given up."""
     _announce_kernel[(1,)](state.region, state.present_E, state.stop, layer, **_all_ranks(state), num_warps=1)
 
 
@@ -163,7 +163,7 @@ def _plan_kernel(
     LANE_ROWS: tl.constexpr, FIRST_Y: tl.constexpr, BOX_ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per place, and one for rows that have none. Each counts by itself what is before it in its box: that
-    is faster than to wait for others. A place that no expert is routed to has little to do."""
+    is faster than waiting for other programs. A place that no expert is routed to has little to do."""
     if is_stopped(stop, EARLY):
         return
     place = tl.program_id(0)
@@ -202,7 +202,7 @@ def _plan_kernel(
 
 @triton.jit
 def _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
-    """Rows without a place: padding has no row, anything else stops the step. The highest expert is told."""
+    """Rows without a place: padding has no row, anything else stops the step. The highest such expert is reported."""
     highest = 0
     for start in range(0, num_rows, CHUNK):
         r = start + tl.arange(0, CHUNK)
@@ -221,7 +221,7 @@ def _post_kernel(
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, MAX_ROWS: tl.constexpr,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row. Whoever is the last to do its part sends, for all: a kernel more would take longer."""
+    """Some columns of one row. The last program to finish sends for all: another kernel would take longer."""
     if is_stopped(stop, EARLY):
         return
     token = tl.program_id(0).to(tl.int64)
@@ -246,7 +246,7 @@ def _send(
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """x and counts are there. The flag comes before the request, since the answer to it sets the flag; our position
-    comes after it, since whoever sees that we have passed must also see what we sent."""
+    comes after it, since a reader that sees that we have passed must also see what we sent."""
     ranks = tl.arange(0, EB)
     is_there = tl.load(present + ranks, mask=ranks < E, other=0) != 0
     begins = is_there & (ranks == tl.load(lead)) & (layer == 0) & (replay == 0)
@@ -272,7 +272,7 @@ def _collect_kernel(
     region, rows, sent, absent, y_row, weights, residual, out, stop, layer,
     K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row. Each program looks by itself. If some of them see an answer that others did not see yet,
+    """Some columns of one row. Each program checks by itself. If some see an answer that other programs do not see yet,
     the step stops all the same, and what they have stored is stored once more when it goes on."""
     if tl.load(stop) != 0:
         return

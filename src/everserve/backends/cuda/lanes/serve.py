@@ -2,19 +2,21 @@
 
     choose -> gather -> gate_up -> down and answer         (the products: backends/cuda/ops/experts.py)
 
-`choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Who has to
-stand back at the beginning of a step is up to one expert worker, whom the attention workers name (send.py): deciding
-independently, two expert workers can hold back each other's beginners, and so deadlock until their patience ends.
+`choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Which
+attention workers have to stand back at the beginning of a step is decided by one expert worker, the lead that the
+attention workers name (send.py): deciding independently, two expert workers can hold back each other's beginners, and
+so deadlock until their patience ends.
 
-It takes the counts of the boxes over into memory of our own, checked: whatever a dying peer writes into its lane after
-that, or has written before, costs it a request, not us a crash. It also compares the experts that the counts are for
-with those that the slots hold now; the host changes a slot only while no kernel of ours runs that could use it.
+It copies the counts of the boxes into this worker's own memory, and checks them: whatever a dying peer writes into its
+lane, before or after, costs that peer a request and cannot crash this worker. It also compares the experts
+that the counts are for with those that the slots hold now; the host changes a slot only while no kernel of this worker
+runs that could use it.
 
 If there is nothing to do there are no tiles, and the other kernels fall through.
 
-A stream that has nothing to do waits for its *bell*: a word that everybody sets who has sent it something. `choose`
-takes it back before it looks, and sets it again if it leaves something for the next time; also if more is to come from
-a step that goes on, since looking for it is faster than to be woken.
+A CUDA stream that has nothing to do waits for its *bell*: a word that each sender sets after a request. `choose` clears
+it before it looks, and sets it again if it leaves requests for the next time; also if a running step will send more,
+since polling is faster than being woken.
 
 One graph may serve batches of all sizes: then both products are queued for two cuts, of which `gather` chooses one.
 Then too it is the last kernel that answers.
@@ -35,8 +37,8 @@ from everserve.seam.batching import JUST_BEGUN, ON_GPUS, ORDINARY
 from everserve.seam.outcomes import Status
 
 _ROWS_AT_A_TIME = 64
-# A kernel that runs for long keeps others off the device, so `choose` looks for 0.2 ms at most, and hardly at all if
-# there is nothing and nobody is in the middle of a step. It may wait longer than that, in several launches.
+# A long kernel keeps other processes off the device, so `choose` polls for 0.2 ms at most, and hardly at all if there
+# is no request and no attention worker is in the middle of a step. It may wait longer than that, in several launches.
 _POLL_US = 0.6
 _LIMITS = (320, round(ON_GPUS.hold_us / _POLL_US), round(ON_GPUS.first_hold_us / _POLL_US))
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
@@ -64,13 +66,13 @@ class ServeState:
     region: int
     stop: Tensor
     max_rows: int  # of a batch
-    bell: int  # its address; 0: nobody waits for it
+    bell: int  # its address; 0: no stream waits for it
     healthy_A: Tensor  # int32, 1: look at this lane. Where it is 0, nothing is touched
     taken_A: Tensor  # int64: the last request that was answered. 0 with a new lane
     held_LS: Tensor  # int32: the expert in this slot, or -1
     limits: Tensor  # int32: max_spins, patience, first_patience, in polls of about 0.6 us
     num_waits: Tensor  # int32: how long there has been nothing but waiting for company, in polls
-    num_passed: Tensor  # int32: batches since somebody stands back
+    num_passed: Tensor  # int32: batches since an attention worker stands back
     layer: Tensor  # int32: the layer of this batch, or -1
     seq_A: Tensor  # int64: the requests that are answered with this batch, or 0
     status_A: Tensor  # int64: the answers
@@ -163,8 +165,8 @@ def gather(state: ServeState, may_be_large: bool = True) -> None:
 def down_and_answer(
     state: ServeState, h_RF: Tensor, arena: ExpertArena, tiles: Tiles, slice_index: int = 0, num_slices: int = 1
 ) -> None:
-    """The last product; whoever is the last to do its part of it says to all whose requests these were that the rows
-    are where they belong. (One kernel less between the last row and those who wait for it.)"""
+    """The last product. Its last program to finish answers all requests of the batch. (One kernel less between the
+    last row and the attention workers that wait for it.)"""
     down(
         h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, slice_index, num_slices,
         kernel=_down_and_answer_kernel,
@@ -187,7 +189,7 @@ def _look(
     region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at,
     A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """The layer to compute, or -1; and what everybody has asked for last."""
+    """The layer to compute, or -1; and the last request of each attention worker."""
     spins = tl.load(limits)
     patience = tl.load(limits + 1)
     first_patience = tl.load(limits + 2)
@@ -200,7 +202,7 @@ def _look(
     chosen = -1
     num_back = 0
     while spins > 0:
-        # The position first: whoever has passed has also sent what it had to send, and we see it below.
+        # The position first: a worker that has passed a layer has sent its request before, which is then seen below.
         position = tl.atomic_add(positions, 0, mask=is_healthy, sem="acquire", scope="sys")
         request = tl.atomic_add(requests, 0, mask=is_healthy, sem="acquire", scope="sys")
         is_new = is_healthy & ((request >> 16) > last)
@@ -228,7 +230,7 @@ def _look(
 
 @triton.jit
 def _after_nap(value):
-    """The same, a quarter of a microsecond later: others have work to do on this multiprocessor."""
+    """The same, a quarter of a microsecond later: other programs need this multiprocessor."""
     return tl.inline_asm_elementwise(
         "nanosleep.u32 250; mov.u32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -373,7 +375,7 @@ def _down_and_answer_kernel(
 def _answer(
     region, seq_A, status_A, taken, num_rows, served, A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr
 ):  # fmt: skip
-    """All y are written. The flag comes last: it starts whoever looks at the others."""
+    """All y are written. The flag comes last: it wakes the attention worker's stream, which reads the other words."""
     ranks = tl.arange(0, AB)
     seq = tl.load(seq_A + ranks, mask=ranks < A, other=0)
     status = tl.load(status_A + ranks, mask=ranks < A, other=0)

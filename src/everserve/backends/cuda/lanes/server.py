@@ -20,7 +20,7 @@ from everserve.tables.slots import EMPTY
 _QUEUED = 8  # graphs
 _RING_EVERY_S = 50e-6
 _RING = (1).to_bytes(4, "little")
-_SLICES = 4  # of a large batch: no kernel should keep others off the device for long
+_SLICES = 4  # of a large batch: no kernel should keep other processes off the device for long
 
 
 class Served(NamedTuple):
@@ -28,12 +28,12 @@ class Served(NamedTuple):
 
     num_batches: int
     num_rows: int
-    num_replayed_rows: int  # of these; somebody else did not answer them
+    num_replayed_rows: int  # of these; another worker did not answer them
     num_refused: int  # requests, or dropped because their sender has left
 
 
 class CudaServer:
-    """Slots are filled by whoever owns the arena; `held_LS` says with which experts, -1 where there is none."""
+    """The owner of the arena fills slots; `held_LS` says with which experts, -1 where there is none."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class CudaServer:
         self._region.unmap(rank)
 
     def set_healthy(self, rank: Rank, is_healthy: bool) -> None:
-        """Who is not is neither served nor waited for."""
+        """A worker that is not healthy is neither served nor waited for."""
         self.drain()
         self._set_healthy(rank, is_healthy)
 
@@ -92,7 +92,7 @@ class CudaServer:
         self._set_held(layer_index, slot, expert)
 
     def top_up(self, may_be_large: bool) -> None:
-        """Queue graphs, as many as there should be. Whoever asks for much is served sooner by those that expect it."""
+        """Queue graphs up to the target number. Large requests are served sooner by graphs captured for them."""
         while self._queued and self._queued[0].query():
             self._queued.popleft()
         with torch.cuda.stream(self._stream):
@@ -110,7 +110,7 @@ class CudaServer:
         self._queued.clear()
 
     def end(self) -> None:
-        """Nobody is served any more."""
+        """Stop serving, and unmap all lanes."""
         self.drain()
         self._region.close()
 
@@ -120,7 +120,7 @@ class CudaServer:
         return Served(batches, rows, replayed, refusals + self._num_dropped)
 
     def _set_healthy(self, rank: Rank, is_healthy: bool) -> None:
-        """It may have asked and rung already, while nobody looked at its lane: that ring is gone."""
+        """The worker may have sent a request and rung while its lane was not polled: ring again for it."""
         self._state.healthy_A[rank] = int(is_healthy)
         torch.cuda.synchronize()
         self._driver.write(self._bell, _RING)
@@ -143,7 +143,7 @@ class CudaServer:
 
     def _capture(self, may_be_large: bool) -> torch.cuda.CUDAGraph:
         with torch.cuda.stream(self._stream):
-            self._serve(may_be_large)  # once for nobody: kernels are compiled and loaded
+            self._serve(may_be_large)  # a warm-up: kernels are compiled and loaded
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):

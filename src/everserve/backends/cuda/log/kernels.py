@@ -5,7 +5,7 @@ A program has one token: it goes through all its pieces, which lie at equal dist
     piece q of a slot  =  block + q * block_size * piece + slot * piece         q = layer * num_planes + plane
 
 keeps a sum per thread, adds these up once, and writes the token's word. All memory is given by address, because it
-belongs to others: the pool, a log in host memory that the device can reach, blocks in another worker's device memory.
+has other owners: the pool, a log in host memory that the device can reach, blocks in another worker's device memory.
 
 The words are those of csrc/hash.h, bit for bit.
 """
@@ -19,7 +19,7 @@ from everserve.kvlog.layout import LogShape
 
 NUM_PROGRAMS = 264  # of `log_rows`: two per multiprocessor; more rows than that are done one after the other
 _WORDS_AT_ONCE = 1024
-_TOKENS_AT_ONCE = 8192  # of `bring` and `check`: kernels are short, because others may have to wait for them if we die
+_TOKENS_AT_ONCE = 8192  # of `bring` and `check`: short kernels: other workers may wait for them if we die
 
 _ODD = tl.constexpr(0x9FB21C651E98DF25)
 _MIX = tl.constexpr(0xBF58476D1CE4E5B9)

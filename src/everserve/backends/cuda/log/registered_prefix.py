@@ -1,14 +1,14 @@
-"""A mirror in host memory comes within the device's reach, in a thread of its own.
+"""Makes a mirror in host memory accessible to the device, in a background thread.
 
-Such memory must be registered: its pages are pinned, which takes more than half a second for each GiB. Nobody waits for
-that. The lowest blocks come first, because they are the first that a pool hands out; a block that is not there yet is
-not logged.
+Such memory must be registered: its pages are pinned, which takes more than half a second for each GiB. No stream waits
+for that. The lowest blocks are registered first, because a pool hands them out first; a block that is not registered
+yet is not logged.
 
-Mirrors of others are *not* registered. A restore brings some 32 MiB for each stream, 2 GiB for a worker that had 64 of
-them. A few threads copy that through a registered buffer (writer.py) at the speed of memory, not much slower than the
-device could fetch it, and the first stream has what it needs after some milliseconds. To register all mirrors of all
-peers, again with each new incarnation, would mean half a second of the driver's lock for each GiB, which every launch
-of a healthy worker also needs: everybody would pay at any time for what is rarely needed.
+Mirrors of other workers are *not* registered. A restore copies some 32 MiB for each stream, 2 GiB for a worker that had
+64 of them. A few threads copy that through a registered buffer (writer.py) at memory speed, not much slower than the
+device could fetch it, and the first stream has what it needs after some milliseconds. Registering all mirrors of all
+peers, again with each new incarnation, would hold the driver's lock for half a second for each GiB. Every launch of a
+healthy worker needs that lock too, so all workers would pay for something that is rarely needed.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from everserve.kvlog.log import Log
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 64 << 20  # who launches something meanwhile may have to wait for a chunk
+_CHUNK_BYTES = 64 << 20  # a kernel launch may have to wait until one chunk is registered
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
@@ -66,5 +66,5 @@ class Reach:
 
 
 def _populate(address: int, num_bytes: int) -> None:
-    """Touch the pages before the driver does, whose lock others need. If the kernel cannot do that, the driver does."""
+    """Fault the pages in first, so that the driver holds its lock for less time. If this fails, the driver does it."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE_WRITE)

@@ -1,4 +1,4 @@
-"""CudaLogWriter: the owner's side of a log whose pool is on a device.
+"""CudaLogWriter: the owner's side of a log, with its pool on a device.
 
     step N      |============|
     step N + 1                |============|     meanwhile: finish() of step N, which is one launch on the side, for its
@@ -27,7 +27,7 @@ from everserve.kvlog.writer import Commit, Copy, LogWriter
 _TOKENS_AT_ONCE = 65536  # brought from another log before we wait for them; rounded to whole blocks
 _BOUNCE_BYTES = 64 << 20
 _COPIERS = 4  # threads; one alone would be a good deal slower than the memory
-# Kernels are short, because others may have to wait for them if we die: what goes to the host goes in smaller parts.
+# Kernels are short, because other workers may have to wait for them if this one dies; copies to the host are shorter.
 _ROWS_AT_ONCE, _MIRRORED_AT_ONCE = 8192, 512
 
 
@@ -96,7 +96,7 @@ class CudaLogWriter(LogWriter):
             )  # fmt: skip
 
     def _load_kernels(self) -> None:
-        """Before anybody waits for them: one token onto itself. No word is 0, so it is not right, and not logged."""
+        """Before a stream waits for them: one token is copied onto itself. Its word is 0, which never fits."""
         nothing, words = chains_of([0]), np.zeros(1, np.uint64)
         if self._mirror is not None:
             self._bounce_off(self.log, [0])  # the threads too
@@ -258,7 +258,7 @@ class CudaLogWriter(LogWriter):
         chains: NDArray[np.uint64],
         blocks: Sequence[int],
     ) -> NDArray[np.bool_]:
-        """Which of these tokens are right. A word is never 0: one that is 0 belongs to nobody."""
+        """Which of these tokens are right. A valid word is never 0: a 0 means that no token was logged there."""
         mirror = self.log.blocks_address if self._mirror is not None else 0
         self._side.wait()
         self._sources_B.view[: len(source_blocks)] = source_blocks

@@ -5,7 +5,7 @@ device busy reading. So the sum over D is cut into *splits*, whose number depend
 
                      D
           |  split 0  |  split 1  |  split 2  |
-    few rows     program     program     program     -> three partial sums in memory, added by whoever needs them
+    few rows     program     program     program     -> three partial sums in memory, added by the next kernel
     many rows    one program, one after the other    -> the same three sums, in registers
 
 Either way a result is ((0 + sum 0) + sum 1) + sum 2, and each of these sums is accumulated in ascending order of D, 16
@@ -90,7 +90,7 @@ class Linear:
         out_dtype: torch.dtype = torch.bfloat16,
         tile: Tile | None = None,
     ) -> Sums:
-        """The same, for those who can add splits themselves, and round the result to `out_dtype`."""
+        """The same, for callers that add the splits themselves, and round the result to `out_dtype`."""
         assert x_TD.dtype is torch.bfloat16 and x_TD.is_contiguous() and x_TD.shape[1] == self.in_features
         num_rows = len(x_TD)
         if residual_TO is not None:

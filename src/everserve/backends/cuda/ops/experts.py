@@ -14,8 +14,8 @@ slot each, and the two products are persistent: a fixed number of programs walks
 that walk have the same columns of the same slot, or of the next one: weights come from memory once.
 
 Weights come through TMA descriptors: with plain loads these kernels reach half the bandwidth of the memory, with
-descriptors nearly all of it. x and y lie wherever rows lie, in lanes for instance, of which torch knows nothing: they
-are given as the address of row 0, and it is the caller who keeps them mapped.
+descriptors nearly all of it. x and y lie wherever rows lie, in lanes for instance, which are not torch tensors: they
+are given as the address of row 0, and the caller must keep them mapped.
 
 No sum is split along its length, so a row's bits depend neither on its neighbours nor on the shape of tiles.
 """
@@ -88,7 +88,7 @@ class Tiles:
         return cls(slot_M, row_M, size_M, num_tiles, cut)
 
     def alternative(self, cut: Cut) -> "Tiles":
-        """The same lists for another cut, with a count of its own: whoever writes them decides which cut is used."""
+        """The same lists for another cut, with its own count: the kernel that writes them decides which cut is used."""
         assert cut.rows >= self.cut.rows
         return Tiles(self.slot_M, self.row_M, self.size_M, torch.empty_like(self.num_tiles), cut)
 
@@ -102,7 +102,7 @@ class LocalPlan(NamedTuple):
 
 
 class ExpertArena:
-    """The weights of all slots of all layers: two matrices in somebody else's memory, and the descriptors for them.
+    """The weights of all slots of all layers: two matrices in the caller's memory, and the descriptors for them.
 
     gate_up   [num_layers * num_slots * 2F, D]    of each slot the rows of gate, then those of up
     down      [num_layers * num_slots * D, F]
@@ -170,7 +170,7 @@ def gate_up(
     """h = silu(gate x) * up x for the sorted rows, of which row r is x's row x_row_R[r].
 
     `layer_at` is one int32 on the device: an index among the layers that have experts. With `num_slices`, this call
-    computes one share of the columns: a kernel that runs for long keeps others off the device.
+    computes one share of the columns: a long kernel keeps other processes off the device.
     """
     product, size = tiles.cut.gate_up, arena.expert_size
     _gate_up_kernel[(_num_programs(h_RF.device, product),)](
@@ -259,7 +259,7 @@ def _plan_kernel(
     K: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per slot, and one for the rows that go nowhere. Each counts all slots by itself: that is faster than
-    to wait for others."""
+    waiting for other programs."""
     if is_stopped(stop, EARLY):
         return
     slot = tl.program_id(0)

@@ -35,7 +35,7 @@ class ArenaSlots:
 
     @classmethod
     def of(cls, gate_up: Tensor, down: Tensor) -> "ArenaSlots":
-        """One slot, which is full, and whose memory is the caller's."""
+        """One slot, already filled, in the caller's memory."""
         return cls(1, gate_up.device, ExpertArena(gate_up, down, num_layers=1, num_slots=1))
 
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
@@ -47,7 +47,7 @@ class ArenaSlots:
         self.arena.fill(0, slot, gate_FD, up_FD, down_DF)
 
     def clear(self, slot: int) -> None:
-        """Whoever asks for it afterwards is wrong, and would be told so by the tables."""
+        """Nothing to do: the tables do not route rows to an empty slot."""
 
 
 class CudaOps:

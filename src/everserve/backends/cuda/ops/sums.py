@@ -1,7 +1,7 @@
 """Sums: a product as `Linear` leaves it.
 
-Of few rows it is left in splits (dense.py), and whoever needs it adds them: a kernel that does nothing else would take
-longer to launch than to run. Of many rows it is complete.
+Of few rows it is left in splits (dense.py), and the kernel that reads it adds them: a separate kernel would take longer
+to launch than to run. Of many rows it is complete.
 """
 
 from typing import NamedTuple

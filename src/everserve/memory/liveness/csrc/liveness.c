@@ -55,7 +55,7 @@ struct warden_args {
     int64_t use_waitv;
 };
 
-/* Never freed: others may still hold the address of `alarm`. A process has one. */
+/* Never freed: other C code may still hold the address of `alarm`. A process has one. */
 EXPORT struct warden *es_warden_new(const struct warden_args *args) {
     struct warden *w = calloc(1, sizeof *w);
     if (!w) return NULL;

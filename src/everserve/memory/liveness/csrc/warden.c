@@ -1,11 +1,11 @@
 /* The warden: one thread per process that shows its peers that the process lives, and watches theirs.
 
-   Death is told by the kernel. The warden thread owns the life words of its cell through its robust list. When the
+   The kernel reports death. The warden thread owns the life words of its cell through its robust list. When the
    process ends, by SIGKILL or by returning from main, the kernel sets FUTEX_OWNER_DIED in each word and wakes the
    thread that waits on it, long before it tears down memory and closes sockets.
 
-   Silence is told by the pulse, which the thread advances every period while the main thread's lease holds. A process
-   that is stopped, or whose main thread is stuck, falls silent and may come back.
+   A pulse that stands still means silence. The thread advances it every period while the main thread's lease holds. A
+   process that is stopped, or has a stuck main thread, falls silent and may come back.
 
    Judging a peer, at every look (one per period, and one whenever the thread is woken):
 

@@ -37,7 +37,7 @@ struct waiter {
 
 struct warden {
     _Atomic uint32_t alarm;   /* one more at every change of a peer's state; other C code reads it too */
-    _Atomic int64_t lease_ns; /* until when the main thread vouches for itself; on CLOCK_MONOTONIC */
+    _Atomic int64_t lease_ns; /* when the main thread's lease ends; on CLOCK_MONOTONIC */
     struct cell *cell;        /* its own, or NULL */
     int64_t period_ns;
     int event_fd; /* or -1 */

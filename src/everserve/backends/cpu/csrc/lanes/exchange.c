@@ -8,7 +8,7 @@
                               |--peer not trusted any more--> lost     its rows are sent again, marked as a replay
                               `--answer says no or moved--> refused    likewise
 
-   Nothing here decides whom to trust: `ends[rank].trusted` and the owners of experts are set by peers.py. */
+   Nothing here decides which peers to trust: `ends[rank].trusted` and the owners of experts are set by peers.py. */
 
 #define _GNU_SOURCE
 #include "lane.h"
@@ -33,13 +33,13 @@ enum outcome {
 /* All fields are 8 bytes wide: peers.py and remote_experts.py declare the same structs. */
 
 struct end { /* of the lane to one expert rank */
-    char *lane; /* NULL: nobody there */
+    char *lane; /* NULL: no peer */
     struct cell *cell;
     int64_t trusted;
     uint64_t last_seq;
     uint64_t sent[NUM_BOXES];     /* the last request in each box */
-    int64_t part[NUM_BOXES];      /* the part of this layer whose rows lie there, or NO_PART */
-    int64_t abandoned[NUM_BOXES]; /* its rows went to others: the answer will be counted, not used */
+    int64_t part[NUM_BOXES];      /* the part of this layer with rows there, or NO_PART */
+    int64_t abandoned[NUM_BOXES]; /* its rows went to other peers: the answer will be counted, not used */
     int64_t num_stale;            /* such answers */
     /* while a part is being filled */
     int64_t filling, num_tokens, num_rows, last_token, replay;
@@ -74,7 +74,7 @@ struct exchange {
     /* what became of it */
     int64_t num_parts, num_missing, num_blocked;
     int64_t missing[MAX_MISSING]; /* experts without an owner */
-    int64_t blocked[MAX_RANKS];   /* ranks whose rows wait, because both boxes are in use */
+    int64_t blocked[MAX_RANKS];   /* ranks with rows that wait, because both boxes are in use */
     struct part parts[MAX_PARTS];
 };
 
@@ -197,8 +197,8 @@ static void publish(struct exchange *e, struct end *end) {
     cell_ring(end->cell);
 }
 
-/* Every row that needs a place to the owner of its expert. Rows for a rank whose boxes are both in use stay behind
-   (`blocked`). Nothing at all is sent if an expert has no owner. */
+/* Send every row that needs a place to the owner of its expert. If both boxes of a rank are in use, its rows stay
+   behind (`blocked`). Nothing at all is sent if an expert has no owner. */
 static int64_t send_rows(struct exchange *e) {
     int64_t top_k = e->layout.top_k, num_rows = e->num_tokens * top_k;
     e->num_missing = e->num_blocked = 0;
@@ -288,7 +288,7 @@ static int64_t wait(struct exchange *e) {
    decides, and goes on with es_lane_settle, es_lane_send and es_lane_wait. */
 EXPORT int64_t es_lane_exchange(struct exchange *e) {
     if (e->fresh) begin(e);
-    if (wants_attention(e)) return ATTEND; /* who is there and who owns what may have changed: do not send yet */
+    if (wants_attention(e)) return ATTEND; /* peers and owners of experts may have changed: do not send yet */
     int64_t outcome = send_rows(e);
     if (outcome == DONE && e->meanwhile) e->meanwhile(e->meanwhile_arg, e->layer);
     for (;;) {
@@ -298,8 +298,8 @@ EXPORT int64_t es_lane_exchange(struct exchange *e) {
     }
 }
 
-/* After trust has changed: the open parts of those who are not trusted any more are lost, unless their answers have
-   come. What comes from a rank that was taken by another incarnation counts no more. The others wait on. */
+/* After trust has changed: the open parts of peers that are not trusted any more are lost, unless their answers have
+   arrived. Answers do not count if another incarnation has taken the rank. Other open parts stay open. */
 EXPORT void es_lane_settle(struct exchange *e) {
     for (int64_t p = 0; p < e->num_parts; p++) {
         struct part *part = &e->parts[p];

@@ -6,13 +6,13 @@
    One-sided writes, then a sequence word. The attention worker fills a box and stores its sequence number in `request`
    (release); the expert worker, having seen it (acquire), reads x and writes y where they lie, and stores the same
    number in `answer` (release). Sequence numbers of a lane only grow, and an answer counts only if it is exactly the
-   number asked for: whatever else stands in that word, from a late or confused peer, is no answer.
+   number asked for: any other number in that word, from a late or faulty peer, is no answer.
 
-   A row's word names a slot *and* the expert that the sender believes to be in it. Slots are refilled while streams
-   run, so the sender's routes may be out of date: a row whose expert is not in that slot any more is not computed.
+   A row's word names a slot *and* the expert that the sender expects in it. Slots are refilled while streams
+   run, so the sender's routes may be out of date: a row for an expert that has left that slot is not computed.
    The whole request is answered MOVED then, with IS_MOVED set in the words of such rows.
 
-   Whoever reads from a lane copies sizes and indices into its own memory first and checks the copies. The other side
+   A process that reads from a lane copies sizes and indices into its own memory first and checks the copies. Its peer
    may die, or be stopped, at any instruction. */
 
 #pragma once
@@ -39,7 +39,7 @@ struct layout {
 
 struct lane_header {
     int64_t magic, max_tokens, top_k, hidden_size;
-    int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for whoever debugs */
+    int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for debugging */
 };
 
 /* Why a request was not computed; 0: it was. seam/outcomes.py: Status. */
@@ -56,7 +56,7 @@ static inline int32_t expert_in(int32_t word) { return word >> SLOT_BITS; }
 struct box {
     /* The attention worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t request;
-    int64_t epoch; /* of the routes that it was sent by; for whoever debugs */
+    int64_t epoch; /* of the routes that it was sent by; for debugging */
     int32_t layer, num_tokens, num_rows, replay;
     /* The expert worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t answer;

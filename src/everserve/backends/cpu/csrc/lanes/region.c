@@ -9,7 +9,7 @@
 
 static int64_t address_or_error(void *address) { return address == MAP_FAILED ? -errno : (int64_t)address; }
 
-/* The address of `num_bytes` that nobody can read or write yet, or -errno. */
+/* The address of `num_bytes` that cannot be read or written yet, or -errno. */
 EXPORT int64_t es_region_reserve(int64_t num_bytes) {
     return address_or_error(
         mmap(NULL, (size_t)num_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));

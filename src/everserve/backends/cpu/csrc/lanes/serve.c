@@ -11,7 +11,7 @@
 /* All fields are 8 bytes wide: lane_server.py declares the same structs. */
 
 struct incoming { /* the lane from one attention rank */
-    char *lane; /* NULL: nobody there */
+    char *lane; /* NULL: no peer */
     struct cell *cell;
     int64_t position;              /* the attention worker's, as of the last poll */
     uint64_t taken[NUM_BOXES];     /* the request that was seen last */
@@ -99,7 +99,7 @@ static bool something_changed(const struct server *s) {
 
 /* New requests, into `requests`; blocks up to timeout_ns until there is one. Returns how many, and whether the alarm or
    the control word has changed. While it blocks without holding requests back, the cell says so: an attention worker
-   that sees us idle although it has asked knows that we did not hear. */
+   that sees this worker idle despite a request knows that the ring was missed. */
 EXPORT int64_t es_lane_poll(struct server *s) {
     int64_t count, deadline = 0;
     atomic_fetch_add_explicit(&s->own->progress, 1, memory_order_relaxed);

@@ -71,8 +71,8 @@ static void relax(void) {
 #endif
 }
 
-/* Spin until *word != value, at most spin_ns. True if it changed. Whom we wait for may be waiting for this very core:
-   every microsecond or so it is offered. */
+/* Spin until *word != value, at most spin_ns. True if it changed. The thread that changes it may need this very core:
+   yield every microsecond or so. */
 static bool spin_until_changed(_Atomic uint32_t *word, uint32_t value) {
     int64_t budget = atomic_load_explicit(&spin_ns, memory_order_relaxed), start = 0;
     if (budget <= 0) return atomic_load(word) != value;
