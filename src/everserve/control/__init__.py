@@ -1,20 +1,20 @@
-"""The orchestrator: which process sits in which seat, who is gone, and what all processes are told.
+"""The orchestrator: which process holds which seat, which workers are lost, and which tables are published.
 
 machine.py          events in, effects and a reason out; no I/O, the time is passed in
-events.py           what the machine is told
-effects.py          what it wants done, and the decision that carries it
-seats.py            one seat: its state diagram, the crash loop, what an operator reads about it; the policy's times
+events.py           the input of the machine
+effects.py          the actions that the machine orders, and the decision that carries them
+seats.py            one seat: its state diagram, its restart delay, its note for operators; the timeouts (Policy)
 
-recovery.py         a new orchestrator, before its machine resumes: which processes have reported
+recovery.py         a new orchestrator before its machine resumes: which processes have reported
 
 host.py             the process around the machine: messages become events, effects become messages
-design.py           what an instance begins with: its capacity and its first goal
-needs.py            what a worker is born with: its memory, and what it is told
-provisioning.py     how a worker comes to be: its memory, its start, its end here
+design.py           what an instance starts with: its capacity and its first goal
+needs.py            what a worker starts with: its memory and its StartWorker message
+provisioning.py     how a worker is started: memory, process, channel
 
 detector.py         life words and pulses become events
-worker_ends.py      the ends of all workers: channels, cells, and the lanes between them
-log_references.py   whose KV logs exist, and who keeps them
-anchor_client.py    asking the anchor for memory
-to_gateway.py       what the gateway is told
+worker_ends.py      the orchestrator's side of all workers: channels, cells, and the lanes between workers
+log_references.py   which KV logs exist, and when they can be released
+anchor_client.py    requests to the anchor for memory
+to_gateway.py       messages to the gateway
 """

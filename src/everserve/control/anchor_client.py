@@ -1,6 +1,7 @@
-"""Asking the anchor for memory. The anchor may die in between: its successor is asked again, and is given what exists.
+"""Requests to the anchor for memory. The anchor may die at any time: a new anchor gets all memory that exists, and all
+pending requests again.
 
-Memory that must outlive the anchor (cells, logs, weights) is *held* here too. Lanes are not: both ends map them.
+Memory that must outlive the anchor (cells, logs, weights) is *held* here too. Lanes are not: both workers map them.
 """
 
 import os
@@ -11,11 +12,11 @@ from everserve.wire.channel import Channel
 from everserve.wire.messages import Adopt, Allocate, Allocated, AllocationFailed, Release
 
 Then = Callable[[int], None]  # gets the descriptor, which is closed afterwards
-Otherwise = Callable[[str], None]  # gets the reason why there is no such memory
+Otherwise = Callable[[str], None]  # gets the reason why the allocation failed
 
 
 class AnchorClient:
-    """What is asked of the anchor and not there yet, and what is held."""
+    """The pending allocations and the memory that is held."""
 
     def __init__(self) -> None:
         self.channel: Channel | None = None
@@ -23,7 +24,7 @@ class AnchorClient:
         self._held: dict[Memory, int] = {}
 
     def attach(self, anchor: Channel) -> None:
-        """A (new) anchor: what exists is its own from now on, what is owed is asked for again."""
+        """A (new) anchor: send it the memory that exists, and repeat the pending requests."""
         self.channel = anchor
         for memory, fd in self._held.items():
             anchor.send(Adopt(memory=memory), fds=[fd])
@@ -31,14 +32,14 @@ class AnchorClient:
             anchor.send(Allocate(memory=memory))
 
     def detach(self) -> None:
-        """The anchor is gone; the supervisor starts another."""
+        """The anchor has died; the supervisor starts a new one."""
         if self.channel is not None:
             self.channel.close()
             self.channel = None
 
     def allocate(self, memory: Memory, then: Then, otherwise: Otherwise) -> None:
-        """`then` is called with the memory's descriptor, or `otherwise` if it cannot be had; neither of them if it is
-        released before."""
+        """Calls `then` with the memory's descriptor, or `otherwise` if the allocation fails; neither if the memory is
+        released before that."""
         if memory in self._waiting:
             self._waiting[memory].append((then, otherwise))
             return
@@ -47,8 +48,8 @@ class AnchorClient:
             self.channel.send(Allocate(memory=memory))
 
     def hold(self, memory: Memory, fd: int) -> int:
-        """Memory that exists, until it is released. The descriptor is ours from now on; returns the one that is held
-        (there may be one already)."""
+        """Hold existing memory until it is released. Takes ownership of the descriptor; returns the one that is held,
+        which is an earlier one if the memory was held already."""
         if memory in self._held:
             os.close(fd)
             return self._held[memory]
@@ -70,12 +71,12 @@ class AnchorClient:
             self.channel.send(Release(memory=memory))
 
     def read(self) -> None:
-        """Handle what the anchor has sent; ChannelClosed if it is gone."""
+        """Handle the messages of the anchor; ChannelClosed if it has died."""
         assert self.channel is not None
         for message, fds in self.channel.receive_frames():
             if isinstance(message, Allocated):
                 (fd,) = fds.take()
-                for then, _ in self._waiting.pop(message.memory, ()):  # it may have been released meanwhile
+                for then, _ in self._waiting.pop(message.memory, ()):  # none if it was released meanwhile
                     then(fd)
                 os.close(fd)
             elif isinstance(message, AllocationFailed):

@@ -1,4 +1,4 @@
-"""What an instance begins with: what it allocates once, and the first goal."""
+"""What an instance starts with: the capacity that it allocates once, and the first goal."""
 
 import logging
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
-    """The workers that were asked for, dealt to the devices in turn. Raises UserError if the model cannot be served
-    like this."""
+    """The configured workers, assigned to the devices round-robin. Raises UserError if the model cannot be served with
+    this configuration."""
     placement, own_experts = None, model.num_experts
     roles: tuple[Role, ...] = (Role.ATTENTION, Role.EXPERT)
     cluster = start.cluster
@@ -43,7 +43,7 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
-    """For the first goal, and all that may follow it."""
+    """For the first goal and every later one."""
     slots_per_layer = goal.placement.num_slots if goal.placement is not None else 0
     log_bytes, kv_bytes = _log_bytes(model, start.worker)
     return Capacity(
@@ -56,7 +56,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
 
 
 def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) -> int:
-    """How much memory the lanes of these workers need, in the memory of the device that they compute on."""
+    """The size of one lane, in the memory of the device that the workers compute on."""
     if settings.compute.device == "cuda":
         from everserve.backends.cuda.lanes.lane import CudaLaneShape  # noqa: PLC0415 (only here, and it needs torch)
 
@@ -67,7 +67,7 @@ def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) ->
 
 
 def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
-    """How much memory each log needs: of the host, and of a device, for blocks that are the KV cache itself."""
+    """The size of each log: in host memory, and in device memory where its blocks are the KV cache itself."""
     if settings.log.mode == "off":
         return 0, 0
     shape = KvSizes.of(model, settings.engine, settings.model.dtype).log
@@ -77,7 +77,7 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
 
 
 def describe(placement: Placement) -> PlacementMade:
-    """Say how many deaths the placement survives: in the log, and as an event."""
+    """Log how many deaths the placement survives, and return the same as an event."""
     deaths = survivable_deaths(placement)
     num_active = max(len(experts) for seat in placement.seats for experts in seat.active)
     num_shadow = max(len(experts) for seat in placement.seats for experts in seat.shadows)

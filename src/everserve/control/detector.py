@@ -1,7 +1,7 @@
-"""Who has died or fallen silent: life words and pulses, watched by a warden, turned into the machine's events.
+"""Detects dead and silent workers: a warden watches life words and pulses, and changes become the machine's events.
 
-A crash is seen in the life word at once. Silence is only half of a finding: before the machine hears of it, the process
-is looked at through the kernel, which tells a stopped process from one that merely gets no CPU.
+A crash shows in the life word at once. Silence alone is ambiguous: before it is reported to the machine, the process
+state is read from the kernel, which distinguishes a stopped process from one that gets no CPU.
 """
 
 import os
@@ -17,7 +17,7 @@ Found = Callable[[Rank, Incarnation], events.AnyEvent]
 
 
 class Detector:
-    """Readable (select on it) whenever a worker's state has changed. `detect_ms` 0: never."""
+    """Readable (for select) when the state of a worker has changed. `detect_ms` 0: never."""
 
     def __init__(self, detect_ms: float) -> None:
         self._is_on = detect_ms > 0
@@ -31,7 +31,7 @@ class Detector:
         return self._event_fd
 
     def watch(self, end: WorkerEnd) -> None:
-        """A new incarnation takes the place of the old one, whose ending is known by then; an old one never does."""
+        """A new incarnation replaces the old one, whose end is known by then; an old incarnation replaces none."""
         old = self._watched.get(end.rank)
         if not self._is_on or (old is not None and old.incarnation > end.incarnation):
             return
@@ -46,7 +46,7 @@ class Detector:
             self._warden.unwatch(end.rank)
 
     def changes(self) -> list[tuple[Rank, Incarnation, Found]]:
-        """What was found since the last call."""
+        """The changes since the last call."""
         os.eventfd_read(self._event_fd)
         found: list[tuple[Rank, Incarnation, Found]] = []
         for key, state in self._warden.changes():
@@ -56,9 +56,9 @@ class Detector:
         return found
 
     def probe(self, end: WorkerEnd) -> Found:
-        """Look now: somebody suspects this worker."""
+        """Check this worker now, because a peer suspects it."""
         if self._watched.get(end.rank) is not end:
-            return events.Answered  # nothing is known against it; its channel or its exit will tell
+            return events.Answered  # not watched: the end of its channel or its exit will show a death
         return self._judge(end, self._warden.state(end.rank))
 
     def _judge(self, end: WorkerEnd, state: PeerState) -> Found:

@@ -1,4 +1,4 @@
-"""What the machine wants done, and the decision that carries it. The host does these in the order given."""
+"""The actions that the machine orders, and the decision that carries them. The host runs them in the given order."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,14 +9,14 @@ from everserve.tables.members import Members
 from everserve.tables.routes import Routes
 from everserve.tables.validity import Conditions
 
-Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to, and did
+Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to leave, and has ended
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """This incarnation is gone. Fence it: tell it if it can hear, its peers, the gateway; drop what it still says.
+    """This incarnation is gone. Fence it: notify it, its peers and the gateway; drop the messages that it still sends.
 
-    An orchestrator that resumes may say so of one that was lost before its time.
+    A resuming orchestrator may issue it again for an incarnation that the orchestrator before it has lost.
     """
 
     rank: Rank
@@ -24,12 +24,12 @@ class Lost:
     roles: tuple[Role, ...]
     cause: Cause
     reason: str
-    is_expected: bool  # not a fault: it left, the instance stops, or it was lost to the orchestrator before us
+    is_expected: bool  # not a fault: it left, the instance stops, or an earlier orchestrator lost it
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Tables of a new epoch: for the gateway and the workers."""
+    """Tables of a new epoch, for the gateway and the workers."""
 
     members: Members
     routes: Routes | None
@@ -43,21 +43,21 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Nothing is published, but a condition of validity has changed: for the gateway alone."""
+    """A condition of validity has changed within the epoch: update the gateway only."""
 
     tables: Publish
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """A new version of the goal. The supervisor keeps it before anything is done about it."""
+    """A new version of the goal. The supervisor stores it before any other effect of it."""
 
     goal: Goal
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """This orchestrator has taken over from another one."""
+    """This orchestrator has taken over from its predecessor."""
 
     num_reports: int
     num_missing: int
@@ -73,7 +73,7 @@ class Provision:
 
 @dataclass(frozen=True, slots=True)
 class BackOff:
-    """This seat's processes end soon after they start: the next one waits."""
+    """The processes of this seat end soon after they start: the next start is delayed."""
 
     rank: Rank
     num_crashes: int
@@ -82,7 +82,7 @@ class BackOff:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Look at this process. Always answered, by Silent or Answered."""
+    """Check this process now. Always answered, by Died, Silent or Answered."""
 
     rank: Rank
     incarnation: Incarnation
@@ -90,7 +90,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Make an end of a process that has had its time: a lost one to notice, a leaving one to leave."""
+    """Kill a process whose time is over: a lost one that has not exited, or a leaving one that has not left."""
 
     rank: Rank
     incarnation: Incarnation
@@ -106,12 +106,12 @@ class AskToLeave:
 
 @dataclass(frozen=True, slots=True)
 class AllReady:
-    """Every seat is ready for the first time since this orchestrator came: the instance serves. Said once."""
+    """Every seat is ready for the first time since this orchestrator started: the instance serves. Issued once."""
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The instance cannot come up. Said at most once, and never if it was up before."""
+    """The instance cannot start. Issued at most once, and never after all seats were ready."""
 
     reason: str
     user_error: bool

@@ -1,7 +1,7 @@
-"""What the machine is told. All but the last ones name a rank and the incarnation that they are about.
+"""The input of the machine. All events but the last four are about one rank and incarnation.
 
-The host asks and looks; it does not judge. Of one incarnation the machine may be told anything at any time, also twice
-and long after it was replaced.
+The host only observes; the machine decides. Events about one incarnation may come in any order, twice, and long after
+the incarnation was replaced.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class SeatEvent:
     incarnation: Incarnation
 
 
-# -- what it says --------------------------------------------------------------------------------
+# -- sent by the process --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Started(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaidHello(SeatEvent):
-    """Its pulse goes: from now on its silence means something. It loads."""
+    """Its pulse has started: from now on silence is a symptom. It loads its weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +40,21 @@ class SaidReady(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaidHolds(SeatEvent):
-    """What its slots hold now. Said before it is ready, and after every change."""
+    """What its slots hold now. Sent before SaidReady and after every change."""
 
     slots: HeldSlots
 
 
 @dataclass(frozen=True, slots=True)
 class SaidUses(SeatEvent):
-    """An attention worker: no request of mine that follows routes older than this epoch is under way."""
+    """An attention worker uses the routes of this epoch; none of its requests in flight follows older routes."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class SaidReport(SeatEvent):
-    """It was there before this orchestrator, and says what it knows. If it is ready, it says so too."""
+    """It was started before this orchestrator and reports its state. If it is ready, a SaidReady follows."""
 
     epoch: Epoch  # of the latest routes that it has
     is_leaving: bool
@@ -63,12 +63,12 @@ class SaidReport(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaidLeaving(SeatEvent):
-    """It was asked to leave, by us or by a signal, and exits as soon as nobody needs it."""
+    """It was asked to leave, by the orchestrator or by a signal, and exits as soon as no peer needs it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaidFailed(SeatEvent):
-    """It cannot go on and is about to exit."""
+    """It cannot continue and is about to exit."""
 
     reason: str
     user_error: bool = False
@@ -76,10 +76,10 @@ class SaidFailed(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class Answered(SeatEvent):
-    """Its pulse goes on after a silence, or a probe found nothing wrong."""
+    """Its pulse is back after a silence, or a probe found it alive."""
 
 
-# -- what is seen of it --------------------------------------------------------------------------
+# -- observed from outside --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ChannelEnded(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class Silent(SeatEvent):
-    """No pulse for the detection time, and the host has looked at the process.
+    """No pulse for the detection time; the host has read the process state.
 
     `process_state` is the letter in /proc/PID/stat: R runnable, D in the kernel, S asleep, T or t stopped, Z or X
     dead; None where it could not be read.
@@ -112,7 +112,7 @@ class Silent(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class Suspected(SeatEvent):
-    """A peer suspects it and routes around it. `reason` is a Symptom: some of them only who asks can see."""
+    """A peer suspects it and routes around it. `reason` is a Symptom; some symptoms are visible only to that peer."""
 
     by: Rank
     reason: str
@@ -123,22 +123,22 @@ class Suspected(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class DrainAsked:
-    """An operator wants whoever sits there to leave and to be replaced."""
+    """An operator wants the worker in this seat to leave and to be replaced."""
 
     rank: Rank
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayReported:
-    """The gateway says what it knows from an orchestrator before this one."""
+    """The gateway reports what it knows from the previous orchestrator."""
 
     epoch: Epoch  # of the latest tables that it has
-    lost: tuple[WorkerId, ...]  # it was told that these are gone, which is never taken back
+    lost: tuple[WorkerId, ...]  # declared lost to the gateway, which is never revoked
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """The instance shuts down: nobody is started any more, and that workers end is as it should be."""
+    """The instance shuts down: no worker is started any more, and the end of a worker is not a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Tick:
     """A deadline that the machine named may have passed."""
 
 
-# signs of life
+# sent by the process, or a sign of life
 Said = Started | SaidHello | SaidHolds | SaidReady | SaidUses | SaidReport | SaidLeaving | SaidFailed | Answered
-Seen = Exited | Died | ChannelEnded | Silent | Suspected  # by others
+Seen = Exited | Died | ChannelEnded | Silent | Suspected  # observed from outside
 AnyEvent = Said | Seen | DrainAsked | GatewayReported | Stopping | Tick

@@ -1,12 +1,11 @@
-"""The process around the machine: what it receives becomes events, what the machine decides becomes messages.
+"""The process around the machine: messages become events, decisions become messages.
 
     a message, a death, a silence  ->  event  ->  machine.handle(event, now)  ->  effects  ->  messages
 
-It decides nothing. Everything that can be decided is in machine.py; everything that is slow or remote is asked for here
-and comes back as another event.
+All decisions are in machine.py. Slow or remote work is requested here, and its result comes back as another event.
 
-If there was an orchestrator before, everything begins with a recovery (recovery.py): the supervisor introduces the
-workers that exist, they report what they know, and only then does the machine resume. Events wait until then.
+If there was an orchestrator before, the host starts with a recovery (recovery.py): the supervisor sends a channel to
+each existing worker, the workers report their state, and only then does the machine resume. Events wait until then.
 """
 
 import logging
@@ -78,7 +77,7 @@ from everserve.wire.messages import (
 
 log = logging.getLogger(__name__)
 
-_NO_DETECTION_MS = 1000.0  # with --detect-ms 0 nothing is silent; the machine's other times need some number
+_NO_DETECTION_MS = 1000.0  # with --detect-ms 0 silence is not detected; the machine's other timeouts need a value
 
 
 class Host:
@@ -104,15 +103,15 @@ class Host:
         self._anchor = AnchorClient()
         self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
         self._logs = Logs(self._anchor, self._ends, supervisor)
-        self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway said while we recovered
+        self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway reported during the recovery
         self._births = Births(needs, self._anchor, self._ends, self._logs, supervisor, self._tell)
         self._detector = Detector(detect_ms)
-        self._victims: dict[str, Incarnation] = {}  # of injected faults that are not confirmed yet
+        self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
         if goal.placement is not None and self._recovery is None:
             self._event_log.append(describe(goal.placement))
 
     def run(self) -> None:
-        """Until the supervisor says so, or is gone (ChannelClosed)."""
+        """Until the supervisor sends Shutdown, or its channel ends (ChannelClosed)."""
         self.begin()
         while not self.is_over:
             self.turn(self._timeout_s())
@@ -125,10 +124,10 @@ class Host:
         self._selector.register(self._detector, selectors.EVENT_READ, self._read_detector)
         if self._recovery is None:
             self._decide(self._machine.start)
-        self._read_supervisor()  # what came together with the first message
+        self._read_supervisor()  # messages that came together with the first one
 
     def turn(self, timeout_s: float) -> None:
-        """Wait for something to happen, and do all that follows from it."""
+        """One turn of the loop: wait for input, handle it, run what is due, flush."""
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self._tick()
@@ -137,7 +136,7 @@ class Host:
     # -- events and decisions --------------------------------------------------------------------
 
     def _tell(self, event: events.AnyEvent) -> None:
-        """What an effect leads to is decided when all effects before it are done."""
+        """Queue an event. Events raised by an effect are decided after all effects of the current decision."""
         self._undecided.append(event)
         if self._recovery is not None:
             self._recovery.note(event)
@@ -145,8 +144,8 @@ class Host:
             self._decide_waiting()
 
     def _decide(self, decide: Callable[[float], effects.Decision]) -> effects.Decision:
-        """One decision, carried out before any other is made; then whatever its effects have led to."""
-        assert not self._is_deciding, "effects tell, they do not ask"
+        """Make one decision and carry it out before the next; then decide the events that its effects have raised."""
+        assert not self._is_deciding, "an effect must queue its event with _tell"
         self._is_deciding = True
         decision = decide(time.monotonic())
         self._carry_out(decision)
@@ -161,7 +160,7 @@ class Host:
         self._is_deciding = False
 
     def _tick(self) -> None:
-        """What is due: the end of a recovery, or a time that the machine has named."""
+        """Handle what is due: the end of a recovery, or a deadline of the machine."""
         now = time.monotonic()
         recovery, deadline = self._recovery, self._machine.next_deadline()
         if recovery is not None:
@@ -177,7 +176,7 @@ class Host:
     def _read_supervisor(self) -> None:
         for message, fds in self._supervisor.receive_frames():
             if isinstance(message, AnchorAttached):
-                self._drop_anchor()  # we may hear of the new one before the end of the old one
+                self._drop_anchor()  # the new anchor may be announced before the old channel ends
                 (anchor_fd,) = fds.take()
                 anchor = Channel.of_fd(anchor_fd)
                 self._selector.register(anchor, selectors.EVENT_READ, self._read_anchor)
@@ -200,20 +199,20 @@ class Host:
                 raise AssertionError(f"the supervisor does not send {type(message).__name__}")
 
     def _on_started(self, message: WorkerStarted, fds: Descriptors) -> None:
-        """A new process; or, while we recover, one that we are introduced to."""
+        """A new process; or, during a recovery, an existing one."""
         worker = WorkerId(message.start.rank, message.start.incarnation)
         is_lost = self._recovery is None and not self._machine.counts(worker)
         end = self._births.take_in(message, fds.take(), is_lost)
         assert end.control is not None
         self._selector.register(end.control, selectors.EVENT_READ, lambda: self._read_worker(end))
         if self._recovery is not None:
-            end.cell.ring_control()  # it may be in the middle of something: look at your lifeline
+            end.cell.ring_control()  # it may be in the middle of a layer: makes it read its lifeline
             self._detector.watch(end)
         self._tell(events.Started(end.rank, end.incarnation, end.pid))
 
     def _on_exited(self, message: WorkerExited) -> None:
         worker = WorkerId(message.rank, message.incarnation)
-        self._read_last_words(worker)
+        self._read_pending(worker)
         self._tell(events.Exited(worker.rank, worker.incarnation, message.exit_status))
         end = self._ends.get(worker)
         if end is not None:
@@ -226,7 +225,7 @@ class Host:
 
     def _read_worker(self, end: WorkerEnd) -> None:
         if end.control is None:
-            return  # its end was handled a moment ago, in the same turn
+            return  # its exit was handled earlier in the same turn
         try:
             for message in end.control.receive_all():
                 self._on_worker_message(end, message)
@@ -236,8 +235,8 @@ class Host:
             end.control = None
             self._tell(events.ChannelEnded(end.rank, end.incarnation))
 
-    def _read_last_words(self, worker: WorkerId) -> None:
-        """Before judging: what it has said itself explains more than how it was seen to end."""
+    def _read_pending(self, worker: WorkerId) -> None:
+        """Read its pending messages before its death is handled: its own Failed explains more than its exit status."""
         end = self._ends.get(worker)
         if end is not None:
             self._read_worker(end)
@@ -271,14 +270,14 @@ class Host:
             raise AssertionError(f"a worker does not send {type(message).__name__} to the orchestrator")
 
     def _connect(self, end: WorkerEnd) -> None:
-        """It lives, and hears us."""
+        """The worker is alive and reads its channel."""
         self._detector.watch(end)
         self._ends.connect(end)
         self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
         self._tell(events.SaidHello(end.rank, end.incarnation))
 
     def _on_report(self, end: WorkerEnd, report: Report) -> None:
-        """A worker that was there before us."""
+        """A worker that was started before this orchestrator."""
         end.report = report
         self._connect(end)
         self._tell(events.SaidReport(end.rank, end.incarnation, report.epoch, report.is_leaving, report.slots))
@@ -289,9 +288,9 @@ class Host:
             self._send_routes([end], self._machine.tables())
 
     def _on_stale(self, end: WorkerEnd, message: AnyMessage) -> None:
-        """A worker that was declared gone is still there: whatever it says is counted. Its events are news all the
-        same, and a failure may say why its successors will fail too. Nothing else acts: its suspicions and its counters
-        are those of a process that is no part of the cluster."""
+        """A worker that was declared gone still sends: its messages are counted. Its events are forwarded all the same,
+        and its Failed may explain why its successors will fail too. Everything else is dropped, such as its suspicions
+        and its counters: it is no longer part of the cluster."""
         event = message.event if isinstance(message, EventHappened) else None
         self._gateway.count_stale(event.count if isinstance(event, StaleDropped) else 1)
         if event is not None:
@@ -299,7 +298,7 @@ class Host:
         elif isinstance(message, Failed):
             self._tell(events.SaidFailed(end.rank, end.incarnation, message.reason, message.user_error))
 
-    # -- the gateway, and what operators ask for through it --------------------------------------
+    # -- the gateway, and operators' requests through it -----------------------------------------
 
     def _read_gateway(self) -> None:
         channel = self._gateway.channel
@@ -328,7 +327,7 @@ class Host:
             raise AssertionError(f"the gateway does not send {type(message).__name__} to the orchestrator")
 
     def _drain(self, message: DrainWorker) -> None:
-        """A worker shall leave. The machine decides whether it is asked to."""
+        """An operator wants a worker to leave. The machine decides whether it is asked to."""
         if self._recovery is not None:
             reason, asked = "the orchestrator has just been restarted; try again", []
         else:
@@ -338,7 +337,7 @@ class Host:
         self._gateway.send(DrainAnswered(id=message.id, incarnation=incarnation, reason=reason))
 
     def _inject(self, message: InjectFault) -> None:
-        """A signal for a worker, sent by the supervisor: only it can hit exactly one incarnation."""
+        """Have the supervisor signal a worker: only the supervisor can target exactly one incarnation, by its pid."""
         ends = [end for end in self._ends if end.rank == message.rank and end.pid]
         if not ends:
             reason = f"worker {message.rank} has no process at the moment"
@@ -361,9 +360,9 @@ class Host:
         )
 
     def _on_signalled(self, message: Signalled) -> None:
-        """The supervisor says which process the signal has hit."""
+        """The supervisor reports which process got the signal."""
         incarnation = self._victims.pop(message.id, None)
-        if incarnation is not None:  # else the orchestrator before us was asked
+        if incarnation is not None:  # else the previous orchestrator had ordered it
             answer = FaultInjected(id=message.id, pid=message.pid, incarnation=incarnation, reason=message.reason)
             self._gateway.send(answer)
 
@@ -384,7 +383,7 @@ class Host:
 
     def _read_detector(self) -> None:
         for rank, incarnation, found in self._detector.changes():
-            self._read_last_words(WorkerId(rank, incarnation))
+            self._read_pending(WorkerId(rank, incarnation))
             self._tell(found(rank, incarnation))
 
     # -- effects ---------------------------------------------------------------------------------
@@ -449,7 +448,7 @@ class Host:
                 end.send(RoutesChanged(routes=tables.routes))
 
     def _lose(self, effect: effects.Lost) -> None:
-        """Fence it: all who know it are told, and what it says from now on is only counted."""
+        """Fence it: notify all processes that know it; its messages are only counted from now on."""
         self._record_loss(effect)
         self._gateway.tell_lost(effect)
         worker = WorkerId(effect.rank, effect.incarnation)
@@ -486,10 +485,11 @@ class Host:
         self._event_log.append(waits)
 
     def _note_resumed(self, effect: effects.Resumed) -> None:
-        """Workers may know peers, and logs may be kept, that ended while there was no orchestrator."""
+        """Clean up after workers that ended while there was no orchestrator: peers may still know them, and their logs
+        may still be kept."""
         for end in self._ends:
             self._ends.dismiss_unknown_peers(end)
-            if end.report is None and not end.is_lost:  # it may still load: is there a pulse?
+            if end.report is None and not end.is_lost:  # it may still be loading: check its pulse
                 self._tell(self._detector.probe(end)(end.rank, end.incarnation))
         if self._logs_needed is not None:
             self._logs.settle_lost_but(self._logs_needed)

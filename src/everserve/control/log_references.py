@@ -1,12 +1,12 @@
-"""Whose KV logs exist, and who keeps them.
+"""Which KV logs exist, and when they can be released.
 
-A log belongs to one incarnation of an attention worker. All other attention workers keep its descriptor from the
-beginning, so that restoring a stream needs nobody's help. It is let go when both are true, in whatever order:
+A log belongs to one incarnation of an attention worker. All other attention workers get its descriptor in advance, so
+that restoring a stream needs no other process. It is released when both are true, in any order:
 
-    the incarnation is lost        (our decision)
-    it is settled                  (the gateway says that no stream needs it)
+    the incarnation is lost        (the orchestrator's decision)
+    it is settled                  (the gateway says that no stream needs the log)
 
-Where its blocks are in memory of their own, on a device, that is held before the log is added, and goes with it.
+Where the blocks are in device memory of their own, that memory is held before the log is added, and released with it.
 """
 
 from collections.abc import Iterable
@@ -20,20 +20,20 @@ from everserve.wire.messages import DropMemory, LogJoined, LogLeft
 
 
 class Logs:
-    """Of all attention workers, living and lost."""
+    """The logs of all attention workers, live and lost."""
 
     def __init__(self, anchor: AnchorClient, ends: WorkerEnds, supervisor: Channel) -> None:
         self._anchor = anchor
         self._ends = ends
         self._supervisor = supervisor
-        self._known: dict[WorkerId, tuple[Memory, ...]] = {}  # with the memory of its blocks first, if that is another
-        self._blocks: dict[WorkerId, Memory] = {}  # of logs that are about to be added
+        self._known: dict[WorkerId, tuple[Memory, ...]] = {}  # the memory of its blocks first, if separate
+        self._blocks: dict[WorkerId, Memory] = {}  # of logs that are not added yet
         self._lost: set[WorkerId] = set()
         self._settled: set[WorkerId] = set()
 
     def add(self, memory: Memory, fd: int) -> None:
-        """The descriptor is ours from now on. The memory of a log's blocks comes before that of the log itself; then
-        every attention worker that is there gets both."""
+        """Takes ownership of the descriptor. The memory of a log's blocks is added before the log itself; then every
+        connected attention worker gets both."""
         (log,) = memory.owners
         self._anchor.hold(memory, fd)
         if memory.kind is Kind.KV:
@@ -46,7 +46,7 @@ class Logs:
                 self._give(end, log)
 
     def introduce(self, end: WorkerEnd, but: Iterable[WorkerId] = ()) -> None:
-        """A worker has come: it keeps all logs from now on. (`but`: those that it has already.)"""
+        """A worker has connected: send it all logs, except those that it has already (`but`)."""
         had = set(but)
         for log in sorted(self._known.keys() - had):
             if _keeps(end, log):
@@ -58,7 +58,7 @@ class Logs:
         return log in self._known
 
     def descriptors(self, log: WorkerId) -> tuple[int, ...]:
-        """Its memory, and before that the memory of its blocks if that is another."""
+        """The memory of its blocks, if separate, then that of the log."""
         held = [self._anchor.held(memory) for memory in self._known[log]]
         return tuple(fd for fd in held if fd is not None)
 
@@ -77,8 +77,8 @@ class Logs:
             self._maybe_drop(log)
 
     def settle_lost_but(self, needed: Iterable[WorkerId]) -> None:
-        """The gateway knows what its streams need. What it may have told the orchestrator before us, it does not tell
-        again. Only of those that are lost: streams may come to all others."""
+        """Settle all lost logs but those that the gateway needs: a LogSettled that it sent to the previous orchestrator
+        is not sent again. Logs of live workers stay unsettled, because these may still get streams."""
         for log in sorted(self._lost - set(needed)):
             self.settle(log)
 
@@ -86,7 +86,7 @@ class Logs:
         if log not in self._lost or log not in self._settled:
             return
         rank, incarnation = log
-        for memory in reversed(self._known.pop(log)):  # the log first: it is never there without its blocks
+        for memory in reversed(self._known.pop(log)):  # the log first: a log never exists without its blocks
             self._anchor.release(memory)
             self._supervisor.send(DropMemory(memory=memory))
         self._lost.discard(log)

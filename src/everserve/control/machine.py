@@ -1,16 +1,16 @@
-"""The state machine: what is told about processes -> who counts, what everybody is told, who is started or ended.
+"""The state machine: events about processes -> membership, published tables, and which processes to start or kill.
 
-What happens to the incarnation that a seat holds (an event about any other one changes nothing):
+Effects of events about the incarnation that a seat holds (events about any other incarnation change nothing):
 
     event                    effect                                    loss
     Started                  its pid is published; lost if it does not
                              say hello within `hello_s`                hang
-    SaidHello                its silence means something from now on
+    SaidHello                watched: silence is a symptom from now on
     SaidHolds                routes lead to what it holds, once it is ready
     SaidReady                ready; routes may lead to it
-    SaidUses                 an attention worker's epoch; shown
-    SaidReport               as SaidHolds and SaidLeaving, if it is; published
-                             again if our epoch is not later
+    SaidUses                 an attention worker's epoch; shown to operators
+    SaidReport               as SaidHolds, and SaidLeaving if it is leaving;
+                             published again if our epoch is not later
     SaidLeaving              leaving; routes lead to it only where no
                              ready worker has the expert; killed if it
                              has not ended after `leave_s`             left
@@ -19,41 +19,42 @@ What happens to the incarnation that a seat holds (an event about any other one 
     Died, ChannelEnded       lost at once                              crash
     Silent, Z X              lost at once                              crash
     Silent, T t or unknown   lost at once                              hang
-    Silent, any other state  in doubt; looked at again after           hang, if it is
-                             `starved_s` and lost if still silent      silent then
-    Answered                 no doubt; published again if a peer had reported it
+    Silent, any other state  in doubt; probed again after              hang, if still
+                             `starved_s` and lost if still silent      silent
+    Answered                 doubt cleared; published again if a peer had reported it
     Suspected                probed; lost if it pulses but did not
                              serve this peer `max_unserved` times
                              within `unserved_s`                       hang
     DrainAsked (of a rank)   asked to leave if it is ready
     GatewayReported          published again if our epoch is not later
-    Tick                     whatever is due: starts, last looks, kills
+    Tick                     what is due: starts, last probes, kills
 
-Silence means the same while a worker starts: its pulse begins with its hello and does not wait for the weights.
+Silence is handled the same way while a worker starts: its pulse begins with its hello, before it loads its weights.
 
-A worker that leaves ends as it should, and its loss is called so (left), if it exits with status 0, if it dies and its
-status is not known, or if it dies in any way after it was killed for taking too long. Otherwise the table holds.
+The loss of a leaving worker is an expected one (left) if it exits with status 0, if it dies and its status is not
+known, or if it dies in any way after it was killed for taking too long. Otherwise the cause is the one in the table.
 
-Lost: published at once, then the next incarnation is provisioned at once, or after a delay if the seat's processes keep
-ending early (one that left is no such end). If nobody saw the process end it is killed after `fence_grace_s`; until
-then it may wake up, find itself fenced and exit. Losses are never taken back: a process that was declared gone wrongly
-is replaced all the same.
+Lost: published at once. Then the next incarnation is provisioned at once, or after a delay if the seat's processes keep
+ending early (a worker that left does not count). If the exit of the process was not seen, it is killed after
+`fence_grace_s`; until then it may wake up, find itself fenced and exit. A loss is never revoked: a process that was
+declared gone wrongly is replaced all the same.
 
 The goal (tables/goal.py) says which seats there are. A seat that should retire is not filled again.
 
-An orchestrator that comes after another one resumes with the goal that the supervisor has kept and with what is found,
-seat by seat (a process in a seat that the goal does not have is lost):
+An orchestrator that replaces another one resumes with the goal that the supervisor has kept and with the processes that
+exist, seat by seat (a process in a seat that is not in the goal is lost):
 
     latest incarnation       seat
     none                     provisioned
-    has ended                lost (crash; left, if it had said so): nobody may have seen it; the next is provisioned
+    has ended                lost (crash; left, if it was leaving), in case its end was not published; the next is
+                             provisioned
     was lost, and lives      lost once more (hang); the next is provisioned
-    about to be born         starting
+    being forked             starting
     has not reported         starting; lost (hang) if it does not report within `hello_s`
-    reported                 starting, ready or leaving, as it says
+    reported                 starting, ready or leaving, as reported
 
-Earlier incarnations were lost when the next one was provisioned: those that live are lost once more. Nothing else of
-the past counts: neither crashes nor doubts.
+Earlier incarnations were lost when the next one was provisioned: those that are alive are lost once more. No other
+history is kept: neither crash counts nor doubts.
 """
 
 import signal
@@ -114,12 +115,12 @@ from everserve.tables.validity import behind, conditions, degraded
 
 __all__ = ["Found", "Machine", "Policy"]
 
-_ORDER = {Keep: -1, Lost: 0, Publish: 1, Probe: 3}  # everything else between them
+_ORDER = {Keep: -1, Lost: 0, Publish: 1, Probe: 3}  # all other effects: 2
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What one event leads to, before the tables are compared."""
+    """The result of one event, before the tables are compared."""
 
     reason: str
     effects: tuple[AnyEffect, ...] = ()
@@ -133,13 +134,13 @@ class Machine:
     def __init__(self, goal: Goal, policy: Policy) -> None:
         self.policy = policy
         self.goal = goal
-        self.num_stale = 0  # what lost or unknown incarnations said
-        self.was_all_ready = False  # since the instance began: it is not given up any more
+        self.num_stale = 0  # messages of lost or unknown incarnations
+        self.was_all_ready = False  # at some time since the instance started: it is not given up any more
         self._has_said_all_ready = False
-        self.ending = ""  # why no process is started any more
+        self.ending = ""  # non-empty: why no process is started any more
         assert goal.seats, "an instance has seats"
         self._seats = {seat.rank: Seat(seat) for seat in goal.seats}
-        self._kill_at: dict[WorkerId, float] = {}  # lost, and its process has not been seen to end
+        self._kill_at: dict[WorkerId, float] = {}  # lost, and its exit has not been seen
         for seat in self._seats.values():
             seat.slots = seat.goal.own_experts
             planned = goal.placement.seat(seat.rank) if goal.placement is not None else None
@@ -148,14 +149,14 @@ class Machine:
                 seat.shadow_slots = max(map(len, planned.shadows), default=0)
         self._tables = self._tables_of(Epoch(0))
 
-    # -- what is true now ------------------------------------------------------------------------
+    # -- current state ------------------------------------------------------------------------
 
     def tables(self) -> Publish:
-        """What was published last."""
+        """The tables published last."""
         return self._tables
 
     def counts(self, worker: WorkerId) -> bool:
-        """Whether this is the incarnation that its seat holds. It may have been given up before it came to be."""
+        """Whether its seat holds this incarnation. A worker may be lost before its process exists."""
         seat = self._seats.get(worker.rank)
         return seat is not None and seat.incarnation == worker.incarnation and seat.state is not WorkerState.GONE
 
@@ -205,7 +206,7 @@ class Machine:
     def _acknowledged(self) -> dict[Rank, Epoch]:
         return {seat.rank: seat.acknowledged for seat in self._seats.values() if seat.acknowledged}
 
-    # -- doors -----------------------------------------------------------------------------------
+    # -- entry points -----------------------------------------------------------------------------------
 
     def start(self, now: float) -> Decision:
         """Provision every seat."""
@@ -214,7 +215,7 @@ class Machine:
         return self._decide(_Step(reason, (Keep(self.goal), *starts)))
 
     def resume(self, now: float, found: Sequence[Found], epoch: Epoch, was_all_ready: bool) -> Decision:
-        """Go on where an orchestrator has died. `epoch` is the highest that any process knows."""
+        """Take over from an orchestrator that has died. `epoch` is the highest that any process knows."""
         self.was_all_ready = was_all_ready
         effects: list[AnyEffect] = []
         for seat in self._seats.values():
@@ -254,8 +255,8 @@ class Machine:
     def _decide(self, step: _Step) -> Decision:
         """Compare the tables, publish if they changed.
 
-        Losses come first, so that nothing waits for anything slower; probes last, because the host may answer them
-        before it goes on.
+        Losses come first, so that they do not wait for slower effects. Probes come last, because the host may answer
+        them before it runs the next effect.
         """
         effects = list(step.effects)
         if self._members(self.epoch) != self.members or step.publish_anyway:
@@ -272,7 +273,7 @@ class Machine:
     # -- events about a process ------------------------------------------------------------------
 
     def _not_current(self, event: Said | Seen, seat: Seat | None) -> _Step:
-        """A lost incarnation, or one that never was. It changes nothing; what such a process *says* is counted."""
+        """A lost incarnation, or one that was never provisioned. It changes nothing; its messages are counted."""
         who = f"rank {event.rank} incarnation {event.incarnation}"
         if seat is None or not 1 <= event.incarnation <= seat.incarnation:
             self.num_stale += 1
@@ -281,13 +282,13 @@ class Machine:
             case Exited():
                 self._kill_at.pop(WorkerId(event.rank, event.incarnation), None)
                 return _Step(f"{who} was lost already; now its process has ended")
-            case Died() | ChannelEnded() | Silent() | Suspected():  # a death is seen in many ways; one was the first
+            case Died() | ChannelEnded() | Silent() | Suspected():  # a death is observed in several ways
                 return _Step(f"{who} was lost already")
             case Started() if WorkerId(event.rank, event.incarnation) not in self._kill_at:
                 self.num_stale += 1
                 return _Step(f"{who} comes to be after it was lost: kill it", (Kill(event.rank, event.incarnation),))
             case SaidFailed(user_error=True) if not self.was_all_ready and not self.ending:
-                # Last words that its death has overtaken. What is wrong with the input stays true.
+                # The message arrived after the loss was decided. An error in the user's input is still valid.
                 self._end_for("the instance gave up")
                 return _Step(f"{who} was lost already, by the user's fault", (GiveUp(event.reason, True),))
             case _:
@@ -310,7 +311,7 @@ class Machine:
             case SaidReport():
                 return self._report(seat, event, now)
             case SaidReady():
-                # Not the end of a doubt: it may have said so before it fell silent.
+                # Does not clear a doubt: it may have been sent before the silence.
                 if seat.state is not WorkerState.STARTING:
                     return _Step(f"{who} was {seat.state} already")
                 seat.speak()
@@ -363,12 +364,12 @@ class Machine:
         return self._lose(seat, cause, reason, now, has_ended=True)
 
     def _died(self, seat: Seat, reason: str, now: float) -> _Step:
-        """Its status is not known. Of one that leaves, death is no news."""
+        """Its exit status is not known. The death of a leaving worker is expected."""
         return self._lose(seat, "left" if seat.state is WorkerState.LEAVING else "crash", reason, now)
 
     def _silent(self, seat: Seat, process_state: str | None, now: float) -> _Step:
         seat.is_probed = False
-        seat.speak()  # only who has said hello is watched, though its hello may be on the way
+        seat.speak()  # only workers that sent Hello are watched, but its event may still be queued
         match process_state:
             case "T" | "t":
                 return self._lose(seat, "hang", f"silent and stopped ({process_state})", now)
@@ -390,7 +391,7 @@ class Machine:
         return Provision(seat.rank, seat.incarnation)
 
     def _probe(self, seat: Seat) -> tuple[Probe, ...]:
-        """One look at a time."""
+        """At most one probe of a seat at a time."""
         if seat.is_probed:
             return ()
         seat.is_probed = True
@@ -399,7 +400,7 @@ class Machine:
     def _lose(
         self, seat: Seat, cause: Cause, reason: str, now: float, has_ended: bool = False, user_error: bool = False
     ) -> _Step:
-        """This incarnation is gone; see to the next one."""
+        """End this incarnation and arrange the next one."""
         has_left = cause == "left"
         is_expected = has_left or bool(self.ending)
         lost = Lost(seat.rank, seat.incarnation, seat.goal.roles, cause, reason, is_expected)
@@ -420,7 +421,7 @@ class Machine:
         return _Step(step_reason, (lost, BackOff(seat.rank, seat.num_crashes, delay_s)))
 
     def _give_up(self, seat: Seat, reason: str, user_error: bool) -> tuple[GiveUp, ...]:
-        """Whether this loss shows that the instance will never come up. Once it was up, it is never given up."""
+        """GiveUp if this loss shows that the instance cannot start. Never after all seats were ready once."""
         if self.was_all_ready or self.ending:
             return ()
         if not user_error:
@@ -431,7 +432,7 @@ class Machine:
         return (GiveUp(reason, user_error),)
 
     def _take_over(self, seat: Seat, latest: Found | None, now: float) -> tuple[AnyEffect, ...]:
-        """The latest incarnation keeps the seat if it can; no earlier one does."""
+        """The latest incarnation keeps the seat if it is alive and was not lost; an earlier one never does."""
         if latest is None:
             return () if seat.is_retired else (self._provision(seat),)
         if latest.pid >= 0 and not latest.was_lost:
@@ -447,7 +448,7 @@ class Machine:
         return lost, *next_one
 
     def _fence_again(self, old: Found, roles: tuple[Role, ...], now: float) -> tuple[Lost, ...]:
-        """It was lost to an orchestrator that had no time left to see its end."""
+        """The previous orchestrator lost it and died before the process ended: fence it again."""
         if old.pid < 0:
             return ()
         self._kill_at[WorkerId(old.rank, old.incarnation)] = now + self.policy.fence_grace_s
@@ -455,20 +456,20 @@ class Machine:
         return (Lost(old.rank, old.incarnation, roles, "hang", reason, is_expected=True),)
 
     def _overtake(self, epoch: Epoch, who: str) -> _Step:
-        """Processes drop tables that are older than their own."""
+        """Publish a later epoch than the one of this process, because processes drop tables that are not newer."""
         if epoch < self.epoch:
             return _Step(f"epoch {epoch}, which {who} has, is past")
         self._tables = self._tables_of(epoch)
         return _Step(f"{who} has tables of epoch {epoch} from the orchestrator before", publish_anyway=True)
 
     def _hold(self, seat: Seat, slots: HeldSlots) -> _Step:
-        """Routes follow what is held."""
+        """Routes follow what workers hold."""
         has_changed = seat.held is None or seat.held.experts != slots.experts
         seat.held = slots
         return _Step(f"{_who(seat)} holds other experts", publish_anyway=has_changed and seat.can_serve)
 
     def _acknowledge(self, seat: Seat, epoch: Epoch) -> _Step:
-        """Shown, when it changes whether all workers use the published routes."""
+        """Update the gateway if this changes which workers are behind the published routes."""
         seat.acknowledged = max(seat.acknowledged, epoch)
         step = _Step(f"{_who(seat)} uses the routes of epoch {epoch}")
         epochs = behind(self.members, self._acknowledged()) if self.routes is not None else ()
@@ -478,7 +479,7 @@ class Machine:
         return replace(step, effects=(Show(self._tables),))
 
     def _report(self, seat: Seat, event: SaidReport, now: float) -> _Step:
-        """It was silent while this orchestrator resumed."""
+        """A worker that reports only after this orchestrator has resumed."""
         seat.speak()
         steps = [self._hold(seat, event.slots)] if event.slots is not None else []
         if event.is_leaving and seat.state is not WorkerState.LEAVING:
@@ -488,7 +489,7 @@ class Machine:
         return _Step(reason, publish_anyway=any(step.publish_anyway for step in steps))
 
     def _drain(self, rank: Rank) -> _Step:
-        """The reason is the operator's answer."""
+        """The reason is the answer to the operator."""
         seat = self._seats.get(rank)
         if seat is None:
             return _Step(f"there is no rank {rank}")
@@ -532,7 +533,7 @@ class Machine:
             reason = f"{_who(seat)} has not left in {self.policy.leave_s:g} s: kill it"
             yield _Step(reason, (Kill(seat.rank, seat.incarnation),))
         if seat.starve_at is not None and seat.starve_at <= now and not seat.is_probed:
-            # A look, not the clock, has the last word: the host itself may have been held up.
+            # A probe decides, not the clock: the host itself may have been delayed.
             yield _Step(f"{_who(seat)} has been silent for {self.policy.starved_s:g} s: a last look", self._probe(seat))
 
 

@@ -1,4 +1,4 @@
-"""What a worker is born with: the memory that must exist before its process does, and what it is told."""
+"""What a worker starts with: the memory that must exist before its process does, and its StartWorker message."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from everserve.wire.messages import StartWorker, WorkerSettings
 
 @dataclass(frozen=True)
 class Needs:
-    """Of all workers of one instance, with what they have in common."""
+    """The needs of all workers of one instance, and the settings that they share."""
 
     model: ModelConfig
     settings: WorkerSettings
@@ -23,7 +23,7 @@ class Needs:
     detect_ms: float
 
     def start(self, goal: Goal, worker: WorkerId) -> StartWorker:
-        """What this incarnation is told."""
+        """The start message of this incarnation."""
         seat = _seat(goal, worker.rank)
         return StartWorker(
             rank=worker.rank,
@@ -40,13 +40,14 @@ class Needs:
         )
 
     def memory(self, goal: Goal, worker: WorkerId) -> tuple[Memory, ...]:
-        """What this incarnation is born with: its cell first, what belongs to the seat last."""
+        """The memory of this incarnation: its cell first, memory that belongs to the seat last."""
         seat = _seat(goal, worker.rank)
         needed = [self.cell(worker)]
         if Role.ATTENTION in seat.roles and self.capacity.kv_bytes:
             needed.append(self._of(Kind.KV, worker, self.capacity.kv_bytes, seat.device))
         if Role.ATTENTION in seat.roles and self.capacity.log_bytes:
-            needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes))  # after its blocks: with it all is there
+            # After its blocks: the log completes the set.
+            needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes))
         if seat.device != NO_DEVICE:
             owner, num_bytes = seat_owner(self.weights_owner(goal, worker.rank)), self.weights_bytes(goal, worker.rank)
             needed.append(self._of(Kind.WEIGHTS, owner, num_bytes, seat.device))
@@ -59,35 +60,35 @@ class Needs:
         return self._of(Kind.CELL, worker, CELL_BYTES)
 
     def bell(self, goal: Goal, rank: Rank) -> Memory | None:
-        """Of an expert worker on a device."""
+        """The bell of an expert worker on a device; None for all other workers."""
         seat = goal.seat(rank)
         if seat is None or seat.device == NO_DEVICE or Role.ATTENTION in seat.roles:
             return None
         return self._of(Kind.BELL, seat_owner(rank), BELL_BYTES, seat.device)
 
     def lane(self, goal: Goal, attention: WorkerId, expert: WorkerId) -> Memory:
-        """On the attention worker's device."""
+        """The lane between two workers, on the attention worker's device."""
         device = _seat(goal, attention.rank).device
         return Memory(
             kind=Kind.LANE, owners=(attention, expert), num_bytes=self.capacity.lane_bytes, device=device
         )  # fmt: skip
 
     def weights_bytes(self, goal: Goal, rank: Rank) -> int:
-        """Of the memory for this seat's weights on its device."""
+        """The size of the memory for this seat's weights on its device."""
         seat, slots = _seat(goal, rank), self._slots(goal, rank)
         num_slots = slots.num_slots if slots is not None else seat.own_experts
         return WeightsPlan.of(self.model, seat.roles, num_slots).num_bytes
 
     def weights_owner(self, goal: Goal, rank: Rank) -> Rank:
-        """Whose memory this seat's weights are in. Seats with the same weights on the same device share one: that
-        saves memory, and readers of the same bytes at the same time find them in the device's cache."""
+        """The seat that owns the memory with this seat's weights. Seats with the same weights on the same device share
+        it: that saves memory, and concurrent reads of the same bytes hit the device's cache."""
         like = _seat(goal, rank)
         if goal.placement is not None and goal.placement.seat(rank) is not None:
             return rank
         return next(seat.rank for seat in goal.seats if (seat.device, seat.roles) == (like.device, like.roles))
 
     def _slots(self, goal: Goal, rank: Rank) -> SeatSlots | None:
-        """What an expert worker's slots hold in the beginning; None for all others."""
+        """The initial contents of an expert worker's slots; None for all other workers."""
         planned = goal.placement.seat(rank) if goal.placement is not None else None
         return planned.slots(self.capacity.slots_per_layer) if planned is not None else None
 

@@ -1,8 +1,8 @@
-"""How a worker comes to be: its memory is asked for, the supervisor starts it, and its end is here.
+"""How a worker is started: the anchor allocates its memory, the supervisor starts its process, its channel comes here.
 
     provision -> one piece of memory after the other -> Provision to the supervisor ... WorkerStarted -> take_in
 
-While an orchestrator recovers, workers and memory that exist are taken in the same way.
+While an orchestrator recovers, existing workers and memory are taken in the same way.
 """
 
 import os
@@ -25,7 +25,7 @@ _OF_LOG = (Kind.KV, Kind.LOG)
 
 
 class Births:
-    """From the decision that a seat gets a process to the end of that process here."""
+    """From the decision to fill a seat until the orchestrator has the channel of the new process."""
 
     def __init__(
         self,
@@ -42,23 +42,23 @@ class Births:
         self._logs = logs
         self._supervisor = supervisor
         self._tell = tell
-        self._coming: dict[WorkerId, Goal] = {}  # whose memory is being allocated, and the goal they are made for
+        self._coming: dict[WorkerId, Goal] = {}  # workers whose memory is being allocated, and their goal
 
     def provision(self, worker: WorkerId, goal: Goal) -> StartWorker:
-        """Its memory is asked for; when the last piece is there, the worker is started."""
+        """Request its memory; when the last piece is allocated, the worker is started."""
         self._coming[worker] = goal
         self._go_on(worker)
         return self._needs.start(goal, worker)
 
     def call_off(self, worker: WorkerId) -> None:
-        """It is lost while its memory is still being allocated, or its process is just being born."""
+        """The worker is lost while its memory is still being allocated or its process is being forked."""
         goal = self._coming.pop(worker, None)
         for memory in self._needs.memory(goal, worker) if goal is not None else ():
             if worker in memory.owners:
                 self._anchor.release(memory)
 
     def take_in(self, message: WorkerStarted, fds: list[int], is_lost: bool) -> WorkerEnd:
-        """A process exists; its descriptors have come with the message, and are ours from now on."""
+        """A process exists. Takes ownership of the descriptors that came with the message."""
         control_fd, cell_fd, *memory_fds = fds
         start, channel = message.start, Channel.of_fd(control_fd)
         worker = WorkerId(start.rank, start.incarnation)
@@ -74,7 +74,7 @@ class Births:
         return end
 
     def take_in_memory(self, memory: Memory, fd: int) -> None:
-        """Memory of a worker that had exited before this orchestrator came."""
+        """Memory of a worker that had exited before this orchestrator started."""
         self._hold(memory, fd)
         if memory.kind is Kind.LOG:
             self._logs.lose(memory.owners[0])
@@ -88,7 +88,7 @@ class Births:
     def _go_on(self, worker: WorkerId) -> None:
         goal = self._coming.get(worker)
         if goal is None:
-            return  # it was given up while its memory was being allocated
+            return  # it was called off while its memory was being allocated
         memory = self._needs.memory(goal, worker)
         missing = next((piece for piece in memory if self._anchor.held(piece) is None), None)
         if missing is None:
@@ -103,14 +103,14 @@ class Births:
             self._go_on(worker)
 
         def fail(reason: str) -> None:
-            why = lack(worker.rank, memory.kind, reason)  # as if it had found out itself
+            why = lack(worker.rank, memory.kind, reason)  # reported as if the worker had failed to allocate it
             self._tell(events.SaidFailed(worker.rank, worker.incarnation, why, user_error=True))
 
         self._anchor.allocate(memory, then=go_on, otherwise=fail)
 
     def _inherit_log(self, worker: WorkerId, memory: tuple[Memory, ...], missing: Memory) -> bool:
-        """With `--kv-log anchor` the predecessor's KV is adopted where it lies, if no process can write to it any
-        more. All of it, or nothing."""
+        """With `--kv-log anchor` a worker adopts its predecessor's KV in place, if no process can write to it any more:
+        both the log and its blocks, or neither."""
         of_log = [piece for piece in memory if piece.kind in _OF_LOG]
         before = self._logs.last_of(worker.rank)
         if self._needs.settings.log.mode != "anchor" or before is None or missing not in of_log[:1]:

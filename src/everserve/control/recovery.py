@@ -1,7 +1,7 @@
-"""A new orchestrator, before it decides anything: which processes have told it what it needs to know?
+"""A new orchestrator before its machine resumes: which processes have reported their state?
 
-Nothing is published until all workers that exist have reported, or have had their time to: until then the data path
-goes on with the tables of the orchestrator before, which is better than tables without workers that are merely slow.
+Nothing is published until all existing workers have reported or the deadline has passed. Until then the data path
+continues with the tables of the previous orchestrator, which is better than tables without workers that are only slow.
 """
 
 from collections.abc import Sequence
@@ -12,15 +12,15 @@ from everserve.tables.ids import Epoch, WorkerId
 from everserve.tables.slots import HeldSlots
 from everserve.wire.messages import FoundProcess
 
-REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, when it has loaded
+REPORT_S = 1.0  # a worker in its loop reports within milliseconds; one that loads, after loading
 
 
 class Recovery:
-    """What was found at the start, and what has been heard since. Times are the host's monotonic clock."""
+    """The processes found at the start, and the events since. Times are the host's monotonic clock."""
 
     def __init__(self, found: Sequence[FoundProcess], now: float) -> None:
         self.deadline = now + REPORT_S
-        self.epoch = Epoch(0)  # the highest that any process knows
+        self.epoch = Epoch(0)  # the highest epoch that any process knows
         self._found = {WorkerId(process.rank, process.incarnation): process.pid for process in found}
         self._awaited = {worker for worker, pid in self._found.items() if pid > 0}
         self._has_gateway_reported = False
@@ -28,11 +28,11 @@ class Recovery:
         self._ready: set[WorkerId] = set()
         self._leaving: set[WorkerId] = set()
         self._ended: set[WorkerId] = set()
-        self._lost: set[WorkerId] = set()  # the gateway was told that these are gone
+        self._lost: set[WorkerId] = set()  # declared lost to the gateway
         self._slots: dict[WorkerId, HeldSlots] = {}
 
     def note(self, event: events.AnyEvent) -> None:
-        """The same events that the machine will be told afterwards."""
+        """The machine will handle the same events afterwards."""
         if isinstance(event, events.GatewayReported):
             self._has_gateway_reported = True
             self._lost.update(event.lost)
@@ -64,7 +64,7 @@ class Recovery:
         return now >= self.deadline or (not self._awaited and self._has_gateway_reported)
 
     def found(self) -> list[Found]:
-        """Every incarnation, and what it said of itself."""
+        """Every incarnation, and what it has reported."""
         return [
             Found(
                 rank=worker.rank,

@@ -1,4 +1,4 @@
-"""One seat: who sits there, how it got there, and when the next one may come."""
+"""One seat: its current incarnation, its state, and when the next incarnation may start."""
 
 import math
 from dataclasses import dataclass, field
@@ -11,35 +11,35 @@ from everserve.tables.slots import HeldSlots
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The times that belong together: detect_s < starved_s = 10 detect_s < unserved_s = 200 detect_s (for one suspicion
-    a peer on a device takes 20 detect_s), and first_delay_s <= max_delay_s."""
+    """The timeouts, which depend on each other: detect_s < starved_s = 10 detect_s < unserved_s = 200 detect_s (for one
+    suspicion a peer on a device takes 20 detect_s), and first_delay_s <= max_delay_s."""
 
-    detect_s: float  # how long the host's detector takes to call somebody silent
-    hello_s: float = 10.0  # from the existence of a process to its first word; until then nobody can tell that it hangs
-    fence_grace_s: float = 10.0  # how long a lost process may take to notice, before it is killed
-    leave_s: float = 30.0  # how long a worker that leaves may take, before it is killed
-    stable_s: float = 2.0  # who ends sooner than this after it was ready counts as a crash while starting
-    first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further one
+    detect_s: float  # without a pulse, until the detector reports silence
+    hello_s: float = 10.0  # from the fork to its first message; until then a hang cannot be detected
+    fence_grace_s: float = 10.0  # how long a lost process may take to exit, before it is killed
+    leave_s: float = 30.0  # how long a leaving worker may take to exit, before it is killed
+    stable_s: float = 2.0  # an end sooner than this after ready counts as a crash while starting
+    first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further end
     max_delay_s: float = 30.0
-    max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never all ready)
-    max_unserved: int = 3  # by one peer, within unserved_s: who pulses and does not serve so often is lost
+    max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never fully ready)
+    max_unserved: int = 3  # reports by one peer within unserved_s: a worker with a pulse is lost after so many
 
     def __post_init__(self) -> None:
         assert self.detect_s > 0 and 0 < self.first_delay_s <= self.max_delay_s, self
 
     @property
     def starved_s(self) -> float:
-        """How long a process that is not stopped may be silent: it may only be short of a core, or its core of time."""
+        """How long a process that is not stopped may be silent: it may only be starved of CPU time."""
         return 10 * self.detect_s
 
     @property
     def unserved_s(self) -> float:
-        """How long it counts against a worker that it did not serve a peer. Who does not serve at all is asked again as
-        soon as it is pardoned; one that had a bad moment now and then stays."""
+        """How long a report that a worker did not serve a peer counts. A worker that never serves is asked again as
+        soon as it is trusted again, and collects reports quickly; one that fails only now and then stays."""
         return 200 * self.detect_s
 
     def delay_s(self, num_crashes: int) -> float:
-        """How long the seat waits after this many short lives in a row: 0, 0, 0.25, 0.5, 1, ... seconds."""
+        """How long the seat waits after this many early ends in a row: 0, 0, 0.25, 0.5, 1, ... seconds."""
         if num_crashes < 2:
             return 0.0
         doublings = min(num_crashes - 2, 60)
@@ -48,20 +48,20 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A worker process, as an orchestrator that resumes finds it. The flags are what it said, and what others say."""
+    """A worker process, as a resuming orchestrator finds it. The flags are its own reports and those of the gateway."""
 
     rank: Rank
     incarnation: Incarnation
-    pid: int  # 0: about to be born; -1: it has ended, and only its number counts
-    has_reported: bool = False  # or said hello: it has spoken to this orchestrator
+    pid: int  # 0: being forked; -1: it has ended, and only its number is known
+    has_reported: bool = False  # or said hello: this orchestrator has got a message from it
     is_ready: bool = False
     is_leaving: bool = False
-    was_lost: bool = False  # the gateway was told that it is gone, which is never taken back
+    was_lost: bool = False  # declared lost to the gateway, which is never revoked
     slots: HeldSlots | None = None
 
 
-# A seat holds at most one incarnation that counts. Each arrow to `gone` ends an incarnation for good: what it says
-# afterwards is dropped, though its process may live on for a while (the machine then has it killed).
+# A seat holds at most one current incarnation. Each arrow to `gone` ends an incarnation for good: its later messages
+# are dropped, though its process may exist for a while (the machine then has it killed).
 #
 #             provision                  said ready
 #     gone ───────────────> starting ───────────────> ready
@@ -74,8 +74,8 @@ class Found:
 #      └───────────────────────┴───────────┴────────────┘
 #            died, exited, channel ended, said failed, hangs
 #
-# The end of one that was leaving is what everybody waits for: no crash, unless it failed, hung or was killed by others.
-# Until its end it may be in doubt: silent, or reported by a peer. Doubt is not a state of the tables.
+# The end of a leaving worker is expected: no crash, unless it failed, hung or was killed from outside. Before its end a
+# worker may be in doubt: silent, or reported by a peer. Doubt is not a state of the tables.
 @dataclass(slots=True)
 class Seat:
     """The state of one seat. Times are the host's monotonic clock."""
@@ -84,23 +84,23 @@ class Seat:
     slots: int = 0  # per layer
     shadow_slots: int = 0
     held: HeldSlots | None = None  # what the incarnation reports to hold
-    acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker says it uses
+    acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker uses, by its report
     state: WorkerState = WorkerState.GONE
     incarnation: Incarnation = field(default=Incarnation(0))
     pid: int = 0
     note: str = ""
     delay_s: float = 0.0
-    start_at: float | None = None  # while gone: when the next incarnation may come; None: not at all
+    start_at: float | None = None  # while gone: when the next incarnation may start; None: never
     ready_at: float | None = None  # None: it never was
-    leave_by: float | None = None  # while leaving: killed if it has not ended at this time; None: that has happened
-    num_crashes: int = 0  # short lives in a row
+    leave_by: float | None = None  # while leaving: when it is killed; None: it was killed
+    num_crashes: int = 0  # early ends in a row
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False
-    hello_by: float | None = None  # it exists and has not said a word: lost if still so at this time
+    hello_by: float | None = None  # it exists and has sent nothing: lost if still so at this time
     starve_at: float | None = None  # silent but not stopped: lost if still so at this time
-    is_probed: bool = False  # the host has been asked to look and has not answered yet
+    is_probed: bool = False  # a probe is not answered yet
     is_reported: bool = False  # a peer routes around it
-    unserved_at: dict[Rank, list[float]] = field(default_factory=dict)  # when it did not serve which peer
+    unserved_at: dict[Rank, list[float]] = field(default_factory=dict)  # by peer: when it did not serve that peer
 
     @property
     def rank(self) -> Rank:
@@ -113,12 +113,12 @@ class Seat:
 
     @property
     def is_retired(self) -> bool:
-        """It is empty, and stays so."""
+        """The seat is empty and will not be filled again."""
         return self.state is WorkerState.GONE and self.goal.wanted is Wanted.RETIRE
 
     @property
     def can_serve(self) -> bool:
-        """Ready; or leaving, and still there for whoever has nobody else."""
+        """Ready; or leaving, and still able to serve experts that no ready worker holds."""
         return self.state is WorkerState.READY or (self.state is WorkerState.LEAVING and self.ready_at is not None)
 
     def begin(self) -> None:
@@ -134,7 +134,7 @@ class Seat:
         self.clear_doubt()
 
     def adopt(self, found: Found, now: float, policy: Policy) -> None:
-        """An orchestrator before us has begun this incarnation."""
+        """Take over an incarnation that a previous orchestrator has provisioned."""
         assert self.state is WorkerState.GONE and found.pid >= 0, self
         self.state = WorkerState.STARTING
         self.incarnation = found.incarnation
@@ -144,18 +144,18 @@ class Seat:
             self.speak()
         self.held = found.slots
         if found.is_ready:
-            self.become_ready(-math.inf)  # nobody knows since when: it counts as a stable life
+            self.become_ready(-math.inf)  # the time is not known: it counts as stable
         if found.is_leaving:
             self.leave(now, policy)
 
     def exist(self, pid: int, now: float, policy: Policy) -> None:
-        """The process is there. Until its hello nobody could tell if it hung, so that has a deadline of its own."""
+        """The process exists. A hang before its hello cannot be detected, so the hello has a deadline."""
         if self.pid == 0 and not self.has_spoken:
             self.hello_by = now + policy.hello_s
         self.pid = pid
 
     def speak(self) -> None:
-        """Its pulse goes; the detector watches it."""
+        """It has sent a message: its pulse runs, and the detector watches it."""
         self.has_spoken = True
         self.hello_by = None
 
@@ -191,17 +191,18 @@ class Seat:
         self.clear_doubt()
 
     def wait(self, delay_s: float, now: float) -> None:
-        """The next incarnation may come after this delay."""
+        """The next incarnation may start after this delay."""
         self.delay_s = delay_s
         self.start_at = now + delay_s
 
     def leave_empty(self, why: str) -> None:
-        """No next incarnation."""
+        """There will be no next incarnation."""
         self.start_at = None
         self.note = f"not started again: {why}"
 
     def did_not_serve(self, peer: Rank, now: float, policy: Policy) -> int:
-        """A peer says so. Returns how often it has lately; each time it had trusted it again before."""
+        """A peer reports that it was not served. Returns how many times it did within `unserved_s`; between two reports
+        the peer had trusted this worker again."""
         lately = [at for at in self.unserved_at.get(peer, []) if now - at < policy.unserved_s]
         self.unserved_at[peer] = [*lately, now]
         return len(lately) + 1
@@ -211,7 +212,7 @@ class Seat:
         self.is_probed = self.is_reported = False
 
     def next_deadline(self) -> float | None:
-        """While a probe is on its way its answer decides, not the clock."""
+        """While a probe is pending its answer decides, not the clock."""
         if self.state is WorkerState.GONE:
             return self.start_at
         look_at = None if self.is_probed else self.starve_at

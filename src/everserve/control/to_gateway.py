@@ -1,4 +1,4 @@
-"""What the gateway is told: tables, losses, events and counters. If it is gone, nobody is told; all else goes on."""
+"""Messages to the gateway: tables, losses, events and counters. If the gateway is gone they are dropped."""
 
 import time
 
@@ -9,7 +9,7 @@ from everserve.wire.channel import Channel
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, ClusterChanged, EventHappened, WorkerLost
 
-_RESEND_S = 1.0  # at most so often are counters alone a reason to tell the gateway
+_RESEND_S = 1.0  # the shortest time between two updates that only change counters
 
 
 class GatewayEnd:
@@ -49,7 +49,7 @@ class GatewayEnd:
         )
 
     def note_conditions(self) -> None:
-        """A condition of validity has changed, and the tables have not: told once in this turn."""
+        """A condition of validity has changed, and the tables have not: sent once, at the end of this turn."""
         self._have_conditions_changed = True
 
     def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
@@ -61,7 +61,7 @@ class GatewayEnd:
         self._has_news = True
 
     def flush(self, tables: Publish | None) -> None:
-        """What the kernel did not take, and counters that have waited long enough (None: there are no tables yet)."""
+        """Write what the kernel did not take before, and send updates that are due. `tables`: None before the first."""
         has_old_news = self._has_news and time.monotonic() - self._told_s > _RESEND_S
         if tables is not None and (self._have_conditions_changed or has_old_news):
             self.tell_cluster(tables)

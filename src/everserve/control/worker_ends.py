@@ -1,11 +1,11 @@
-"""The orchestrator's ends of its workers: channel, cell, and the memory between them.
+"""The orchestrator's side of its workers: channel, cell, and the lanes between workers.
 
-A worker's life here:
+The states of a worker here:
 
-    started (its process exists) -> connected (it said hello; lanes are being allocated)
-        -> ready (it said so and has all its lanes) -> ... -> lost (fenced, until its process is gone) -> forgotten
+    started (its process exists) -> connected (sent Hello; lanes are being allocated)
+        -> ready (sent Ready and has all its lanes) -> ... -> lost (fenced, until its process has ended) -> forgotten
 
-One that was there before this orchestrator *reports* instead of saying hello, and may have lanes already.
+A worker that was started before this orchestrator sends Report instead of Hello, and may have lanes already.
 """
 
 import functools
@@ -26,7 +26,7 @@ from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report
 
 @dataclass(eq=False)
 class WorkerEnd:
-    """One worker process, seen from here."""
+    """The orchestrator's side of one worker process."""
 
     rank: Rank
     incarnation: Incarnation
@@ -34,12 +34,12 @@ class WorkerEnd:
     pid: int
     cell_fd: int  # held by the anchor client
     cell: Cell
-    control: Channel | None  # None after its end was read
+    control: Channel | None  # None after end of file
     report: Report | None = None
     has_said_hello: bool = False
     waits_for: set[Memory] = field(default_factory=set)  # lanes that are still being allocated
     has_said_ready: bool = False
-    is_ready: bool = False  # said so, and has all its lanes
+    is_ready: bool = False  # sent Ready, and has all its lanes
     is_lost: bool = False
 
     @property
@@ -51,13 +51,13 @@ class WorkerEnd:
         return self.has_said_hello and self.control is not None and not self.is_lost
 
     def send(self, message: AnyMessage, fds: tuple[int, ...] = ()) -> None:
-        """The message, and a ring: a worker in the middle of a layer looks at its cell, not at its socket."""
+        """Send the message and ring: a worker in the middle of a layer polls its cell, not its socket."""
         if self.control is not None:
             self.control.send(message, fds)
             self.cell.ring_control()
 
     def flush(self) -> None:
-        """What the kernel did not take at once; and a ring, for whoever looked too early."""
+        """Write what the kernel did not take at once, and ring again: the worker may have read its socket too early."""
         if self.control is not None and self.control.wants_write:
             self.control.flush()
             self.cell.ring_control()
@@ -70,7 +70,7 @@ class WorkerEnd:
 
 
 class WorkerEnds:
-    """All incarnations that may still have a process."""
+    """All incarnations whose process may still exist."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class WorkerEnds:
         self._anchor = anchor
         self._needs = needs
         self._goal = goal
-        self._tell = tell  # which workers are ready, and which cannot have a lane that they need
+        self._tell = tell  # reports ready workers, and lanes that could not be allocated
         self._ends: dict[WorkerId, WorkerEnd] = {}
         self._lanes: dict[Memory, tuple[WorkerEnd, WorkerEnd]] = {}  # attention end, expert end
 
@@ -96,7 +96,7 @@ class WorkerEnds:
         self._ends[end.id] = end
 
     def connect(self, end: WorkerEnd) -> None:
-        """It lives: ask for a lane to every peer of the other role that does, where there is none yet."""
+        """The worker is alive: allocate a lane to every connected peer of the other role, where there is none yet."""
         end.has_said_hello = True
         for other in self:
             pair = _pair(end, other)
@@ -112,19 +112,19 @@ class WorkerEnds:
                     )
 
     def say_ready(self, end: WorkerEnd) -> None:
-        """It says so. It is ready when its lanes are there, too."""
+        """The worker sent Ready. It counts as ready when it also has its lanes."""
         end.has_said_ready = True
         self._maybe_ready(end)
 
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
-        """It may know workers that ended while nobody told it."""
+        """Remove peers that ended while there was no orchestrator to announce it."""
         for rank, incarnation in end.report.peers if end.report is not None else ():
             peer = self.get(WorkerId(rank, incarnation))
             if peer is None or peer.is_lost:
                 end.send(PeerLeft(rank=rank, incarnation=incarnation))
 
     def part(self, lost: WorkerEnd) -> None:
-        """This one is gone: its peers are told, and nobody waits for its lanes."""
+        """This worker is lost: notify its peers, which no longer wait for lanes to it."""
         lost.is_lost = True
         for lane, pair in list(self._lanes.items()):
             if lost in pair:
@@ -136,13 +136,13 @@ class WorkerEnds:
                 self._maybe_ready(peer)
 
     def forget(self, end: WorkerEnd) -> None:
-        """Its process is gone for certain."""
+        """Its process has exited."""
         del self._ends[end.id]
         self._anchor.release(self._needs.cell(end.id))
         end.close()
 
     def _hand_out(self, lane: Memory, newer: WorkerEnd, lane_fd: int) -> None:
-        """A lane is there: both ends get it."""
+        """A lane is allocated: send it to both workers."""
         pair = self._lanes[lane]
         for end, peer in (pair, pair[::-1]):
             bell_fd = self._anchor.held(self._needs.bell(self._goal(), peer.rank))
@@ -155,18 +155,19 @@ class WorkerEnds:
         self._maybe_ready(newer)
 
     def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
-        """As if the worker had found out itself: a start ends with this line, and who serves already is replaced."""
+        """Reported as a failure of the worker: while the instance starts, it ends with this line; later, the worker is
+        replaced."""
         self._tell(events.SaidFailed(end.rank, end.incarnation, lack(end.rank, Kind.LANE, reason), user_error=True))
 
     def _maybe_ready(self, end: WorkerEnd) -> None:
-        """Ready means ready for others: it has said so, and its lanes are there."""
+        """A worker is ready for its peers when it has sent Ready and all its lanes are allocated."""
         if end.has_said_ready and not end.is_ready and not end.waits_for:
             end.is_ready = True
             self._tell(events.SaidReady(end.rank, end.incarnation))
 
 
 def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:
-    """Both say so: an orchestrator before us may have died when only one of them had got it."""
+    """Both workers must report it: the previous orchestrator may have died after sending the lane to one of them."""
     return (
         one.report is not None
         and other.report is not None

@@ -1,9 +1,9 @@
-"""How much of a device's memory each attention worker gets for its KV cache: what the others leave.
+"""How much of a device's memory each attention worker gets for its KV cache: what other uses leave.
 
     total * utilization  =  weights of the workers on it | lanes | reserves | KV of its attention workers
 
 Weights and lanes are known to the byte. The rest of what processes need (contexts, code of kernels, graphs, buffers)
-cannot be computed beforehand; the reserves below are more than was measured, and what is too much of them is lost.
+cannot be computed in advance; the reserves below are more than was measured, and the unused part is lost.
 """
 
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from everserve.errors import ConfigError
 from everserve.tables.ids import Rank, Role
 
-# A context with the code of its kernels. On an H200: 524 MiB for one that only creates memory, as the anchor's on every
-# device, 716 MiB with torch and its libraries; the same under MPS.
+# A context with the code of its kernels. On an H200: 524 MiB for one that only allocates memory, as the anchor's on
+# every device, 716 MiB with torch and its libraries; the same under MPS.
 CONTEXT_BYTES = 768 << 20
 # Buffers of torch and of our kernels, for the largest step, and captured graphs of all batch sizes. An attention worker
 # has logits, queries and the segments of long contexts besides the rows that an expert worker has.
 ATTENTION_BUFFER_BYTES = 2 << 30
 EXPERT_BUFFER_BYTES = 1 << 30
-# What is behind places for lanes where no peer is (memory/device.py).
+# The dummy memory mapped where a lane has no peer (memory/device.py).
 DUMMY_BYTES = 66 << 20
 
 
@@ -36,7 +36,7 @@ class WorkerNeeds:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """One device, as it is before anything of ours is there."""
+    """One device before the instance uses it."""
 
     total_bytes: int
     free_bytes: int
@@ -45,8 +45,8 @@ class DeviceMemory:
 def kv_bytes_per_worker(
     devices: Sequence[DeviceMemory], workers: Sequence[WorkerNeeds], utilization: float, num_spares: int = 0
 ) -> int:
-    """The same for all attention workers, so that streams fit everywhere: what the fullest device can give. Each has
-    so many spares besides the workers.
+    """The same for all attention workers, so that streams fit everywhere: what the fullest device can give. Each device
+    has `num_spares` spares besides the workers.
 
     Raises ConfigError if the workers do not fit, with what each part needs and what to change.
     """
@@ -68,7 +68,7 @@ def _share(
         "lanes": sum(worker.lanes_bytes for worker in workers),
         "contexts and buffers": CONTEXT_BYTES
         + sum(_reserve(worker) for worker in workers)
-        + num_spares * (CONTEXT_BYTES + ATTENTION_BUFFER_BYTES),  # which it needs only while it rehearses
+        + num_spares * (CONTEXT_BYTES + ATTENTION_BUFFER_BYTES),  # buffers only while it rehearses
     }
     left = min(usable, device.free_bytes) - sum(parts.values())
     num_attention = sum(Role.ATTENTION in worker.roles for worker in workers)

@@ -1,4 +1,4 @@
-"""Where experts live: one active place each, and shadows elsewhere so that a death leaves no expert without a place."""
+"""Places for experts: one active place each, and shadows elsewhere so that a death leaves no expert without a place."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from everserve.tables.placement import Placement, SeatExperts
 def place_experts(
     num_experts: int, moe_layers: Sequence[int], expert_ranks: Sequence[Rank], shadow_experts: int | None
 ) -> Placement:
-    """Active experts in even shares; then `shadow_experts` more slots per seat and layer for copies of the others'.
+    """Active experts in even shares; then `shadow_experts` more slots per seat and layer for copies of other experts.
 
     None means: the fewest that give every expert a second place. All layers look alike: a layer is as slow as its
-    fullest seat, so another pattern in another layer would win nothing, and operators read one pattern.
+    fullest seat, so different patterns would gain nothing, and one pattern is easier to read.
     """
     num_seats = len(expert_ranks)
     assert num_seats > 0 and len(set(expert_ranks)) == num_seats, expert_ranks
@@ -61,9 +61,9 @@ def _even_shares(num_experts: int, num_seats: int) -> list[range]:
 def _place_shadows(shares: list[range], capacity: int) -> list[list[int]]:
     """For each seat the experts that it holds as shadows, at most `capacity`.
 
-    First how many of each share go to which host, then which ones. A share is dealt to its experts host by host, like
-    cards: a host never gets more cards of a share than the share has experts, so no expert comes to a host twice, and
-    the experts of a share differ by at most one copy.
+    First how many of each share go to which host, then which ones. The experts of a share are assigned to its hosts
+    round-robin: a host never gets more shadows of a share than the share has experts, so no expert is twice on a host,
+    and the numbers of copies of a share's experts differ by at most one.
     """
     sent = _Sent([len(share) for share in shares], capacity)
     shadows: list[list[int]] = [[] for _ in shares]
@@ -87,7 +87,7 @@ class _Sent:
         self.capacity = capacity
         self.count = [[0] * len(sizes) for _ in sizes]
         self.load = [0] * len(sizes)
-        growing = set(range(len(sizes)))  # where there is no path once, there will never be one
+        growing = set(range(len(sizes)))  # if there is no path for an owner now, there will never be one
         for _copy in range(1, len(sizes)):
             for turn in range(max(sizes)):
                 for owner in sorted(growing):

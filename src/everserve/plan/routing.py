@@ -1,7 +1,6 @@
-"""Which places of an expert to use, in which order: ready ones as long as there are any, and so that a death spreads
-its load.
+"""Which places of an expert to use, in which order: ready workers first, and so that a death spreads its load.
 
-Places are what workers report to hold. The placement only says which of them are preferred."""
+Places come from the workers' reports. The placement only says which of them are preferred."""
 
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -22,10 +21,10 @@ Have = Mapping[Rank, HeldSlots]  # what workers report
 def make_routes(
     epoch: Epoch, placement: Placement, have: Have, ready: Collection[Rank], leaving: Collection[Rank] = ()
 ) -> Routes:
-    """The active place first, if its worker is ready, then the others that are. Experts that no ready worker holds go
-    to the workers that are leaving.
+    """The active place first, if its worker is ready, then the other places on ready workers. Experts that no ready
+    worker holds are routed to leaving workers.
 
-    Layers that look alike are computed once: this runs while streams wait for the new table.
+    Layers with the same pattern are computed once: this runs while streams wait for the new table.
     """
     stay = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in ready]
     leave = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in leaving]
@@ -45,7 +44,7 @@ def make_routes(
 
 
 class _Seat:
-    """What a worker holds, and which of that it should serve first."""
+    """The experts that a worker holds, and those for which it is the active place."""
 
     def __init__(self, rank: Rank, held: HeldSlots, placement: Placement) -> None:
         planned = placement.seat(rank)
@@ -70,7 +69,7 @@ def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[
     """For each expert its places in the order of use.
 
     An expert without an active place goes to its least loaded shadow. After that each place is followed by the shadow
-    that inherits least from it so far, so that whoever dies next leaves about as much to each of the others.
+    that inherits least from it so far, so that the next death spreads its load evenly over the other workers.
     """
     routes = [list(places) for places in active]
     left = [list(places) for places in shadow]

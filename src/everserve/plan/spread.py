@@ -1,7 +1,7 @@
 """Which attention worker gets which streams: new ones, and those of a worker that is lost or leaves.
 
-Siblings (the choices of one prompt) go together if a worker has room for all of them, because on one worker their
-prompt is there once. Otherwise they go in parts: no place stays free while a stream waits.
+Siblings (the choices of one prompt) go together if a worker has room for all of them, because one worker holds
+their prompt only once. Otherwise they are split: no room stays unused while a stream waits.
 """
 
 from collections.abc import Sequence
@@ -11,20 +11,20 @@ from everserve.tables.ids import Rank
 
 
 class Room(NamedTuple):
-    """What an attention worker can still take, as far as is known."""
+    """The free capacity of an attention worker, as far as the gateway knows."""
 
     rank: Rank
     num_streams_free: int  # more streams that it may be given now
-    num_free_blocks: int  # of its KV pool; less than none if more was promised than there is
+    num_free_blocks: int  # of its KV pool; negative if overcommitted
     num_owed_tokens: int  # that its streams still have to compute, at most
 
 
 def choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank | None:
-    """Who gets these siblings, which hold so many blocks already; None: nobody now, they wait.
+    """The worker that gets these siblings, which need `num_blocks` blocks; None: no worker has room, they wait.
 
     Of the workers with room for all siblings (for one of them, if none has room for all), those that have the blocks;
-    of these, the one with the least to do. If none has the blocks, the one that lacks the fewest: its scheduler lets
-    streams wait or preempts by its own rules. It gets as many siblings as it has room for.
+    of these, the one with the fewest tokens to compute. If none has the blocks, the one that lacks the fewest: its
+    scheduler queues or preempts by its own rules. It gets as many siblings as it has room for.
     """
     num_wanted = num_siblings if any(worker.num_streams_free >= num_siblings for worker in workers) else 1
     fitting = [worker for worker in workers if worker.num_streams_free >= num_wanted]

@@ -2,8 +2,8 @@
 
     embedding, final norm, head | layer 0: norms, projections, router or FFN | layer 1 ... | experts of all layers
 
-The orchestrator allocates by this, and every incarnation of the seat reads and writes by this: same numbers in, same
-places out. Everything is bfloat16. The experts are two large matrices, slots of one layer side by side and layers on
+The orchestrator allocates by this plan, and every incarnation of the seat reads and writes by it: it depends on its
+inputs only. Everything is bfloat16. The experts are two large matrices, slots of one layer side by side and layers on
 top of each other, because kernels address them as one.
 """
 
@@ -15,8 +15,8 @@ from typing import Protocol
 
 from everserve.tables.ids import Role
 
-ALIGNMENT = 256  # bytes at which every tensor begins: more than any kernel asks for
-PAGE_BYTES = 2 << 20  # in which device memory is handed out
+ALIGNMENT = 256  # bytes; every tensor begins at a multiple: more than any kernel requires
+PAGE_BYTES = 2 << 20  # granularity of device memory
 ITEM_BYTES = 2
 
 
@@ -58,7 +58,7 @@ class PlannedTensor:
     """One weight and its place, in bytes from the beginning of the memory."""
 
     name: str
-    layer: int | None  # None: of no single layer
+    layer: int | None  # None: not of a single layer
     shape: tuple[int, ...]
     offset: int
 
@@ -69,7 +69,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """All weights of one seat, in the order in which they lie."""
+    """All weights of one seat, in memory order."""
 
     tensors: tuple[PlannedTensor, ...]
     num_bytes: int  # of the memory: whole pages, at least one
@@ -120,7 +120,7 @@ def _attention_half(model: ModelSizes, layer: int) -> Iterator[tuple[str, int, t
 
 
 def _one_layer(model: ModelSizes, is_moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """In the words of model/attention_half.py. `gate_up`, `down`: the FFN of a layer without experts."""
+    """With the names of model/attention_half.py. `gate_up`, `down`: the FFN of a layer without experts."""
     hidden, head = model.hidden_size, model.head_size
     q_size, qkv_size = model.num_heads * head, (model.num_heads + 2 * model.num_kv_heads) * head
     yield "input_norm", (hidden,)

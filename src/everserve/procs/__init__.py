@@ -2,10 +2,10 @@
 
 supervisor.py          starts the processes, watches them, ends them together
 provisioner.py         the workers of this machine: forked from a zygote, signalled, reaped
-deferred_close.py      descriptors of ended processes that are closed a moment later
-device_descriptors.py  which descriptors these are, and how a process hands them over
+deferred_close.py      device descriptors, closed a moment after their process has ended
+device_descriptors.py  which descriptors these are, and how a process sends copies of them
 mps.py                 the daemon through which several processes compute on one GPU at the same time
-process.py             what a process asks of its kernel
+process.py             prctl, resource limits and /proc
 signals.py             signals as bytes on a descriptor
 listening.py           the socket that clients connect to
 local_server.py        `everserve serve` as a child process, for demos, benchmarks and tests

@@ -1,4 +1,5 @@
-"""What processes on a device have left with the supervisor (procs/device_descriptors.py), and when it is let go."""
+"""Copies of device descriptors that processes sent to the supervisor (procs/device_descriptors.py), and when it closes
+them."""
 
 import time
 from collections import deque
@@ -10,36 +11,36 @@ from everserve.wire.messages import DeviceDescriptors
 
 
 class Held:
-    """Of one process. `lifeline`: where it comes from, if that is a channel for nothing else to be read from."""
+    """The copies of one process. `lifeline`: the channel to read them from, if that carries nothing else."""
 
     def __init__(self, owner: str, lifeline: Channel | None = None) -> None:
         self._owner = owner
         self._lifeline = lifeline
         self._held: list[Descriptors] = []
         self._arriving: list[Descriptors] = []  # the next set, which is not complete yet
-        self._is_unprotected = False  # some of it was lost
+        self._is_unprotected = False  # some descriptors were lost
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that it had open when it last told is here."""
+        """Whether a complete set has arrived."""
         return bool(self._held)
 
     def read(self) -> None:
-        """Take in what has come."""
+        """Read what has arrived."""
         assert self._lifeline is not None
         try:
             for message, fds in self._lifeline.receive_frames():
                 if isinstance(message, DeviceDescriptors):
                     self.add(message, fds)
         except ChannelClosed:
-            pass  # its exit will be noticed
+            pass  # its exit is handled elsewhere
         except ProtocolError as error:
             if not self._is_unprotected:
                 warn(f"{self._owner}: {error}")
             self._is_unprotected = True
 
     def add(self, message: DeviceDescriptors, fds: Descriptors) -> None:
-        """With the last one of a set, what was held before is let go."""
+        """The last message of a set replaces the set held before, which is closed."""
         self._arriving.append(fds)
         if not message.num_following:
             before, self._held, self._arriving = self._held, self._arriving, []
@@ -55,21 +56,21 @@ class Held:
 
 
 class Parting:
-    """Of processes that have ended, for a moment."""
+    """The copies of processes that have ended, kept for PARTING_S."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, Held]] = deque()  # when to let go
+        self._ended: deque[tuple[float, Held]] = deque()  # when to close it
 
     def part(self, held: Held) -> None:
-        """Its process has ended just now."""
+        """Its process has just ended."""
         self._ended.append((time.monotonic() + PARTING_S, held))
 
     def tend(self) -> None:
-        """Let go of what is due."""
+        """Close what is due."""
         while self._ended and self._ended[0][0] <= time.monotonic():
             self._ended.popleft()[1].let_go()
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close everything."""
         while self._ended:
             self._ended.popleft()[1].let_go()

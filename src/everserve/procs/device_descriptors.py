@@ -1,19 +1,18 @@
-"""What a worker on a shared device leaves behind, so that its death harms nobody.
+"""Copies of a process's device descriptors, held by the supervisor so that its death does not fault its device.
 
 A process that is killed may have work queued on its device. The kernel closes its descriptors at once; the driver then
-takes the memory away from under that work, which faults, and under MPS a fault is everybody's. So a worker leaves
-copies of these descriptors with the supervisor, which closes them a moment after the worker's end. Until then nothing
-has happened as far as the driver knows, and what was queued comes to its end: what is left then waits for a word, and
-may be thrown away.
+frees the memory that this work uses. The work faults, and under MPS a fault hits every process on the device. So a
+worker sends copies of these descriptors to the supervisor, which closes them a moment after the worker's end. Until
+then the driver does not see the death, and queued work completes. Work that is still left waits for a word in memory,
+and may be discarded.
 
     worker, spare, anchor ── DeviceDescriptors ──> supervisor, which holds them (procs/deferred_close.py)
 
-A descriptor on its way is open, and a read moves it into the reader's table without closing it in between. So from the
-worker's send on there is a copy, whether the supervisor has come to read it or not; it closes its end of the lifeline
-as late as the copies.
+A descriptor in flight is open, and reading it does not close it in between. So there is a copy from the worker's send
+on, whether the supervisor has read it or not; the supervisor closes its end of the lifeline together with the copies.
 
-The supervisor reads them because the kernel bounds the descriptors that a user has in flight, in all processes
-together: those of all workers, for as long as they live, would leave no room for others.
+The supervisor must read them because the kernel limits the descriptors that a user has in flight, over all processes:
+the copies of all workers would use up that limit.
 """
 
 import logging
@@ -27,20 +26,20 @@ from everserve.wire.messages import DeviceDescriptors
 
 log = logging.getLogger(__name__)
 
-# A step takes some milliseconds, at most half of this if it has a long prompt (plan/steps.py), and nothing asks a dead
-# worker for another one.
+# A step takes some milliseconds, at most half of this time with a long prompt (plan/steps.py), and a dead worker starts
+# no other step.
 PARTING_S = 0.5
 _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 
 
 def entrust(lifeline: Channel) -> int:
-    """Copies of everything that ties us to the device, as it is now. Returns how many."""
+    """Send copies of all device descriptors that this process has open now. Returns how many."""
     fds = device_fds()
     try:
         for begin in range(0, len(fds), MAX_FDS):
             num_following = (len(fds) - begin - 1) // MAX_FDS
             lifeline.send(DeviceDescriptors(num_following=num_following), fds[begin : begin + MAX_FDS])
-    except OSError as error:  # too many are open
+    except OSError as error:  # too many open files
         warn(error)
     return len(fds)
 
@@ -50,7 +49,7 @@ def warn(why: object) -> None:
 
 
 def device_fds() -> list[int]:
-    """The driver's own files, and its connections to the MPS daemon."""
+    """The driver's device files, and its connections to the MPS daemon."""
     return [fd for fd in (int(path.name) for path in Path("/proc/self/fd").iterdir()) if _is_device(fd)]
 
 
@@ -63,7 +62,7 @@ def _is_device(fd: int) -> bool:
 
 
 def _is_mps(fd: int) -> bool:
-    """Whether the process at the other end is MPS's."""
+    """Whether the peer of this socket is a process of MPS."""
     try:
         with socket.socket(fileno=os.dup(fd)) as copy:
             pid, _, _ = struct.unpack("3i", copy.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))

@@ -1,6 +1,6 @@
-"""A server of one's own: `everserve serve` as a child process, for demos, benchmarks and tests.
+"""`everserve serve` as a child process, for demos, benchmarks and tests.
 
-It learns the address and everything else from the server's typed events, never from its log text.
+The address and everything else come from the server's typed events, never from its log text.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from everserve.procs.process import die_with
 
 
 class LocalServer:
-    """Starts on entering, is up once entered, and is gone, with its children, on leaving."""
+    """A context manager: the server is ready on entry, and ended with all its children on exit."""
 
     def __init__(
         self,
@@ -33,9 +33,10 @@ class LocalServer:
         on_wait: Callable[[list[dict[str, Any]]], None] = lambda events: None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`on_wait`: called again and again while it starts, with all events so far. `environment`: instead of ours."""
+        """`on_wait`: called repeatedly while it starts, with all events so far. `environment`: replaces that of this
+        process."""
         if any(flag.split("=")[0] == "--event-log" for flag in flags):
-            raise ConfigError("--event-log: whoever starts this server reads its events, and says where they go")
+            raise ConfigError("--event-log: this command reads the server's events itself, and sets the flag")
         self.model = model
         self.url = ""
         self._flags = flags
@@ -55,8 +56,8 @@ class LocalServer:
             stdout=self._log,
             stderr=self._log,
             env=self._environment,
-            start_new_session=True,  # Ctrl-C is for whoever uses the server; that one stops it in order
-            # Whoever is killed cannot. (noqa: threads that hold locks do not matter to a single call of the kernel.)
+            start_new_session=True,  # Ctrl-C reaches only the parent, which then stops the server in order
+            # A parent that is killed cannot. (noqa: locks held by threads do not matter to a single system call.)
             preexec_fn=partial(die_with, os.getpid()),  # noqa: PLW1509
         )
         try:
@@ -71,7 +72,7 @@ class LocalServer:
     ) -> None:
         if self.process is not None and self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.send_signal(signal.SIGTERM)  # twice: at once
+            self.process.send_signal(signal.SIGTERM)  # twice: do not wait for running requests
             try:
                 self.process.wait(timeout=10)
             except subprocess.TimeoutExpired:
@@ -80,17 +81,17 @@ class LocalServer:
         self._stack.close()
 
     def events(self, process: str = "") -> list[dict[str, Any]]:
-        """Every event of every process so far (or of those whose name begins so), by time."""
+        """All events so far, by time; of processes whose name begins with `process`."""
         paths = (self._directory / "events").glob(f"{process}*.jsonl")
         lines = [line for path in paths for line in path.read_text().splitlines()]
         return sorted((json.loads(line) for line in lines), key=lambda event: event["at_s"])
 
     def log_text(self) -> str:
-        """What the server printed; for people, not for programs."""
+        """What the server printed, to show; do not parse it."""
         return (self._directory / "log").read_text(errors="replace")
 
     def save(self, directory: Path) -> None:
-        """Copy what it printed and all its events there, for a look later."""
+        """Copy its output and all its events to this directory."""
         shutil.copytree(self._directory, directory, dirs_exist_ok=True)
 
     def _wait_for(self, name: str) -> dict[str, Any]:

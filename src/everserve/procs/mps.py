@@ -2,14 +2,14 @@
 
     supervisor ──lifeline (a pipe)──> watcher ── starts and ends ──> nvidia-cuda-mps-control ──> nvidia-cuda-mps-server
 
-The daemon would outlive us for ever, and must be there before any of our processes uses the device and until none does.
-So a *watcher* owns it: a process of its own that does nothing but wait for the end of its lifeline. That comes when the
-supervisor lets go of it, and also when the supervisor dies in any other way. The watcher adopts the daemon and its
-servers (they detach themselves from whoever starts them), so what is left of them can be found, ended and waited for.
-The watcher itself is no child of the supervisor, which takes every child that it does not know for a stray worker.
+The daemon would outlive the instance, and must run before any process of the instance uses the device and until none
+does. So a *watcher* owns it: a separate process that only waits for the end of its lifeline, which comes when the
+supervisor closes it or dies in any way. The watcher adopts the daemon and its servers (they detach themselves from
+their parent), so it can find, end and reap them. The watcher itself is not a child of the supervisor, because that
+treats every child that it does not know as a stray worker.
 
-Everything is in a directory of its own, so instances have daemons of their own. A daemon that is there already, because
-CUDA_MPS_PIPE_DIRECTORY says where and it answers, is used and never stopped.
+Each instance has a daemon of its own, in a directory of its own. A daemon that runs already (it answers at
+CUDA_MPS_PIPE_DIRECTORY) is used and never stopped.
 """
 
 import contextlib
@@ -32,20 +32,20 @@ _PIPES, _LOGS = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
 _START_S = 20.0
 _ANSWER_S = 5.0
 _QUIT_S = 5.0  # the daemon waits for its servers, and these for processes that are just being killed
-_KILL_S = 5.0  # then what is left is killed; a process that is still in the driver takes its time to die
+_KILL_S = 5.0  # then the rest is killed; a process inside the driver may die slowly
 
 
 class Mps:
-    """A daemon that answers: ours, or somebody else's."""
+    """A daemon that answers: of this instance, or an existing one."""
 
     def __init__(self, environment: dict[str, str], lifeline: int | None = None, report: int | None = None) -> None:
-        self.environment = environment  # for every process that is to use the device through it
+        self.environment = environment  # for every process that uses the device through the daemon
         self._lifeline = lifeline
         self._report = report
 
     @classmethod
     def start(cls) -> "Mps":
-        """Raises ConfigError with one clear line. Before the caller adopts orphans, and before it has threads."""
+        """Raises ConfigError with the reason in one line. Call it before `adopt_orphans`, without threads."""
         if os.environ.get(_PIPES) and _answers(os.environ):
             return cls({})
         if shutil.which(_CONTROL) is None:
@@ -68,18 +68,18 @@ class Mps:
         return daemon
 
     def stop(self) -> None:
-        """Ours ends, within a bounded time; all processes that used it have ended before. Somebody else's stays."""
+        """End the instance's own daemon within a bounded time. All processes that used it must have ended before."""
         if self._lifeline is None or self._report is None:
             return
         os.close(self._lifeline)
         while _read_line(self._report, _QUIT_S + _ANSWER_S + _KILL_S):
-            pass  # until its end
+            pass  # until end of file
         os.close(self._report)
         self._lifeline = self._report = None
 
 
 def environment_of(directory: Path) -> dict[str, str]:
-    """What daemon and clients must have in common."""
+    """The variables that the daemon and its clients must share."""
     return {_PIPES: str(directory / "pipes"), _LOGS: str(directory / "logs")}
 
 
@@ -88,7 +88,7 @@ def _answers(environment: Mapping[str, str]) -> bool:
 
 
 def _ask(question: str, environment: Mapping[str, str], timeout_s: float) -> bool:
-    """Whether the daemon took it."""
+    """Whether the daemon accepted this command."""
     try:
         done = subprocess.run(
             [_CONTROL],
@@ -105,7 +105,7 @@ def _ask(question: str, environment: Mapping[str, str], timeout_s: float) -> boo
 
 
 def _read_line(fd: int, timeout_s: float) -> str:
-    """The next line that is written there; empty at the end, or if none comes in time."""
+    """The next line; empty at end of file or on timeout."""
     deadline = time.monotonic() + timeout_s
     line = b""
     with selectors.DefaultSelector() as selector:
@@ -124,7 +124,7 @@ def _read_line(fd: int, timeout_s: float) -> str:
 
 
 def watch(directory: Path) -> None:
-    """Start the daemon, say so, wait for the end of the lifeline (our input), end the daemon."""
+    """Start the daemon, report on stdout, wait for the end of the lifeline (stdin), end the daemon."""
     process.adopt_orphans()
     process.set_name("es-mps")
     environment = os.environ | environment_of(directory)
@@ -132,7 +132,7 @@ def watch(directory: Path) -> None:
         Path(name).mkdir()
     failure = _start_daemon(directory, environment)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)  # the lifeline alone says when it is over
+        signal.signal(signum, signal.SIG_IGN)  # only the end of the lifeline ends the watcher
     os.write(sys.stdout.fileno(), f"{failure or 'ok'}\n".encode())
     if not failure:
         while os.read(sys.stdin.fileno(), 1):
@@ -144,10 +144,10 @@ def watch(directory: Path) -> None:
 
 
 def _start_daemon(directory: Path, environment: Mapping[str, str]) -> str:
-    """Why it is not there; empty if it is."""
-    words = directory / "words"
+    """Why the start failed; empty if it did not."""
+    messages = directory / "start-output"
     try:
-        with words.open("wb") as output:  # not a pipe: the daemon would keep it open
+        with messages.open("wb") as output:  # not a pipe: the daemon would keep it open
             done = subprocess.run(
                 [_CONTROL, "-d"],
                 env=environment,
@@ -160,7 +160,7 @@ def _start_daemon(directory: Path, environment: Mapping[str, str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.returncode:
-        lines = words.read_text(errors="replace").split("\n")
+        lines = messages.read_text(errors="replace").split("\n")
         return " ".join(line.strip() for line in lines).strip() or f"exit status {done.returncode}"
     deadline = time.monotonic() + _ANSWER_S
     while not _answers(environment):
@@ -177,7 +177,7 @@ def _wait_for_children(timeout_s: float) -> None:
 
 
 def _kill_children(timeout_s: float) -> None:
-    """The children of those that die become ours: until there are none."""
+    """Repeat until there are none: children of a killed process become children of the watcher."""
     deadline = time.monotonic() + timeout_s
     while (children := _reap()) and time.monotonic() < deadline:
         for pid in children:
@@ -187,7 +187,7 @@ def _kill_children(timeout_s: float) -> None:
 
 
 def _reap() -> list[int]:
-    """The children that are still there."""
+    """Reap; returns the children that still exist."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -195,7 +195,7 @@ def _reap() -> list[int]:
 
 
 def main() -> int:
-    """Whoever started us is not to be our parent: it waits for this process, and the watcher is somebody's orphan."""
+    """Fork the watcher and exit, so that the supervisor, which waits for this process, is not the watcher's parent."""
     if os.fork() == 0:
         watch(Path(sys.argv[1]))
     return 0

@@ -4,14 +4,14 @@
                                                                     Attach to the gateway
                                                         ... --> WorkerExited to the orchestrator
 
-The zygote has torch imported and nothing else to do, so a new worker exists after milliseconds. If the zygote dies, a
-new one gets the forks that it still owed. It may have spares, which are our children too: those of a zygote that is
-gone have nothing to live for.
+The zygote has torch imported, so a new worker exists after milliseconds. If the zygote dies, a new one gets the forks
+that are still pending. It may have spares, which are children of the supervisor too; the spares of a dead zygote are
+killed.
 
-Orchestrators come and go too. What the next one needs is kept here: each worker's cell and memory, and a *lifeline* to
-it, through which it gets its channel to the new orchestrator. Memory (a log, a seat's weights) is kept by its name when
-its worker has exited, until the orchestrator says that nobody needs it, or a worker that lives has it: a seat's weights
-have the same name in every incarnation, and seats with the same weights share them.
+The orchestrator may be replaced too. What the next one needs is kept here: each worker's cell and memory, and a
+*lifeline* to it, through which the worker gets its channel to the new orchestrator. When a worker has exited, its
+memory (a log, a seat's weights) is kept by name until the orchestrator drops it or another live worker has it: a seat's
+weights have the same name in every incarnation, and seats with the same weights share them.
 """
 
 import os
@@ -40,17 +40,17 @@ from everserve.wire.messages import (
     WorkerStarted,
 )
 
-Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver is gone
+Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver has ended
 
 
 @dataclass
 class _Birth:
-    """A worker that the zygote was asked for: what it shall be, its memory, and both ends of its channels."""
+    """A worker that the zygote was asked to fork: its start message, its memory, and both ends of its channels."""
 
     start: StartWorker
-    memory: list[int]  # its cell, and what `start` names
+    memory: list[int]  # its cell, and the memory that `start` lists
     control: tuple[socket.socket, socket.socket]  # orchestrator's end, worker's end
-    lifeline: tuple[socket.socket, socket.socket]  # our end, worker's end
+    lifeline: tuple[socket.socket, socket.socket]  # supervisor's end, worker's end
     tokens: tuple[socket.socket, socket.socket] | None  # gateway's end, worker's end
 
     @property
@@ -74,11 +74,11 @@ class _Process:
     pid: int
     memory: list[int]
     lifeline: Channel
-    held: Held  # what must outlast it
-    rehearsed: Held | None = None  # the same of the spare that it was, until it has told anew
+    held: Held  # device descriptors that must outlast it
+    rehearsed: Held | None = None  # those of the spare that it was, until it has sent its own
 
     def read(self) -> None:
-        """Take in what it has left with us."""
+        """Read the device descriptors that it has sent."""
         self.held.read()
         if self.rehearsed is not None and self.held.is_complete:
             self.rehearsed.let_go()
@@ -87,30 +87,30 @@ class _Process:
 
 @dataclass
 class Workers:
-    """Every worker process of this machine that exists or is about to."""
+    """Every worker process of this machine that exists or is being forked."""
 
     to_zygote: Send
     to_orchestrator: Send
     to_gateway: Send
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _births: dict[WorkerId, _Birth] = field(default_factory=dict)
-    _kept: dict[Memory, int] = field(default_factory=dict)  # of those that have exited, if no other worker has it
-    _dropped: set[Memory] = field(default_factory=set)  # of those that have not, which nobody will need
+    _kept: dict[Memory, int] = field(default_factory=dict)  # memory of exited workers that no live worker has
+    _dropped: set[Memory] = field(default_factory=set)  # memory of live workers, to be dropped at their exit
     _latest: dict[Rank, Incarnation] = field(default_factory=dict)
-    _early_exits: dict[int, int] = field(default_factory=dict)  # of processes that we have not been told about yet
+    _early_exits: dict[int, int] = field(default_factory=dict)  # statuses by pid, of processes not announced yet
     _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
     _parting: Parting = field(default_factory=Parting)
 
-    # -- births ----------------------------------------------------------------------------------
+    # -- starts ----------------------------------------------------------------------------------
 
     def provision(self, message: Provision, memory: list[int]) -> None:
-        """Make the channels and ask the zygote. The descriptors are ours from now on."""
+        """Make the channels and ask the zygote to fork. Takes ownership of the descriptors."""
         self._latest[message.start.rank] = message.start.incarnation
         self._ask(message.start, memory)
 
     def ask_again(self, own_pids: set[int]) -> None:
-        """There is a new zygote. What the old one may have forked without telling is nobody's: end it, and begin again
-        with new channels."""
+        """There is a new zygote. Kill processes that the old one forked and did not announce, and repeat the pending
+        forks with new channels."""
         known = own_pids | {worker.pid for worker in self._processes.values()}
         for pid in process.children_of(os.getpid()):
             if pid not in known:
@@ -121,7 +121,7 @@ class Workers:
             birth.close()
 
     def forked(self, message: WorkerForked) -> None:
-        """The process exists: tell those who talk to it."""
+        """The process exists: send its channels to the orchestrator and the gateway."""
         seat = WorkerId(message.rank, message.incarnation)
         birth = self._births.pop(seat)
         fds = [os.dup(fd) for fd in birth.memory]
@@ -143,11 +143,11 @@ class Workers:
             self._early_exits.clear()
 
     def spare_forked(self, pid: int, lifeline: Channel) -> None:
-        """The zygote has a spare, which rehearses on its device from now on."""
+        """The zygote has forked a spare, which now warms up on its device."""
         self._spares[pid] = Held(f"spare {pid}", lifeline)
 
     def kinds(self) -> tuple[StartWorker, ...]:
-        """One worker of each kind that there is on each device."""
+        """One start message for each kind of worker on each device."""
         starts = [worker.start for worker in self._processes.values()]
         starts += [birth.start for birth in self._births.values()]
         return tuple({(start.device, start.roles): start for start in starts}.values())
@@ -155,7 +155,7 @@ class Workers:
     # -- a new orchestrator ----------------------------------------------------------------------
 
     def found(self) -> tuple[FoundProcess, ...]:
-        """What there is for an orchestrator to start from."""
+        """The worker processes that a new orchestrator starts from."""
         found = [(seat, worker.pid) for seat, worker in self._processes.items()]
         found += [(seat, 0) for seat in self._births]
         known = {seat for seat, _ in found}
@@ -163,7 +163,7 @@ class Workers:
         return tuple(FoundProcess(rank=rank, incarnation=incarnation, pid=pid) for (rank, incarnation), pid in found)
 
     def hand_over(self) -> None:
-        """A new orchestrator: it gets a channel to every worker, and all memory that matters."""
+        """Send a new orchestrator a channel to every worker, and all kept memory."""
         for worker in self._processes.values():
             ours, theirs = Channel.pair()
             worker.lifeline.send(OrchestratorAttached(), fds=[theirs.fileno()])
@@ -177,7 +177,7 @@ class Workers:
         self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
 
     def flush(self) -> None:
-        """Now and then."""
+        """Call this regularly: writes and reads lifelines, closes what is due."""
         for worker in self._processes.values():
             worker.lifeline.flush()
             worker.read()
@@ -190,14 +190,14 @@ class Workers:
         """Whether `flush` should be called again soon (`Channel.is_held_back`)."""
         return any(worker.lifeline.is_held_back for worker in self._processes.values())
 
-    # -- ends ------------------------------------------------------------------------------------
+    # -- exits ------------------------------------------------------------------------------------
 
     @property
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._processes.values()]
 
     def exited(self, pid: int, status: int) -> WorkerId | None:
-        """A child that is not one of the supervisor's own was reaped; returns whose seat that was, if known already."""
+        """A child that is a worker or a spare was reaped. Returns the worker if the zygote has announced it."""
         for seat, worker in self._processes.items():
             if worker.pid == pid:
                 del self._processes[seat]
@@ -210,7 +210,7 @@ class Workers:
                 return seat
         if (held := self._spares.pop(pid, None)) is not None:
             self._parting.part(held)
-        if self._births:  # it may be one of them; else it was a spare, whose pid may be another process's some day
+        if self._births:  # it may be one of these; otherwise it was a spare, and its pid may be reused
             self._early_exits[pid] = status
         return None
 
@@ -229,14 +229,14 @@ class Workers:
             self._kept[memory] = fd
 
     def drop(self, memory: Memory) -> None:
-        """It is not needed any more. Its worker was declared gone, but its process may not have ended yet."""
+        """This memory is not needed any more. The process of its worker may not have ended yet."""
         if self._lives_on(memory):
             self._dropped.add(memory)
         else:
             self._let_go(memory)
 
     def _lives_on(self, memory: Memory) -> bool:
-        """A worker that exists has it, and is introduced to a new orchestrator with it."""
+        """Whether a live worker has it, and would hand it over to a new orchestrator."""
         return any(memory in worker.start.memory for worker in self._processes.values())
 
     def _let_go(self, memory: Memory) -> None:
@@ -244,7 +244,7 @@ class Workers:
             os.close(fd)
 
     def signal(self, message: SignalWorker) -> None:
-        """Send a signal to exactly this incarnation: its pid is ours until we reap it, so it cannot be anybody else."""
+        """Signal exactly this incarnation: its pid cannot be reused before the supervisor reaps it."""
         worker = self._processes.get(WorkerId(message.rank, message.incarnation))
         if worker is not None:
             os.kill(worker.pid, message.signal)
@@ -254,7 +254,7 @@ class Workers:
             self.to_orchestrator(Signalled(id=message.id, pid=pid, reason=reason))
 
     def kill_all(self) -> None:
-        """Every worker, and wait for its end."""
+        """Kill every worker, wait for its exit, and close everything."""
         for pid in self.pids:
             os.kill(pid, signal.SIGKILL)
         for pid in self.pids:

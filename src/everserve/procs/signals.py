@@ -1,4 +1,4 @@
-"""Signals as bytes on a descriptor, so that a loop has one place to wait."""
+"""Signals as bytes on a descriptor, so that a loop can wait for them with its selector."""
 
 import selectors
 import signal
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class SignalPipe:
-    """Registers itself with the selector; `read` gives the numbers of the signals that came."""
+    """Registers itself with the selector; `read` returns the numbers of the signals that arrived."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector

@@ -7,11 +7,10 @@
                   +------ cluster ---- orchestrator ----- control ------+---- memory: anchor
 
 It decides nothing about workers: the orchestrator asks for them, the provisioner starts them. A dead orchestrator,
-anchor or zygote is replaced, and whoever talked to it gets a channel to its successor; without the gateway the instance
-ends.
+anchor or zygote is replaced, and its peers get a channel to its successor. If the gateway dies, the instance ends.
 
-Sockets are nameless pairs passed by descriptor and memory has no name either, so nothing is left behind in the file
-system. When the supervisor itself is gone, however it went, the kernel kills its children.
+Sockets are unnamed pairs passed by descriptor, and memory has no name either, so nothing is left behind in the file
+system. When the supervisor itself ends in any way, the kernel kills its children.
 """
 
 import contextlib
@@ -69,11 +68,11 @@ from everserve.wire.messages import (
     WorkerForked,
 )
 
-_KILL_AFTER_S = 3.0  # what does not end by itself within this time after everybody was asked to is killed
+_KILL_AFTER_S = 3.0  # after Shutdown or the end of its channel, until a process is killed
 _MAX_RESTARTS = 10  # of the orchestrator, the anchor or the zygote, each ...
-_RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that something is wrong for good
+_RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that the instance fails
 
-# NumPy starts these threads when it is imported. Nobody here uses them, and a zygote with threads could not be forked.
+# NumPy starts these threads when it is imported. They are not used here, and a zygote with threads cannot fork safely.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
 _MODULES = {
     "gateway": "everserve.gateway",
@@ -88,27 +87,27 @@ Launch = Callable[[str, Mapping[str, socket.socket], Mapping[str, str]], "subpro
 def launch(
     name: str, sockets: Mapping[str, socket.socket], environment: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    """Start this process of ours, which gets these sockets, each behind its flag."""
+    """Start this process with these sockets, each passed by descriptor with its flag."""
     arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
     return subprocess.Popen(
         [sys.executable, "-m", _MODULES[name], "--supervisor-pid", str(os.getpid()), *arguments],
         pass_fds=[sock.fileno() for sock in sockets.values()],
         stdin=subprocess.DEVNULL,
         env=environment,
-        process_group=0,  # Ctrl-C reaches the supervisor alone, which then stops everybody in order
+        process_group=0,  # Ctrl-C reaches only the supervisor, which then stops all processes in order
     )
 
 
 @dataclass(eq=False)
 class Child:
-    """One started process and our end of its control channel."""
+    """One started process and the supervisor's end of its control channel."""
 
     name: str
     process: "subprocess.Popen[bytes]"
     control: Channel
     is_ready: bool = False
     failure: Failed | None = None
-    end_by: float | None = None  # its channel has ended, and it should: killed if it has not at this time
+    end_by: float | None = None  # set when its channel has ended: killed if it still runs at this time
     held: Held = field(init=False)
 
     def __post_init__(self) -> None:
@@ -150,7 +149,7 @@ class Supervisor:
         self._share_device = share_device
         self._num_spares = num_spares  # for each device
         self._spares = SparesChanged(pids=(), num_wanted=0)
-        self._parting = Parting()  # of our own children; workers have theirs
+        self._parting = Parting()  # of the children in `_children`; `_workers` has its own
         self._environment = os.environ | _ENVIRONMENT
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
@@ -169,7 +168,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Serve until a signal (exit status 0), a death (1) or a user's mistake (2) ends it."""
+        """Serve until a signal (exit status 0), the death of a process (1) or a user error (2) ends it."""
         process.raise_open_files()
         mps = Mps.start() if self._share_device else None
         try:
@@ -239,13 +238,13 @@ class Supervisor:
             child = key.data
             if child is signals:
                 self._on_signals(signals.read())
-            elif child in self._children.values():  # it may have ended a moment ago
+            elif child in self._children.values():  # it may have ended earlier in this turn
                 self._on_readable(child)
         for child in self._children.values():
             child.control.flush()
         self._workers.flush()
         self._parting.tend()
-        self._bury_the_ended()
+        self._handle_exits()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_everything()
@@ -262,8 +261,8 @@ class Supervisor:
             child.control.close()
             child.end_by = time.monotonic() + _KILL_AFTER_S
 
-    def _bury_the_ended(self) -> None:
-        """A process that has closed its channel may be slow to die, but not for ever. All else goes on meanwhile."""
+    def _handle_exits(self) -> None:
+        """Handle the exit of children whose channel has ended; kill those that take too long. Never blocks."""
         for child in [child for child in self._children.values() if child.end_by is not None]:
             status = child.process.poll()
             if status is not None:
@@ -321,7 +320,7 @@ class Supervisor:
         asked = [signum for signum in signums if signum != signal.SIGCHLD]
         if not asked:
             return
-        is_to_finish = self._is_serving and self._kill_at is None  # otherwise asked twice, or nothing has begun: now
+        is_to_finish = self._is_serving and self._kill_at is None  # otherwise: a second signal, or not serving yet
         if self._kill_at is None:
             name = signal.Signals(asked[0]).name
             _say(f"{name}: stopping" + (f"; running requests get {self._grace_s:g} s" if is_to_finish else ""))
@@ -329,10 +328,10 @@ class Supervisor:
         if not is_to_finish:
             self._kill_everything()
 
-    # -- endings ---------------------------------------------------------------------------------
+    # -- exits ---------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Workers are not waited for by anybody else; our own children are, when their channel ends."""
+        """Reap workers, and note the exit status of other children, which is handled when their channel ends."""
         ours = {child.process.pid: child for child in self._children.values()}
         while True:
             try:
@@ -343,7 +342,7 @@ class Supervisor:
                 return
             exit_status = os.waitstatus_to_exitcode(status)
             if pid in ours:
-                ours[pid].process.returncode = exit_status  # what Popen.wait would have found
+                ours[pid].process.returncode = exit_status  # what Popen.wait would have set
             elif (seat := self._workers.exited(pid, exit_status)) is not None:
                 rank, incarnation = seat
                 self._events.append(
@@ -351,12 +350,12 @@ class Supervisor:
                 )
 
     def _on_exit(self, child: Child, status: int) -> None:
-        """A child is gone: expected while stopping; without the gateway it is the end; all others are replaced."""
+        """A child has exited: expected while stopping. Without the gateway the instance ends; others are replaced."""
         self._parting.part(child.held)
         del self._children[child.name]
         self._events.append(ProcessEnded(process="supervisor", child=child.name, exit_status=status))
         if self._kill_at is not None:
-            if child.name == "gateway":  # nobody is left to receive tokens
+            if child.name == "gateway":  # no process is left to receive tokens
                 self._send_all(Shutdown(grace_s=0.0))
                 self._kill_at = time.monotonic() + _KILL_AFTER_S
             return
@@ -384,14 +383,14 @@ class Supervisor:
             self._workers.ask_again({child.process.pid for child in self._children.values()})
 
     def _end_stopped_helpers(self) -> None:
-        """A helper that is stopped serves nobody, and nobody would notice until one is needed."""
+        """Kill helpers that are stopped (SIGSTOP): their channel stays open, so nothing else would detect it."""
         for name in self._restarts:
             child = self._children.get(name)
             if child is not None and process.state_of(child.process.pid) == "T":
-                child.process.kill()  # the end of its channel does the rest
+                child.process.kill()  # the end of its channel starts the restart
 
     def _stop(self, reason: str, grace_s: float) -> None:
-        """The gateway finishes its streams first; everybody else must outlive them."""
+        """The gateway finishes its streams first; all other processes must outlive them."""
         self._kill_at = time.monotonic() + grace_s + _KILL_AFTER_S
         self._events.append(ShutdownBegan(process="supervisor", reason=reason, grace_s=grace_s))
         if "gateway" in self._children:
@@ -404,12 +403,12 @@ class Supervisor:
             child.process.kill()
             child.process.wait()
         self._workers.kill_all()
-        for pid in process.children_of(os.getpid()):  # spares, and workers that were forked but not told to us yet
+        for pid in process.children_of(os.getpid()):  # spares, and workers that the zygote has not announced yet
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
     def _signal(self, message: SignalProcess) -> None:
-        """An operator's signal. Our children's pids are ours until we reap them."""
+        """An operator's signal. The pid of a child cannot be reused before it is reaped."""
         child = self._children.get(message.name)
         if child is not None and child.process.poll() is None:
             child.process.send_signal(message.signal)
@@ -419,7 +418,7 @@ class Supervisor:
             answer = ProcessSignalled(id=message.id, pid=None, reason=reason)
         self._send("gateway", answer)
 
-    # -- telling ---------------------------------------------------------------------------------
+    # -- sending ---------------------------------------------------------------------------------
 
     def _send(self, name: str, message: AnyMessage, fds: Sequence[int] = ()) -> None:
         child = self._children.get(name)
@@ -444,6 +443,6 @@ class Supervisor:
 
 
 def _say(text: str) -> None:
-    """For the person or the service manager that runs `everserve serve`. The terminal may be gone."""
+    """Print for the user or the service manager. The terminal may be closed."""
     with contextlib.suppress(OSError):
         print(f"everserve: {text}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """The goal: which workers there should be, where, and which experts each of them should hold.
 
-The orchestrator's machine owns it. Each version is kept by the supervisor before anything is done about it, so that the
-next orchestrator goes on with it. What is true now may differ: members.py and slots.py say that.
+The orchestrator's machine owns it. The supervisor stores each version before it takes effect, so that the next
+orchestrator continues with it. The current state may differ: see members.py and slots.py.
 """
 
 from enum import StrEnum
@@ -57,11 +57,11 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
-    """What an instance allocates once, when it starts: lanes, arenas, logs and captured graphs are made for it, and
-    every later goal fits into it."""
+    """Sizes that are fixed when the instance starts: lanes, arenas, logs and captured graphs are made for them, and
+    every later goal must fit."""
 
     max_workers: int = 1  # ranks are below it
     slots_per_layer: int = 0  # expert slots of every expert worker; 0: there are no expert workers
     lane_bytes: int = 0  # of the memory between one attention worker and one expert worker
     log_bytes: int = 0  # of each attention worker's KV log in host memory; 0: no logs
-    kv_bytes: int = 0  # of each KV cache on a device that outlives its worker, beside the log; 0: there are none
+    kv_bytes: int = 0  # of each KV cache in device memory that outlives its worker, beside the log; 0: none

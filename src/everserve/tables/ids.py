@@ -10,7 +10,7 @@ __all__ = ["MAX_RANKS", "NO_DEVICE", "Epoch", "Incarnation", "Rank", "Role", "Sl
 NO_DEVICE = -1  # instead of the number of a device: computed on CPUs, or in the host's memory
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
-Incarnation = NewType("Incarnation", int)  # the how-many-th process in that seat, from 1
+Incarnation = NewType("Incarnation", int)  # counts the processes in that seat, from 1
 Epoch = NewType("Epoch", int)  # the version of the tables
 SlotId = NewType("SlotId", int)  # a physical place for one expert's weights in one layer of one worker
 
@@ -23,7 +23,7 @@ class WorkerId(NamedTuple):
 
 
 class Role(StrEnum):
-    """What a worker is there for; a worker may have both roles."""
+    """The role of a worker; a worker may have both."""
 
     ATTENTION = "attention"  # owns requests and their KV
     EXPERT = "expert"  # owns expert slots; stateless

@@ -1,4 +1,4 @@
-"""Who is here: the processes and workers of one serving instance."""
+"""The processes and workers of one serving instance."""
 
 from enum import StrEnum
 
@@ -13,7 +13,7 @@ class WorkerState(StrEnum):
 
     STARTING = "starting"
     READY = "ready"
-    LEAVING = "leaving"  # asked to: it gives its streams to others and exits
+    LEAVING = "leaving"  # on request: it gives its streams back and exits
     GONE = "gone"
 
 
@@ -43,7 +43,7 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
     """All seats at one epoch."""
 
     epoch: Epoch
-    goal: int = 0  # the version that this is on its way to
+    goal: int = 0  # the version of the goal
     workers: tuple[Worker, ...]
 
     def __post_init__(self) -> None:

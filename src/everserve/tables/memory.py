@@ -1,16 +1,16 @@
-"""Memory that is handed from process to process: what it is, whose, how large, and where.
+"""Memory that is shared between processes: its kind, owners, size and place.
 
     kind            owners                             what
     cell            a worker                           its life words, pulse, doorbell
     log             an attention worker                the KV log
     kv              an attention worker on a device    the blocks of that log, where the KV cache outlives its worker
     lane            an attention and an expert worker  requests and answers between the two
-    bell            an expert seat on a device         rung when something was sent
+    bell            an expert seat on a device         rung when a request was sent
     weights         a seat on a device                 shared by all seats there with the same weights; it
                                                        outlives every worker in them
     weights-state   likewise                           what is in those weights
 
-Today the memory itself is a descriptor, passed along with the message that names it: all workers are on one host.
+The memory itself is a descriptor, sent with the message that names it: all workers are on one host today.
 """
 
 from enum import StrEnum
@@ -33,7 +33,7 @@ class Kind(StrEnum):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """One piece. It is the same one only if all of this is the same."""
+    """The name of one piece of memory: all fields together identify it."""
 
     kind: Kind
     owners: tuple[WorkerId, ...]
@@ -43,11 +43,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For people: "lane-0.1-2.3" is between incarnation 1 of rank 0 and incarnation 3 of rank 2."""
+        """For display: "lane-0.1-2.3" is between incarnation 1 of rank 0 and incarnation 3 of rank 2."""
         owners = (f"{o.rank}.{o.incarnation}" if o.incarnation else f"{o.rank}" for o in self.owners)
         return "-".join([self.kind, *owners])
 
 
 def seat_owner(rank: Rank) -> WorkerId:
-    """The owner of memory that belongs to a seat, whichever incarnation sits there."""
+    """The owner of memory that belongs to a seat and not to one incarnation."""
     return WorkerId(rank, Incarnation(0))

@@ -1,4 +1,4 @@
-"""What a stream produces, step by step, and how busy its engine is."""
+"""What a stream produces in each step, and the counters of engines."""
 
 import msgspec
 
@@ -6,8 +6,8 @@ import msgspec
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """The chosen token's log probability and rank, and the best alternatives, best first.
 
-    Answers may have hundreds of thousands of them. Nothing in them can be part of a cycle, so that Python's garbage
-    collector need not look at them: going through so many would stop the gateway's event loop for 100 ms.
+    Answers may have hundreds of thousands of them. They cannot be part of a reference cycle, so gc=False excludes them
+    from garbage collection, which would otherwise block the gateway's event loop for 100 ms.
     """
 
     logprob: float
@@ -46,12 +46,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_generated_tokens: int
     prefix_cache_queries: int  # prompt tokens looked up
     prefix_cache_hits: int  # prompt tokens found
-    num_known_tokens: int = 0  # tokens of resumed streams that were certainly computed before, and now once more
+    num_known_tokens: int = 0  # tokens of resumed streams that were certainly computed before, and are recomputed
     num_replayed_rows: int = 0  # rows sent to another expert worker because the first did not answer
     num_stale: int = 0  # answers dropped because their sender is no longer trusted
     num_restored_tokens: int = 0  # whose KV came from a log
-    num_broken_tokens: int = 0  # that a log should have had: it had a gap, or its checksum did not fit
-    log_lag_tokens: int = 0  # gauge: computed here, and not in our log yet
+    num_broken_tokens: int = 0  # missing in a log: it had a gap, or a wrong checksum
+    log_lag_tokens: int = 0  # gauge: computed, and not in this worker's log yet
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
 
 

@@ -1,4 +1,4 @@
-"""Which worker should hold which experts. A plan: what workers really hold is in slots.py, and routes follow that."""
+"""Which worker should hold which experts. A plan: routes follow what workers really hold (slots.py)."""
 
 import msgspec
 
@@ -34,7 +34,7 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
         return max((len(self.experts(layer)) for layer in range(len(self.active))), default=0)
 
     def slots(self, num_slots: int) -> SeatSlots:
-        """What a new worker in this seat begins with: its experts in order, in the first of so many slots."""
+        """The initial slots of a new worker in this seat: its experts in order, then empty slots up to `num_slots`."""
         layers = (self.experts(layer) for layer in range(len(self.active)))
         padded = tuple(experts + (EMPTY,) * (num_slots - len(experts)) for experts in layers)
         return SeatSlots(rank=self.rank, experts=padded)

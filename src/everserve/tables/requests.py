@@ -3,7 +3,7 @@
 One `RequestSpec` is one token stream. A client's request with `n` choices or several prompts becomes
 several specs in the gateway; they find each other's KV through the prefix cache.
 
-Nothing in a spec depends on who runs it: with the same spec any worker produces the same stream.
+A spec does not depend on the worker that runs it: every worker produces the same stream from it.
 """
 
 import msgspec
@@ -13,7 +13,7 @@ MAX_STOP_IDS = 64
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How to choose tokens. Values are checked by the gateway, which knows how to say no politely."""
+    """How to choose tokens. The gateway validates the values, and rejects bad ones with HTTP 400."""
 
     max_tokens: int  # >= 0; 0 only makes sense together with prompt_logprobs
     seed: int = 0  # with the token index, the only source of randomness; 0 <= seed < 2**63
@@ -37,4 +37,4 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     id: str
     prompt: list[int]
     params: SamplingParams
-    known: list[int] = []  # output tokens that the client has already: given, never sampled again
+    known: list[int] = []  # output tokens that the client has already; never sampled again

@@ -12,7 +12,7 @@ NOBODY = -1
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
-    """The table, packed: it is read by index on every layer and travels on every change.
+    """The table, packed: it is read by index in every layer and sent on every change.
 
     `table` is int16 [layer index][expert][candidate][rank, slot]; where there are fewer candidates than
     `num_candidates`, the last ones are (-1, -1).
@@ -54,7 +54,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_without_place(self) -> int:
-        """Experts that nobody can compute now, over all layers."""
+        """Experts that no worker can compute now, over all layers."""
         if self.num_candidates == 0:
             return self.num_layers * self.num_experts
         return int((self.array()[:, :, 0, 0] == NOBODY).sum())
@@ -65,15 +65,15 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Symptom(StrEnum):
-    """Why an attention worker routes around an expert worker: what it has seen. The first two are about the process,
-    and other workers can see them too; the rest only the worker that asks it for something."""
+    """Why an attention worker routes around an expert worker. The first two are about the process, and visible to all
+    workers; the others only to the attention worker that sent it a request."""
 
-    DIED = "died"  # its life word is marked
+    DIED = "died"  # the kernel marked its life word
     SILENT = "silent"  # no pulse
-    DEAF = "deaf"  # it pulses, and does not answer
+    DEAF = "deaf"  # it has a pulse, but does not answer
     BAD_REQUEST = "refused: bad request"
     NO_SUCH_SLOT = "refused: no such slot"  # out of range
-    REFUSED = "refused"  # with a status that is not known
+    REFUSED = "refused"  # with an unknown status
 
 
 DID_NOT_SERVE = frozenset({Symptom.DEAF, Symptom.BAD_REQUEST, Symptom.NO_SUCH_SLOT, Symptom.REFUSED})

@@ -1,4 +1,4 @@
-"""What an expert worker's slots hold, as it reports it; and what they are to hold instead.
+"""What an expert worker's slots hold, by its report, and requested changes.
 
 A *generation* counts the changes of one slot: two reports with the same generation are about the same weights.
 """

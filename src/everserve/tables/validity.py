@@ -1,18 +1,18 @@
-"""The contract between the tables: what must hold after every transition, and what is missing though it holds.
+"""The contract between the tables: what must hold after every transition, and what is degraded though it holds.
 
 An instance is valid if three conditions hold:
 
     peers      at least one ready worker has the attention role; routes lead only to ready workers with the expert role
                (where no ready worker holds the expert, to one that is leaving); all tables are of one epoch
-    coverage   every expert of every layer has a place, which really holds it, and no place counts twice
+    coverage   every expert of every layer has a place that really holds it, and no place is listed twice
     epochs     every attention worker uses the routes of the published epoch
 
-The first two are decided here and hold or fail with a published table: together they are the *violations*, and streams
-may have to wait while there are any. The third takes a step: a worker that still uses older routes is served all the
-same, because a request names the expert that it wants; but no slot that its routes may name is given to another expert.
+The first two depend on the published tables alone: together they are the *violations*, and streams may have to wait
+while there are any. The third is reached one step after a change: a worker that still uses older routes is served all
+the same, because a request names its expert; but no slot that its routes may name is given to another expert.
 
-All functions return sentences for operators; none means all is well. An instance whose workers have both roles has no
-expert workers: its placement and routes are None.
+All functions return sentences for operators; an empty result means that all is well. An instance whose workers have
+both roles has no expert workers: its placement and routes are None.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ def conditions(
     routes: Routes | None,
     acknowledged: Mapping[Rank, Epoch],
 ) -> Conditions:
-    """All three. `acknowledged`: the epoch of the routes that each attention worker said it uses."""
+    """All three conditions. `acknowledged`: the epoch of the routes that each attention worker uses, by its report."""
     peers: list[str] = []
     coverage: list[str] = []
     if not any(_serves(worker, Role.ATTENTION) for worker in members.workers):
@@ -86,7 +86,7 @@ def behind(members: Members, acknowledged: Mapping[Rank, Epoch]) -> tuple[str, .
 
 
 def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
-    """What is missing without breaking the contract: workers that are not ready, experts with too few places."""
+    """What is degraded without breaking the contract: workers that are not ready, experts with too few places."""
     found = []
     for worker in members.workers:
         if worker.state is not WorkerState.READY:
@@ -114,7 +114,7 @@ def _wrong_shape(placement: Placement, routes: Routes) -> list[str]:
 
 
 def _wrong_peers(members: Members, placement: Placement, have: Have, routes: Routes) -> list[str]:
-    """Routes that lead to workers which they must not lead to."""
+    """Routes that lead to the wrong workers."""
     found = []
     rank_LEC = routes.array()[..., 0].astype(np.int64)
     workers = {worker.rank: worker for worker in members.workers}
@@ -131,7 +131,7 @@ def _wrong_peers(members: Members, placement: Placement, have: Have, routes: Rou
 
 
 def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]:
-    """Experts without a place, and places that are none."""
+    """Experts without a place, and invalid places."""
     found = []
     table = routes.array().astype(np.int64)
     rank_LEC, slot_LEC = table[..., 0], table[..., 1]
@@ -151,7 +151,7 @@ def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]
 
 
 def _why_not(worker: Worker | None) -> str | None:
-    """Why routes may lead to this worker for no expert; None if they may for some."""
+    """Why no route may lead to this worker; None if some may."""
     if worker is None:
         return "is not a member"
     if worker.state not in (WorkerState.READY, WorkerState.LEAVING):

@@ -1,24 +1,23 @@
-"""Framed messages over a stream socket; descriptors belong to the frame that they came with.
+"""Framed messages over a stream socket; descriptors belong to the frame that they were sent with.
 
 A frame is a 4-byte little-endian length and that many bytes of msgpack. Neither end ever blocks in `send`: what the
-kernel does not take at once waits in a buffer, so that a slow or stopped reader cannot hold the writer up.
+kernel does not take at once waits in a buffer, so that a slow or stopped reader cannot block the writer.
 
-Why a stream: SOCK_SEQPACKET would keep frames and descriptors together by itself, but a packet must fit into the
-socket's buffer (200 KiB), and routes or prompts may not. On a stream Linux does it as follows (unix(7), SCM_RIGHTS):
+Why a stream: SOCK_SEQPACKET keeps frames and descriptors together by itself, but a packet must fit into the
+socket's buffer (200 KiB), and routes or prompts may not. On a stream Linux works as follows (unix(7), SCM_RIGHTS):
 
     the sender      one sendmsg per frame; descriptors go with its first bytes, also if the kernel takes only these
     the receiver    a recvmsg may begin with bytes of earlier sends, but ends with, or inside, the first send that
-                    carries descriptors. So those it got belong to the frame that has the last byte it read.
+                    carries descriptors. So the received descriptors belong to the frame with the last byte read.
 
-That needs no counting, and nothing that is lost or dropped shifts the descriptors of other frames. Descriptors that
-find no place in the receiver (MSG_CTRUNC: it has too many open files) make their frame useless: the channel ends with a
-ProtocolError there.
+That needs no counting, and a lost or dropped frame does not shift the descriptors of other frames. If the receiver has
+too many open files, the kernel discards descriptors (MSG_CTRUNC) and their frame is useless: the channel ends there
+with a ProtocolError.
 
-The kernel also bounds the descriptors that a user has sent and that were not read yet (ETOOMANYREFS beyond
-RLIMIT_NOFILE). Such a frame waits like one for which the buffer has no room, but no event says when to try again: see
-`is_held_back`.
+The kernel also limits the descriptors that a user has in flight, sent and not read yet (ETOOMANYREFS beyond
+RLIMIT_NOFILE). Such a frame waits as if the buffer were full, but no event says when to try again: see `is_held_back`.
 
-Two faces of the same thing: `Channel` for loops that poll (worker, supervisor), `AsyncChannel` for asyncio (gateway).
+Two interfaces: `Channel` for loops that poll (worker, supervisor), `AsyncChannel` for asyncio (gateway).
 """
 
 import asyncio
@@ -44,7 +43,7 @@ _READ_BYTES = 1 << 16  # a larger buffer costs more to allocate than a second re
 
 
 class ChannelClosed(Exception):
-    """The other end is gone. Everything it had sent before has been delivered."""
+    """The peer has closed its end. Everything that it had sent before has been delivered."""
 
 
 class Descriptors:
@@ -59,7 +58,7 @@ class Descriptors:
         return len(self._fds)
 
     def take(self) -> list[int]:
-        """All of them. They are the caller's from now on."""
+        """All of them. The caller must close them."""
         fds, self._fds = self._fds, []
         return fds
 
@@ -72,14 +71,14 @@ class Descriptors:
 
 
 class Frame(NamedTuple):
-    """A message, and what came with it."""
+    """A message and its descriptors."""
 
     message: AnyMessage
     fds: Descriptors
 
 
 class _Batch(NamedTuple):
-    """What one recvmsg brought: they belong to the frame that has byte `end` - 1 of the stream."""
+    """The descriptors of one recvmsg: they belong to the frame with byte `end` - 1 of the stream."""
 
     end: int
     fds: Descriptors
@@ -87,7 +86,7 @@ class _Batch(NamedTuple):
 
 
 class Channel:
-    """One end. Nothing but `wait` and `receive` blocks."""
+    """One end of a socket pair. Only `wait` and `receive` block."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -95,7 +94,7 @@ class Channel:
         self.num_dropped = 0  # frames that were not one of our messages
         self.is_held_back = False  # too many descriptors are in flight: flush again after RETRY_S
         self._incoming = bytearray()
-        self._parsed = 0  # bytes of `_incoming` whose frames were handed out
+        self._parsed = 0  # bytes of `_incoming` whose frames were delivered
         self._origin = 0  # where in the stream `_incoming` begins
         self._batches: deque[_Batch] = deque()
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
@@ -103,12 +102,12 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[socket.socket, socket.socket]:
-        """Two connected sockets without a name: nothing is left behind when both ends are gone."""
+        """Two connected unnamed sockets: nothing is left behind when both are closed."""
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
 
     @classmethod
     def of_fd(cls, fd: int) -> "Channel":
-        """The channel whose socket came as a descriptor."""
+        """A channel over a socket that was received as a descriptor."""
         return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
@@ -152,7 +151,7 @@ class Channel:
         except BlockingIOError:
             return 0
         except (BrokenPipeError, ConnectionResetError):
-            return len(frame)  # the reader is gone; whoever receives here will hear of it
+            return len(frame)  # the peer is gone; the next receive raises ChannelClosed
         except OSError as error:
             if error.errno != errno.ETOOMANYREFS:
                 raise
@@ -164,8 +163,8 @@ class Channel:
     def receive_frames(self) -> Iterator[Frame]:
         """Everything that has arrived, frame by frame. Raises ChannelClosed only when nothing is left to deliver.
 
-        Frames that are not asked for yet are the channel's: if the loop ends early, they come with the next call, and
-        `close` closes their descriptors (also in the child of a fork).
+        Frames that were not consumed stay in the channel: if the caller's loop ends early, the next call yields them,
+        and `close` closes their descriptors (also in the child of a fork).
         """
         self._read_available()
         has_come = False
@@ -193,7 +192,7 @@ class Channel:
         return True
 
     def _select(self, timeout_s: float) -> bool:
-        """A frame that is held back has a socket with room for it: only time tells when it can be sent."""
+        """The socket of a frame that is held back is always writable, so that frame is retried after RETRY_S."""
         events, nap_s = selectors.EVENT_READ, timeout_s
         if self.is_held_back:
             nap_s = min(RETRY_S, timeout_s)
@@ -245,7 +244,7 @@ class Channel:
                 self._batches.append(_Batch(self._origin + len(self._incoming), Descriptors(fds), is_complete))
 
     def _next(self) -> Frame | None:
-        """The next frame that is one of our messages, if all of it is there."""
+        """The next complete frame that is one of our messages; None if there is none yet."""
         while (end := self._end_of_frame()) is not None:
             payload = bytes(self._incoming[self._parsed + _LENGTH.size : end])
             fds = self._descriptors_before(self._origin + end)
@@ -261,7 +260,7 @@ class Channel:
         return None
 
     def _end_of_frame(self) -> int | None:
-        """Where in `_incoming` the frame ends that begins at `_parsed`; None if it is not there yet."""
+        """Where in `_incoming` the frame ends that begins at `_parsed`; None if it is not complete yet."""
         num_bytes = len(self._incoming) - self._parsed
         if num_bytes < _LENGTH.size:
             return None
@@ -271,7 +270,7 @@ class Channel:
         return self._parsed + _LENGTH.size + length if num_bytes >= _LENGTH.size + length else None
 
     def _descriptors_before(self, end: int) -> Descriptors:
-        """Those of the frame that ends there."""
+        """The descriptors of the frame that ends there."""
         fds: list[int] = []
         while self._batches and self._batches[0].end <= end:
             if not self._batches[0].is_complete:
@@ -291,7 +290,7 @@ class AsyncChannel:
     def __init__(self, sock: socket.socket) -> None:
         self.channel = Channel(sock)
         self._inbox: deque[Frame] = deque()
-        self._failure: Exception | None = None  # why nothing more will come
+        self._failure: Exception | None = None  # why no more frames will come
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._writing = False

@@ -1,8 +1,8 @@
 """Typed events: what happened, where and when. Tests, benchmarks and the dashboard read these, never log text.
 
-Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-log DIR` is given, and always tells the
-gateway, through the orchestrator or the supervisor, for `/events`. The files hold ids that clients chose, with which
-streams can be resumed: they are readable by their owner only.
+Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-log DIR` is given, and always sends its
+events to the gateway, through the orchestrator or the supervisor, for `/events`. The files contain client-chosen ids,
+with which streams can be resumed, so only their owner can read them.
 """
 
 import io
@@ -49,7 +49,7 @@ class ProcessEnded(Event, frozen=True):
 
 
 class Serving(Event, frozen=True):
-    """All processes are ready; clients are welcome at `url`."""
+    """All processes are ready; clients can connect to `url`."""
 
     url: str
 
@@ -62,7 +62,7 @@ class ShutdownBegan(Event, frozen=True):
 
 
 class BadBytes(Event, frozen=True):
-    """Frames arrived that are not one of our messages; they were dropped (said once)."""
+    """Frames arrived that are not one of our messages; they were dropped (reported once)."""
 
     num_dropped: int
 
@@ -87,8 +87,8 @@ class WorkerStartedEvent(Event, frozen=True, tag="worker_started"):
 
 
 class WorkerLoading(Event, frozen=True):
-    """A worker is not ready yet: so many of its layers or experts have their weights. Only of loads that take a while,
-    and not often."""
+    """Progress of a worker that loads its weights: `done` of `total` layers or experts. Only if loading takes a while,
+    and at a low rate."""
 
     rank: int
     incarnation: int
@@ -98,7 +98,7 @@ class WorkerLoading(Event, frozen=True):
 
 
 class WorkerBecameReady(Event, frozen=True):
-    """A worker has its weights and says that it can serve."""
+    """A worker has its weights and can serve."""
 
     rank: int
     incarnation: int
@@ -108,7 +108,7 @@ class WorkerBecameReady(Event, frozen=True):
 
 
 class WorkerBackedOff(Event, frozen=True):
-    """A seat's processes end soon after they start: the next one waits."""
+    """The processes of a seat end soon after they start: the next start is delayed."""
 
     rank: int
     num_crashes: int
@@ -116,21 +116,21 @@ class WorkerBackedOff(Event, frozen=True):
 
 
 class WorkerLeaving(Event, frozen=True):
-    """A worker was asked to leave: it gives its streams to others and exits."""
+    """A worker was asked to leave: it gives its streams back and exits."""
 
     rank: int
     incarnation: int
 
 
 class WorkerLeft(Event, frozen=True):
-    """... and is gone, as it should be."""
+    """A leaving worker has ended as expected."""
 
     rank: int
     incarnation: int
 
 
 class WorkerExitedEvent(Event, frozen=True, tag="worker_exited"):
-    """A worker's process is no more. Negative status: the signal that killed it."""
+    """A worker's process has ended. Negative status: the signal that killed it."""
 
     rank: int
     incarnation: int
@@ -150,7 +150,7 @@ class FaultInjectedEvent(Event, frozen=True, tag="fault_injected"):
 
 
 class SuspectedEvent(Event, frozen=True, tag="suspected"):
-    """A worker's own observation: it routes around this peer. Not a decision."""
+    """An observation of one worker, which routes around this peer. Not a decision of the orchestrator."""
 
     by: int
     rank: int
@@ -169,7 +169,7 @@ class FaultDetected(Event, frozen=True):
 
 
 class RowsReplayed(Event, frozen=True):
-    """An attention worker sent rows again, to the next candidates."""
+    """An attention worker sent rows again, to the next candidates of their experts."""
 
     rank: int
     suspect: int
@@ -178,7 +178,7 @@ class RowsReplayed(Event, frozen=True):
 
 
 class StreamsPaused(Event, frozen=True):
-    """An attention worker waits: experts that it needs have no place."""
+    """The streams of an attention worker wait: experts that they need have no place."""
 
     rank: int
     layer: int
@@ -186,14 +186,14 @@ class StreamsPaused(Event, frozen=True):
 
 
 class StreamsContinued(Event, frozen=True):
-    """... and goes on."""
+    """The streams of a paused attention worker continue."""
 
     rank: int
     paused_s: float
 
 
 class RequestResumed(Event, frozen=True):
-    """A stream of a lost attention worker was given to another one."""
+    """A stream of a lost attention worker was given to another worker."""
 
     request_id: str
     from_rank: int
@@ -203,7 +203,7 @@ class RequestResumed(Event, frozen=True):
 
 
 class StreamMoved(Event, frozen=True):
-    """A stream of a worker that leaves was given to another one."""
+    """A stream of a leaving worker was given to another worker."""
 
     request_id: str
     from_rank: int
@@ -213,13 +213,13 @@ class StreamMoved(Event, frozen=True):
 
 
 class StreamRestored(Event, frozen=True):
-    """An attention worker has taken over a stream: so many tokens' KV came from a log, so many it computes again."""
+    """An attention worker has taken over a stream: how much of its KV came from a log, and how much is recomputed."""
 
     rank: int
     request_id: str
     from_rank: int
     num_restored: int
-    num_recomputed: int  # tokens that were certainly computed before; the last one that the client has never is
+    num_recomputed: int  # tokens that were certainly computed before; never counts the last token that the client has
     took_ms: float
 
 
@@ -234,7 +234,7 @@ class StreamDiverged(Event, frozen=True):
 
 
 class StreamBroke(Event, frozen=True):
-    """A stream ended with an error that is ours: what must not happen. Its client was told."""
+    """A stream ended with a server error, which must not happen. Its client got the error."""
 
     request_id: str
     rank: int
@@ -250,7 +250,7 @@ class ClientResumed(Event, frozen=True):
 
 
 class StaleDropped(Event, frozen=True):
-    """A worker that was declared gone has spoken; nothing of it was used."""
+    """A worker that was declared gone has sent messages; none was used."""
 
     rank: int
     incarnation: int
@@ -262,11 +262,11 @@ class StaleDropped(Event, frozen=True):
 
 
 class OrchestratorRecovered(Event, frozen=True):
-    """A new orchestrator has rebuilt its tables from what it found."""
+    """A new orchestrator has rebuilt its tables from the reports of the other processes."""
 
     epoch: int
-    num_reports: int  # workers that told it what they know
-    num_missing: int  # workers that exist and did not, in time
+    num_reports: int  # workers that have reported
+    num_missing: int  # existing workers that did not report in time
     took_s: float
 
 
@@ -279,7 +279,7 @@ class EpochPublished(Event, frozen=True):
 
 
 class PlacementMade(Event, frozen=True):
-    """Where experts live, and how many expert workers may die at once without leaving an expert without a place."""
+    """The placement of experts, and how many expert workers may die at once so that every expert keeps a place."""
 
     num_expert_workers: int
     active_per_worker: int
@@ -330,7 +330,7 @@ AnyEvent = (
 
 
 class EventLog:
-    """Where one process writes its events: a file of its own, if asked for, and whoever listens."""
+    """Where one process writes its events: its own file, if configured, and the `tell` callback."""
 
     def __init__(self, process: str, directory: str | None, tell: Callable[[AnyEvent], None] | None = None) -> None:
         self.process = process
@@ -340,7 +340,7 @@ class EventLog:
         self._is_torn = False  # the last line is half a line
 
     def append(self, event: AnyEvent) -> None:
-        """Record an event of this process, or pass on one of another process. A full disk costs the record, no more."""
+        """Record an event of this process, or forward one of another process. A full disk only loses the record."""
         if self._file is not None and event.process == self.process:
             self._write(self._file, msgspec.json.encode(event) + b"\n")
         if self._tell is not None:
@@ -376,7 +376,7 @@ def _open(directory: str, process: str) -> io.FileIO | None:
 def _open_private(path: str, flags: int) -> int:
     fd = os.open(path, flags | os.O_NOFOLLOW, 0o600)
     try:
-        os.fchmod(fd, 0o600)  # it may have been there
+        os.fchmod(fd, 0o600)  # the file may have existed
     except OSError:
         os.close(fd)
         raise

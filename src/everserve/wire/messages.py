@@ -32,8 +32,8 @@
     supervisor -> worker           OrchestratorAttached
     worker -> supervisor           DeviceDescriptors
 
-Tensors never travel here: they go through lanes (backends/cpu/lane.py), and so never wait behind a message, nor the
-other way round. "+ fds" says which descriptors come along.
+Tensors are never sent in messages: they go through lanes (backends/cpu/lane.py), so tensors and messages never wait for
+each other. "+ fds" lists the descriptors that are sent with a message.
 """
 
 import msgspec
@@ -65,8 +65,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 class Submit(Message, frozen=True):
-    """Gateway to worker: start this stream, or go on with it. `source`: whose log may hold its KV, as far as the worker
-    that ran it last had come. `num_following`: so many more are sent right behind it."""
+    """Gateway to worker: start this stream, or continue it. `source`: the worker that ran it last, whose log may hold
+    its KV. `num_following`: how many more Submits follow at once."""
 
     spec: RequestSpec
     source: WorkerId | None = None
@@ -74,7 +74,7 @@ class Submit(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Gateway to worker: nobody waits for this stream any more, or a stop string ended it."""
+    """Gateway to worker: the client has cancelled this stream, or a stop string ended it."""
 
     id: str
 
@@ -91,7 +91,7 @@ class WorkerReady(Message, frozen=True):
     vocab_size: int
     num_blocks: int
     block_size: int
-    max_num_seqs: int  # streams in one step; the gateway keeps what is much more than that to itself
+    max_num_seqs: int  # streams in one step; the gateway queues streams far beyond this
 
 
 class StepOutput(Message, frozen=True):
@@ -102,15 +102,15 @@ class StepOutput(Message, frozen=True):
 
 
 class Rejected(Message, frozen=True):
-    """Worker to gateway: this stream cannot run here, or cannot go on. Nothing was kept of it."""
+    """Worker to gateway: this stream cannot run or continue here. The worker keeps nothing of it."""
 
     id: str
     reason: str
-    is_server_fault: bool = False  # False: the request asks for the impossible (HTTP 400); True: HTTP 500
+    is_server_fault: bool = False  # False: the request is invalid (HTTP 400); True: HTTP 500
 
 
 class GivenBack(Message, frozen=True):
-    """Worker to gateway: I leave. These streams go on elsewhere; my log has them as far as my outputs went."""
+    """Worker to gateway: it leaves. These streams must continue elsewhere; its log has them up to its last output."""
 
     ids: list[str]
 
@@ -119,11 +119,11 @@ class GivenBack(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Worker to orchestrator, first message: my warden runs; from now on my silence means something."""
+    """Worker to orchestrator, first message: its pulse runs; from now on silence is a symptom."""
 
 
 class PeerJoined(Message, frozen=True):
-    """Orchestrator to worker: a worker of the other role is there. + fds: its cell, the lane between the two, and its
+    """Orchestrator to worker: there is a peer of the other role. + fds: its cell, the lane between the two, and its
     bell if it has one."""
 
     rank: Rank
@@ -133,7 +133,7 @@ class PeerJoined(Message, frozen=True):
 
 
 class PeerLeft(Message, frozen=True):
-    """Orchestrator to worker: this incarnation is gone; nothing of it counts any more."""
+    """Orchestrator to worker: this incarnation is gone; ignore everything from it."""
 
     rank: Rank
     incarnation: Incarnation
@@ -147,11 +147,11 @@ class RoutesChanged(Message, frozen=True):
 
 class LogJoined(Message, frozen=True):
     """Orchestrator to attention worker: the log of another incarnation of an attention worker. Keep it: streams that
-    lose that worker may come to you. + fds: the log's memory, and that of its blocks if that is another."""
+    lose that worker may continue here. + fds: the log's memory, and that of its blocks if separate."""
 
     rank: Rank
     incarnation: Incarnation
-    has_kv: bool = False  # its blocks are in memory of their own, on a device
+    has_kv: bool = False  # its blocks are in separate device memory
 
 
 class LogLeft(Message, frozen=True):
@@ -162,7 +162,7 @@ class LogLeft(Message, frozen=True):
 
 
 class FillSlots(Message, frozen=True):
-    """Orchestrator to expert worker: put these experts into these slots, one after the other, whatever is there now."""
+    """Orchestrator to expert worker: load these experts into these slots, one by one, replacing what the slots hold."""
 
     fills: list[Fill]
 
@@ -174,47 +174,47 @@ class ClearSlots(Message, frozen=True):
 
 
 class SlotsReported(Message, frozen=True):
-    """Expert worker to orchestrator, before Ready and whenever a FillSlots or ClearSlots was carried out: what all of
-    its slots hold now. `failed`: fills of that message that left their slots empty."""
+    """Expert worker to orchestrator, before Ready and after each FillSlots or ClearSlots: what all its slots hold now.
+    `failed`: fills of that message that left their slots empty."""
 
     slots: HeldSlots
     failed: list[FailedFill] = []
 
 
 class Leave(Message, frozen=True):
-    """Orchestrator to worker: give your streams back and exit; a new process takes your seat. SIGTERM says the same."""
+    """Orchestrator to worker: give all streams back and exit; a new process takes the seat. SIGTERM does the same."""
 
 
 class Fenced(Message, frozen=True):
-    """Orchestrator to worker: you were declared gone. Nothing that you send counts; exit."""
+    """Orchestrator to worker: this incarnation was declared gone. Its messages are dropped; it must exit."""
 
     reason: str
 
 
 class Leaving(Message, frozen=True):
-    """Worker to orchestrator: I was asked to leave. I exit as soon as nobody needs me."""
+    """Worker to orchestrator: it was asked to leave, and exits as soon as no peer needs it."""
 
 
 class Report(Message, frozen=True):
-    """Worker to a new orchestrator, first message: what I know from the one before."""
+    """Worker to a new orchestrator, first message: its state and what it knows from the previous orchestrator."""
 
     is_ready: bool
     is_leaving: bool
-    epoch: Epoch  # of the routes that I use; 0: none
-    peers: list[WorkerId]  # workers of the other role that I have a lane to
-    logs: list[WorkerId]  # that I keep
+    epoch: Epoch  # of the routes that it uses; 0: none
+    peers: list[WorkerId]  # workers of the other role that it has a lane to
+    logs: list[WorkerId]  # of other workers, that it keeps
     slots: HeldSlots | None = None  # of an expert worker
 
 
 class RoutesUsed(Message, frozen=True):
-    """Attention worker to orchestrator, after a step or while idle: I use the routes of this epoch, and no request of
-    mine that follows older ones is under way."""
+    """Attention worker to orchestrator, after a step or while idle: it uses the routes of this epoch, and none of its
+    requests in flight follows older routes."""
 
     epoch: Epoch
 
 
 class Suspected(Message, frozen=True):
-    """Worker to orchestrator: this peer does not answer; I route around it."""
+    """Worker to orchestrator: this peer shows a symptom; the sender routes around it."""
 
     rank: Rank
     incarnation: Incarnation
@@ -238,42 +238,42 @@ class ClusterChanged(Message, frozen=True):
     degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
     num_experts_without_place: int  # over all layers
     expert_stats: dict[Rank, ExpertStats]
-    num_stale: int  # what workers said after they were declared gone, and what they say they dropped then
+    num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
 
 
 class WorkerLost(Message, frozen=True):
-    """Orchestrator to gateway: this incarnation is gone; its streams belong to others now."""
+    """Orchestrator to gateway: this incarnation is gone; its streams must continue on other workers."""
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
-    cause: str  # "crash", "hang", "exit"; "left": it was asked to leave, and did
+    cause: str  # "crash", "hang", "exit"; "left": it was asked to leave, and has ended
 
 
 class GatewayReport(Message, frozen=True):
-    """Gateway to orchestrator, first message: what I know from the one before, if there was one."""
+    """Gateway to orchestrator, first message: what it knows from the previous orchestrator, if there was one."""
 
     epoch: Epoch
-    logs: list[WorkerId]  # of attention workers that have streams, or had some that wait for another worker
+    logs: list[WorkerId]  # of attention workers with streams, or with former streams that wait for another worker
     lost: list[WorkerId] = []  # the latest incarnation of each rank that was declared gone
 
 
 class LogSettled(Message, frozen=True):
-    """Gateway to orchestrator: this incarnation is lost, and all streams that it had go on elsewhere or have ended."""
+    """Gateway to orchestrator: this incarnation is lost, and all its streams continue elsewhere or have ended."""
 
     rank: Rank
     incarnation: Incarnation
 
 
 class DrainWorker(Message, frozen=True):
-    """Gateway to orchestrator: an operator wants this worker to give its streams to others, leave, and be replaced."""
+    """Gateway to orchestrator: an operator wants this worker to give its streams back, leave, and be replaced."""
 
     id: str
     rank: Rank
 
 
 class DrainAnswered(Message, frozen=True):
-    """Orchestrator to gateway: who was asked to leave. `incarnation` is 0 if nobody was; `reason` says why."""
+    """Orchestrator to gateway: the incarnation that was asked to leave; 0 if none was. `reason` says why."""
 
     id: str
     incarnation: Incarnation
@@ -289,7 +289,7 @@ class InjectFault(Message, frozen=True):
 
 
 class FaultInjected(Message, frozen=True):
-    """Orchestrator to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+    """Orchestrator to gateway: the answer. `pid` is None if there was no such process; `reason` says why."""
 
     id: str
     pid: int | None
@@ -301,19 +301,19 @@ class FaultInjected(Message, frozen=True):
 
 
 class Allocate(Message, frozen=True):
-    """Orchestrator to anchor: make this memory, zeroed, and own it."""
+    """Orchestrator to anchor: allocate this memory, zeroed, and own it."""
 
     memory: Memory
 
 
 class Allocated(Message, frozen=True):
-    """Anchor to orchestrator: here it is. + fds: the memory."""
+    """Anchor to orchestrator: this memory is allocated. + fds: the memory."""
 
     memory: Memory
 
 
 class AllocationFailed(Message, frozen=True):
-    """Anchor to orchestrator: there is no such memory; one line that says why."""
+    """Anchor to orchestrator: this memory could not be allocated; `reason` is one line."""
 
     memory: Memory
     reason: str
@@ -336,14 +336,15 @@ class Release(Message, frozen=True):
 
 
 class ForkWorker(Message, frozen=True):
-    """Supervisor to zygote, zygote to spare: become this. + fds: its cell, its control channel, its lifeline (to the
-    supervisor); its gateway channel if it has the attention role; its memory, in the order in which `start` has it."""
+    """Supervisor to zygote: fork this worker; zygote to spare: become this worker. + fds: its cell, its control
+    channel, its lifeline (to the supervisor); its gateway channel if it has the attention role; its memory, in the
+    order of `start.memory`."""
 
     start: "StartWorker"
 
 
 class WorkerForked(Message, frozen=True):
-    """Zygote to supervisor: the new process, which is the supervisor's child by now."""
+    """Zygote to supervisor: the new process, which is a child of the supervisor already."""
 
     rank: Rank
     incarnation: Incarnation
@@ -351,22 +352,21 @@ class WorkerForked(Message, frozen=True):
 
 
 class PrepareSpares(Message, frozen=True):
-    """Supervisor to zygote, first message: keep so many spares for each device. `like`: what they may have to become,
-    if workers exist already; the zygote learns the rest from what it is asked to fork."""
+    """Supervisor to zygote, first message: keep this many spares for each device. `like`: the kinds of workers that
+    exist already, which spares may have to become; the zygote learns further kinds from ForkWorker."""
 
     num_each: int
     like: tuple["StartWorker", ...] = ()
 
 
 class SpareForked(Message, frozen=True):
-    """Zygote to supervisor: this process rehearses on its device from now on. + fd: the supervisor's end of its
-    lifeline."""
+    """Zygote to supervisor: a new spare, which warms up on its device. + fd: the supervisor's end of its lifeline."""
 
     pid: int
 
 
 class SparesChanged(Message, frozen=True):
-    """Zygote to supervisor: the spares that are ready, and how many there should be."""
+    """Zygote to supervisor: the spares that are ready, and the number wanted."""
 
     pids: tuple[int, ...]
     num_wanted: int
@@ -381,15 +381,15 @@ class StartOrchestrator(Message, frozen=True):
 
     cluster: ClusterConfig
     worker: "WorkerSettings"
-    num_devices: int = 0  # that the workers share; 0: they compute on CPUs
-    found: tuple["FoundProcess", ...] | None = None  # None: the first orchestrator; else what the one before left
-    goal: Goal | None = None  # which the one before has left; None: make the first one
+    num_devices: int = 0  # for the workers; 0: they compute on CPUs
+    found: tuple["FoundProcess", ...] | None = None  # None: this is the first orchestrator
+    goal: Goal | None = None  # of the previous orchestrator; None: make the first goal
     is_serving: bool = False  # all seats were ready once
 
 
 class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker process that exists, or is about to (pid 0), when an orchestrator starts. `pid` -1: only the number of
-    the last incarnation is known; its process has ended."""
+    """A worker process that exists, or is being forked (pid 0), when an orchestrator starts. `pid` -1: its process has
+    ended; it is the last incarnation of its rank."""
 
     rank: Rank
     incarnation: Incarnation
@@ -407,14 +407,13 @@ class MemoryKept(Message, frozen=True):
 
 
 class DropMemory(Message, frozen=True):
-    """Orchestrator to supervisor: this memory of a worker is not needed any more, or will not be when that worker has
-    ended."""
+    """Orchestrator to supervisor: this memory of a worker is not needed after that worker has ended."""
 
     memory: Memory
 
 
 class KeepGoal(Message, frozen=True):
-    """Orchestrator to supervisor: a new version of the goal, for the orchestrator that comes after me."""
+    """Orchestrator to supervisor: a new version of the goal, kept for the next orchestrator."""
 
     goal: Goal
 
@@ -426,15 +425,15 @@ class Provision(Message, frozen=True):
 
 
 class WorkerStarted(Message, frozen=True):
-    """Supervisor to orchestrator: the process exists; to a new orchestrator: it has existed for a while. + fds: the
-    channel to it, its cell, and its memory."""
+    """Supervisor to orchestrator: a new process; to a new orchestrator: an existing one. + fds: the channel to it, its
+    cell, and its memory."""
 
     start: "StartWorker"
     pid: int
 
 
 class WorkerExited(Message, frozen=True):
-    """Supervisor to orchestrator: the process is no more. Negative status: the signal that killed it."""
+    """Supervisor to orchestrator: the process has ended. Negative status: the signal that killed it."""
 
     rank: Rank
     incarnation: Incarnation
@@ -442,7 +441,7 @@ class WorkerExited(Message, frozen=True):
 
 
 class SignalWorker(Message, frozen=True):
-    """Orchestrator to supervisor: send a signal, to make an end of a fenced worker or as an injected fault."""
+    """Orchestrator to supervisor: send a signal, to kill a fenced worker or as an injected fault."""
 
     rank: Rank
     incarnation: Incarnation
@@ -470,7 +469,7 @@ class SignalProcess(Message, frozen=True):
 
 
 class ProcessSignalled(Message, frozen=True):
-    """Supervisor to gateway: the answer. `pid` is None if there was nobody to send it to; `reason` says why."""
+    """Supervisor to gateway: the answer. `pid` is None if there was no such process; `reason` says why."""
 
     id: str
     pid: int | None
@@ -485,15 +484,15 @@ class OrchestratorAttached(Message, frozen=True):
 
 
 class DeviceDescriptors(Message, frozen=True):
-    """Worker or spare to supervisor, through its lifeline, and anchor to supervisor: what ties it to its device, to be
-    held until a moment after its end (procs/device_descriptors.py). `num_following` more such messages belong to it;
-    with the last one, what was held before is let go. + fds: copies of the driver's descriptors."""
+    """Worker or spare to supervisor, through its lifeline, and anchor to supervisor: hold these until a moment after
+    its end (procs/device_descriptors.py). `num_following` more messages belong to the same set; a complete set replaces
+    the one before. + fds: copies of the driver's descriptors."""
 
     num_following: int
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all workers of an instance have in common: the configs of their components."""
+    """The configs that all workers of an instance share."""
 
     model: ModelSource
     engine: EngineConfig
@@ -503,23 +502,23 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartWorker(Message, frozen=True):
-    """Inside Provision and ForkWorker: what to be."""
+    """Inside Provision and ForkWorker: the worker to start."""
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
     settings: WorkerSettings
-    num_workers: int  # in all, to share the cores fairly
-    slots: SeatSlots | None  # what an expert worker begins with
+    num_workers: int  # in the instance, to divide the cores
+    slots: SeatSlots | None  # what the slots of an expert worker hold at first
     detect_ms: float
-    capacity: Capacity = Capacity()  # of the instance; the default is for a worker that is alone
-    memory: tuple[Memory, ...] = ()  # what comes along besides its cell
-    device: int = NO_DEVICE  # which device is its own, or shared by it
+    capacity: Capacity = Capacity()  # of the instance; the default is for a single worker
+    memory: tuple[Memory, ...] = ()  # that it gets besides its cell
+    device: int = NO_DEVICE  # which it computes on, alone or shared
     num_attention_on_device: int = 1  # attention workers on that device, itself included
 
 
 class StartGateway(Message, frozen=True):
-    """Supervisor to gateway, first message: what to be. The listening socket comes as an inherited descriptor."""
+    """Supervisor to gateway, first message: its config. The listening socket is an inherited descriptor."""
 
     config: GatewayConfig
 
@@ -532,8 +531,7 @@ class Attach(Message, frozen=True):
 
 
 class ProcessesChanged(Message, frozen=True):
-    """Supervisor to gateway: the processes that are not workers; the spares that are ready, and how many there should
-    be."""
+    """Supervisor to gateway: the processes that are not workers; the spares that are ready, and the number wanted."""
 
     processes: tuple[Process, ...]
     spares: tuple[int, ...] = ()
@@ -541,7 +539,7 @@ class ProcessesChanged(Message, frozen=True):
 
 
 class Shutdown(Message, frozen=True):
-    """Whoever started a process to that process: finish what runs within `grace_s`, then exit."""
+    """To a process, from its parent or its orchestrator: finish running requests within `grace_s`, then exit."""
 
     grace_s: float
 
@@ -554,14 +552,14 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Before it exits: one line that says why, and whether the user is at fault."""
+    """Sent before exiting: the reason in one line, and whether it is an error of the user."""
 
     reason: str
     user_error: bool
 
 
 class EventHappened(Message, frozen=True):
-    """Towards the gateway, which shows it: something worth telling."""
+    """Any process, through the orchestrator or the supervisor, to the gateway: an event for `/events`."""
 
     event: AnyEvent
 
@@ -641,7 +639,7 @@ def encode(message: AnyMessage) -> bytes:
 
 
 def decode(frame: bytes | memoryview) -> AnyMessage:
-    """The message in these bytes; ProtocolError if it is none of ours."""
+    """The message in these bytes; ProtocolError if they are not one of our messages."""
     try:
         return _decoder.decode(frame)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:

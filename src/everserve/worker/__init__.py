@@ -1,11 +1,11 @@
-"""The worker process: attention, experts, or both. What it computes with is a backend (backends/).
+"""The worker process: attention, experts, or both. It computes with a backend (backends/).
 
-boot.py            a worker from its first instruction to its loop
-parts.py           what a worker is made of, and what a backend makes
+boot.py            a worker from the fork to its loop
+parts.py           the components of a worker, and the interface of backends
 attention.py       the loop of a worker that owns requests: receive -> handle -> step -> send
-expert_service.py  a worker that owns experts, apart from computing: which workers it serves, when it ends
+expert_service.py  a worker that owns experts, apart from computing: its clients, control messages, exit
 control.py         the channel to the orchestrator, which may be replaced; SIGTERM
-logs.py            other workers' logs, from which their streams are continued here
-loading.py         how far it is with its weights
-shortage.py        why it ends: one line, with advice if memory is short
+logs.py            logs of other workers, from which their streams are restored here
+loading.py         progress of loading weights
+shortage.py        the reason of a failure in one line, with advice if memory is short
 """

@@ -1,13 +1,13 @@
 """The attention worker's loop: receive -> handle -> step -> send.
 
-While there is work it never blocks; while there is none it sleeps until a message comes. Each time it falls idle it
-checks the engine's integrity, and then sends its gauges once a second.
+It never blocks while it has work; without work it sleeps until a message comes. Each time it becomes idle it checks the
+engine's integrity, and then sends its gauges once a second.
 
-A step that needs an expert without a place is abandoned: the engine is as it was, and the step is tried again when the
-tables have changed. Clients see a pause; nobody sees a wrong token.
+A step that needs an expert without a place is abandoned: the engine keeps its state, and the step is tried again when
+the tables have changed. Clients see a pause, never a wrong token.
 
-After each step what it computed is committed to the log (kvlog/), from which others continue our streams if we die. A
-worker that is asked to leave does nothing else: it gives its streams back and exits, and its log does the rest.
+After each step the new KV is committed to the log (kvlog/), from which other workers restore the streams if this one
+dies. Leaving uses the same log: a worker that is asked to leave gives its streams back and exits.
 """
 
 import logging
@@ -53,13 +53,13 @@ from everserve.worker.parts import AttentionParts, Surroundings
 log = logging.getLogger(__name__)
 
 _IDLE_REPORT_S = 1.0
-_TOGETHER_S = 0.03  # at most: those that run already must not wait much longer than for a step
-_TRY_AGAIN_S = 0.1  # a paused step, if nothing is heard from the orchestrator
-_LAST_WORDS_S = 5.0  # how long the gateway may take to hear that we leave
+_TOGETHER_S = 0.03  # at most: running streams must not wait much longer than one step
+_TRY_AGAIN_S = 0.1  # retry a paused step after this time, if no message comes before
+_GIVE_BACK_S = 5.0  # how long a leaving worker waits for the gateway to take its last messages
 
 
 class _WasFenced(Exception):
-    """The orchestrator has given our seat to somebody else."""
+    """The orchestrator has declared this incarnation gone."""
 
 
 class AttentionLoop:
@@ -71,8 +71,8 @@ class AttentionLoop:
         self._seam = parts.seam
         self._logs = parts.logs
         self._sends_late = parts.sends_late
-        self._late: Callable[[], None] | None = None  # what is still to be done about the last step
-        self._sources: dict[str, Rank] = {}  # whose log a stream waits to be restored from
+        self._late: Callable[[], None] | None = None  # sends the results of the last step, not called yet
+        self._sources: dict[str, Rank] = {}  # the worker whose log a waiting stream is restored from
         self._gateway = gateway
         self._control = control = around.control
         self._leave_request = leave = around.leave
@@ -82,7 +82,7 @@ class AttentionLoop:
         self._paused_since: float | None = None
         self._was_busy = False
         self._dropped_said = False
-        self._acknowledged = 0  # the latest epoch that the orchestrator knows we use
+        self._acknowledged = 0  # the latest epoch sent in RoutesUsed
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
@@ -113,26 +113,25 @@ class AttentionLoop:
         return self._stop_at is not None and (not self._engine.has_work or time.monotonic() >= self._stop_at)
 
     def _leave(self) -> None:
-        """Between two steps: whatever was computed is in the log. What the gateway sends us from now on is lost with
-        our end of the channel, which is how it learns that."""
+        """Between two steps, when all computed KV is in the log. Streams that the gateway sends from now on are lost;
+        the end of the channel tells the gateway so."""
         self._do_late()
         ids = self._engine.stream_ids()
         log.info("leaving: %d streams go on elsewhere", len(ids))
         self._gateway.send(GivenBack(ids=ids))
         self._control.send(Leaving())
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + _GIVE_BACK_S
         while self._gateway.wants_write and time.monotonic() < deadline:
             self._gateway.wait(0.1)
 
     def _acknowledge(self) -> None:
-        """Between two steps: say which routes we use, if they are new. No request that follows older ones is under
-        way."""
+        """Between two steps: report the routes in use, if they are new. No request in flight follows older routes."""
         if self._seam is not None and self._seam.peers.epoch > self._acknowledged:
             self._acknowledged = self._seam.peers.epoch
             self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
 
     def _report(self) -> Report:
-        self._acknowledged = 0  # the new orchestrator has not heard it; and this may be the middle of a step
+        self._acknowledged = 0  # send it again, to the new orchestrator; not now, which may be the middle of a step
         peers = self._seam.peers if self._seam is not None else None
         return Report(
             is_ready=True,
@@ -160,12 +159,12 @@ class AttentionLoop:
                 self._handle_gateway(message)
         except ChannelClosed:
             self._selector.unregister(self._gateway)
-            self._engine.cancel_all()  # nobody listens any more; whether that is the end is not ours to decide
-            log.debug("the gateway has closed its channel")  # the supervisor says why: a signal, or a crash
+            self._engine.cancel_all()  # no client is reachable; the supervisor decides whether this worker ends
+            log.debug("the gateway has closed its channel")  # the supervisor logs why: a signal, or a crash
         self._mention_bad_bytes(self._gateway)
 
     def read_control(self) -> None:
-        """What the orchestrator says. Also called in the middle of a layer, when its word in our cell has changed."""
+        """Handle messages of the orchestrator. Also called in the middle of a layer, when the control word changed."""
         self._control.read(self._handle_control)
         self._mention_bad_bytes(self._control)
 
@@ -239,7 +238,7 @@ class AttentionLoop:
             late()
 
     def _tell(self, result: StepResult) -> None:
-        """What became of a step: first to those who wait for it, then to the log."""
+        """Publish the results of a step: first to the gateway, then to the log."""
         for id, reason in result.failed:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
@@ -290,7 +289,7 @@ class AttentionLoop:
             self._events.append(StreamsContinued(process=self._events.process, rank=self._rank, paused_s=paused_s))
 
     def _idle(self) -> None:
-        """Nothing to do: prove that nothing was left behind, and say how things stand."""
+        """No work: check the engine's integrity once, and send the gauges."""
         self._paused_since = None
         self._do_late()
         if self._was_busy:
@@ -317,11 +316,11 @@ class AttentionLoop:
 
 def receive_together(gateway: Channel) -> Iterator[AnyMessage]:
     """Every message that has arrived, and those that were announced with them: streams that the gateway sends together
-    begin in one step. ChannelClosed if the gateway is gone.
+    start in one step. ChannelClosed if the gateway is gone.
 
-    A socket holds fifty of them at a time, or ten long ones, and is read between two steps. Were the streams of a lost
-    worker taken as they come, part after part, each part would wait for a step of the part before: the last ones
-    longest, and for nothing, because the gateway sends the rest within milliseconds after there is room for it.
+    A socket buffer holds about fifty Submits, or ten long ones, and is read between two steps. If the streams of a lost
+    worker were taken as they arrive, each part would wait for a step of the part before, and the last ones longest.
+    That wait is needless: the gateway sends the rest within milliseconds after the buffer has room.
     """
     until_s = time.monotonic() + _TOGETHER_S
     num_following = 0

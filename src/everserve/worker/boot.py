@@ -1,4 +1,4 @@
-"""A worker from its first instruction after the fork to its loop."""
+"""A worker from the fork to its loop."""
 
 import gc
 import logging
@@ -23,11 +23,11 @@ from everserve.worker.shortage import last_words
 
 log = logging.getLogger(__name__)
 
-_NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to look at the control socket while waiting for an answer
+_NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to check the control socket while waiting for an answer
 
 
 def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
-    """In the worker: load, say ready, and run the loop. Returns the exit status."""
+    """In the worker process: load, report ready, and run the loop. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
     began_s = time.monotonic()
     cell_fd, control_fd, lifeline_fd, *others = fds
@@ -61,7 +61,7 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
 
 
 class Worker:
-    """What every worker has, and the two roles it may take."""
+    """A worker process in one of its roles."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Worker:
         self._control = control
         self._events = events
         self._began_s = began_s
-        self._on_control: Callable[[], None] = lambda: None  # the loop's, once there is one
+        self._on_control: Callable[[], None] = lambda: None  # set to the loop's handler, once there is one
         self._around = Surroundings(
             start,
             memory,
@@ -96,7 +96,7 @@ class Worker:
         )
 
     def run_attention(self, gateway: Channel) -> None:
-        """Own requests and their KV."""
+        """Run as an attention worker: owns requests and their KV."""
         parts = self._backend.build_attention(self._around)
         loop = AttentionLoop(self._around, parts, gateway)
         self._on_control = loop.read_control
@@ -105,7 +105,7 @@ class Worker:
         loop.run()
 
     def run_expert(self) -> None:
-        """Own expert slots."""
+        """Run as an expert worker: owns expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
         service, ops_name = self._backend.build_expert(self._around)
         service.report_slots()
@@ -160,4 +160,4 @@ class Worker:
         what = f"{num_blocks} KV blocks" if num_blocks else f"{num_slots} expert slots per layer"
         log.info("ready as %s in %.2f s: %s ops, %s", roles, load_s, ops_name, what)
         gc.collect()
-        gc.freeze()  # what start-up made stays for good; searching it at every full collection stalls streams
+        gc.freeze()  # objects of the start-up stay for good; scanning them in every full collection stalls streams

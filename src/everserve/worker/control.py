@@ -1,11 +1,11 @@
 """A worker's end of its channel to the orchestrator, which may die and be replaced at any time.
 
-orchestrator dies  -> the channel ends; the worker serves on, and what it would say is lost
-supervisor         -> OrchestratorAttached + a new channel, through the lifeline
-the worker         -> reads what the old one had still said, then reports to the new one
+orchestrator dies  -> the channel ends; the worker continues to serve, and drops its messages to the orchestrator
+supervisor         -> sends OrchestratorAttached + a new channel, through the lifeline
+worker             -> reads the rest of the old channel, then sends Report to the new orchestrator
 
-The end of the lifeline is the worker's end: either the supervisor is gone, or it does not know this process. (A zygote
-that dies in the middle of a fork may leave a worker that nobody was told of.)
+A worker exits when its lifeline ends: the supervisor is gone, or it does not know this process. (A zygote that dies
+during a fork may leave a worker that was not announced to the supervisor.)
 """
 
 import logging
@@ -26,8 +26,8 @@ Handle = Callable[[AnyMessage, Descriptors], None]
 
 
 class ControlEnd:
-    """One file descriptor to select on, whoever the orchestrator is. `make_report` says what a new one needs to know;
-    None while the worker has nothing to report yet."""
+    """One file descriptor to select on, which stays the same when the orchestrator is replaced. `make_report` makes the
+    Report for a new orchestrator; None while the worker still starts."""
 
     def __init__(self, channel: Channel, lifeline: Channel) -> None:
         self.make_report: Callable[[], Report] | None = None
@@ -52,11 +52,11 @@ class ControlEnd:
         self._lifeline.flush()
 
     def leave_behind(self) -> None:
-        """Whatever must not end together with us (procs/device_descriptors.py)."""
+        """Send copies of the device descriptors, which must outlive this process (procs/device_descriptors.py)."""
         entrust(self._lifeline)
 
     def read(self, handle: Handle) -> None:
-        """Handle whatever has come."""
+        """Handle all messages that have arrived."""
         self._read_channel(handle)
         if self.make_report is not None:
             self._read_lifeline(handle)
@@ -68,8 +68,8 @@ class ControlEnd:
             for message, fds in self._channel.receive_frames():
                 handle(message, fds)
             self.num_dropped = max(self.num_dropped, self._channel.num_dropped)
-        except (ChannelClosed, ProtocolError):  # at its end, or out of step: no more can come of it
-            log.warning("the orchestrator is gone; serving on")
+        except (ChannelClosed, ProtocolError):  # end of file, or a corrupt stream: the channel is unusable
+            log.warning("the channel to the orchestrator ended; still serving")
             self._close_channel()
 
     def _read_lifeline(self, handle: Handle) -> None:
@@ -82,7 +82,7 @@ class ControlEnd:
             self.is_cut = True
 
     def _replace(self, channel: Channel, handle: Handle) -> None:
-        while self._channel is not None:  # its sender is dead, so this comes to an end
+        while self._channel is not None:  # its sender is dead, so end of file will come
             self._read_channel(handle)
         self._channel = channel
         self._epoll.register(channel, select.EPOLLIN)
@@ -97,8 +97,8 @@ class ControlEnd:
 
 
 class LeaveRequest:
-    """Whether this worker was asked to leave, by SIGTERM or by the orchestrator. Readable (for select) once it was. The
-    signal's handler only takes a note; the loop looks at it between two steps."""
+    """Whether this worker was asked to leave, by SIGTERM or by the orchestrator. Readable (for select) from then on.
+    The signal handler only sets a flag; the loop checks it between two steps."""
 
     def __init__(self) -> None:
         self.was_asked = False

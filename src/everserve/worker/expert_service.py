@@ -1,9 +1,9 @@
-"""An expert worker, apart from computing: whom it serves, what the orchestrator says, when it ends.
+"""An expert worker, apart from computing: its clients (attention workers), control messages, exit.
 
-    wait for requests -> leave, if asked to -> attend to everything else -> change a slot, if there is one to -> work
+    wait for requests -> leave, if asked to -> handle control messages -> change a slot, if one is pending -> compute
 
-It keeps nothing between requests, so there is nothing to lose with it. It serves whoever has a lane to it; who that is,
-the orchestrator says. Without an orchestrator it goes on serving those it knows.
+It has no state between requests, so its death loses nothing. It serves every attention worker with a lane to it; the
+orchestrator adds and removes these. Without an orchestrator it continues to serve the ones it has.
 """
 
 import logging
@@ -41,25 +41,25 @@ log = logging.getLogger(__name__)
 
 ATTEND_EVERY_S = 0.25
 _REPORT_EVERY_S = 1.0
-_QUIET_S = 0.2  # a worker that leaves does so when it was not asked for anything for this long ...
-_LEAVE_S = 5.0  # ... or in any case after this long
+_QUIET_S = 0.2  # a leaving worker exits after this long without a request ...
+_LEAVE_S = 5.0  # ... and in any case after this long
 
 
 class _WasFenced(Exception):
-    """The orchestrator has given our seat to somebody else."""
+    """The orchestrator has declared this incarnation gone."""
 
 
 @dataclass
 class Customer:
-    """One incarnation of an attention worker. A healthy one may be waited for."""
+    """One incarnation of an attention worker that has a lane to this worker."""
 
     incarnation: Incarnation
     cell: Cell
-    is_healthy: bool = True
+    is_healthy: bool = True  # alive with a pulse: shutdown waits for it
 
 
 class ExpertService(ABC):
-    """Expert slots between attention workers and an orchestrator. How rows are computed is for others to say."""
+    """Serves expert slots to attention workers. Backends implement how rows are computed."""
 
     def __init__(
         self,
@@ -85,10 +85,10 @@ class ExpertService(ABC):
         self._attend_at = 0.0
         self._stop_at: float | None = None
         self._leave_at: float | None = None  # set while leaving
-        self._asked_s = 0.0  # when somebody last asked for something; kept up while leaving
+        self._asked_s = 0.0  # time of the last request; updated while leaving
         control.make_report = self._make_report
 
-    # -- for those who compute -------------------------------------------------------------------
+    # -- implemented by backends -----------------------------------------------------------------
 
     @abstractmethod
     def stats(self) -> ExpertStats:
@@ -96,17 +96,17 @@ class ExpertService(ABC):
 
     @abstractmethod
     def _wait(self) -> None:
-        """Until there is work, or something else that wants attention, or for a moment. Not at all while slots are to
-        be changed."""
+        """Wait until there is work or news, or a short time has passed. Returns at once while slot changes are
+        pending."""
 
     @abstractmethod
     def _work(self) -> None:
-        """Compute what there is to compute."""
+        """Compute the pending requests."""
 
     @property
     @abstractmethod
     def _has_news(self) -> bool:
-        """Whether the alarm rang or the control word changed; `_note_news` takes note."""
+        """Whether the alarm rang or the control word changed since `_note_news`."""
 
     @abstractmethod
     def _note_news(self) -> None: ...
@@ -122,20 +122,20 @@ class ExpertService(ABC):
 
     @abstractmethod
     def _close(self, rank: Rank) -> None:
-        """Not any more."""
+        """Stop serving the lane of this worker."""
 
     @abstractmethod
     def _note_health(self, rank: Rank, state: PeerState) -> None:
-        """A customer has died, fallen silent, or is back."""
+        """A customer has died, has become silent, or is alive again."""
 
     def report_slots(self) -> None:
-        """What all slots hold, before anybody is told that we are ready."""
+        """Report what all slots hold; sent before Ready."""
         self._control.send(SlotsReported(slots=self._slots.held))
 
     # -- the loop --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve until fenced, or told to stop or to leave and nobody needs us any more."""
+        """Serve until fenced; or until told to stop or to leave, and no attention worker needs this worker."""
         try:
             while not self._is_over():
                 self._warden.renew(LEASE_S)
@@ -148,7 +148,7 @@ class ExpertService(ABC):
                     self._changes.do_one()
                 self._work()
         except _WasFenced as fenced:
-            self._mourn(str(fenced))
+            self._report_fenced(str(fenced))
 
     def _is_over(self) -> bool:
         if self._control.is_cut:
@@ -158,12 +158,12 @@ class ExpertService(ABC):
             return now >= self._leave_at or (not self._num_pending and now - self._asked_s >= _QUIET_S)
         if self._stop_at is None:
             return False
-        # Attention workers may finish what runs, and need us for it.
+        # Attention workers may still finish running requests with this worker.
         has_customers = any(customer.is_healthy for customer in self._customers.values())
         return not has_customers or time.monotonic() >= self._stop_at
 
     def _begin_to_leave(self) -> None:
-        """New routes lead to others. Who still asks has not heard of them, and is served."""
+        """New routes will lead to other workers. Attention workers with older routes are still served."""
         log.info("leaving")
         self._asked_s = time.monotonic()
         self._leave_at = self._asked_s + _LEAVE_S
@@ -182,7 +182,7 @@ class ExpertService(ABC):
     # -- everything that is not a request --------------------------------------------------------
 
     def _attend(self) -> None:
-        """The alarm rang or the control word changed; every now and then in any case."""
+        """Handle health changes and control messages: on an alarm, on a new control word, and every ATTEND_EVERY_S."""
         self._attend_at = time.monotonic() + ATTEND_EVERY_S
         self._note_news()
         for rank in {Rank(key) for key, _ in self._warden.changes()} & self._customers.keys():
@@ -206,7 +206,7 @@ class ExpertService(ABC):
             self._leave_request.ask()
         elif isinstance(message, Shutdown):
             self._stop_at = time.monotonic() + message.grace_s
-        elif not isinstance(message, RoutesChanged):  # routes are for those who send
+        elif not isinstance(message, RoutesChanged):  # routes are for attention workers
             log.warning("dropped a %s: not for an expert worker", type(message).__name__)
 
     def _join(self, message: PeerJoined, fds: Descriptors) -> None:
@@ -235,8 +235,8 @@ class ExpertService(ABC):
             self._reported = stats
             self._report_at = now + _REPORT_EVERY_S
 
-    def _mourn(self, reason: str) -> None:
-        """We were declared gone while we could not hear it. Our lanes are not read any more; leave them alone."""
+    def _report_fenced(self, reason: str) -> None:
+        """This worker was declared gone while it could not read messages. Its lanes are no longer read."""
         count, what = self._num_pending, "requests to an expert worker that was declared gone"
         log.warning("declared gone (%s): exiting with %d requests not computed", reason, count)
         rank, incarnation = self._start.rank, self._start.incarnation

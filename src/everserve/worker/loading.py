@@ -1,4 +1,4 @@
-"""How far a worker is with its weights: typed events now and then, for whoever shows bars; log lines elsewhere."""
+"""Progress of loading weights: typed events at a low rate, for progress bars; log lines where no bars are shown."""
 
 import logging
 import os
@@ -10,23 +10,23 @@ from everserve.wire.messages import StartWorker
 
 log = logging.getLogger(__name__)
 
-START_BARS = "EVERSERVE_START_BARS"  # in the environment of processes whose start somebody shows as bars
-_TELL_AFTER_S, _TELL_EVERY_S = 0.25, 0.5  # nothing at all of what loads at once
-_TELL_SHARE = 0.02  # nor more events than somebody would see
+START_BARS = "EVERSERVE_START_BARS"  # environment variable: the start is shown as progress bars
+_TELL_AFTER_S, _TELL_EVERY_S = 0.25, 0.5  # no events if loading is quick
+_TELL_SHARE = 0.02  # at least this much progress between two events
 _LOG_EVERY_S = 3.0
 
 Progress = Callable[[int, int], None]
 
 
 class Loading:
-    """Tells of one worker. Without events (benchmarks, tests) nobody is told."""
+    """Reports the progress of one worker. Without an event log (benchmarks, tests) no events."""
 
     def __init__(self, start: StartWorker, events: EventLog | None = None) -> None:
         self._start = start
         self._events = events
 
     def part(self, what: str) -> Progress:
-        """For `progress(done, total)` of one part: "layers", "experts"."""
+        """A callback `progress(done, total)` for one part: "layers", "experts"."""
         began_s = time.monotonic()
         told_s, logged_s, told_share = began_s + _TELL_AFTER_S - _TELL_EVERY_S, began_s, 0.0
         has_bar = self._start.incarnation == 1 and START_BARS in os.environ

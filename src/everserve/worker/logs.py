@@ -1,8 +1,8 @@
-"""The logs of other attention workers, kept from the beginning: a stream that loses its worker may come to us.
+"""The logs of other attention workers, kept in advance: a stream that loses its worker may continue here.
 
-Only descriptors are kept; memory is mapped when the first stream needs it (on a device, where that takes longer, at the
-end of the step in which we hear of it), and unmapped when the orchestrator says that nobody needs it and no stream here
-still waits to be restored from it.
+Only descriptors are kept. Memory is mapped when the first stream needs it (on a device, where that takes longer, after
+the step in which the descriptor arrived), and unmapped when the orchestrator has sent LogLeft and no stream here still
+waits to be restored from it.
 """
 
 import os
@@ -15,12 +15,12 @@ from everserve.kvlog.log import Log
 from everserve.tables.ids import WorkerId
 from everserve.tables.requests import RequestSpec
 
-# Of descriptors, which stay the caller's: the log's, and its blocks'. None: it cannot be read here.
+# (fd of the log, fd of its blocks) -> the log, or None if it cannot be read here. The caller keeps the descriptors.
 OpenLog = Callable[[int, int | None], Log | None]
 
 
 class KeptLogs:
-    """By the incarnation that wrote them."""
+    """Logs by the incarnation that wrote them."""
 
     def __init__(self, open_log: OpenLog | None, own: Log | None, opens_early: bool = False) -> None:
         self._open_log = open_log  # None: logs are off
@@ -28,21 +28,21 @@ class KeptLogs:
         self._opens_early = opens_early
         self._fds: dict[WorkerId, tuple[int, int | None]] = {}
         self._open: dict[WorkerId, Log | None] = {}
-        self._left: list[Log] = []  # nobody needs them, but a stream may still wait with one in its hands
+        self._left: list[Log] = []  # left, but a stream may still wait to be restored from one
 
     @property
     def ids(self) -> list[WorkerId]:
         return sorted(self._fds)
 
     def join(self, id: WorkerId, fd: int, kv_fd: int | None = None) -> None:
-        """The descriptors are ours from now on. kv_fd: of its blocks, if these are in memory of their own."""
+        """Takes ownership of the descriptors. kv_fd: of its blocks, if these are in separate memory."""
         if id in self._fds:
             close_fds(fd, kv_fd)
         else:
             self._fds[id] = fd, kv_fd
 
     def leave(self, id: WorkerId, engine: Engine) -> None:
-        """Nobody needs it. It is unmapped with the next `sweep`: a device may be in the middle of a step."""
+        """The log is not needed any more. The next `sweep` unmaps it: a device may be in the middle of a step."""
         fds = self._fds.pop(id, None)
         if fds is not None:
             memory = os.fstat(fds[0])
@@ -54,13 +54,13 @@ class KeptLogs:
             self._left.append(opened)
 
     def find(self, spec: RequestSpec, source: WorkerId) -> Saved | None:
-        """What that log has of this stream, if anything."""
+        """The saved state of this stream in that log, if any."""
         log = self._log(source)
         record = log.find(key_of(spec.id)) if log is not None else None
         return Saved.of(log, record, self._own) if log is not None and record is not None else None
 
     def sweep(self, engine: Engine) -> None:
-        """Unmap what nobody needs any more, map what somebody may need soon. Between steps."""
+        """Unmap logs that are not needed any more, map new ones in advance. Call it between steps."""
         for log in [log for log in self._left if not engine.waits_for(log)]:
             self._left.remove(log)
             log.close()
@@ -75,7 +75,7 @@ class KeptLogs:
 
 
 def close_fds(fd: int, kv_fd: int | None) -> None:
-    """Of a log, and of its blocks if these have one."""
+    """Close the descriptor of a log, and that of its blocks if there is one."""
     os.close(fd)
     if kv_fd is not None:
         os.close(kv_fd)

@@ -1,4 +1,4 @@
-"""What a worker is made of: its surroundings, and what is built for its role in them."""
+"""The components of a worker: what every worker has, and what a backend builds for its role."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from everserve.worker.expert_service import ExpertService
 from everserve.worker.loading import Loading
 from everserve.worker.logs import KeptLogs
 
-_NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to look at the control socket while waiting for an answer
+_NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to check the control socket while waiting for an answer
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What every worker has, whatever it computes with."""
+    """What every worker has, independent of role and backend."""
 
     start: StartWorker
     memory: dict[Kind, int]  # descriptors by kind; the part that uses one closes it
@@ -45,7 +45,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class Seam:
-    """How an attention worker reaches its experts when they are in other processes."""
+    """How an attention worker calls experts in other processes."""
 
     peers: Peers
     experts: Experts
@@ -59,7 +59,7 @@ class AttentionParts:
     seam: Seam | None
     logs: KeptLogs
     ops_name: str
-    num_slots: int  # expert slots per layer of its own
+    num_slots: int  # own expert slots per layer
     sends_late: bool = False  # outputs of a step are sent while the next one runs: the host is idle then
 
 
@@ -67,13 +67,13 @@ class Backend(Protocol):
     """Everything that depends on the kind of device: backends/cpu/roles.py, backends/cuda/roles.py."""
 
     def prepare(self) -> None:
-        """In the zygote: load what takes time and is the same for all workers. No thread may be started."""
+        """In the zygote: do slow work that is the same for all workers. Must not start threads."""
 
     def rehearse(self, like: Sequence[StartWorker], lifeline: Channel) -> None:
-        """In a spare: do what takes time and is the same for all workers like these."""
+        """In a spare: do slow work that is the same for all workers of these kinds."""
 
     def build_attention(self, around: Surroundings) -> AttentionParts:
-        """What owns requests and their KV."""
+        """Build an attention worker."""
 
     def build_expert(self, around: Surroundings) -> tuple[ExpertService, str]:
-        """What owns expert slots, and the name of its ops."""
+        """Build an expert worker; also returns the name of its ops."""

@@ -1,4 +1,4 @@
-"""Too little memory is the user's to mend, so it is said in one line: for what there was none, and what to do."""
+"""A shortage of memory is an error that the user can fix: reported in one line with its purpose and advice."""
 
 import errno
 import resource
@@ -14,7 +14,7 @@ _TORCH_SAYS = ("can't allocate memory", "not enough memory")  # its CPU allocato
 
 @contextmanager
 def memory_for(rank: Rank, kind: str, num_bytes: int) -> Iterator[None]:
-    """Whoever asks for memory within says what for. `kind` is one of memory/names.py."""
+    """Turns a shortage inside into a ConfigError that names the purpose. `kind` is one of memory/names.py."""
     try:
         yield
     except Exception as error:
@@ -24,7 +24,7 @@ def memory_for(rank: Rank, kind: str, num_bytes: int) -> Iterator[None]:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether this says that there is no memory on the host."""
+    """Whether this error means that host memory ran out."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     says_so = isinstance(error, RuntimeError) and any(words in str(error) for words in _TORCH_SAYS)
@@ -32,7 +32,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def last_words(rank: Rank, error: BaseException) -> tuple[str, bool]:
-    """Why a worker ends, and whether the user can do something about it."""
+    """The reason of a failure in one line, and whether the user can fix it."""
     reason = f"{type(error).__name__}: {error}".removesuffix(": ").splitlines()[0]
     if is_shortage(error):
         return f"worker {rank} has no memory ({reason}{_limit()}); use fewer workers or a smaller KV cache", True

@@ -2,8 +2,8 @@
 
     FillSlots, ClearSlots ──> queue ──one slot per turn of the loop──> the last one of a message ──> SlotsReported
 
-A slot is empty from the moment its change begins until its weights are there, and says so to whoever asks for what was
-in it. A fill that fails leaves it empty, and is reported.
+A slot is empty from the start of its change until its weights are loaded; requests for its old expert are refused. A
+fill that fails leaves the slot empty, and is reported.
 """
 
 import logging
@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 
 
 class ChangeableSlots(Protocol):
-    """The expert slots of one worker, on whatever device. Nothing is computed while one of these runs."""
+    """The expert slots of one worker, on any device. No request is computed while `fill` or `clear` runs."""
 
     @property
     def held(self) -> HeldSlots: ...
 
     @property
     def num_experts(self) -> int:
-        """Of the model, per layer."""
+        """Experts of the model per layer."""
 
     def fill(self, fill: Fill) -> None:
-        """Whatever was there is gone, also if this raises."""
+        """Load an expert. The old one is gone, also if this raises."""
 
     def clear(self, place: Place) -> None: ...
 
 
 class SlotChanges:
-    """The queue. `report` is called with what became of each message."""
+    """The queue of changes. `report` is called with the result of each message."""
 
     def __init__(self, slots: ChangeableSlots, report: Callable[[SlotsReported], None]) -> None:
         self._slots = slots
@@ -69,7 +69,7 @@ class SlotChanges:
             try:
                 self._slots.fill(change)
                 return
-            except Exception as error:  # a file that is gone or changed, memory that is not there: others can serve it
+            except Exception as error:  # e.g. a missing file, no memory: other workers can serve this expert
                 log.exception("expert %d could not be loaded", change.expert)
                 reason = f"{type(error).__name__}: {error}"
         if isinstance(change, Fill):

@@ -1,6 +1,6 @@
 """The process that workers are forked from.
 
-__main__.py  the zygote: has imported what workers need, starts no thread, and forks
-spares.py    processes that it forks ahead of need
-backend.py   what workers compute with, by the kind of their device
+__main__.py  the zygote: imports what workers need, starts no threads, and forks
+spares.py    spare processes, forked and warmed up in advance
+backend.py   the compute backend for each kind of device
 """

@@ -1,12 +1,12 @@
 """`python -m everserve.zygote`: the zygote, started by the supervisor, never by hand.
 
-It imports what workers need, starts no thread, and forks:
+It imports what workers need, starts no threads, and forks:
 
     ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
 
-or gives the message to a spare (spares.py), which was forked in the same way and has waited for it.
+or sends the message to a waiting spare (spares.py), which was forked in the same way.
 
-A fork of a process with threads inherits their locks but not the threads; that is why there are none here.
+A fork of a process with threads inherits their locks but not the threads; so the zygote has none.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from everserve.wire.messages import ForkWorker, PrepareSpares, Ready, Shutdown, 
 from everserve.zygote.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
-_HAND_OVER_S = 1.0  # a message that a spare does not take in this time is lost, and the worker with it
+_HAND_OVER_S = 1.0  # a spare that does not take its message within this time is killed
 
 
 def main() -> int:
@@ -42,13 +42,13 @@ def main() -> int:
     process.set_name("es-zygote")
     control = Channel(socket.socket(fileno=args.control_fd))
 
-    from everserve.zygote.backend import backend_for  # noqa: PLC0415 (torch: be the supervisor's child first)
+    from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
 
     backend_for("cpu").prepare()
     threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
     assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
     gc.collect()
-    gc.freeze()  # keep the pages of what was imported shared between all workers
+    gc.freeze()  # keeps the pages of imported modules shared between all workers
     control.send(Ready())
     try:
         return Zygote(control, args.supervisor_pid).run()
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 class Zygote:
-    """Forks on demand, and ahead of it."""
+    """Forks workers on demand and spares in advance."""
 
     def __init__(self, control: Channel, supervisor_pid: int) -> None:
         self._control = control
@@ -66,7 +66,7 @@ class Zygote:
         self._told = SparesChanged(pids=(), num_wanted=0)
 
     def run(self) -> int:
-        """Until told to stop."""
+        """Until Shutdown."""
         while True:
             self._wait()
             for message, fds in self._control.receive_frames():
@@ -80,7 +80,7 @@ class Zygote:
             self._tell()
 
     def _wait(self) -> None:
-        """Not with epoll: its descriptor would be every worker's."""
+        """Uses poll, because forked workers would inherit an epoll descriptor."""
         with selectors.PollSelector() as selector:
             writes = selectors.EVENT_WRITE if self._control.wants_write else 0
             selector.register(self._control, selectors.EVENT_READ | writes)
@@ -118,14 +118,14 @@ class Zygote:
             return _be_spare(Channel(theirs), Channel(lifeline), like)
 
         pid = self._fork_orphan(live)
-        self._control.send(SpareForked(pid=pid), fds=[supervisors.fileno()])  # long before it has opened its device
+        self._control.send(SpareForked(pid=pid), fds=[supervisors.fileno()])  # before it has opened its device
         for end in (theirs, lifeline, supervisors):
             end.close()
         return Spare(pid, device, Channel(ours))
 
     def _fork_orphan(self, live: Callable[[], int]) -> int:
-        """Fork a process that forks another one and ends, so that the other one's parent is the supervisor. Its whole
-        life is `live`. Returns its pid."""
+        """Fork a process that forks the orphan and exits, so that the supervisor becomes the orphan's parent. The
+        orphan runs `live` and exits. Returns its pid."""
         reader, writer = os.pipe()
         child = os.fork()
         if child == 0:
@@ -135,7 +135,7 @@ class Zygote:
                 os.close(reader)
                 os.close(writer)
                 for end in (self._control, *self._spares.channels):
-                    end.close()  # or a spare would not see the end of the zygote
+                    end.close()  # or a spare would not see end of file when the zygote dies
                 _live(live, middle, self._supervisor_pid)
             os.write(writer, _PID.pack(orphan))
             os._exit(0)
@@ -146,11 +146,11 @@ class Zygote:
 
 
 def _hand_over(spare: Spare, message: ForkWorker, fds: list[int]) -> None:
-    """Whatever happens to it from here on happens to a worker."""
+    """The spare is a worker from here on: the orchestrator handles its failures."""
     spare.channel.send(message, fds)
     while spare.channel.wants_write:
         if not spare.channel.wait(_HAND_OVER_S):
-            _kill(spare.pid)  # it was stopped at this very moment
+            _kill(spare.pid)  # it was stopped after it was chosen
             break
     spare.channel.close()
 
@@ -168,10 +168,10 @@ def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None
     status = 70
     try:
         while os.getppid() == middle_pid:
-            os.sched_yield()  # it is about to end
+            os.sched_yield()  # the process in between is about to exit
         process.die_with(supervisor_pid)
         status = live()
-    except BaseException:  # the process boundary: say what happened, and die
+    except BaseException:  # the process boundary: print the traceback and exit
         traceback.print_exc()
     finally:
         logging.shutdown()
@@ -180,7 +180,7 @@ def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None
 
 
 def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
-    """Until the zygote is gone, or there is something to become."""
+    """Warm up, then wait for a ForkWorker; exits if the zygote ends."""
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name("es-spare")

@@ -1,4 +1,4 @@
-"""What workers compute with, by the kind of their device. A worker on CPUs does not import what is for GPUs."""
+"""The compute backend for each kind of device. CPU workers do not import the GPU backend."""
 
 from everserve.worker.parts import Backend
 

@@ -1,18 +1,18 @@
-"""Spares: processes forked ahead of need, which have done everything that does not depend on the seat.
+"""Spares: processes forked in advance, which have done all start-up work that does not depend on the seat.
 
-    zygote --fork--> rehearse --Ready--> waits ... --ForkWorker + descriptors--> the worker of that seat
+    zygote --fork--> rehearse --Ready--> waits ... --ForkWorker + descriptors--> a worker
 
-A spare holds one end of a socket pair, the zygote the other one: each sees the end of the other by it. Spares belong to
-a device, which they may have opened already.
+A spare and the zygote are connected by a socket pair, by which each sees the other's exit. A spare belongs to a device,
+which it may have opened already.
 
-A spare that is dead or stopped is no spare. That is looked at before one is given away; what happens to it after that
-has happened to a worker, and the orchestrator sees to it.
+A dead or stopped spare is not used: its state is checked before it becomes a worker. From then on the orchestrator
+handles its failures, as those of any worker.
 
-It may be killed in the middle of a rehearsal, and so may the zygote, whose spares end with it. So it leaves with the
-supervisor what a worker does (procs/device_descriptors.py).
+A spare may be killed while it rehearses, or because the zygote has died. So it sends copies of its device descriptors
+to the supervisor, as a worker does (procs/device_descriptors.py).
 
-New spares come when nobody was forked for a while: a spare that warms up would compete with a worker that starts. If
-they end before they are ready, there is something wrong with the device or with us, and the next ones wait longer.
+New spares are forked when no worker was forked for a while, because a spare that warms up competes with a worker that
+starts. If spares end before they are ready, something is wrong, and the next ones are delayed.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,14 +24,14 @@ from everserve.wire.messages import Ready, StartWorker
 
 QUIET_S = 2.0  # a worker that has its weights already starts faster than this
 _MAX_QUIET_S = 60.0
-_LOOK_EVERY_S = 1.0  # for those that were stopped; an end is seen at once
+_LOOK_EVERY_S = 1.0  # for stopped spares; an exit is seen at once
 
 Like = tuple[StartWorker, ...]
 
 
 @dataclass(eq=False)
 class Spare:
-    """One of them, as the zygote sees it."""
+    """One spare, as the zygote sees it."""
 
     pid: int
     device: int
@@ -40,10 +40,10 @@ class Spare:
 
 
 class Spares:
-    """The bookkeeping. Times are anybody's clock, as long as it is the same one.
+    """The bookkeeping. All times must come from the same clock.
 
-    fork(device, like)   a spare for this device, that may have to become one of these
-    state_of(pid)        the letter that ps shows
+    fork(device, like)   forks a spare for this device, which may have to become any of the workers in `like`
+    state_of(pid)        the process state: the letter that ps shows
     """
 
     def __init__(
@@ -56,24 +56,24 @@ class Spares:
         self._state_of = state_of
         self._kill = kill
         self._num_each = 0
-        self._like: dict[tuple[int, tuple[Role, ...]], StartWorker] = {}  # of each kind the last one
+        self._like: dict[tuple[int, tuple[Role, ...]], StartWorker] = {}  # the last one of each kind
         self._spares: list[Spare] = []
         self._fork_at = 0.0
         self._num_failures = 0  # in a row: spares that ended before they were ready
 
     def prepare(self, num_each: int, like: Iterable[StartWorker], now: float) -> None:
-        """So many for each device, from now on."""
+        """Keep this many spares for each device."""
         self._num_each = num_each
         for start in like:
             self.learn(start, now)
 
     def learn(self, start: StartWorker, now: float) -> None:
-        """Such a worker is being started: spares may have to become one, but should not disturb this one."""
+        """A worker of this kind starts: spares may have to become one, but must not compete with this start."""
         self._like[start.device, start.roles] = start
         self._fork_at = now + QUIET_S
 
     def take(self, device: int, now: float) -> Spare | None:
-        """One that is ready, lives and runs. It is the caller's from now on."""
+        """Remove and return a spare that is ready and running; None if there is none."""
         self._drop_unfit(now)
         found = next((spare for spare in self._spares if spare.is_ready and spare.device == device), None)
         if found is not None:
@@ -81,7 +81,7 @@ class Spares:
         return found
 
     def tend(self, now: float) -> None:
-        """Whatever is due."""
+        """Drop unfit spares, and fork new ones if it is time to."""
         self._drop_unfit(now)
         if now >= self._fork_at:
             for device in self._missing():
@@ -89,7 +89,7 @@ class Spares:
                 self._spares.append(self._fork(device, like))
 
     def timeout_s(self, now: float) -> float | None:
-        """When to tend again at the latest, if nothing is heard from anybody; None: never."""
+        """When `tend` must be called again, if no message comes before; None: no deadline."""
         due = [_LOOK_EVERY_S] if self._spares else []
         due += [max(0.0, self._fork_at - now)] if self._missing() else []
         return min(due, default=None)
@@ -111,7 +111,7 @@ class Spares:
         return sorted({device for device, _ in self._like})
 
     def _missing(self) -> list[int]:
-        """A device for each spare that there should be, and is not."""
+        """The device of each missing spare."""
         there = [spare.device for spare in self._spares]
         return [device for device in self._devices for _ in range(self._num_each - there.count(device))]
 
@@ -120,7 +120,7 @@ class Spares:
             if not self._has_ended(spare):
                 if self._state_of(spare.pid) not in ("T", "t"):
                     continue
-                self._kill(spare.pid)  # it is still there, or its channel would have ended: nobody else has its pid
+                self._kill(spare.pid)  # its channel is open, so it is alive and its pid is not reused
             spare.channel.close()
             self._spares.remove(spare)
             self._num_failures = 0 if spare.is_ready else self._num_failures + 1
@@ -128,7 +128,7 @@ class Spares:
             self._fork_at = max(self._fork_at, now + quiet_s)
 
     def _has_ended(self, spare: Spare) -> bool:
-        """Listen to it."""
+        """Read its channel; notes its Ready."""
         try:
             said = spare.channel.receive_all()
         except ChannelClosed:
