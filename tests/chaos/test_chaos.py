@@ -139,7 +139,7 @@ def test_misuse_is_one_line_and_status_2(server):
     for arguments, says in (
         (["--url", server.url, "--kv-log", "off"], "runs already"),
         (["--url", "http://127.0.0.1:9"], "is the server running"),
-        (["--serve", "--event-log=/tmp/events"], "says where they go"),
+        (["--serve", "--event-log=/tmp/events"], "sets the flag"),
     ):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
