@@ -4,7 +4,7 @@
     ├── UserError            the input is at fault; one clear line, no traceback; do not retry unchanged
     │   ├── ConfigError      flags or config file        (the process does not start)
     │   ├── ModelError       model directory             (the process does not start)
-    │   └── RequestError     one request                 (HTTP 400; nobody else is affected)
+    │   └── RequestError     one request                 (HTTP 400; no other request is affected)
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After, or an error event; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
     └── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)

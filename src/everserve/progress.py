@@ -1,6 +1,6 @@
 """How far it is: a bar on a terminal, a line now and then elsewhere, nothing for those who want none.
 
-It has no thread. Whoever works says how far it is, as often as it likes, and now and then that is shown: what is
+It has no thread. The code that works says how far it is, as often as it likes, and now and then that is shown: what is
 measured meanwhile is disturbed as little as possible.
 """
 
@@ -17,7 +17,7 @@ _LIVE_S, _PLAIN_S = 0.1, 5.0  # at most so often
 
 
 class Progress:
-    """One phase after the other. Everything goes to stderr, where it is in nobody's way."""
+    """One phase after the other. Everything goes to stderr, apart from the output."""
 
     def __init__(self, out: TextIO | None = None, *, is_quiet: bool = False) -> None:
         self._out = out if out is not None else sys.stderr

@@ -73,7 +73,7 @@ def run_steps(stop: int) -> None:
     local = LocalCudaExperts(ops, untouchable.arena(model, model.num_experts), model.moe_layers, model.num_experts)
     shape = CudaLaneShape(64, model.experts_per_token, model.hidden_size, NUM_SLOTS)
     state = send.SendState.empty(shape, untouchable.address + (1 << 20), NUM_RANKS, ops.words.stop)
-    nowhere = torch.full((NUM_RANKS * NUM_SLOTS,), send.NOBODY, dtype=torch.int32)
+    nowhere = torch.full((NUM_RANKS * NUM_SLOTS,), send.NO_RANK, dtype=torch.int32)
 
     def remote(layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor) -> Tensor:
         y_row_TK = send.plan(state, ids_TK, nowhere[: model.num_experts], nowhere, 0)

@@ -78,7 +78,7 @@ def serve(monkeypatch):
         (("--device", "tpu"), "--device tpu: choose one of auto, cpu, cuda"),
         (("--gpu-memory-utilization", "0"), "--gpu-memory-utilization must be above 0 and at most 1"),
         (("--gpu-memory-utilization", "1.1"), "--gpu-memory-utilization must be above 0 and at most 1"),
-        (("--api-key", "a", "--api-key", ""), "--api-key is empty: leave it out if everybody may ask"),
+        (("--api-key", "a", "--api-key", ""), "--api-key is empty: leave it out if every client may ask"),
         (("--admin-key", " "), "--admin-key is empty: leave it out if there is none"),
         (
             ("--api-key", "a", "--api-key", "b", "--admin-key", "b"),

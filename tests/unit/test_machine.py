@@ -331,7 +331,7 @@ def test_a_report_is_probed_once_and_an_answer_is_published():
     assert (publish.members.epoch, publish.routes.epoch) == (epoch + 1, epoch + 1)
     assert driver.routed() == {1, 2, 3}
     assert driver.tell(Answered(2, 1)).effects == ()
-    assert driver.decision.reason == "rank 2 incarnation 1 answers; nobody was in doubt"
+    assert driver.decision.reason == "rank 2 incarnation 1 answers; it was not in doubt"
 
 
 def test_a_report_of_a_hang():

@@ -2,6 +2,7 @@
 
 import gc
 
+import msgspec
 import pytest
 
 from everserve.memory.owned import create_memory
@@ -294,6 +295,19 @@ def test_a_new_orchestrator_goes_on_with_what_it_finds():
     assert {rank: state for rank, (_, state) in states(after).items()} == dict.fromkeys(range(3), WorkerState.READY)
     assert after.worker(0).routed == {1, 2}
     assert after.worker(0).heard(PeerJoined) == [], "its lanes are there"
+
+
+def test_the_capacity_is_that_of_the_start_whatever_the_goal_has_become():
+    before = serving()
+    goal = before.said(KeepGoal)[-1].goal
+    grown = msgspec.structs.replace(goal.seats[0], rank=Rank(7))
+    later = msgspec.structs.replace(goal, version=2, seats=(*goal.seats, grown))
+    after = ToyOrchestrator(start_of(found=(), goal=later, is_serving=True))
+    after.gateway.send(GatewayReport(epoch=Epoch(3), logs=[], lost=[]))
+    after.settle()
+    told = {message.start.rank: message.start.capacity for message in after.said(Provision)}
+    assert set(told) == {0, 1, 2, 7}
+    assert set(told.values()) == {before.worker(0).start.capacity}
 
 
 def test_an_end_that_no_orchestrator_saw_is_told():

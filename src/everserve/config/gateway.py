@@ -74,7 +74,7 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
 
     def check(self) -> None:
         if not all(self.api_keys):
-            raise ConfigError("--api-key is empty: leave it out if everybody may ask")
+            raise ConfigError("--api-key is empty: leave it out if every client may ask")
         if self.admin_key == "":
             raise ConfigError("--admin-key is empty: leave it out if there is none")
         if self.admin_key in self.api_keys:

@@ -87,8 +87,9 @@ class Host:
         self._began_s = time.monotonic()
         model = ModelConfig.from_directory(Path(start.worker.model.directory))
         detect_ms = start.cluster.detect_ms
-        goal = start.goal or first_goal(start, model)
-        needs = Needs(model, start.worker, capacity_of(start, model, goal), detect_ms)
+        first = first_goal(start, model)  # the capacity is that of the start, whatever the goal has become
+        goal = start.goal or first
+        needs = Needs(model, start.worker, capacity_of(start, model, first), detect_ms)
         self._machine = Machine(goal, Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3))
         self._recovery = Recovery(start.found, self._began_s) if start.found is not None else None
         self._was_serving = start.is_serving

@@ -339,7 +339,7 @@ class Machine:
                 seat.clear_doubt()
                 if was_reported and seat.can_serve:
                     return _Step(f"{who} answers: peers that suspect it shall trust it again", publish_anyway=True)
-                return _Step(f"{who} answers after a silence" if was_silent else f"{who} answers; nobody was in doubt")
+                return _Step(f"{who} answers after a silence" if was_silent else f"{who} answers; it was not in doubt")
             case Suspected():
                 said = f"{who} is suspected by rank {event.by}: {event.reason}"
                 if not seat.has_spoken:
@@ -499,7 +499,7 @@ class Machine:
 
     def _stop(self) -> _Step:
         self._end_for("the instance stops")
-        return _Step("the instance stops: nobody is started any more")
+        return _Step("the instance stops: no process is started any more")
 
     def _end_for(self, why: str) -> None:
         self.ending = self.ending or why

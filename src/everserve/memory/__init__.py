@@ -1,8 +1,8 @@
 """Memory that processes share, and that outlives them.
 
 anchor.py   the process that owns it: one loop over the orchestrator's messages
-owned.py    what it owns, by name, of the host and of devices; nothing in the file system
-names.py    what pieces of shared memory are called, and what to tell a user when there is no room for one
+owned.py    what it owns (tables/memory.py), of the host and of devices; nothing in the file system
+names.py    sizes of memory that backends share, and what to tell a user when there is no room
 liveness/   cells and wardens: doorbells, pulses, life words
 device.py   libcuda through ctypes, without torch: device memory as descriptors, addresses, streams, waiting for a word
 devices.py  which devices there are and how much memory they have, asked of a process that ends again

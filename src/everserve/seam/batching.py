@@ -4,7 +4,7 @@ Weights are read once per batch, so requests of one layer are computed together.
 request that is about to come, and never worth waiting for one that may not. Replays first, then the lowest layer:
 
     replay                  at once: a step stands still because a worker failed, or an expert has moved
-    everybody is here       no attention worker is on its way to this layer
+    all are here       no attention worker is on its way to this layer
     enough                  more rows would not be computed any cheaper; the rest is the next batch
     waited long enough      the policy's patience has come to an end
 
@@ -99,7 +99,7 @@ def choose_layer(
         if urgency < ORDINARY:
             return LayerChoice(layer, "replay")
         if not any(_is_coming(at, layer, policy) for at in on_the_way):
-            return LayerChoice(layer, "everybody is here")
+            return LayerChoice(layer, "all are here")
         asking = [request for request in pending if request.layer == layer]
         if policy.enough_rows is not None and sum(request.num_rows for request in asking) >= policy.enough_rows:
             return LayerChoice(layer, "enough")

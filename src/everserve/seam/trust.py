@@ -33,7 +33,7 @@ import numpy as np
 
 from everserve.memory.liveness import Cell, PeerState, life_word
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
-from everserve.tables.routes import NOBODY, Routes, Symptom
+from everserve.tables.routes import NO_RANK, Routes, Symptom
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +98,8 @@ class Peers(ABC):
         self._peers: dict[Rank, Peer] = {}
         self._word = life_word(rank, incarnation)
         # [index of the MoE layer][expert] -> rank and slot, as trusted now. Changed in place: C holds their addresses.
-        self.owner_LN = np.full((len(self.moe_layers), num_experts), NOBODY, np.int32)
-        self.slot_LN = np.full_like(self.owner_LN, NOBODY)
+        self.owner_LN = np.full((len(self.moe_layers), num_experts), NO_RANK, np.int32)
+        self.slot_LN = np.full_like(self.owner_LN, NO_RANK)
         self.num_changes = 0  # of these two
         self._candidates = np.empty((*self.owner_LN.shape, 0, 2), np.int16)
         self._is_moved_LNC = np.zeros(self._candidates.shape[:3], bool)
@@ -164,7 +164,7 @@ class Peers(ABC):
         candidates = routes.array()
         if candidates.shape[:2] != self.owner_LN.shape:
             raise ValueError(f"routes for {candidates.shape[:2]} layers and experts; there are {self.owner_LN.shape}")
-        if candidates[..., 0].max(initial=NOBODY) >= MAX_RANKS:
+        if candidates[..., 0].max(initial=NO_RANK) >= MAX_RANKS:
             raise ValueError(f"routes name a rank beyond {MAX_RANKS - 1}")
         self.epoch = routes.epoch
         self._candidates = candidates
@@ -232,12 +232,12 @@ class Peers(ABC):
     def _resolve(self) -> None:
         """Owners and slots: for each expert the first candidate that is trusted. Runs in the middle of a layer."""
         self.num_changes += 1
-        trusted = np.zeros(MAX_RANKS + 1, bool)  # NOBODY is -1: the last one
+        trusted = np.zeros(MAX_RANKS + 1, bool)  # NO_RANK is -1: the last one
         for rank, peer in self._peers.items():
             trusted[rank] = peer.suspicion is None
             self._note_trust(rank, peer.suspicion is None)
         if self._candidates.shape[2] == 0:
-            self.owner_LN[...] = NOBODY
+            self.owner_LN[...] = NO_RANK
             return
         rank_LNC, slot_LNC = self._candidates[..., 0], self._candidates[..., 1]
         usable_LNC = trusted[rank_LNC] & ~self._is_moved_LNC
@@ -246,5 +246,5 @@ class Peers(ABC):
         def first(table_LNC: np.ndarray) -> np.ndarray:
             return np.take_along_axis(table_LNC, first_LN1, axis=2)[..., 0]
 
-        self.owner_LN[...] = np.where(first(usable_LNC), first(rank_LNC), NOBODY)
+        self.owner_LN[...] = np.where(first(usable_LNC), first(rank_LNC), NO_RANK)
         self.slot_LN[...] = first(slot_LNC)

@@ -8,7 +8,7 @@ import numpy as np
 from everserve.tables.ids import Epoch, Rank, SlotId
 
 _DTYPE = np.dtype("<i2")
-NOBODY = -1
+NO_RANK = -1
 
 
 class Routes(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         """From nested lists [layer index][expert] -> candidates in order."""
         num_layers, num_experts = len(candidates), len(candidates[0]) if candidates else 0
         width = max((len(one) for layer in candidates for one in layer), default=0)
-        table = np.full((num_layers, num_experts, width, 2), NOBODY, _DTYPE)
+        table = np.full((num_layers, num_experts, width, 2), NO_RANK, _DTYPE)
         for i, layer in enumerate(candidates):
             for expert, places in enumerate(layer):
                 for k, place in enumerate(places):
@@ -57,11 +57,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         """Experts that no worker can compute now, over all layers."""
         if self.num_candidates == 0:
             return self.num_layers * self.num_experts
-        return int((self.array()[:, :, 0, 0] == NOBODY).sum())
+        return int((self.array()[:, :, 0, 0] == NO_RANK).sum())
 
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()
-        return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NOBODY)
+        return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NO_RANK)
 
 
 class Symptom(StrEnum):

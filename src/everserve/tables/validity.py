@@ -24,7 +24,7 @@ import numpy as np
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.members import Members, Worker, WorkerState
 from everserve.tables.placement import Placement
-from everserve.tables.routes import NOBODY, Routes
+from everserve.tables.routes import NO_RANK, Routes
 from everserve.tables.slots import EMPTY, HeldSlots
 
 _MAX_LISTED = 8
@@ -94,7 +94,7 @@ def degraded(members: Members, placement: Placement | None, routes: Routes | Non
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
     if placement is not None and routes is not None and not _wrong_shape(placement, routes):
         planned_LE = _num_planned(placement)
-        have_LE = np.count_nonzero(routes.array()[..., 0] != NOBODY, axis=2)
+        have_LE = np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2)
         short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
         for have, planned in np.unique(np.stack([have_LE[short_LE], planned_LE[short_LE]]), axis=1).T.tolist():
             which_LE = short_LE & (have_LE == have) & (planned_LE == planned)
@@ -120,7 +120,7 @@ def _wrong_peers(members: Members, placement: Placement, have: Have, routes: Rou
     workers = {worker.rank: worker for worker in members.workers}
     ready = [worker.rank for worker in members.workers if _serves(worker, Role.EXPERT)]
     ready_LE = _num_held(placement, have, ready) > 0
-    for rank in sorted({Rank(int(rank)) for rank in np.unique(rank_LEC[rank_LEC != NOBODY])}):
+    for rank in sorted({Rank(int(rank)) for rank in np.unique(rank_LEC[rank_LEC != NO_RANK])}):
         if (why := _why_not(workers.get(rank))) is not None:
             found.append(f"routes lead to rank {rank}, which {why}")
         elif workers[rank].state is WorkerState.LEAVING:
@@ -135,16 +135,16 @@ def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]
     found = []
     table = routes.array().astype(np.int64)
     rank_LEC, slot_LEC = table[..., 0], table[..., 1]
-    named_LEC = rank_LEC != NOBODY
+    named_LEC = rank_LEC != NO_RANK
     held_LEC = _held(placement, have, rank_LEC, slot_LEC)
     wrong_LEC = named_LEC & (held_LEC != np.arange(placement.num_experts)[None, :, None])
     for rank in np.unique(rank_LEC[wrong_LEC]):
         which_LE = (wrong_LEC & (rank_LEC == rank)).any(axis=2)
         found += _sentences(placement, which_LE, f"{{are}} routed to a slot of rank {rank} that does not hold {{them}}")
     in_order_LEC = np.sort(rank_LEC, axis=2)
-    twice_LE = ((in_order_LEC[..., 1:] == in_order_LEC[..., :-1]) & (in_order_LEC[..., 1:] != NOBODY)).any(axis=2)
+    twice_LE = ((in_order_LEC[..., 1:] == in_order_LEC[..., :-1]) & (in_order_LEC[..., 1:] != NO_RANK)).any(axis=2)
     found += _sentences(placement, twice_LE, "{have} the same worker twice among {their} places")
-    gap_LE = (~named_LEC[..., :-1] & named_LEC[..., 1:]).any(axis=2)  # readers stop at the first NOBODY
+    gap_LE = (~named_LEC[..., :-1] & named_LEC[..., 1:]).any(axis=2)  # readers stop at the first NO_RANK
     found += _sentences(placement, gap_LE, "{have} a gap among {their} places")
     found += _sentences(placement, ~named_LEC.any(axis=2), "{have} no place")
     return found

@@ -4,6 +4,7 @@ boot.py            a worker from the fork to its loop
 parts.py           the components of a worker, and the interface of backends
 attention.py       the loop of a worker that owns requests: receive -> handle -> step -> send
 expert_service.py  a worker that owns experts, apart from computing: its clients, control messages, exit
+slot_changes.py    expert slots that are filled and cleared between two batches
 control.py         the channel to the orchestrator, which may be replaced; SIGTERM
 logs.py            logs of other workers, from which their streams are restored here
 loading.py         progress of loading weights

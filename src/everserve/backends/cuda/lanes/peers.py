@@ -23,7 +23,7 @@ from everserve.backends.cuda.lanes.lane import (
     CudaLaneShape,
     moved_expert,
 )
-from everserve.backends.cuda.lanes.send import NOBODY, SendState, places
+from everserve.backends.cuda.lanes.send import NO_RANK, SendState, places
 from everserve.backends.cuda.ops.words import Words
 from everserve.memory.device import Driver, Region
 from everserve.memory.liveness import Cell
@@ -124,7 +124,7 @@ class CudaPeers(Peers):
             self.expert_at_LP.copy_(expert_at)
             # The same for all attention workers, as soon as they follow the same routes and trust the same.
             first_layer = self.owner_LN[0]
-            self.state.lead.fill_(int(first_layer[first_layer != NOBODY].min(initial=self.state.num_ranks)))
+            self.state.lead.fill_(int(first_layer[first_layer != NO_RANK].min(initial=self.state.num_ranks)))
 
     # -- in the middle of one --------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from everserve.backends.cuda.ops.experts import chunk_of, combine_columns, combi
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 
 _POST_COLUMNS = 2048
-NOBODY = -1
+NO_RANK = -1
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 
 
@@ -39,10 +39,10 @@ def places(rank_LN: Tensor, slot_LN: Tensor, num_ranks: int, num_slots: int) -> 
     place_of_LN   rank * num_slots + slot, or -1
     expert_at_LP  its inverse: the expert in each place, or -1
     """
-    place_of_LN = torch.where(rank_LN >= 0, rank_LN * num_slots + slot_LN, NOBODY).to(torch.int32)
+    place_of_LN = torch.where(rank_LN >= 0, rank_LN * num_slots + slot_LN, NO_RANK).to(torch.int32)
     num_layers, num_experts = place_of_LN.shape
     # Experts without a place are put into one more column, which is cut off.
-    expert_at_LP = torch.full((num_layers, num_ranks * num_slots + 1), NOBODY, dtype=torch.int32)
+    expert_at_LP = torch.full((num_layers, num_ranks * num_slots + 1), NO_RANK, dtype=torch.int32)
     expert_LN = torch.arange(num_experts, dtype=torch.int32).expand(num_layers, -1)
     expert_at_LP.scatter_(1, place_of_LN.long() % expert_at_LP.shape[1], expert_LN)
     return place_of_LN, expert_at_LP[:, :-1].contiguous()
