@@ -17,7 +17,7 @@ test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder $(TESTS)
 	$(BIN)/python -m pytest tests/gpu
 endif
 NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
@@ -35,6 +35,7 @@ bench: $(STAMP)-dev
 	$(BIN)/everserve bench overhead
 	$(BIN)/everserve bench checkpoint
 	$(BIN)/everserve bench restore
+	$(BIN)/everserve bench balance
 
 # Half an hour of faults under streams; every token is compared. See docs/reliability.md.
 chaos: $(STAMP)-run

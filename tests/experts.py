@@ -11,6 +11,7 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import Ops
 from everserve.tables.ids import Epoch, Rank, SlotId
 from everserve.tables.routes import Routes
+from everserve.tables.slots import EMPTY
 
 MOE_LAYERS = (1, 3, 4)  # not all layers, and not from 0
 NUM_EXPERTS = 6
@@ -19,22 +20,30 @@ SHAPE = LaneShape(MAX_TOKENS, TOP_K, HIDDEN)
 
 
 class RandomExperts(ExpertHalf):
-    """`ExpertHalf` whose `load` makes weights up."""
+    """`ExpertHalf` whose `tensors` makes weights up."""
 
     def __init__(self, ops: Ops, slots: Sequence[int]) -> None:
         """`slots[s]` is the expert in slot s of every layer."""
         self.config = SimpleNamespace(  # type: ignore[assignment]
-            num_experts=NUM_EXPERTS, moe_layers=MOE_LAYERS, experts_per_token=TOP_K, hidden_size=HIDDEN
+            num_experts=NUM_EXPERTS,
+            moe_layers=MOE_LAYERS,
+            experts_per_token=TOP_K,
+            hidden_size=HIDDEN,
+            expert_intermediate_size=INNER,
         )
         self._make_slots(ops, len(slots))
         for layer in MOE_LAYERS:
             for slot, expert in enumerate(slots):
-                self.load(layer, expert, slot)
+                if expert != EMPTY:
+                    self.load(layer, expert, slot)
 
-    def load(self, layer: int, expert: int, slot: int) -> None:
+    def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(1000 * layer + expert)
         gate_FD, up_FD, down_FD = (torch.randn(INNER, HIDDEN, generator=generator) for _ in range(3))
-        self.fill(layer, slot, expert, gate_FD, up_FD, down_FD.T.contiguous())
+        return gate_FD, up_FD, down_FD.T.contiguous()
+
+    def dtype(self, layer: int, expert: int) -> torch.dtype:
+        return torch.float32
 
 
 def local_experts(ops: Ops) -> LocalExperts:

@@ -8,11 +8,11 @@ from everserve.tables.placement import Placement
 from everserve.tables.slots import HeldSlots
 
 
-def held(placement: Placement, rank: int) -> HeldSlots:
+def held(placement: Placement, rank: int, num_slots: int | None = None) -> HeldSlots:
     """All that the placement gives to this rank, each expert for the first time."""
     planned = placement.seat(Rank(rank))
     assert planned is not None
-    experts = planned.slots(placement.num_slots).experts
+    experts = planned.slots(num_slots or placement.num_slots).experts
     return HeldSlots(experts=experts, generations=tuple((1,) * len(slots) for slots in experts))
 
 

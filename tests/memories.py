@@ -4,9 +4,9 @@ from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind, Memory
 
 
-def memory(name: str, num_bytes: int = 4096, device: int = NO_DEVICE) -> Memory:
+def memory(name: str, num_bytes: int = 4096, gpu: int = NO_DEVICE) -> Memory:
     """ "log-2.3", "weights-2", "lane-0.1-2.3" """
     kind, *owners = name.rsplit("-", 2 if name.startswith(Kind.LANE) else 1)
     ids = (owner.split(".") if "." in owner else (owner, "0") for owner in owners)
     of = tuple(WorkerId(Rank(int(rank)), Incarnation(int(incarnation))) for rank, incarnation in ids)
-    return Memory(kind=Kind(kind), owners=of, num_bytes=num_bytes, device=device)
+    return Memory(kind=Kind(kind), owners=of, num_bytes=num_bytes, gpu=gpu)

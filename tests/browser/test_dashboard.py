@@ -153,6 +153,39 @@ def test_everything_can_be_reached_with_the_keyboard(server: LocalServer, visito
     assert ask(page, "chart.hovered === null")
 
 
+def test_the_heat_map_of_experts(server: LocalServer, visitor: Visitor) -> None:
+    """Load is seen, on one screen; the map of workers comes back."""
+    page = visitor.open(server.url)
+    expect_whole(page)
+    write(page)
+    page.click("#map-choice >> text=Experts")
+    expect(page.locator("#graph")).not_to_be_visible()
+    expect(page.locator("#heat-words")).to_contain_text(
+        re.compile(r"[\d.]+ × the mean; busiest expert \d+"), timeout=TIMEOUT_MS
+    )
+    expect(page.locator("#heat-canvas")).to_have_attribute("aria-label", re.compile("Load of 64 experts in 6 layers"))
+    wait_until(lambda: page.evaluate(HOT_PIXELS) > 20, what="a busy expert in its colour")
+    assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+    box = page.locator("#heat-canvas").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * 0.999, box["y"] + 1)
+    expect(page.locator("#heat-canvas")).to_have_attribute(
+        "title", re.compile(r"layer 0, expert 63: \d+ rows/s, 2 places")
+    )
+    page.click("#map-choice >> text=Workers")
+    expect(page.locator("#heat")).not_to_be_visible()
+    expect(page.locator('[data-key="w3"]')).to_be_visible()
+
+
+HOT_PIXELS = """(() => {
+  const canvas = document.querySelector("#heat-canvas");
+  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  let found = 0;
+  for (let i = 0; i < data.length; i += 4) found += data[i] - data[i + 2] > 90;
+  return found;
+})()"""
+
+
 def test_one_screen(server: LocalServer, visitor: Visitor) -> None:
     page = visitor.open(server.url)
     expect_whole(page)

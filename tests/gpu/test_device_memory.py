@@ -19,6 +19,7 @@ from everserve.memory.device import CudaError, Driver, Mapping, Region
 from everserve.memory.owned import NoMemoryError, OwnedMemory
 from tests.gpu.actors import actors, run_alone, through_mps
 from tests.gpu.needs import DEVICE
+from tests.memories import memory
 
 pytestmark = [*DEVICE, pytest.mark.timeout(120)]
 MIB = 1 << 20
@@ -57,16 +58,16 @@ def check_out_of_memory(pipe: Connection) -> None:
         driver.create(2 * total)
     assert raised.value.is_out_of_memory
     os.close(driver.create(SIZE))
-    owned = OwnedMemory()
+    owned, weights = OwnedMemory(), memory("weights-0", SIZE, gpu=0)
     with pytest.raises(NoMemoryError, match="asked for"):
-        owned.allocate("weights-0", 2 * total, device=0)
+        owned.allocate(memory("weights-0", 2 * total, gpu=0))
     with pytest.raises(NoMemoryError, match="device 99 cannot be used: cuDeviceGet"):
-        owned.allocate("weights-0", SIZE, device=99)
-    assert owned.allocate("weights-0", SIZE, device=0) == owned.allocate("weights-0", SIZE, device=0)
-    fd = os.dup(owned.allocate("weights-0", SIZE, device=0))
-    owned.adopt("weights-0", fd)
+        owned.allocate(memory("weights-0", SIZE, gpu=99))
+    assert owned.allocate(weights) == owned.allocate(weights)
+    fd = os.dup(owned.allocate(weights))
+    owned.adopt(weights, fd)
     os.close(fd)
-    assert Mapping(driver, owned.allocate("weights-0", SIZE, device=0), SIZE).num_bytes == SIZE
+    assert Mapping(driver, owned.allocate(weights), SIZE).num_bytes == SIZE
     owned.release_all()
 
 

@@ -65,7 +65,7 @@ def serve(pipe: Connection, rank: int) -> None:
     bell_fd = driver.create(driver.whole(BELL_BYTES))
     bell = Mapping(driver, bell_fd, driver.whole(BELL_BYTES))
     held_LS = torch.arange(rank * NUM_SLOTS, (rank + 1) * NUM_SLOTS, dtype=torch.int32).expand(NUM_LAYERS, -1)
-    server = CudaServer(driver, arena, SHAPE, NUM_ASKING, held_LS, bell.address, device)
+    server = CudaServer(driver, arena, SHAPE, NUM_ASKING, held_LS, bell.address, device, NUM_EXPERTS)
     for customer in range(NUM_ASKING):
         lane_fd = driver.create(SHAPE.lane_bytes())
         server.open(Rank(customer), lane_fd)

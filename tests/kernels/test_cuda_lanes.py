@@ -93,6 +93,33 @@ def test_two_workers_are_served_in_one_batch_layer_after_layer(device) -> None:
     assert all(worker.state.num_done.item() == 0 for worker in cluster.attention)
 
 
+def test_rows_are_counted_by_layer_and_expert(device) -> None:
+    cluster = make_cluster(device)
+    for layer in (0, 2, 2):
+        for worker in cluster.attention:
+            worker.send(layer)
+        for expert in cluster.experts:
+            expert.serve()
+            expert.serve()  # nothing is left to do, or to count
+        for a in range(2):
+            assert_complete(cluster, a, layer)
+    ids = torch.cat([worker.ids_TK[:-2].flatten() for worker in cluster.attention]).cpu()
+    counts = ids.bincount(minlength=NUM_EXPERTS)
+    assert sum(expert.state.rows_LN for expert in cluster.experts).tolist() == [
+        counts.tolist(), [0] * NUM_EXPERTS, (2 * counts).tolist(), [0] * NUM_EXPERTS
+    ]  # fmt: skip
+
+
+def test_rows_that_are_refused_are_not_counted(device) -> None:
+    cluster = make_cluster(device, num_attention=1)
+    cluster.experts[0].state.held_LS.fill_(-1)
+    cluster.attention[0].send(0)
+    for expert in cluster.experts:
+        expert.serve()
+    assert cluster.word(0, 0, STATUS_AT).item() == Status.MOVED
+    assert cluster.experts[0].state.rows_LN.sum() == 0 < cluster.experts[1].state.rows_LN.sum()
+
+
 def test_many_rows_are_computed_in_large_tiles(device) -> None:
     cluster = make_cluster(device, num_tokens=82)
     for worker in cluster.attention:

@@ -33,7 +33,7 @@ def test_who_has_asked_and_rung_before_its_lane_was_opened_is_served(device) -> 
     bell = Mapping(driver, bell_fd, driver.whole(BELL_BYTES))
     arena, _ = make_arena(1, NUM_SLOTS, HIDDEN_SIZE, EXPERT_SIZE, device)
     held_LS = torch.arange(NUM_SLOTS, dtype=torch.int32)[None]
-    server = CudaServer(driver, arena, shape, 1, held_LS, bell.address, device)
+    server = CudaServer(driver, arena, shape, 1, held_LS, bell.address, device, NUM_SLOTS)
 
     lanes = Region(driver, 1, shape.lane_bytes())
     lanes.map(lane_fd, 0)

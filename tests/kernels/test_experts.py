@@ -137,3 +137,21 @@ def test_no_rows_at_all(device, stop) -> None:
 
 def test_the_cut_grows_with_the_batch() -> None:
     assert [cut_for(rows).rows for rows in (1, 16, 17, 128, 129, 10_000)] == [16, 16, 64, 64, 128, 128]
+
+
+def test_a_slot_computes_with_the_place_that_the_table_names(device, stop) -> None:
+    """Slots of one arena in memory for more: slot 0 moves behind the own places, to where a copy of slot 2 lies."""
+    arena, weights = make_arena(2, 3, 128, 64, device)
+    room = torch.full((10, 3, 64, 128), float("nan"), dtype=torch.bfloat16, device=device)
+    wide = ExpertArena.of_experts(room, 2, 3)
+    for slot, expert in enumerate(weights[1]):
+        wide.fill(1, slot, *expert)
+    room[8] = room[5]
+    room[3] = float("nan")
+    wide.place_LS[1, 0] = 8
+    x_TD = torch.randn(9, 128, device=device).bfloat16()
+    ids_TK = torch.tensor([[0, 1]] * 9, dtype=torch.int32, device=device)
+    as_if_TK = torch.tensor([[2, 1]] * 9, dtype=torch.int32, device=device)
+    pos_TK, y_RD = compute(x_TD, ids_TK, wide, 1, FEW_ROWS, stop)
+    expected_pos_TK, expected_RD = compute(x_TD, as_if_TK, arena, 1, FEW_ROWS, stop)
+    assert torch.equal(y_RD[pos_TK.long()], expected_RD[expected_pos_TK.long()])

@@ -12,10 +12,9 @@ Weights = list[list[tuple[Tensor, Tensor, Tensor]]]  # [layer][slot] -> gate, up
 def make_arena(
     num_layers: int, num_slots: int, hidden_size: int, expert_size: int, device: torch.device
 ) -> tuple[ExpertArena, Weights]:
-    all_slots = num_layers * num_slots
-    gate_up = torch.empty(all_slots * 2 * expert_size, hidden_size, dtype=torch.bfloat16, device=device)
-    down = torch.empty(all_slots * hidden_size, expert_size, dtype=torch.bfloat16, device=device)
-    arena = ExpertArena(gate_up, down, num_layers, num_slots)
+    shape = (num_layers * num_slots, 3, expert_size, hidden_size)
+    experts = torch.empty(shape, dtype=torch.bfloat16, device=device)
+    arena = ExpertArena.of_experts(experts, num_layers, num_slots)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, device=device) * columns**-0.5).bfloat16()

@@ -136,7 +136,10 @@ def make_cluster(
                 arena.fill(layer, (n + e) % NUM_EXPERTS, *expert)
         stop = torch.zeros(1, dtype=torch.int32, device=device)
         capacity = max_rows or num_attention * shape.max_rows
-        state = ServeState.empty(spread, memory.data_ptr() + e * lane_bytes, num_attention, NUM_LAYERS, capacity, stop)
+        state = ServeState.empty(
+            spread, memory.data_ptr() + e * lane_bytes, num_attention, NUM_LAYERS, capacity, stop,
+            num_experts=NUM_EXPERTS,
+        )  # fmt: skip
         state.healthy_A.fill_(1)
         state.held_LS.copy_(torch.tensor([(s - e) % NUM_EXPERTS for s in range(NUM_EXPERTS)]).expand(NUM_LAYERS, -1))
         state.limits.copy_(torch.tensor([max_spins, 0, 0]))

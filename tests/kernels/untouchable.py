@@ -57,8 +57,7 @@ class Untouchable:
 
     def arena(self, model: ModelConfig, num_slots: int) -> ExpertArena:
         plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
-        gate_up, down = self.view(plan.tensor("expert_gate_up")), self.view(plan.tensor("expert_down"))
-        return ExpertArena(gate_up, down, len(model.moe_layers), num_slots)
+        return ExpertArena.of_experts(self.view(plan.tensor("experts")), len(model.moe_layers), num_slots)
 
 
 def run_steps(stop: int) -> None:

@@ -17,7 +17,7 @@ from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
-from everserve.backends.cpu.slots import CpuSlots
+from everserve.backends.cpu.slots import MappedSlots
 from everserve.memory.liveness import Cell, Warden
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.slots import EMPTY, Fill, Place
@@ -90,7 +90,7 @@ class ExpertProcess:
             warden = Warden(self.cell, DETECT_MS)
             warden.start()
             experts = RandomExperts(native.NativeOps(num_threads=1), EVERYTHING)
-            slots = CpuSlots(experts, check_source=lambda: None)
+            slots = MappedSlots(experts, check_source=lambda: None)
             lifeline, self.other_end = Channel.pair()
             end, events = ControlEnd(control, Channel(lifeline)), EventLog("expert", None)
             loop = ExpertLoop(_start(self.rank), experts, slots, self.cell, warden, end, LeaveRequest(), events)

@@ -103,8 +103,18 @@ def test_what_a_fenced_worker_sends_is_counted(whole, expected):
 
 
 def test_a_worker_and_then_its_replacement(whole, expected):
-    """The second fault hits while the first replacement loads."""
-    rank = EXPERT_RANKS[0]
+    """The second fault hits while the first replacement loads. That takes a fraction of a second: on a busy machine
+    the fault may come too late; then streams are exact too, and it is tried once more."""
+    for _ in range(5):
+        incarnation = kill_with_replacement(whole, expected, EXPERT_RANKS[0])
+        ready = [e for e in whole.events(f"worker-{EXPERT_RANKS[0]}") if e["event"] == "worker_became_ready"]
+        if not any(event["incarnation"] == incarnation for event in ready):
+            return
+    pytest.fail("it was never loading any more")
+
+
+def kill_with_replacement(whole, expected, rank) -> int:
+    """Returns the incarnation of the replacement."""
     first = Fault(whole, rank, signal.SIGKILL)
     second: list[dict] = []
 
@@ -117,10 +127,9 @@ def test_a_worker_and_then_its_replacement(whole, expected):
     streams = c.run_with(whole, DECODE, c.in_decode, twice)
     first.assert_landed()
     c.wait_until(lambda: c.detected(whole, rank, second[0]["incarnation"]), what="the second detection")
-    ready = [e for e in whole.events(f"worker-{rank}") if e["event"] == "worker_became_ready"]
-    assert not any(event["incarnation"] == second[0]["incarnation"] for event in ready), "it was not loading any more"
     c.assert_equal(streams, expected["decode"])
     c.wait_whole(whole)
+    return second[0]["incarnation"]
 
 
 def test_one_of_each_kind_at_once(whole, expected):

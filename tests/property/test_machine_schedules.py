@@ -9,9 +9,11 @@ its own account of who may be trusted and compares after every step. When the fa
 import dataclasses
 import math
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,12 +22,15 @@ from everserve.control.effects import (
     AskToLeave,
     BackOff,
     Decision,
+    FillSlots,
     GiveUp,
+    Keep,
     Kill,
     Lost,
     Probe,
     Provision,
     Publish,
+    Show,
 )
 from everserve.control.events import (
     Answered,
@@ -39,6 +44,7 @@ from everserve.control.events import (
     SaidLeaving,
     SaidReady,
     SaidReport,
+    SaidUses,
     SeatEvent,
     Silent,
     Started,
@@ -47,14 +53,16 @@ from everserve.control.events import (
     Tick,
 )
 from everserve.control.machine import Found, Machine, Policy
+from everserve.control.seats import Seat
 from everserve.plan.placement import place_experts
+from everserve.tables.goal import Capacity
 from everserve.tables.ids import Epoch, Incarnation, Rank
 from everserve.tables.members import WorkerState
-from everserve.tables.slots import HeldSlots
+from everserve.tables.slots import Fill, HeldSlots
 from everserve.tables.validity import degraded
-from tests.held_slots import goal_of, have
+from tests.held_slots import goal_of, held
 
-POLICY = Policy(detect_s=0.05)
+POLICY = Policy(detect_s=0.05, heal_after_s=math.inf)
 RESUMED = "resumed"  # stands for the event that leads to a decision
 Key = tuple[Rank, Incarnation]
 
@@ -110,6 +118,16 @@ class Process:
                 self.send("channel", SaidHolds, self.slots)
             self.send("channel", SaidHello if self.phase == 1 else SaidReady)
             self.phase += 1
+
+    def fill(self, fills: Sequence[Fill]) -> None:
+        """At once; what may happen meanwhile is in test_moves.py."""
+        assert self.slots is not None
+        experts = [[*slots] for slots in self.slots.experts]
+        for layer, slot, expert in fills:
+            experts[layer][slot] = expert
+        self.slots = msgspec.structs.replace(self.slots, experts=tuple(map(tuple, experts)))
+        if not self.is_dead:
+            self.send("channel", SaidHolds, self.slots)
 
     def leave(self, is_slow: bool = False) -> None:
         if self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_leaving):
@@ -172,6 +190,12 @@ class Process:
         )
 
 
+def holds(seat: Seat, layer: int, expert: int) -> bool:
+    filling = [fill.slot for fill in seat.filling if fill.layer_index == layer]
+    slots = seat.held.experts[layer] if seat.held is not None else ()
+    return any(held == expert and slot not in filling for slot, held in enumerate(slots))
+
+
 class World:
     """The host, the processes, and an account of its own of who is live and who may be trusted."""
 
@@ -179,8 +203,9 @@ class World:
         expert_ranks = [Rank(num_attention + i) for i in range(num_expert)]
         placement = place_experts(6, (0, 1), expert_ranks, shadow_experts) if num_expert else None
         goal = goal_of(range(num_attention), placement)
-        self.have = have(placement) if placement is not None else {}
-        self.new_machine = lambda: Machine(goal, POLICY)
+        self.num_slots = placement.num_slots if placement is not None else 0
+        self.goal = goal  # as the supervisor keeps it
+        self.new_machine = lambda: Machine(self.goal, POLICY, Capacity(max_workers=64, slots_per_layer=self.num_slots))
         self.ranks = [seat.rank for seat in goal.seats]
         self.now = 10.0
         self.processes: dict[Key, Process] = {}
@@ -260,6 +285,12 @@ class World:
                 self.on_lost(effect, event)
             elif isinstance(effect, Provision):
                 self.on_provision(effect)
+            elif isinstance(effect, Show):
+                self.tables = effect.tables
+            elif isinstance(effect, Keep):
+                self.goal = effect.goal
+            elif isinstance(effect, FillSlots):
+                self.processes[effect.rank, effect.incarnation].fill(effect.fills)
             elif isinstance(effect, Kill):
                 self.on_kill(effect, event)
             elif isinstance(effect, Probe):
@@ -284,6 +315,9 @@ class World:
         for effect in decision.effects:
             if isinstance(effect, Lost) and effect.cause == "left":
                 assert (effect.rank in self.live) == (not self.gave_up and not self.is_stopping), "replaced at once"
+        if self.machine.next_deadline() == -math.inf and not isinstance(event, Tick):
+            self.tell(Tick())  # as the host does, when it has read what there is to read
+            return
         if isinstance(event, Tick):
             deadline = self.machine.next_deadline()
             assert deadline is None or deadline > self.now, "a deadline that a tick does not answer"
@@ -317,7 +351,9 @@ class World:
         newest = max((i for rank, i in self.processes if rank == effect.rank), default=0)
         assert effect.incarnation == newest + 1
         self.live[effect.rank] = effect.incarnation
-        process = Process(effect.rank, effect.incarnation, self.have.get(effect.rank))
+        planned = self.goal.placement.seat(effect.rank) if self.goal.placement is not None else None
+        slots = held(self.goal.placement, effect.rank, self.num_slots) if planned is not None else None
+        process = Process(effect.rank, effect.incarnation, slots)
         self.processes[process.key] = process
 
     def on_kill(self, effect: Kill, event) -> None:
@@ -338,8 +374,13 @@ class World:
         assert tables.members.epoch > self.tables.members.epoch
         changed = tables.members.workers != self.tables.members.workers
         if not changed and event is not RESUMED:
-            assert isinstance(event, Answered) and (event.rank, event.incarnation) in self.reported, "for nothing"
+            is_moved = isinstance(event, Tick | SaidReport)
+            assert is_moved or (event.rank, event.incarnation) in self.reported, "for nothing"
+            assert is_moved or isinstance(event, Answered), "for nothing"
         self.tables = tables
+        for process in self.processes.values():
+            if process.slots is None and process.phase == 3 and not process.is_dead:
+                process.send("channel", SaidUses, tables.members.epoch)
 
     def check_tables(self) -> None:
         tables, placement = self.tables, self.machine.goal.placement
@@ -355,9 +396,12 @@ class World:
         if placement is not None:
             rank_LEC = tables.routes.array()[..., 0].tolist()
             for layer, expert in product(range(len(placement.moe_layers)), range(placement.num_experts)):
-                places = {seat.rank for seat in placement.seats if expert in seat.experts(layer)}
+                # A slot that is needed for another expert may be in no routes, but not the last one of its expert;
+                # none that is being filled is.
+                places = {seat.rank for seat in self.machine._seats.values() if holds(seat, layer, expert)}
                 routed = set(rank_LEC[layer][expert]) - {-1}
-                assert routed == (places & set(self.trusted) or places & self.last_resort)
+                serving = places & set(self.trusted) or places & self.last_resort
+                assert routed <= serving and bool(routed) == bool(serving)
         assert set(tables.conditions.peers + tables.conditions.coverage) == set(tables.violations)
         assert tables.degraded == degraded(tables.members, placement, tables.routes)
         for sentence in tables.violations:

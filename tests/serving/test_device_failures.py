@@ -20,7 +20,7 @@ from tests.configs import worker_settings
 model, events = {str(DEMO_MODEL)!r}, sys.argv[1]
 settings = worker_settings(directory=model, dtype="bfloat16", max_model_len=256, max_num_seqs=4, mode="mirror",
     event_log=events, device="cuda")
-start = StartOrchestrator(cluster=ClusterConfig(attention_workers=2, expert_workers=2), worker=settings, num_devices=1)
+start = StartOrchestrator(cluster=ClusterConfig(attention_workers=2, expert_workers=2), worker=settings, num_gpus=1)
 gateway = GatewayConfig(model=model, served_model_names=["demo"], shutdown_timeout_s=1.0, event_log=events)
 sys.exit(Supervisor(listen_on("127.0.0.1", 0), StartGateway(config=gateway), start, 1.0, events, print).run())
 """

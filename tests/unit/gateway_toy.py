@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -39,6 +40,8 @@ from everserve.wire.messages import (
     LogSettled,
     ProcessSignalled,
     Rejected,
+    ScaleAnswered,
+    ScaleCluster,
     SignalProcess,
     StepOutput,
     Submit,
@@ -208,7 +211,8 @@ class ToyOrchestrator:
         self.channel = channel
         self.report: GatewayReport | None = None  # what the gateway knew at the beginning
         self.settled: list[WorkerId] = []
-        self.asked: list[InjectFault | DrainWorker] = []
+        self.asked: list[InjectFault | DrainWorker | ScaleCluster] = []
+        self.scaled = ScaleAnswered(id="", refused="there is no room")
         self.answers = True
         self.pid: int | None = 4242  # of whoever gets an injected fault
         self.incarnation = Incarnation(1)  # of whoever is asked to leave
@@ -228,11 +232,13 @@ class ToyOrchestrator:
         if isinstance(message, LogSettled):
             self.settled.append((message.rank, message.incarnation))
             return
-        assert isinstance(message, InjectFault | DrainWorker)
+        assert isinstance(message, InjectFault | DrainWorker | ScaleCluster)
         self.asked.append(message)
         if self.answers and isinstance(message, InjectFault):
             incarnation, reason = Incarnation(1), "nobody sits there"
             self.channel.send(FaultInjected(id=message.id, pid=self.pid, incarnation=incarnation, reason=reason))
+        elif self.answers and isinstance(message, ScaleCluster):
+            self.channel.send(msgspec.structs.replace(self.scaled, id=message.id))
         elif self.answers:
             reason = "it has not started yet"
             self.channel.send(DrainAnswered(id=message.id, incarnation=self.incarnation, reason=reason))

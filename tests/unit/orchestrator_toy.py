@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import msgspec
+
 from everserve.config.cluster import ClusterConfig
 from everserve.control.host import Host
 from everserve.memory.owned import OwnedMemory
@@ -42,12 +44,20 @@ from tests.configs import worker_settings
 Message = TypeVar("Message")
 
 
-def start_of(num_attention: int = 1, num_expert: int = 2, log_mode: str = "off", **more) -> StartOrchestrator:
+def start_of(
+    num_attention: int = 1,
+    num_expert: int = 2,
+    log_mode: str = "off",
+    weights: str = "mapped",
+    max_workers: int | None = None,
+    **more,
+) -> StartOrchestrator:
+    backup = "host" if weights == "memory" else "off"
     return StartOrchestrator(
         cluster=ClusterConfig(  # nothing is silent
-            attention_workers=num_attention, expert_workers=num_expert, detect_ms=0.0
+            attention_workers=num_attention, expert_workers=num_expert, max_workers=max_workers, detect_ms=0.0
         ),
-        worker=worker_settings(directory=str(DEMO_MODEL), mode=log_mode),
+        worker=worker_settings(directory=str(DEMO_MODEL), mode=log_mode, weights=weights, expert_backup=backup),
         **more,
     )
 
@@ -101,6 +111,7 @@ class ToyOrchestrator:
     """The host, and what has come out of it on each side."""
 
     def __init__(self, start: StartOrchestrator, workers: "dict[WorkerId, ToyWorker] | None" = None) -> None:
+        self.start = start
         ours, theirs = Channel.pair()
         self.supervisor, to_supervisor = Channel(ours), Channel(theirs)
         ours, theirs = Channel.pair()
@@ -222,9 +233,15 @@ class ToyOrchestrator:
         return [message for message in self.to_gateway if isinstance(message, kind)]
 
 
-def serving(num_attention: int = 1, num_expert: int = 2, log_mode: str = "off") -> ToyOrchestrator:
+def serving(
+    num_attention: int = 1,
+    num_expert: int = 2,
+    log_mode: str = "off",
+    weights: str = "mapped",
+    max_workers: int | None = None,
+) -> ToyOrchestrator:
     """All workers are ready."""
-    orchestrator = ToyOrchestrator(start_of(num_attention, num_expert, log_mode))
+    orchestrator = ToyOrchestrator(start_of(num_attention, num_expert, log_mode, weights, max_workers))
     for worker in list(orchestrator.workers.values()):
         worker.come_up()
     assert len(orchestrator.said(Ready)) == 1
@@ -244,7 +261,7 @@ def succeed(
     found = [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=w.pid) for id, w in workers.items()]
     found += [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=-1) for id in gone]
     goal = before.said(KeepGoal)[-1].goal
-    start = start_of(found=tuple(found), goal=goal, is_serving=True)
+    start = msgspec.structs.replace(before.start, found=tuple(found), goal=goal, is_serving=True)
     after = ToyOrchestrator(start, workers)
     for id, worker in workers.items():
         if id not in late:

@@ -31,9 +31,9 @@ class Pair:
         self.got: list[int] = []
         self.failed: list[str] = []
 
-    def ask(self, name: str, num_bytes: int, device: int) -> None:
+    def ask(self, name: str, num_bytes: int, gpu: int) -> None:
         then = lambda fd: self.got.append(os.fstat(fd).st_size)  # noqa: E731
-        self.client.allocate(memory(name, num_bytes, device), then=then, otherwise=self.failed.append)
+        self.client.allocate(memory(name, num_bytes, gpu), then=then, otherwise=self.failed.append)
 
     def run(self) -> None:
         for message, fds in self.end.receive_frames():
@@ -70,15 +70,15 @@ class ToyDriver:
 
 def test_host_memory(no_driver):
     pair = Pair()
-    pair.ask("cell-0.1", 5000, device=-1)
+    pair.ask("cell-0.1", 5000, gpu=-1)
     pair.run()
     assert pair.got == [8192] and not pair.failed
 
 
 def test_a_device_without_a_driver_is_an_answer(no_driver):
     pair = Pair()
-    pair.ask("weights-0", 5000, device=0)
-    pair.ask("cell-0.1", 5000, device=-1)
+    pair.ask("weights-0", 5000, gpu=0)
+    pair.ask("cell-0.1", 5000, gpu=-1)
     pair.run()
     assert pair.got == [8192], "others are served"
     assert len(pair.failed) == 1 and "device 0 cannot be used: libcuda.so.1" in pair.failed[0]
@@ -88,8 +88,8 @@ def test_a_device_without_a_driver_is_an_answer(no_driver):
 def test_too_little_device_memory_is_an_answer_and_the_next_wish_is_granted(monkeypatch):
     monkeypatch.setattr(anchor_memory, "Driver", ToyDriver)
     pair = Pair()
-    pair.ask("weights-0", 5000, device=0)
-    pair.ask("lane-0.1-1.1", 500, device=0)
+    pair.ask("weights-0", 5000, gpu=0)
+    pair.ask("lane-0.1-1.1", 500, gpu=0)
     pair.run()
     assert pair.failed == ["cuMemCreate: out of memory (5000 asked for, 1000 free)"] and pair.got == [0]
 
@@ -99,25 +99,25 @@ def test_a_broken_context_ends_the_anchor(monkeypatch):
     monkeypatch.setattr(anchor_memory, "Driver", ToyDriver)
     monkeypatch.setattr(ToyDriver, "error", CudaError("cuMemCreate", 700, "an illegal memory access was encountered"))
     with pytest.raises(CudaError, match="illegal memory access"):
-        OwnedMemory().allocate(memory("weights-0", 5000, device=0))
+        OwnedMemory().allocate(memory("weights-0", 5000, gpu=0))
 
 
 def test_two_may_wait_for_the_same(no_driver):
     pair = Pair()
-    pair.ask("weights-0", 5000, device=-1)
-    pair.ask("weights-0", 5000, device=-1)
+    pair.ask("weights-0", 5000, gpu=-1)
+    pair.ask("weights-0", 5000, gpu=-1)
     ((asked, fds),) = pair.end.receive_frames()
     pair.anchor._handle(asked, fds, pair.end)
     pair.client.read()
     assert pair.got == [8192, 8192] and not pair.failed
     for _ in range(2):
-        pair.ask("weights-1", 5000, device=0)
+        pair.ask("weights-1", 5000, gpu=0)
     pair.run()
     assert len(pair.failed) == 2
 
 
 def test_an_allocation_that_nobody_waits_for_may_fail():
-    client, lane = AnchorClient(), memory("lane-0.1-1.1", 10, device=3)
+    client, lane = AnchorClient(), memory("lane-0.1-1.1", 10, gpu=3)
     ours, theirs = Channel.pair()
     client.attach(Channel(ours))
     called = SimpleNamespace(then=[], otherwise=[])
@@ -132,7 +132,7 @@ def test_an_allocation_that_nobody_waits_for_may_fail():
 
 
 def test_a_new_anchor_is_asked_again_for_the_same():
-    client, weights = AnchorClient(), memory("weights-1", 10, device=1)
+    client, weights = AnchorClient(), memory("weights-1", 10, gpu=1)
     client.allocate(weights, then=lambda fd: None, otherwise=print)
     ours, theirs = Channel.pair()
     client.attach(Channel(ours))
@@ -175,7 +175,7 @@ def test_what_ties_it_to_a_device_is_entrusted_to_the_supervisor_once(monkeypatc
         anchor_memory, "Driver", lambda device: SimpleNamespace(create=create, make_current=lambda: None)
     )
     for i, device in enumerate((NO_DEVICE, 0, 0, 1)):
-        anchor._handle(Allocate(memory=memory(f"cell-{i}.1", device=device)), Descriptors(), orchestrator)
+        anchor._handle(Allocate(memory=memory(f"cell-{i}.1", gpu=device)), Descriptors(), orchestrator)
     told = [(message, len(fds)) for message, fds in supervisor.receive_frames()]
     assert told == [(DeviceDescriptors(num_following=0), 2)] * 2, "once for each device"
     anchor._memory.release_all()

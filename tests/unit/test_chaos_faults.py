@@ -1,6 +1,7 @@
 """Faults as they land: real signals to real processes, whose supervisor is the test."""
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -10,8 +11,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from everserve.chaos import faults
 from everserve.chaos.faults import InjectedFault, Injector
-from everserve.chaos.schedule import Blow, Fault, Victim
+from everserve.chaos.schedule import Blow, Device, Fault, Request, Victim
 from everserve.chaos.target import Target, View, supervisor_here
 from everserve.errors import ConfigError
 from everserve.procs import process
@@ -54,16 +56,17 @@ def wait_for(pid: int, *states: str | None) -> None:
         time.sleep(0.001)
 
 
-def inject(view: dict, *blows: Blow, is_local: bool = True, while_it_runs=None, status: int = 200, answer=None):
+def inject(view: dict, *blows: Blow, is_local: bool = True, while_it_runs=None, status=200, answer=None):
     """One fault with these blows; returns its record and what was posted."""
     posted: list[tuple[str, dict]] = []
+    statuses = iter(status) if isinstance(status, list) else itertools.repeat(status)
 
     async def respond(asked: Asked) -> AsyncIterator[bytes]:
         if asked.path == "/cluster":
             yield json_answer(view)
         else:
             posted.append((asked.path, asked.body))
-            yield json_answer(answer or {}, status)
+            yield json_answer(answer or {}, next(statuses))
 
     async def main() -> InjectedFault:
         async with serving(respond) as url:
@@ -156,6 +159,82 @@ def test_a_drain_is_asked_for_even_here(children):
     assert posted == [("/cluster/drain", {"rank": 1})] and record.is_injected
 
 
+# -- devices -------------------------------------------------------------------------------------
+
+
+def on_devices(*states: str) -> dict:
+    """A server with an attention and an expert worker on each device."""
+    num = len(states)
+    workers = [worker(i, "attention" if i < num else "expert", 0) for i in range(2 * num)]
+    devices = [{"device": i, "state": state, "workers": [i, num + i]} for i, state in enumerate(states)]
+    return cluster(0, 0) | {"workers": workers, "devices": devices}
+
+
+def absence(device: int) -> Blow:
+    request = Request("/cluster/fault", {"device": device, "gone": True})
+    undo = Request("/cluster/return", {"device": device})
+    return Blow(0, Victim("device", device), "absence", 600, request, undo, takes=(device,))
+
+
+GONE, RETURN = ("/cluster/fault", {"device": 1, "gone": True}), ("/cluster/return", {"device": 1})
+
+
+def test_a_device_that_is_gone_returns_at_the_end():
+    record, posted = inject(on_devices(*["serving"] * 4), absence(1))
+    assert posted == [GONE, RETURN]
+    assert record.hit == ("absence for 600.000 s of device 1",)
+
+
+def test_a_device_returns_as_soon_as_there_is_an_orchestrator():
+    _, posted = inject(on_devices(*["serving"] * 4), absence(1), status=[200, 503, 409, 200])
+    assert posted == [GONE, RETURN, RETURN, RETURN]
+
+
+def test_a_device_that_may_be_gone_is_returned(monkeypatch):
+    """The orchestrator dies before it answers: the next one says that the device is gone already."""
+    monkeypatch.setattr(faults, "_PATIENCE_S", 0.1)
+    statuses = itertools.chain([503], itertools.repeat(409, 20), itertools.repeat(200))
+    posted: list[str] = []
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        if asked.path == "/cluster":
+            yield json_answer(on_devices(*["serving"] * 4))
+        elif asked.path == "/cluster/return":
+            posted.append(asked.path)
+            yield json_answer({})
+        else:
+            yield json_answer({}, next(statuses))
+
+    async def main() -> InjectedFault:
+        async with serving(respond) as url:
+            injector, until = Injector(Target(url), None), asyncio.Event()
+            run = asyncio.ensure_future(injector.run([Fault(0.01, "a kind", (absence(1),))], until))
+            while not injector.records:
+                await asyncio.sleep(0.001)
+            until.set()
+            await run
+            return injector.records[0]
+
+    record = asyncio.run(main())
+    assert not record.is_injected and posted == ["/cluster/return"]
+
+
+def test_devices_that_cannot_be_spared_stay():
+    record, posted = inject(on_devices("gone", "serving", "serving", "down"), absence(1))
+    assert not record.is_injected and not posted and "too few devices" in record.missed[0]
+
+
+def test_a_worker_that_has_retired_is_missed(children):
+    retired = Blow(0, Victim("attention", 1), "KILL")
+    record, _ = inject(cluster(children[0].pid, children[1].pid), retired)
+    assert not record.is_injected and children[0].poll() is None
+
+
+def test_what_the_cluster_says_of_devices():
+    view = View(on_devices("serving", "gone"))
+    assert view.seats.devices == (Device(0, 1, 1), Device(1, 1, 1)) and view.devices_away == {1}
+
+
 # -- the server from outside ---------------------------------------------------------------------
 
 
@@ -197,7 +276,7 @@ def test_which_key_is_sent():
     async def main() -> None:
         async with serving(respond) as url:
             for keys in (("client", "operator"), ("client", None), (None, "operator"), (None, None)):
-                for method, path in (("GET", "/cluster"), ("POST", "/cluster/fault"), ("POST", "/cluster/drain")):
+                for method, path in (("GET", "/cluster"), ("POST", "/cluster/fault"), ("POST", "/cluster/return")):
                     await Target(url, *keys).ask(method, path)
 
     asyncio.run(main())

@@ -80,8 +80,8 @@ def tree() -> Iterator[Tree]:
 
 def test_what_is_held(tree):
     taken = tree.take()
-    assert not taken.strays and set(taken.holdings) == {"supervisor", "worker 0"}
-    assert taken.holdings["supervisor"].num_mappings == 1 and taken.holdings["worker 0"].num_mappings == 2
+    assert not taken.strays and set(taken.holdings) == {"supervisor", "attention worker 0"}
+    assert taken.holdings["supervisor"].num_mappings == 1 and taken.holdings["attention worker 0"].num_mappings == 2
     assert taken.num_memories == 2, "the one that both have counts once, the one without a descriptor counts too"
     assert taken.memory_bytes == 3 * tree.page and taken.resident_bytes == tree.page
     assert leaks.compare(taken, tree.take()) == []

@@ -5,9 +5,23 @@ from itertools import pairwise
 
 import pytest
 
-from everserve.chaos.schedule import BURST_S, HITS_WITHIN_S, KINDS, MAX_HITS, PROCESSES, Seats, Victim, make_schedule
+from everserve.chaos.schedule import (
+    BURST_S,
+    HITS_WITHIN_S,
+    KINDS,
+    MAX_HITS,
+    PROCESSES,
+    Device,
+    Fault,
+    Seats,
+    Victim,
+    make_schedule,
+)
 
-SEATS = Seats(num_attention=2, num_expert=2)
+ALONE = tuple(Device(i, i < 2, i >= 2) for i in range(4))  # each worker on a device of its own
+SEATS = Seats(num_attention=2, num_expert=2, devices=ALONE)
+WIDE = Seats(num_attention=4, num_expert=4, devices=tuple(Device(i, 1, 1) for i in range(4)))
+WITH_DEVICES = {kind for kind in KINDS if "device" in kind or "scale" in kind}
 
 
 def test_the_same_seed_gives_the_same_faults():
@@ -33,8 +47,11 @@ def test_what_every_schedule_keeps_to(seed):
         assert [blow.after_s for blow in fault.blows] == sorted(blow.after_s for blow in fault.blows)
         assert fault.blows[-1].after_s <= BURST_S
         for blow in fault.blows:
-            assert blow.victim in (*SEATS.workers, *map(Victim, PROCESSES)), "never the gateway, never the supervisor"
-            assert (blow.wake_after_s is not None) == (blow.what == "STOP"), "whoever is stopped is woken"
+            devices = [Victim("device", device.number) for device in SEATS.devices]
+            known = (*SEATS.workers, *map(Victim, PROCESSES), *devices, Victim("instance"))
+            assert blow.victim in known, "never the gateway, never the supervisor"
+            is_undone = blow.what == "STOP" or blow.undo is not None
+            assert (blow.wake_after_s is not None) == is_undone, "stopped processes are woken, devices return"
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -60,12 +77,13 @@ def test_who_dies_together_are_different_ones():
 @pytest.mark.parametrize(
     ("seats", "impossible"),
     [
-        (Seats(2, 0), {"kill one of each role"}),
-        (Seats(1, 0), {"kill one of each role", "kill two workers"}),
+        (Seats(2, 0), {"kill one of each role", *WITH_DEVICES}),
+        (Seats(1, 0), {"kill one of each role", "kill two workers", *WITH_DEVICES}),
         (
             Seats(1, 1, processes=("anchor",)),
-            {kind for kind in KINDS if "orchestrator" in kind or "zygote" in kind or "spare" in kind},
+            {kind for kind in KINDS if "orchestrator" in kind or "zygote" in kind or "spare" in kind} | WITH_DEVICES,
         ),
+        (Seats(1, 1, devices=(Device(0, 1, 1),)), WITH_DEVICES),
     ],
 )
 def test_only_what_the_seats_allow(seats, impossible):
@@ -73,3 +91,55 @@ def test_only_what_the_seats_allow(seats, impossible):
     assert {fault.kind for fault in faults} == set(KINDS) - impossible
     allowed = {*seats.workers, *map(Victim, seats.processes)}
     assert {blow.victim for fault in faults for blow in fault.blows} <= allowed
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def gone_at_once(faults: list[Fault], seats: Seats) -> set[frozenset[int]]:
+    """All sets of devices that are away at the same time, as the schedule has it."""
+    away: list[tuple[float, float, int]] = []
+    for fault in faults:
+        for blow in fault.blows:
+            at_s = fault.at_s + blow.after_s
+            away += [(at_s, at_s + (blow.wake_after_s or 0.0), device) for device in blow.takes]
+    return {frozenset(device for a, b, device in away if a <= at_s <= b) for at_s, _, _ in away}
+
+
+@pytest.mark.parametrize("seats", [SEATS, WIDE], ids=["each worker alone", "wide"])
+@pytest.mark.parametrize("seed", range(10))
+def test_half_of_each_role_stays(seed, seats):
+    found = gone_at_once(make_schedule(seed, 600, seats), seats)
+    assert any(len(devices) == 2 for devices in found), "two at once, or the second while the first is away"
+    assert all(seats.can_spare(devices) for devices in found), found
+
+
+def test_how_many_devices_can_be_spared():
+    assert WIDE.can_spare({0, 3}) and not WIDE.can_spare({0, 1, 2})
+    assert SEATS.can_spare({0, 2}) and not SEATS.can_spare({0, 1}), "no attention worker would be left"
+
+
+def test_a_device_that_is_gone_returns():
+    faults = make_schedule(3, 600, WIDE)
+    taken = [blow for fault in faults for blow in fault.blows if blow.what == "absence"]
+    assert taken
+    for blow in taken:
+        device = blow.victim.number
+        assert blow.request.body == {"device": device, "gone": True} and blow.undo.body == {"device": device}
+        assert blow.undo.path == "/cluster/return"
+
+
+@pytest.mark.parametrize(
+    ("seats", "few", "many", "retired"),
+    [
+        (SEATS, {"attention": 1, "expert": 1}, {"attention": 2, "expert": 2}, (1, 3)),
+        (WIDE, {"devices": 2}, {"devices": 4}, (2, 3)),
+        (Seats(3, 0, devices=tuple(Device(i, 1, 0) for i in range(3))), {"attention": 2}, {"attention": 3}, (2,)),
+    ],
+    ids=["each worker alone", "wide", "dense"],
+)
+def test_scaling_down_and_up_again(seats, few, many, retired):
+    blows = [blow for fault in make_schedule(3, 600, seats) for blow in fault.blows if blow.victim.name == "instance"]
+    assert blows
+    for blow in blows:
+        assert (blow.request.body, blow.undo.body, blow.takes) == (few, many, retired)

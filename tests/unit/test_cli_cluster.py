@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from everserve import __version__
-from everserve.cli import app, drain, kill, status, version
+from everserve.cli import app, drain, kill, scale, status, version
 from everserve.errors import ConfigError
 
-assert drain and kill and status and version  # importing them registers the commands
+assert drain and kill and scale and status and version  # importing them registers the commands
 WORKER = {
     **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
     **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
@@ -171,6 +171,29 @@ def test_what_changes_the_cluster_is_asked_with_the_admin_key(server: ScriptedSe
     server.answer = CLUSTER
     invoke("status", "--url", server.url, **keys)
     assert server.asked[3] == "Bearer client"
+
+
+def test_scale_waits_until_there_are_the_workers_asked_for(server: ScriptedServer) -> None:
+    goal = {"attention": 1, "expert": 1, "devices": 2, "added": [1], "retired": [2, 3]}
+    server.answer = {**goal, **CLUSTER, "workers": [WORKER, {**EXPERT, "state": "ready"}]}
+    result = invoke("scale", "--attention", "1", "--expert", "1", "--url", server.url)
+    first, last = result.output.splitlines()
+    assert first == "1 attention and 1 expert workers on 2 devices; new: rank 1, leaving: ranks 2, 3"
+    assert last.startswith("done after")
+    server.answer = {**goal, **CLUSTER}
+    late = str(failure("scale", "--attention", "1", "--timeout", "1", "--url", server.url))
+    assert "not done after 1 s" in late
+    assert (
+        "1 attention workers ready; rank 1 is starting"
+        in invoke("scale", "--expert", "1", "--timeout", "1", "--url", server.url).output
+    )
+    server.answer = {**goal, "devices": 4}
+    assert invoke("scale", "--devices", "4", "--no-wait", "--url", server.url).exit_code == 0
+    assert server.asked == ("POST", "/cluster/scale", {"devices": 4}, None)
+    assert "or --devices" in str(failure("scale", "--url", server.url))
+    assert "or --devices" in str(failure("scale", "--devices", "2", "--expert", "1", "--url", server.url))
+    server.status, server.answer = 409, {"error": {"message": "Not scaled: no room.", "type": ""}}
+    assert "Not scaled: no room." in str(failure("scale", "--expert", "9", "--url", server.url))
 
 
 def test_a_wrong_key_is_told_that_it_is_wrong(server: ScriptedServer) -> None:

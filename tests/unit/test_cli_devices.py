@@ -63,12 +63,12 @@ def test_dtype():
         dtype_on("cuda", "float32")
 
 
-def start(num_attention=2, num_expert=3, num_devices=2, **settings) -> StartOrchestrator:
+def start(num_attention=2, num_expert=3, num_gpus=2, **settings) -> StartOrchestrator:
     values = {"directory": str(DEMO_MODEL), "dtype": "bfloat16", "max_model_len": 512, "kv_cache_bytes": 0}
     return StartOrchestrator(
         cluster=ClusterConfig(attention_workers=num_attention, expert_workers=num_expert),
         worker=worker_settings(**values | {"device": "cuda"} | settings),
-        num_devices=num_devices,
+        num_gpus=num_gpus,
     )
 
 
@@ -98,6 +98,9 @@ class Born:
     def devices(self, rank: int) -> list[int]:
         return [memory.device for memory in self.memory(rank)]
 
+    def gpus(self, rank: int) -> list[int]:
+        return [memory.gpu for memory in self.memory(rank)]
+
     def owners(self) -> list[int]:
         return [self.needs.weights_owner(self.goal, seat.rank) for seat in self.goal.seats]
 
@@ -105,17 +108,21 @@ class Born:
 def test_what_a_worker_is_born_with():
     on_gpus = Born(start())
     assert on_gpus.names(3) == ["cell-3.4", "weights-3", "weights-state-3", "bell-3"]
-    assert on_gpus.devices(3) == [-1, 1, -1, 1]
+    assert on_gpus.devices(3) == [-1, 1, 1, 1] and on_gpus.gpus(3) == [-1, 1, -1, 1]
     assert [seat.device for seat in on_gpus.goal.seats] == [0, 1, 0, 1, 0]
     anchored = Born(start(mode="anchor", kv_cache_bytes=1 << 24))
     assert anchored.names(1) == ["cell-1.4", "kv-1.4", "log-1.4", "weights-1", "weights-state-1"]
-    assert anchored.devices(1) == [-1, 1, -1, 1, -1]
+    assert anchored.devices(1) == [-1, 1, 1, 1, 1] and anchored.gpus(1) == [-1, 1, -1, 1, -1]
     capacity = anchored.needs.capacity
     assert capacity.kv_bytes <= 1 << 24 and capacity.log_bytes < 1 << 20, "the log is without its blocks"
-    on_cpus = Born(start(num_devices=0, device="cpu", mode="mirror", kv_cache_bytes=1 << 24))
+    on_cpus = Born(start(num_gpus=0, device="cpu", mode="mirror", kv_cache_bytes=1 << 24))
     assert on_cpus.names(0) == ["cell-0.4", "log-0.4"]
     assert on_cpus.names(3) == ["cell-3.4"]
-    assert {*on_cpus.devices(3), *(seat.device for seat in on_cpus.goal.seats)} == {-1}
+    assert on_cpus.devices(0) == [-1, -1], "a mirror outlives its device"
+    assert [seat.device for seat in on_cpus.goal.seats] == [0, 1, 2, 3, 4], "each worker alone"
+    in_place = Born(start(num_gpus=0, device="cpu", mode="anchor", kv_cache_bytes=1 << 24))
+    assert in_place.devices(1) == [-1, 1], "its log is its KV cache"
+    assert {*on_cpus.gpus(0), *in_place.gpus(1), *(seat.gpu for seat in on_cpus.goal.seats)} == {-1}
 
 
 def test_seats_with_the_same_weights_on_one_device_share_them(two_gpus):
@@ -129,16 +136,16 @@ def test_seats_with_the_same_weights_on_one_device_share_them(two_gpus):
 def test_a_worker_may_have_any_rank_role_and_device():
     born = Born(start())
     seats = tuple(
-        msgspec.structs.replace(seat, rank=Rank(9 - seat.rank), device=(0, 0, 1, 1, 1)[seat.rank])
+        msgspec.structs.replace(seat, rank=Rank(9 - seat.rank), device=(0, 0, 1, 1, 1)[seat.rank], gpu=0)
         for seat in born.goal.seats
     )
     placement = place_experts(8, (0, 1), [seat.rank for seat in seats if Role.ATTENTION not in seat.roles], None)
     born.goal = Goal(version=2, seats=seats, placement=placement)
-    assert born.names(9) == ["cell-9.4", "weights-9", "weights-state-9"] and born.devices(9) == [-1, 0, -1]
+    assert born.names(9) == ["cell-9.4", "weights-9", "weights-state-9"] and born.devices(9) == [-1, 0, 0]
     assert born.names(8)[1] == "weights-9", "the same weights on the same device"
-    assert born.names(5)[-1] == "bell-5" and born.devices(5) == [-1, 1, -1, 1]
+    assert born.names(5)[-1] == "bell-5" and born.devices(5) == [-1, 1, 1, 1] and born.gpus(5) == [-1, 0, -1, 0]
     told = born.needs.start(born.goal, WorkerId(Rank(9), Incarnation(1)))
-    assert (told.device, told.num_attention_on_device, told.slots) == (0, 2, None)
+    assert (told.device, told.num_attention_on_gpu, told.slots) == (0, 2, None)
 
 
 def test_shared_weights_are_counted_once(two_gpus, monkeypatch):

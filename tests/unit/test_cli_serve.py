@@ -90,6 +90,13 @@ def serve(monkeypatch):
             "--event-log /proc/nope: nothing can be written there: No such file or directory",
         ),
         (("--load-format", "dummy"), "--load-format dummy: only on a GPU"),
+        (("--weights", "disk"), "--weights disk: choose one of mapped, memory"),
+        (("--weights", "memory"), "--weights memory needs --expert-workers"),
+        (("--expert-backup", "host"), "--expert-backup host needs --expert-workers"),
+        (
+            ("--expert-backup", "host", "--expert-workers", "2"),
+            "--expert-backup host: on CPUs only with --weights memory",
+        ),
     ],
 )
 def test_values_that_are_never_right(serve, arguments, line):
@@ -151,6 +158,15 @@ def test_free_memory_is_shared_by_attention_workers_and_mirrors(serve, monkeypat
     assert serve("--kv-log", "mirror").worker.engine.kv_cache_bytes == (4 << 30) // 8
     both = serve("--kv-log", "anchor", "--attention-workers", "2", "--gpu-memory-utilization", "0.5")
     assert both.worker.engine.kv_cache_bytes == (4 << 30) // 4
+
+
+def test_experts_in_memory_must_fit(serve, monkeypatch):
+    flags = ("--expert-workers", "2", "--weights", "memory", "--expert-backup", "host")
+    assert serve(*flags).worker.model.expert_backup == "host"
+    monkeypatch.setattr(serve_settings, "_available_bytes", lambda: 1 << 20)
+    with pytest.raises(ConfigError, match=r"experts in host memory take 0\.1 GB, and 0\.0 GB are there"):
+        serve(*flags)
+    serve("--expert-workers", "2")
 
 
 def test_names_and_files_of_the_gateway(serve, tmp_path):

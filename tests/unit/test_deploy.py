@@ -11,8 +11,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from everserve.tables.ids import Role
-from everserve.wire.events import PlacementMade
+from everserve.tables.ids import Epoch, Role
+from everserve.tables.routes import Routes
+from everserve.wire.events import RepairPhase
+from everserve.wire.messages import ExpertsChanged
 from tests.unit.gateway_toy import member, toy_server, until
 
 ROOT = Path(__file__).parents[2]
@@ -44,15 +46,13 @@ def exposition() -> dict[str, set[str]]:
         async with toy_server(lambda spec: [50, 51, 52]) as server:
             expert = member(1, roles=(Role.EXPERT,), slots=4, shadow_slots=2)
             server.gateway.feed.publish(
-                PlacementMade(
-                    process="orchestrator",
-                    num_expert_workers=2,
-                    active_per_worker=2,
-                    shadow_per_worker=2,
-                    survivable_deaths=1,
-                )
+                RepairPhase(process="orchestrator", phase="covered", since_s=0.1, num_experts_without_place=0)
             )
-            server.orchestrator.publish(member(0), expert)
+            no_experts = Routes.of(Epoch(2), [])
+            server.orchestrator.channel.send(
+                ExpertsChanged(moe_layers=(), load=b"", max_over_mean=1.5, worst_layer=0, routes=no_experts)
+            )
+            server.orchestrator.publish(member(0), expert, num_survivable_deaths=1)
             await until(lambda: server.gateway.cluster.epoch == 2)
             assert (await server.post("/v1/completions", {"prompt": "abcd", "max_tokens": 3})).status == 200
             return (await server.request("GET", "/metrics")).body.decode()
@@ -187,15 +187,11 @@ def test_spares_count_who_is_missing() -> None:
 
     async def test() -> None:
         async with toy_server() as server:
-            placed = PlacementMade(
-                process="o", num_expert_workers=2, active_per_worker=2, shadow_per_worker=2, survivable_deaths=1
-            )
-            server.gateway.feed.publish(placed)
             experts = [member(rank, roles=(Role.EXPERT,), slots=4, shadow_slots=2) for rank in (1, 2)]
             for state, left in (("ready", 1), ("starting", 0)):
                 epoch = server.gateway.cluster.epoch
                 gone = member(2, roles=(Role.EXPERT,), slots=4, shadow_slots=2, state=state, incarnation=3)
-                server.orchestrator.publish(member(0), experts[0], gone)
+                server.orchestrator.publish(member(0), experts[0], gone, num_survivable_deaths=left)
                 await until(lambda epoch=epoch: server.gateway.cluster.epoch > epoch)
                 text = (await server.request("GET", "/metrics")).body.decode()
                 assert f"everserve_survivable_expert_deaths {left}.0\n" in text

@@ -64,16 +64,29 @@ def test_tensors_lie_apart_and_aligned(model, roles, num_slots):
 def test_what_a_plan_knows():
     plan = WeightsPlan.of(MODELS["some dense layers"], BOTH, num_slots=3)
     hidden, size = DEMO.hidden_size, DEMO.expert_intermediate_size
-    assert plan.tensor("expert_gate_up").shape == (2 * 3 * 2 * size, hidden)
-    assert plan.tensor("expert_down").shape == (2 * 3 * hidden, size)
+    assert plan.tensor("experts").shape == (2 * 3, 3, size, hidden)
     assert plan.has("router", 1) and not plan.has("router", 0)
     assert plan.has("gate_up", 0) and not plan.has("gate_up", 1)
-    assert plan.offset("embedding") == 0 < plan.offset("qkv", 0) < plan.offset("qkv", 1) < plan.offset("expert_down")
+    assert plan.offset("embedding") == 0 < plan.offset("qkv", 0) < plan.offset("qkv", 1) < plan.offset("experts")
     assert not plan.has("lm_head"), "tied: it is the embedding"
     experts = WeightsPlan.of(DEMO, EXPERT, num_slots=3)
-    assert [tensor.name for tensor in experts.tensors] == ["expert_gate_up", "expert_down"]
+    assert [tensor.name for tensor in experts.tensors] == ["experts"]
     with pytest.raises(KeyError):
         experts.offset("embedding")
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 64])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_boxes_of_rows_end_within_the_memory(model, num_slots):
+    """Kernels read 128 rows of gate, up or down at a time, from a multiple of that on."""
+    if not model.moe_layers:
+        return
+    plan = WeightsPlan.of(model, EXPERT, num_slots)
+    hidden, size = model.hidden_size, model.expert_intermediate_size
+    last = (plan.tensor("experts").shape[0] - 1) * 3 * size * hidden * 2
+    up_ends = last + (size + -(-size // 128) * 128) * hidden * 2
+    down_ends = last + 2 * size * hidden * 2 + -(-hidden // 128) * 128 * size * 2
+    assert max(up_ends, down_ends) <= plan.num_bytes
 
 
 # what is left

@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 
-from everserve.tables.ids import Epoch, Incarnation, Role
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
 from everserve.tables.validity import Conditions
 from everserve.wire.events import FaultDetected
-from everserve.wire.messages import ClusterChanged, DrainWorker, EventHappened, FaultInjected, ProcessesChanged
+from everserve.wire.messages import (
+    ClusterChanged,
+    DrainWorker,
+    EventHappened,
+    FaultInjected,
+    ProcessesChanged,
+    ScaleAnswered,
+    ScaleCluster,
+)
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
 
 FAULT = {"rank": 0, "signal": "KILL"}
+SCALE = {"attention": 2}
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -35,8 +44,9 @@ def test_cluster() -> None:
                 slots=8,
                 shadow_slots=2,
                 note="crashed 3 times",
+                device=1,
             )
-            server.orchestrator.publish(member(0), expert, violations=("v",), degraded=("d",))
+            server.orchestrator.publish(member(0, device=0), expert, violations=("v",), degraded=("d",))
             task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
             await until(lambda: len(server.worker.specs) == 2)
             stats = engine_stats(num_running=1, num_waiting=1, kv_usage=0.5)
@@ -56,14 +66,19 @@ def test_cluster() -> None:
                     {
                         **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
                         **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
-                        **{"device": None, "slots": 0, "shadow_slots": 0, "note": ""},
+                        **{"device": 0, "slots": 0, "shadow_slots": 0, "note": ""},
                     },
                     {
                         **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
                         **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
-                        **{"device": None, "slots": 8, "shadow_slots": 2, "note": "crashed 3 times"},
+                        **{"device": 1, "slots": 8, "shadow_slots": 2, "note": "crashed 3 times"},
                     },
                 ],
+                "devices": [
+                    {"device": 0, "state": "serving", "level": 0, "workers": [0]},
+                    {"device": 1, "state": "down", "level": 0, "workers": [1]},
+                ],
+                "moves": [],
             }
             server.orchestrator.publish(member(0, incarnation=2))
             await until(lambda: server.gateway.cluster.epoch == 3)
@@ -232,7 +247,7 @@ def test_before_there_is_an_orchestrator() -> None:
         async with toy_server(enable_chaos=True) as server:
             server.orchestrator.die()
             await until(lambda: server.gateway.cluster.orchestrator_is_gone)
-            for path, body in (("/cluster/fault", FAULT), ("/cluster/drain", {"rank": 0})):
+            for path, body in (("/cluster/fault", FAULT), ("/cluster/drain", {"rank": 0}), ("/cluster/scale", SCALE)):
                 answer = await server.post(path, body)
                 assert answer.status == 503 and "orchestrator is gone" in answer.error["message"]
             server.gateway.cluster.members = None
@@ -454,6 +469,55 @@ def test_a_drain_without_an_orchestrator() -> None:
             server.attach_orchestrator()
             await asyncio.wait_for(task, 5)
             assert answer.status == 503 and "died before" in answer.error["message"]
+
+    run(test)
+
+
+# -- scaling -------------------------------------------------------------------------------------
+
+
+def test_a_scale_is_answered_with_the_workers_that_there_will_be() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/scale", {"attention": 9})
+            assert answer.status == 409 and answer.error["message"] == "Not scaled: there is no room."
+            server.orchestrator.scaled = ScaleAnswered(id="", attention=2, expert=3, devices=5, added=[Rank(4)])
+            answer = await server.post("/cluster/scale", {"attention": 2, "expert": 3})
+            assert answer.status == 200
+            assert answer.json == {"attention": 2, "expert": 3, "devices": 5, "added": [4], "retired": []}
+            first, second = server.orchestrator.asked
+            assert isinstance(first, ScaleCluster) and (first.attention, first.expert, first.devices) == (9, None, None)
+            assert isinstance(second, ScaleCluster) and (second.attention, second.expert) == (2, 3)
+            server.orchestrator.scaled = ScaleAnswered(id="", attention=4, expert=4, devices=4)
+            assert (await server.post("/cluster/scale", {"devices": 4})).json["devices"] == 4
+
+    run(test)
+
+
+@pytest.mark.parametrize("body", [{}, {"attention": -1}, {"devices": 2, "expert": 1}, {"expert": 65}, {"workers": 3}])
+def test_scales_that_make_no_sense(body: Any) -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/scale", body)
+            assert answer.status == 400 and answer.error["message"] and server.orchestrator.asked == []
+
+    run(test)
+
+
+def test_a_retired_worker_vanishes() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            second = await server.add_worker(1)
+            gauge = 'vllm:num_requests_running{engine="1"'
+            server.orchestrator.publish(member(0), member(1))
+            await until(lambda: len(server.gateway.cluster.view().workers) == 2)
+            assert gauge in server.app.state.metrics.exposition().decode()
+            second.give_back()
+            second.die()
+            server.orchestrator.lose(second, "left")
+            server.orchestrator.publish(member(0))
+            await until(lambda: len(server.gateway.cluster.view().workers) == 1)
+            assert gauge not in server.app.state.metrics.exposition().decode()
 
     run(test)
 

@@ -244,6 +244,13 @@ def test_the_start_and_small_news(told: Told) -> None:
     ]
 
 
+def test_moves_for_load_are_told_and_refusals_are_not(told: Told) -> None:
+    figures = {"max_over_mean": 1.7, "expected": 1.1, "num_moves": 2, "goal": 3}
+    told.happens(ev.BalanceDecided, 90.0, is_accepted=False, reason="balanced", **figures)
+    told.happens(ev.BalanceDecided, 95.0, is_accepted=True, reason="max/mean 1.70 -> 1.10", **figures)
+    assert told.sentences == ["experts move because of their load: max/mean 1.70 -> 1.10"]
+
+
 def test_only_what_changed_is_told_again(told: Told) -> None:
     told.detect(3, 100.0)
     told.detect(2, 100.0)

@@ -52,7 +52,7 @@ def test_descriptors_come_and_go_together(has_kv):
     fd, kv_fd = create_memory("log", 4096), create_memory("kv", 4096)
     log_identity, kv = identity(fd), [identity(kv_fd)] if has_kv else []
     if has_kv:
-        logs.add(memory("kv-0.1", device=0), kv_fd)
+        logs.add(memory("kv-0.1", gpu=0), kv_fd)
     logs.add(memory("log-0.1"), fd)
     joined = LogJoined(rank=A[0], incarnation=A[1], has_kv=has_kv), [log_identity, *kv]
     assert other.got == [joined] and logs.descriptors(A) == ((kv_fd, fd) if has_kv else (fd,))
@@ -65,7 +65,7 @@ def test_descriptors_come_and_go_together(has_kv):
     assert not logs.has(A) and not is_open(fd) and is_open(kv_fd) != has_kv
     assert supervisor.got == [
         DropMemory(memory=memory("log-0.1")),
-        *([DropMemory(memory=memory("kv-0.1", device=0))] if has_kv else []),
+        *([DropMemory(memory=memory("kv-0.1", gpu=0))] if has_kv else []),
     ]
     assert other.got[1:] == [LogLeft(rank=A[0], incarnation=A[1])]
 
@@ -73,7 +73,7 @@ def test_descriptors_come_and_go_together(has_kv):
 def test_blocks_are_no_log():
     supervisor, other = End(), End(B)
     logs = Logs(AnchorClient(), [other], supervisor)
-    logs.add(memory("kv-0.1", device=0), create_memory("kv", 4096))
+    logs.add(memory("kv-0.1", gpu=0), create_memory("kv", 4096))
     assert not logs.has(A) and other.got == []
 
 

@@ -1,6 +1,7 @@
 """The orchestrator's machine, event by event: what it decides and the reason that it gives."""
 
 import dataclasses
+import math
 
 import msgspec
 import pytest
@@ -45,7 +46,7 @@ from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import WorkerState
 from tests.held_slots import goal_of, held
 
-POLICY = Policy(detect_s=0.1)
+POLICY = Policy(detect_s=0.1, heal_after_s=math.inf)  # of moves: tests/property/test_moves.py
 ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
 
 
@@ -958,7 +959,7 @@ def test_a_seat_that_should_retire_is_not_filled_again():
     driver.decision = driver.machine.resume(0.0, with_slots([ready(r) for r in (0, 1, 2, 3, 9)], 3), Epoch(2), True)
     assert driver.worker(9).state is WorkerState.READY
     driver.tell(Exited(9, 1, 0))
-    assert driver.kinds() == ["Lost", "Publish"]
+    assert driver.kinds() == ["Lost", "Publish", "Retire"]
     assert 9 not in {worker.rank for worker in driver.machine.members.workers}
     assert driver.machine.degraded == ()
 
@@ -971,11 +972,14 @@ def test_routes_follow_what_a_ready_worker_holds():
     other = held(driver.machine.goal.placement, 1)
     emptied = tuple((-1,) * len(slots) for slots in other.experts)
     driver.tell(SaidHolds(1, 1, msgspec.structs.replace(other, experts=emptied)))
-    assert driver.kinds() == ["Publish"]
-    assert driver.routed() == {2, 3}
+    assert driver.kinds() == ["FillSlots"], "it is told to hold them again"
+    assert driver.machine.next_deadline() == -math.inf
+    driver.tell(Tick())
+    assert driver.kinds() == ["Publish"] and driver.routed() == {2, 3}
     driver.tell(SaidHolds(1, 1, msgspec.structs.replace(other, experts=emptied)))
-    assert driver.decision.effects == (), "the same again"
+    assert driver.kinds() == ["FillSlots"] and driver.machine.next_deadline() is None, "the same again"
     driver.tell(SaidHolds(1, 1, other))
+    driver.tell(Tick())
     assert driver.routed() == {1, 2, 3}
 
 
@@ -987,6 +991,7 @@ def test_a_new_incarnation_holds_nothing_until_it_says_so():
     driver.tell(SaidReady(2, 2))
     assert driver.routed() == {1, 3}
     driver.hold(2, 2)
+    driver.tell(Tick())
     assert driver.routed() == {1, 2, 3}
 
 
@@ -1039,3 +1044,12 @@ def test_one_tick_does_everything_that_is_due_in_the_order_of_urgency():
     driver.pass_time(POLICY.fence_grace_s)
     assert driver.kinds() == ["Lost", "Publish", "BackOff", "Kill", "Probe"]
     assert driver.decision.reason.count(";") == 2
+
+
+def test_redundancy_is_restored_after_a_change_of_orchestrators_too():
+    policy = dataclasses.replace(POLICY, heal_after_s=30.0)
+    machine = Machine(goal_of([0], placement_of(3)), policy)
+    machine.resume(100.0, with_slots([ready(rank) for rank in (0, 1, 2)], 3), Epoch(2), True)  # nothing is left of 3
+    assert machine.next_deadline() == 130.0
+    decision = machine.handle(Tick(), 130.0)
+    assert "others take over its experts" in decision.reason

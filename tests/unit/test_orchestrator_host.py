@@ -1,6 +1,7 @@
 """The orchestrator's host with everything around it played by the test: what it is told, and what it then tells."""
 
 import gc
+import signal
 
 import msgspec
 import pytest
@@ -11,9 +12,10 @@ from everserve.tables.members import WorkerState
 from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import ExpertStats
 from everserve.tables.routes import Symptom
-from everserve.wire.events import StaleDropped
+from everserve.wire.events import ScaleBegan, ScaleDone, StaleDropped
 from everserve.wire.messages import (
     ClusterChanged,
+    DeviceAnswered,
     DrainAnswered,
     DrainWorker,
     DropMemory,
@@ -22,6 +24,7 @@ from everserve.wire.messages import (
     Failed,
     FaultInjected,
     Fenced,
+    FoundProcess,
     GatewayReport,
     Hello,
     InjectFault,
@@ -31,14 +34,18 @@ from everserve.wire.messages import (
     LogJoined,
     LogLeft,
     LogSettled,
+    LoseDevice,
     MemoryKept,
     PeerJoined,
     PeerLeft,
     Provision,
     Ready,
     Report,
+    ReturnDevice,
     RoutesChanged,
     RoutesUsed,
+    ScaleAnswered,
+    ScaleCluster,
     Shutdown,
     Signalled,
     SignalWorker,
@@ -191,7 +198,7 @@ def fenced() -> tuple[ToyOrchestrator, ToyWorker]:
 
 def counters(orchestrator: ToyOrchestrator) -> tuple[int, dict[Rank, ExpertStats]]:
     """As the gateway would be told."""
-    orchestrator.host._gateway.tell_cluster(orchestrator.host._machine.tables())
+    orchestrator.host._gateway.tell_cluster(orchestrator.host._machine.tables(), {})
     orchestrator.settle()
     return latest(orchestrator).num_stale, latest(orchestrator).expert_stats
 
@@ -263,6 +270,60 @@ def test_a_drain_is_answered_with_who_was_asked():
     assert answers["b"].reason == "there is no rank 9"
 
 
+def scaled(orchestrator: ToyOrchestrator, **numbers: int) -> ScaleAnswered:
+    orchestrator.gateway.send(ScaleCluster(id="s", **numbers))
+    orchestrator.settle()
+    return orchestrator.told(ScaleAnswered)[-1]
+
+
+def happened(orchestrator: ToyOrchestrator, kind: type) -> list:
+    return [message.event for message in orchestrator.told(EventHappened) if isinstance(message.event, kind)]
+
+
+def test_more_workers_and_fewer():
+    orchestrator = serving(max_workers=5)
+    answer = scaled(orchestrator, attention=2, expert=3)
+    assert (answer.refused, answer.attention, answer.expert, answer.added) == ("", 2, 3, [3, 4])
+    assert orchestrator.said(KeepGoal)[-1].goal.scaling_since_s is not None
+    orchestrator.worker(3).come_up()
+    orchestrator.worker(4).come_up()
+    assert orchestrator.worker(3).start.roles == ("attention",) and orchestrator.worker(4).start.slots is not None
+    assert orchestrator.worker(0).routed == {1, 2, 4} == orchestrator.worker(3).routed
+    (began,), (done,) = happened(orchestrator, ScaleBegan), happened(orchestrator, ScaleDone)
+    assert (began.added, done.attention, done.expert) == ((3, 4), 2, 3)
+    assert scaled(orchestrator, attention=2, expert=2).retired == [4]
+    leaving = orchestrator.worker(4)
+    assert leaving.heard(Leave)
+    leaving.say(Leaving())
+    assert orchestrator.worker(0).routed == {1, 2}
+    orchestrator.exit(leaving, status=0)
+    assert 4 not in states(orchestrator) and len(happened(orchestrator, ScaleDone)) == 2
+    assert scaled(orchestrator, attention=2, expert=3).added == [4]
+    assert orchestrator.worker(4, incarnation=2).start.roles == ("expert",)
+    assert "--max-workers" in scaled(orchestrator, attention=4).refused
+
+
+def test_a_new_orchestrator_goes_on_with_the_number_that_was_asked_for():
+    before = serving(num_attention=2, num_expert=2)
+    assert scaled(before, attention=1).retired == [1]
+    after = succeed(before, epoch=9, gone=[])
+    assert after.worker(1).heard(Leave), "it is asked once more"
+    after.exit(after.worker(1), status=0)
+    assert 1 not in states(after) and len(happened(after, ScaleDone)) == 1
+
+
+def test_an_incarnation_that_only_the_gateway_knows_of_is_not_used_again():
+    before = serving()
+    before.exit(before.worker(1))
+    after = ToyOrchestrator(
+        start_of(found=(FoundProcess(rank=Rank(1), incarnation=Incarnation(1), pid=-1),), is_serving=True)
+    )
+    lost = [WorkerId(Rank(1), Incarnation(4))]
+    after.gateway.send(GatewayReport(epoch=Epoch(9), logs=[], lost=lost))
+    after.settle()
+    assert states(after)[1] == (5, WorkerState.STARTING)
+
+
 def test_an_injected_fault_hits_the_process_that_the_supervisor_knows():
     orchestrator = serving()
     orchestrator.gateway.send(InjectFault(id="x", rank=Rank(2), signal=9))
@@ -327,11 +388,58 @@ def test_nothing_is_published_before_all_have_reported():
     assert latest(after).members.epoch == 8
 
 
-def test_a_drain_is_refused_until_then():
-    after = succeed(serving(), epoch=7, gone=[], late=(WorkerId(Rank(1), Incarnation(1)),))
+def test_what_operators_ask_for_waits_until_then():
+    late = WorkerId(Rank(1), Incarnation(1))
+    after = succeed(serving(), epoch=7, gone=[], late=(late,))
     after.gateway.send(DrainWorker(id="a", rank=Rank(0)))
+    after.gateway.send(LoseDevice(id="b", device=2, gone=True))
     after.settle()
-    assert [answer.incarnation for answer in after.told(DrainAnswered)] == [0]
+    assert after.told(DrainAnswered) == after.told(DeviceAnswered) == []
+    worker = after.workers[late]
+    worker.say(worker.report(7, [WorkerId(Rank(0), Incarnation(1))]))
+    assert [answer.incarnation for answer in after.told(DrainAnswered)] == [1]
+    assert [answer.ranks for answer in after.told(DeviceAnswered)] == [[2]]
+
+
+# -- devices -------------------------------------------------------------------------------------
+
+
+def ask(orchestrator: ToyOrchestrator, message: LoseDevice | ReturnDevice) -> DeviceAnswered:
+    orchestrator.gateway.send(message)
+    orchestrator.settle()
+    return orchestrator.told(DeviceAnswered)[-1]
+
+
+def test_a_lost_device_takes_its_workers_and_its_memory():
+    orchestrator = serving(num_attention=2, log_mode="anchor")
+    log = next(memory for memory in orchestrator.worker(0).start.memory if memory.kind is Kind.LOG)
+    assert ask(orchestrator, LoseDevice(id="a", device=0, gone=True)).ranks == [0]
+    kills = [(order.rank, order.signal) for order in orchestrator.said(SignalWorker)]
+    assert kills == [(0, signal.SIGKILL)]
+    assert DropMemory(memory=log) in orchestrator.said(DropMemory) and log.name in orchestrator.released
+    assert [(left.rank, left.incarnation) for left in orchestrator.worker(1).heard(LogLeft)] == [(0, 1)]
+    assert orchestrator.said(KeepGoal)[-1].goal.gone == (0,)
+    assert latest(orchestrator).gone == (0,)
+    assert orchestrator.said(Provision)[-1].start.incarnation == 1, "nothing starts on it"
+    assert ask(orchestrator, LoseDevice(id="b", device=0, gone=True)).reason == "device 0 is gone already"
+
+
+def test_a_device_returns_empty():
+    orchestrator = serving(log_mode="anchor")
+    assert ask(orchestrator, ReturnDevice(id="a", device=2)).reason == "device 2 is not gone"
+    ask(orchestrator, LoseDevice(id="b", device=2, gone=True))
+    orchestrator.exit(orchestrator.worker(2))
+    assert orchestrator.worker(0).routed == {1}
+    assert ask(orchestrator, ReturnDevice(id="c", device=2)).ranks == [2]
+    orchestrator.worker(2, 2).come_up()
+    assert orchestrator.worker(0).routed == {1, 2}
+    assert orchestrator.said(KeepGoal)[-1].goal.gone == latest(orchestrator).gone == ()
+
+
+def test_a_mirror_outlives_the_device_of_its_worker():
+    orchestrator = serving(num_attention=2, log_mode="mirror")
+    ask(orchestrator, LoseDevice(id="a", device=0, gone=False))
+    assert orchestrator.said(DropMemory) == [] and orchestrator.worker(1).heard(LogLeft) == []
 
 
 def test_a_gateway_with_later_tables_is_overtaken():
@@ -371,3 +479,38 @@ def test_a_log_of_a_worker_that_ended_before_is_kept_while_streams_need_it(is_ne
         after.gateway.send(LogSettled(rank=dead.rank, incarnation=dead.incarnation))
         after.settle()
         assert after.said(DropMemory) == [DropMemory(memory=memory)]
+
+
+def test_the_log_of_a_worker_that_was_lost_before_its_process_existed_is_dropped():
+    """The gateway has said that no stream needs it before the orchestrator had it."""
+    orchestrator = serving(num_attention=2, num_expert=1, log_mode="mirror")
+    orchestrator.is_birth_held = True
+    for incarnation in (1, 2):
+        orchestrator.gateway.send(LoseDevice(id=str(incarnation), device=0, gone=False))
+        orchestrator.settle()
+        orchestrator.gateway.send(LogSettled(rank=Rank(0), incarnation=Incarnation(incarnation)))
+        orchestrator.settle()
+    orchestrator.give_birth()
+    orchestrator.settle()
+    assert [message.memory.name for message in orchestrator.said(DropMemory)] == ["log-0.1", "log-0.2"]
+    survivor = orchestrator.worker(1)
+    joined = [(message.rank, message.incarnation) for message in survivor.heard(LogJoined)]
+    left = [(message.rank, message.incarnation) for message in survivor.heard(LogLeft)]
+    assert joined == left == [(0, 1), (0, 2)]
+
+
+def test_the_log_of_a_lost_worker_that_ends_while_the_next_orchestrator_recovers_is_dropped():
+    """The gateway knows that it is lost, so it is not lost once more."""
+    before = serving(num_attention=2, num_expert=1, log_mode="mirror")
+    lost, workers = before.worker(1), dict(before.workers)
+    found = [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=w.pid) for id, w in workers.items()]
+    goal = before.said(KeepGoal)[-1].goal
+    after = ToyOrchestrator(start_of(2, 1, "mirror", found=tuple(found), goal=goal, is_serving=True), workers)
+    after.exit(lost)
+    for rank, peers in ((0, [2]), (2, [0])):
+        worker = after.worker(rank)
+        worker.say(worker.report(7, [WorkerId(Rank(peer), Incarnation(1)) for peer in peers]))
+    after.gateway.send(GatewayReport(epoch=Epoch(7), logs=[], lost=[lost.id]))
+    after.settle()
+    assert states(after)[1][0] == 2, "its seat has the next incarnation"
+    assert [message.memory.name for message in after.said(DropMemory)] == ["log-1.1"]

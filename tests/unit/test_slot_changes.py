@@ -2,14 +2,11 @@
 
 import msgspec
 import pytest
-import torch
 
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.backends.cpu.slots import CpuSlots
-from everserve.backends.cuda.ops.experts import ExpertArena
-from everserve.backends.cuda.slots import CudaSlots
+from everserve.backends.cpu.slots import MappedSlots
 from everserve.errors import ModelError
-from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.wire.messages import ClearSlots, FillSlots, SlotsReported
 from everserve.worker.slot_changes import SlotChanges
 from tests.experts import MOE_LAYERS, NUM_EXPERTS, RandomExperts
@@ -24,7 +21,7 @@ class World:
         self.are_files_gone = False
         self.reports: list[SlotsReported] = []
         self.half = RandomExperts(ReferenceOps(), SLOTS)
-        self.slots = CpuSlots(self.half, self._check_files)
+        self.slots = MappedSlots(self.half, self._check_files)
         self.changes = SlotChanges(self.slots, self.reports.append)
 
     def _check_files(self) -> None:
@@ -55,6 +52,8 @@ def test_one_slot_per_turn_and_one_report_per_message():
     assert second.slots.experts == ((2, 5, 4), (2, 0, EMPTY), (1, 0, 4))
     assert second.slots.generations == ((1, 3, 1), (1, 1, 2), (3, 1, 1))
     assert [*world.half.held[MOE_LAYERS[1]]] == [2, 0, EMPTY]
+    assert [filled.fill for filled in first.filled] == fills.fills and second.filled == []
+    assert {filled.source for filled in first.filled} == {Source.FILE}
 
 
 def test_a_message_about_nothing_is_reported():
@@ -107,6 +106,63 @@ def test_clearing_twice_is_one_change():
     assert world.reports[0].slots.generations[0] == (2, 1, 1)
 
 
+class SlowSlots(MappedSlots):
+    """A fill ends when the test says so."""
+
+    is_done = False
+
+    def begin(self, fill: Fill) -> None:
+        super().begin(fill)
+        self._experts.clear(self._layers[fill.layer_index], fill.slot)
+        self._fill = fill
+
+    def poll(self) -> Filled | FailedFill | None:
+        if not self.is_done:
+            return None
+        self._experts.load(self._layers[self._fill.layer_index], self._fill.expert, self._fill.slot)
+        return super().poll()
+
+
+@pytest.fixture
+def slow() -> World:
+    world = World()
+    world.slots = SlowSlots(world.half, world._check_files)
+    world.changes = SlotChanges(world.slots, world.reports.append)
+    return world
+
+
+def test_a_fill_runs_beside_the_loop(slow):
+    slow.changes.add(FillSlots(fills=[Fill(0, 1, 5)]))
+    assert slow.changes.wait_s(1.0) == 0.0
+    for _ in range(3):
+        slow.changes.do_one()
+        assert slow.changes.is_pending and 0 < slow.changes.wait_s(1.0) < 1.0 and not slow.reports
+        assert slow.slots.held.experts[0] == (2, EMPTY, 4)
+    slow.slots.is_done = True
+    slow.changes.do_one()
+    assert slow.reports[0].slots.experts[0] == (2, 5, 4) and slow.changes.wait_s(1.0) == 1.0
+
+
+def test_a_new_orchestrator_finds_nothing_pending(slow):
+    """What its predecessor had asked for is not done, so that what the worker reports stays true."""
+    slow.changes.add(FillSlots(fills=[Fill(0, 1, 5), Fill(0, 0, 3)]))
+    slow.changes.add(ClearSlots(places=[Place(2, 2)]))
+    slow.changes.do_one()
+    slow.changes.forget()
+    reported = slow.slots.held.experts
+    assert reported == ((2, EMPTY, 4), SLOTS, SLOTS)
+    slow.changes.add(FillSlots(fills=[Fill(0, 1, 1)]))
+    slow.changes.do_one()
+    assert slow.slots.held.experts == reported and slow.reports == []
+    slow.slots.is_done = True
+    slow.changes.do_one()
+    assert slow.slots.held.experts == reported and slow.reports == [], "what was begun before is given up"
+    slow.carry_out()
+    (report,) = slow.reports
+    assert report.slots.experts == ((2, 1, 4), SLOTS, SLOTS)
+    assert [filled.fill for filled in report.filled] == [Fill(0, 1, 1)]
+
+
 @pytest.mark.parametrize(
     "experts, generations",
     [
@@ -122,63 +178,3 @@ def test_tables_that_cannot_be(experts, generations):
         HeldSlots(experts=experts, generations=generations)
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"experts": experts, "generations": generations}, HeldSlots)
-
-
-# on a GPU, with the host's memory for its
-
-
-class SeatMemory:
-    """Weights in the memory of a seat, and the server's kernels; what happens to them is in `events`."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple] = []
-        self.experts = [[2, EMPTY], [0, 1]]
-        self.is_lost = False
-        self.arena = ExpertArena(torch.zeros(4 * 16, 8).bfloat16(), torch.zeros(4 * 8, 8).bfloat16(), 2, 2)
-
-    def load_checked(self, layer_index, expert):
-        self.events.append(("load", layer_index, expert, self.arena.down_matrix[8 * layer_index, 0].item()))
-        if self.is_lost:
-            raise OSError("cannot read")
-        return (torch.full((8, 8), float(expert)),) * 3
-
-    def begin_change(self, layer_index, slot, expert):
-        self.experts[layer_index][slot] = expert
-        self.events.append(("begin", layer_index, slot, expert))
-
-    def complete(self):
-        self.events.append(("complete",))
-
-    def empty(self, layer_index, slot):
-        self.events.append(("empty", layer_index, slot))
-
-    def hold(self, layer_index, slot, expert):
-        first = (2 * layer_index + slot) * 8
-        assert (self.arena.down_matrix[first : first + 8] == expert).all(), "the weights come before the table"
-        self.events.append(("hold", layer_index, slot, expert))
-
-
-@pytest.fixture
-def seat() -> SeatMemory:
-    return SeatMemory()
-
-
-def test_kernels_know_of_an_expert_when_its_weights_are_there(seat):
-    slots = CudaSlots(seat, seat.arena, seat, NUM_EXPERTS)
-    slots.fill(Fill(0, 1, 5))
-    assert [event[0] for event in seat.events] == ["begin", "empty", "load", "hold", "complete"]
-    assert slots.held == HeldSlots(experts=((2, 5), (0, 1)), generations=((1, 1), (1, 1)))
-    slots.clear(Place(0, 0))
-    assert seat.events[5:] == [("begin", 0, 0, EMPTY), ("empty", 0, 0), ("complete",)]
-    assert slots.held == HeldSlots(experts=((EMPTY, 5), (0, 1)), generations=((2, 1), (1, 1)))
-
-
-def test_a_fill_on_a_gpu_that_fails_leaves_the_slot_empty(seat):
-    slots, reports = CudaSlots(seat, seat.arena, seat, NUM_EXPERTS), []
-    seat.is_lost = True
-    changes = SlotChanges(slots, reports.append)
-    changes.add(FillSlots(fills=[Fill(1, 0, 5)]))
-    changes.do_one()
-    assert [event[0] for event in seat.events] == ["begin", "empty", "load", "begin", "complete"]
-    assert reports[0].slots == HeldSlots(experts=((2, EMPTY), (EMPTY, 1)), generations=((1, 0), (2, 1)))
-    assert reports[0].failed[0].expert == 5

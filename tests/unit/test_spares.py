@@ -15,7 +15,7 @@ ATTENTION, EXPERT = (Role.ATTENTION,), (Role.EXPERT,)
 def start(device: int = 0, roles: tuple[Role, ...] = ATTENTION, rank: int = 0) -> StartWorker:
     return StartWorker(
         rank=Rank(rank), incarnation=Incarnation(1), roles=roles, settings=SMALL, num_workers=1, slots=None,
-        detect_ms=0.0, device=device,
+        detect_ms=0.0, gpu=device,
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_each_device_has_its_own(world):
     world.learn(start(0), start(1))
     world.later()
     world.say_ready(1000, 1001)
-    assert [one.device for pid in (1000, 1001) for one in world.like[pid]] == [0, 1]
+    assert [one.gpu for pid in (1000, 1001) for one in world.like[pid]] == [0, 1]
     assert world.spares.num_wanted == 2
     assert world.take(1) == 1001 and world.take(1) is None and world.take(0) == 1000
 

@@ -11,16 +11,14 @@ from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.memory.owned import create_memory
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.tables.ids import Incarnation, Role
+from everserve.tables.ids import Role
 
 MODEL = ModelConfig.from_directory(DEMO_MODEL)
-EXPERTS = ((0, 1, 5),) * len(MODEL.moe_layers)
 ARGUMENTS = {
     "source": "/models/demo",
     "config": MODEL,
     "dtype": "bfloat16",
-    "roles": (Role.EXPERT,),
-    "experts": EXPERTS,
+    "roles": (Role.ATTENTION,),
 }
 IDENTITY = identity_of(**ARGUMENTS)
 
@@ -66,20 +64,10 @@ def test_everything_that_decides_which_bytes_lie_where_is_in_the_identity():
         {"config": dataclasses.replace(MODEL, hidden_size=512)},
         {"dtype": "float32"},
         {"roles": (Role.ATTENTION, Role.EXPERT)},
-        {"experts": ((1, 0, 5), *EXPERTS[1:])},
-        {"experts": None},
     ]
     identities = {identity_of(**ARGUMENTS | change) for change in changes}
     assert len(identities) == len(changes) and IDENTITY not in identities
     assert identity_of(**ARGUMENTS) == IDENTITY
-
-
-def test_only_the_last_to_claim_the_memory_owns_it(fd):
-    first, second = WeightsState(fd), WeightsState(fd)
-    first.claim(Incarnation(1))
-    assert first.is_owned_by(Incarnation(1))
-    second.claim(Incarnation(2))
-    assert second.is_owned_by(Incarnation(2)) and not first.is_owned_by(Incarnation(1))
 
 
 def test_memory_that_is_too_small_is_refused():

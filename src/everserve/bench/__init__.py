@@ -3,12 +3,16 @@
 engine.py    is one worker fast, next to what people would use instead?
 decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py)
 failover.py  what does a client see when a worker is killed, next to restarting everything?
+repair.py    what does a client see when devices are lost, next to restarting everything?
 scaling.py   how does recovery grow with the number of running streams and with their context? (grid.py: which)
+scale.py     what does a client see while devices come and go?
 overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails?
+balance.py   what does moving experts by their load give under skewed traffic, next to not moving them?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
 
-kill.py      one worker is killed under load (instance.py: the server that it belongs to)
+kill.py      one worker is killed under load (instance.py: the server that it belongs to; restart.py: everything is)
+lose.py      devices are lost under load (repair_cases.py: how many, how, and with how many shadow experts)
 subject.py   what is served: the bundled model, or a large shape (on_gpu.py: which is for a GPU)
 baseline.py  transformers, measured in a process of its own
 shapes.py    model directories with random weights, of any shape (device_shapes.py: as large as a GPU is for)
@@ -16,9 +20,9 @@ variants.py  variants of one server, side by side or one after the other (slices
 restore_stage.py  workers that lose a stream and go on with it, in one process (restore_cpu.py, restore_gpu.py)
 load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time
-incident.py  one killed worker, told from the typed events
+incident.py  one killed worker, told from the typed events (repaired.py: lost devices)
 analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
 report.py    where and with what it ran; tables and files (show.py: the tables of earlier results once more)
-decode_report.py, failover_report.py, scaling_report.py, overhead_report.py, restore_report.py, plot.py   summaries,
-             tables, pictures
+decode_report.py, failover_report.py, repair_report.py, scaling_report.py, scale_report.py, overhead_report.py,
+restore_report.py, balance_report.py, plot.py   summaries, tables, pictures
 """

@@ -85,6 +85,11 @@ def series(streams: Iterable[Sequence[float]], origin_s: float, begin_s: float, 
     return Series(begin_s, width_s, [round(n / width_s, 1) for n in counts], [round(1e3 * gap, 2) for gap in gaps])
 
 
+def rate(streams: Iterable[Sequence[float]], begin_s: float, end_s: float) -> float:
+    """Tokens per second in the interval, of all streams together."""
+    return sum(begin_s < arrival <= end_s for arrivals in streams for arrival in arrivals) / (end_s - begin_s)
+
+
 @dataclass(frozen=True)
 class Steady:
     """The stretch in which all streams decode: no prompt is computed, and none has finished."""

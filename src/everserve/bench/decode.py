@@ -168,8 +168,8 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
         engine_limits,
         make_pool,
         make_recorder,
-        open_device,
     )
+    from everserve.backends.cuda.device import open_device  # noqa: PLC0415
     from everserve.worker.loading import Loading  # noqa: PLC0415
 
     max_model_len = -(-max_model_len // _BLOCK_SIZE) * _BLOCK_SIZE

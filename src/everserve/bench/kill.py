@@ -85,7 +85,7 @@ async def _kill_worker(
     if not repeats:
         load.begin_nothing_more()
     await asyncio.sleep(incident.AT_ONCE_S)  # polling /cluster takes CPU time from the recovery that is measured
-    whole_s = await processes.wait_whole(server, rank, victim.incarnation, timeout_s=WHOLE_TIMEOUT_S)
+    whole_s = await processes.wait_whole(server, {rank: victim.incarnation}, timeout_s=WHOLE_TIMEOUT_S)
     end_s = max(victim.killed_s + AFTER_S, whole_s + CALM_S)
     await asyncio.sleep(end_s - time.perf_counter())
     stolen = steal.share()

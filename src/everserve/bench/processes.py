@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,6 +25,20 @@ def cluster(server: LocalServer) -> dict[str, Any]:
         connection.close()
 
 
+def post(server: LocalServer, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """An operator's request; an error unless it is granted."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=15.0)
+    try:
+        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        answer: dict[str, Any] = json.loads(response.read())
+    finally:
+        connection.close()
+    if response.status >= 300:
+        raise EverserveError(f"POST {path} {body}: {answer}")
+    return answer
+
+
 def is_whole(view: dict[str, Any]) -> bool:
     """Every seat is taken and ready, and every expert has all the places that it should have."""
     ready = all(worker["state"] == "ready" for worker in view["workers"])
@@ -36,13 +51,14 @@ def worker(view: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 async def wait_whole(
-    server: LocalServer, rank: int | None = None, incarnation: int = -1, every_s: float = 0.05, timeout_s: float = 60.0
+    server: LocalServer, lost: Mapping[int, int] | None = None, every_s: float = 0.05, timeout_s: float = 60.0
 ) -> float:
-    """Until the server is whole, with a successor of that incarnation in that seat; returns when that was seen."""
+    """Until the server is whole, with successors of the `lost` incarnations, by rank; returns when that was seen."""
     deadline = time.perf_counter() + timeout_s
     while time.perf_counter() < deadline:
         view = await asyncio.to_thread(cluster, server)
-        if is_whole(view) and (rank is None or worker(view, rank)["incarnation"] > incarnation):
+        successors = (worker(view, rank)["incarnation"] > incarnation for rank, incarnation in (lost or {}).items())
+        if is_whole(view) and all(successors):
             return time.perf_counter()
         await asyncio.sleep(every_s)
     raise EverserveError(f"the server is not at full strength after {timeout_s:.0f} s: {view}")

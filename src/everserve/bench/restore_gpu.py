@@ -12,8 +12,8 @@ from everserve.backends.cuda.build import (
     build_forward,
     engine_limits,
     make_recorder,
-    open_device,
 )
+from everserve.backends.cuda.device import open_device
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.logs import CudaLogs
 from everserve.bench.restore_cpu import settings_of, start_of

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from everserve.bench import (
+    balance_report,
     checkpoint,
     decode_report,
     failover_report,
     overhead_report,
+    repair_report,
     report,
     restore_report,
+    scale_report,
     scaling_report,
 )
 from everserve.errors import ConfigError
@@ -20,9 +23,12 @@ _SHOW: dict[str, Show] = {
     "decode": decode_report.show,
     "failover": lambda result, path: failover_report.show(result, path, _plot_beside(path)),
     "scaling": lambda result, path: scaling_report.show(result, path, _plot_beside(path)),
+    "scale": scale_report.show,
+    "repair": repair_report.show,
     "overhead": overhead_report.show,
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
     "restore": restore_report.show,
+    "balance": balance_report.show,
 }
 
 

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from everserve.bench import report
 from everserve.bench.device_shapes import SHAPES, write_shape
@@ -23,6 +24,7 @@ class Subject:
     vocab_size: int
     max_context: int
     flags: tuple[str, ...] = ()
+    num_experts: int = 0  # per layer
 
 
 @contextlib.contextmanager
@@ -32,7 +34,13 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
         if num_layers is not None:
             raise ConfigError("--layers: the bundled model has those that it has; choose a --shape")
         config = report.read_json(DEMO_MODEL / "config.json")
-        yield Subject("bundled model", "demo", config["vocab_size"], config["max_position_embeddings"])
+        yield Subject(
+            "bundled model",
+            "demo",
+            config["vocab_size"],
+            config["max_position_embeddings"],
+            num_experts=_num_experts(config),
+        )
         return
     if shape not in SHAPES:
         raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SHAPES))}")
@@ -44,4 +52,10 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
             config["vocab_size"],
             config["max_position_embeddings"],
             ("--device", "cuda", "--load-format", "dummy"),
+            _num_experts(config),
         )
+
+
+def _num_experts(config: dict[str, Any]) -> int:
+    """Qwen3 and Mixtral call it differently; a dense model has none."""
+    return int(config.get("num_experts") or config.get("num_local_experts") or 0)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from everserve.chaos.schedule import PROCESSES, Blow, Fault
+from everserve.chaos.schedule import PROCESSES, Blow, Fault, Request
 from everserve.chaos.target import NoAnswer, Process, Target, View
 from everserve.procs import process
 
 _PATIENCE_S = 2.0
+_UNDO_PATIENCE_S = 20.0  # what was done must be undone: longer than any orchestrator takes to be replaced
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,11 @@ class InjectedFault:
 
 
 class Missed(Exception):
-    """The victim of a fault was not there."""
+    """The victim of a fault was not there. `is_unknown`: the server did not say what it has done."""
+
+    def __init__(self, why: str, is_unknown: bool = False) -> None:
+        super().__init__(why)
+        self.is_unknown = is_unknown
 
 
 class Injector:
@@ -52,11 +57,11 @@ class Injector:
         self._supervisor = supervisor
         self._began_s = time.perf_counter()
         self._wakes: set[asyncio.Task[None]] = set()
-        self._over = asyncio.Event()  # set at the end: all stopped processes are woken
+        self._over = asyncio.Event()  # set at the end: stopped processes are woken, devices return
         self.records: list[InjectedFault] = []
 
     async def run(self, schedule: Iterable[Fault], until: asyncio.Event) -> None:
-        """Inject each fault at its time, until told to end; then wake all stopped processes."""
+        """Inject each fault at its time, until told to end; then wake all stopped processes and return all devices."""
         self._began_s = time.perf_counter()
         try:
             for fault in schedule:
@@ -93,7 +98,9 @@ class Injector:
         return InjectedFault(round(at_s, 3), fault.kind, tuple(hit), tuple(missed))
 
     async def _land(self, blow: Blow, view: View) -> str:
-        """Carry out one blow; returns a description of the process that it hit."""
+        """Carry out one blow; returns a description of the process or device that it hit."""
+        if blow.request is not None:
+            return await self._ask_server(blow, blow.request, view)
         victim = view.find(blow.victim)
         if victim is None:
             raise Missed("there is no such process")
@@ -104,8 +111,21 @@ class Injector:
         else:
             victim = await self._ask_for(blow, victim)
         number = f", incarnation {victim.incarnation}" if victim.rank is not None else ""
-        slept = f" for {blow.wake_after_s:.3f} s" if blow.wake_after_s is not None else ""
-        return f"{blow.what}{slept} to {blow.victim} (pid {victim.pid or 'unknown'}{number})"
+        return f"{_words(blow)} to {blow.victim} (pid {victim.pid or 'unknown'}{number})"
+
+    async def _ask_server(self, blow: Blow, request: Request, view: View) -> str:
+        """What the server does by itself: the loss of a device and its return, scaling."""
+        if not view.seats.can_spare({*blow.takes, *view.devices_away}):
+            raise Missed("too few devices would be left")
+        try:
+            await self._insist(request, _PATIENCE_S)
+        except Missed as error:
+            if blow.undo is not None and error.is_unknown:
+                self._wake_later(self._undo(blow.undo, 0.0))
+            raise
+        if blow.undo is not None:
+            self._wake_later(self._undo(blow.undo, blow.wake_after_s or 0.0))
+        return f"{_words(blow)} of {blow.victim}"
 
     def _signal(self, victim: Process, blow: Blow, supervisor: int) -> None:
         """Straight to the process. Its descriptor, unlike its pid, can never mean another one."""
@@ -134,14 +154,19 @@ class Injector:
         return _named(answer, victim)
 
     async def _drain(self, victim: Process) -> Process:
+        return _named(await self._insist(Request("/cluster/drain", {"rank": victim.rank}), _PATIENCE_S), victim)
+
+    async def _insist(self, request: Request, patience_s: float) -> dict[str, Any]:
         """As an operator does it: tries again if told to, but not for long."""
-        deadline_s = time.perf_counter() + _PATIENCE_S
+        deadline_s = time.perf_counter() + patience_s
+        is_unknown = False
         while True:
             try:
-                return _named(await self._post("/cluster/drain", {"rank": victim.rank}), victim)
-            except Missed:
+                return await self._post(request.path, request.body)
+            except Missed as error:
+                is_unknown = is_unknown or error.is_unknown
                 if time.perf_counter() > deadline_s:
-                    raise
+                    raise Missed(str(error), is_unknown) from error
             await asyncio.sleep(_PATIENCE_S / 10)
 
     async def _post(self, path: str, body: object) -> dict[str, Any]:
@@ -149,9 +174,10 @@ class Injector:
             reply = await self._target.ask("POST", path, body)
             answer: dict[str, Any] = reply.json()
         except NoAnswer as error:
-            raise Missed(str(error)) from error
+            raise Missed(str(error), is_unknown=True) from error
         if reply.status not in (200, 202):
-            raise Missed(f"{path} answered {reply.status}: {reply.body[:200].decode(errors='replace')}")
+            why = f"{path} answered {reply.status}: {reply.body[:200].decode(errors='replace')}"
+            raise Missed(why, is_unknown=reply.status == 503)
         return answer
 
     # -- waking up -------------------------------------------------------------------------------
@@ -172,6 +198,16 @@ class Injector:
         await _wait(self._over, after_s)
         with contextlib.suppress(Missed):
             await self._post("/cluster/fault", body)
+
+    async def _undo(self, request: Request, after_s: float) -> None:
+        """If that fails, the server does not reach full strength, and the verdict says so."""
+        await _wait(self._over, after_s)
+        with contextlib.suppress(Missed):
+            await self._insist(request, _UNDO_PATIENCE_S)
+
+
+def _words(blow: Blow) -> str:
+    return blow.what + (f" for {blow.wake_after_s:.3f} s" if blow.wake_after_s is not None else "")
 
 
 def _named(answer: dict[str, Any], expected: Process) -> Process:

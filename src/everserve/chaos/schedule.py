@@ -6,8 +6,10 @@ since the clients started.
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, NamedTuple
 
 SPARE = "spare-0"  # the one that will be needed next, if the server has spares
 PROCESSES = ("orchestrator", "anchor", "zygote", SPARE)
@@ -20,6 +22,9 @@ MAX_HITS, HITS_WITHIN_S = 5, 10.0
 # outlive the 10 s after which a lost process is killed.
 _SLEEPS_S = {"short": (0.005, 0.04), "around": (0.04, 0.12), "long": (0.2, 4.0), "very long": (9.0, 12.0)}
 
+_AWAY_S = (1.0, 9.0)  # how long a device is gone: while its experts get other places, and after that
+_RETURN_S = 2.0  # a return may have to wait for an orchestrator: until then the device counts as gone
+
 _GAPS_S = ((0.05, 0.3), (0.3, 1.2), (0.3, 1.2), (1.2, 4.0))  # between two faults: in a rush, or with time to heal
 _QUIET_S = (6.0, 9.0)  # full strength is reached, and stays: seats that were hit again and again are forgiven
 _QUIET_EVERY = (7, 12)  # faults
@@ -27,23 +32,35 @@ _QUIET_EVERY = (7, 12)  # faults
 
 @dataclass(frozen=True)
 class Victim:
-    """A seat by role and number, or a process that is not a worker, by name."""
+    """A seat by role and number, a device by number, a process that is not a worker by name, or the whole instance."""
 
-    name: str  # attention, expert, or one of PROCESSES
+    name: str  # attention, expert, device, one of PROCESSES, or instance
     number: int = 0
 
     def __str__(self) -> str:
-        return self.name if self.name in PROCESSES else f"{self.name} {self.number}"
+        return self.name if self.name in (*PROCESSES, "instance") else f"{self.name} {self.number}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What an operator asks the server for: a POST with this body."""
+
+    path: str
+    body: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Blow:
-    """What one victim gets: a signal by name, or `drain`, which asks it to leave."""
+    """What one victim gets: a signal by name; `drain`, which asks it to leave; or what the server does at a request,
+    and perhaps undoes at another one."""
 
     after_s: float  # since the fault began
     victim: Victim
-    what: str  # KILL, STOP, TERM, drain
-    wake_after_s: float | None = None  # of a STOP: when that very process gets its CONT
+    what: str  # KILL, STOP, TERM, drain, or in words what the request is for
+    wake_after_s: float | None = None  # of a STOP: when that very process gets its CONT; or when `undo` is due
+    request: Request | None = None
+    undo: Request | None = None  # also asked for at the end of the run
+    takes: tuple[int, ...] = ()  # devices that are not there because of it
 
 
 @dataclass(frozen=True)
@@ -53,6 +70,14 @@ class Fault:
     blows: tuple[Blow, ...]
 
 
+class Device(NamedTuple):
+    """A failure domain, and how many workers are on it."""
+
+    number: int
+    num_attention: int
+    num_expert: int
+
+
 @dataclass(frozen=True)
 class Seats:
     """What can be hit."""
@@ -60,6 +85,14 @@ class Seats:
     num_attention: int
     num_expert: int
     processes: tuple[str, ...] = PROCESSES
+    devices: tuple[Device, ...] = ()
+
+    def can_spare(self, devices: Collection[int]) -> bool:
+        """Whether at least half of the workers of each role are left without these devices: then every expert finds a
+        place, with as many shadows as there are by default."""
+        lost = [device for device in self.devices if device.number in devices]
+        num_attention, num_expert = sum(d.num_attention for d in lost), sum(d.num_expert for d in lost)
+        return 2 * num_attention <= self.num_attention and 2 * num_expert <= self.num_expert
 
     @property
     def workers(self) -> list[Victim]:
@@ -67,21 +100,33 @@ class Seats:
         return attention + [Victim("expert", i) for i in range(self.num_expert)]
 
 
-Make = Callable[[random.Random, Seats], tuple[Blow, ...]]
+Blows = tuple[Blow, ...]
+Card = tuple[str, Blows]  # a kind of fault
+Make = Callable[[random.Random, Seats], Blows]
 
 
 def make_schedule(seed: int, seconds: float, seats: Seats) -> list[Fault]:
     """All faults of a run. A longer run with the same seed begins with the same faults."""
     dice = random.Random(f"everserve chaos/faults/{seed}")
-    kinds = _deal(dice, seats)
-    hits = _Hits()
+    cards = _deal(dice, seats)
+    waiting: list[Card] = []  # cards that could not be played when they came up
+    limits = (_Hits(), _Gone(seats))
     faults: list[Fault] = []
     at_s, until_quiet = dice.uniform(0.5, 1.5), dice.randint(*_QUIET_EVERY)
     while at_s < seconds:
-        kind, blows = next(kinds)
-        if hits.allow(at_s, blows):
-            faults.append(Fault(round(at_s, 3), kind, blows))
-            until_quiet -= 1
+        waiting.append(next(cards))
+        for card in waiting:
+            if all(limit.allows(at_s, card[1]) for limit in limits):
+                break
+        else:
+            at_s += dice.uniform(*dice.choice(_GAPS_S))
+            continue
+        waiting.remove(card)
+        kind, blows = card
+        for limit in limits:
+            limit.count(at_s, blows)
+        faults.append(Fault(round(at_s, 3), kind, blows))
+        until_quiet -= 1
         if until_quiet == 0:
             at_s += dice.uniform(*_QUIET_S)
             until_quiet = dice.randint(*_QUIET_EVERY)
@@ -90,7 +135,7 @@ def make_schedule(seed: int, seconds: float, seats: Seats) -> list[Fault]:
     return faults
 
 
-def _deal(dice: random.Random, seats: Seats) -> Iterator[tuple[str, tuple[Blow, ...]]]:
+def _deal(dice: random.Random, seats: Seats) -> Iterator[Card]:
     """Cards, not dice: every kind that these seats allow comes up in every round of the deck."""
     deck = [
         kind for kind, (num_cards, is_possible, _) in _KINDS.items() if is_possible(seats) for _ in range(num_cards)
@@ -107,14 +152,37 @@ class _Hits:
     def __init__(self) -> None:
         self._times: dict[str, deque[float]] = {name: deque(maxlen=MAX_HITS) for name in PROCESSES}
 
-    def allow(self, at_s: float, blows: tuple[Blow, ...]) -> bool:
-        """Whether no process is hit too often by this. If so, the hits are counted."""
-        hit = [self._times[blow.victim.name] for blow in blows if blow.victim.name in PROCESSES]
-        if any(len(times) == MAX_HITS and at_s - times[0] < HITS_WITHIN_S for times in hit):
-            return False
-        for times in hit:
+    def allows(self, at_s: float, blows: Blows) -> bool:
+        """Whether no process is hit too often by this."""
+        hit = self._hit(blows)
+        return not any(len(times) == MAX_HITS and at_s - times[0] < HITS_WITHIN_S for times in hit)
+
+    def count(self, at_s: float, blows: Blows) -> None:
+        for times in self._hit(blows):
             times.append(at_s)
-        return True
+
+    def _hit(self, blows: Blows) -> list[deque[float]]:
+        return [self._times[blow.victim.name] for blow in blows if blow.victim.name in PROCESSES]
+
+
+class _Gone:
+    """Which devices are away, and until when."""
+
+    def __init__(self, seats: Seats) -> None:
+        self._seats = seats
+        self._until_s: dict[int, float] = {}
+
+    def allows(self, at_s: float, blows: Blows) -> bool:
+        """Whether enough devices stay, and those that are hit are there."""
+        hit = {device for blow in blows for device in blow.takes}
+        gone = {device for device, until_s in self._until_s.items() if until_s > at_s}
+        return not hit & gone and self._seats.can_spare(hit | gone)
+
+    def count(self, at_s: float, blows: Blows) -> None:
+        for blow in blows:
+            if blow.wake_after_s is not None:
+                until_s = at_s + blow.after_s + blow.wake_after_s + _RETURN_S
+                self._until_s |= dict.fromkeys(blow.takes, until_s)
 
 
 # -- kinds ---------------------------------------------------------------------------------------
@@ -123,26 +191,26 @@ class _Hits:
 def _signal(what: str, num: int = 1) -> Make:
     """The same for this many different workers, at once."""
 
-    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+    def make(dice: random.Random, seats: Seats) -> Blows:
         return tuple(Blow(0.0, victim, what) for victim in dice.sample(seats.workers, num))
 
     return make
 
 
-def _kill_one_of_each(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+def _kill_one_of_each(dice: random.Random, seats: Seats) -> Blows:
     attention = Victim("attention", dice.randrange(seats.num_attention))
     expert = Victim("expert", dice.randrange(seats.num_expert))
     return Blow(0.0, attention, "KILL"), Blow(0.0, expert, "KILL")
 
 
 def _stop(how_long: str) -> Make:
-    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+    def make(dice: random.Random, seats: Seats) -> Blows:
         return (Blow(0.0, dice.choice(seats.workers), "STOP", round(dice.uniform(*_SLEEPS_S[how_long]), 3)),)
 
     return make
 
 
-def _burst(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+def _burst(dice: random.Random, seats: Seats) -> Blows:
     """Kills so close that the first is still being repaired at the next; one rank may be hit twice."""
     times = sorted(round(dice.uniform(0, BURST_S), 3) for _ in range(dice.randint(2, 4)))
     return tuple(Blow(round(at_s - times[0], 3), dice.choice(seats.workers), "KILL") for at_s in times)
@@ -151,7 +219,7 @@ def _burst(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
 def _kill(*names: str) -> Make:
     """Processes that are not workers, at once."""
 
-    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+    def make(dice: random.Random, seats: Seats) -> Blows:
         return tuple(Blow(0.0, Victim(name), "KILL") for name in names)
 
     return make
@@ -160,13 +228,13 @@ def _kill(*names: str) -> Make:
 def _stop_process(name: str) -> Make:
     """It is ended by the supervisor, or wakes up before."""
 
-    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+    def make(dice: random.Random, seats: Seats) -> Blows:
         return (Blow(0.0, Victim(name), "STOP", round(dice.uniform(0.02, 3.0), 3)),)
 
     return make
 
 
-def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> Blows:
     """A worker and the orchestrator that would replace it, in either order, at once or shortly after each other."""
     blows = [(dice.choice(seats.workers), 0.0), (Victim("orchestrator"), round(dice.choice((0.0, 0.02, 0.2)), 3))]
     if dice.random() < 0.5:
@@ -177,12 +245,115 @@ def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> tuple[Bl
 def _hit_worker_and_spare(what: str) -> Make:
     """The spare is given the worker's seat, and gets this at about the same time."""
 
-    def make(dice: random.Random, seats: Seats) -> tuple[Blow, ...]:
+    def make(dice: random.Random, seats: Seats) -> Blows:
         after_s = dice.choice((0.0, 0.005, 0.03))
         wake_after_s = round(dice.uniform(0.02, 3.0), 3) if what == "STOP" else None
         return Blow(0.0, dice.choice(seats.workers), "KILL"), Blow(after_s, Victim(SPARE), what, wake_after_s)
 
     return make
+
+
+def _lose(device: int, after_s: float = 0.0) -> Blow:
+    """It restarts at once, without anything that was in its memory."""
+    request = Request("/cluster/fault", {"device": device})
+    return Blow(after_s, Victim("device", device), "loss", request=request, takes=(device,))
+
+
+def _take_away(dice: random.Random, device: int) -> Blow:
+    """It does not restart until it is returned."""
+    return Blow(
+        after_s=0.0,
+        victim=Victim("device", device),
+        what="absence",
+        wake_after_s=round(dice.uniform(*_AWAY_S), 3),
+        request=Request("/cluster/fault", {"device": device, "gone": True}),
+        undo=Request("/cluster/return", {"device": device}),
+        takes=(device,),
+    )
+
+
+def _draw_devices(dice: random.Random, seats: Seats, num: int) -> list[int]:
+    """So many that can be spared at once."""
+    return list(dice.choice([some for some in _choices(seats, num) if seats.can_spare(some)]))
+
+
+def _choices(seats: Seats, num: int) -> Iterator[tuple[int, ...]]:
+    return permutations([device.number for device in seats.devices], num)
+
+
+def _lose_devices(num: int) -> Make:
+    def make(dice: random.Random, seats: Seats) -> Blows:
+        return tuple(_lose(device) for device in _draw_devices(dice, seats, num))
+
+    return make
+
+
+def _take_devices(num: int) -> Make:
+    def make(dice: random.Random, seats: Seats) -> Blows:
+        return tuple(_take_away(dice, device) for device in _draw_devices(dice, seats, num))
+
+    return make
+
+
+def _lose_during_repair(dice: random.Random, seats: Seats) -> Blows:
+    first, second = _draw_devices(dice, seats, 2)
+    return _take_away(dice, first), _lose(second, round(dice.uniform(0, BURST_S), 3))
+
+
+def _take_device_and_kill(name: str) -> Make:
+    """The process gets its signal while the loss is seen to."""
+
+    def make(dice: random.Random, seats: Seats) -> Blows:
+        (device,) = _draw_devices(dice, seats, 1)
+        after_s = dice.choice((0.0, 0.02, 0.2))
+        return _take_away(dice, device), Blow(after_s, Victim(name), "KILL")
+
+    return make
+
+
+def _scale(dice: random.Random, seats: Seats) -> Blows:
+    """To half of the workers, and back. Whole devices retire where a device has several workers."""
+    few, many = _sizes(seats)
+    return (
+        Blow(
+            after_s=0.0,
+            victim=Victim("instance"),
+            what=f"scaling to {' and '.join(f'{num} {what}' for what, num in few.items())}",
+            wake_after_s=round(dice.uniform(*_AWAY_S), 3),
+            request=Request("/cluster/scale", few),
+            undo=Request("/cluster/scale", many),
+            takes=_retired(seats),
+        ),
+    )
+
+
+def _sizes(seats: Seats) -> tuple[dict[str, int], dict[str, int]]:
+    """How small it becomes, and how large it is: as `/cluster/scale` takes it."""
+    if _has_shared_devices(seats):
+        many = {"devices": len(seats.devices)}
+    else:
+        many = {"attention": seats.num_attention} | ({"expert": seats.num_expert} if seats.num_expert else {})
+    return {what: -(-num // 2) for what, num in many.items()}, many
+
+
+def _has_shared_devices(seats: Seats) -> bool:
+    return any(device.num_attention + device.num_expert > 1 for device in seats.devices)
+
+
+def _retired(seats: Seats) -> tuple[int, ...]:
+    """The devices whose workers retire: those with the highest numbers, of each role where each worker has its own."""
+    if _has_shared_devices(seats):
+        kinds = [[device.number for device in seats.devices]]
+    else:
+        kinds = [
+            [device.number for device in seats.devices if device.num_attention],
+            [device.number for device in seats.devices if device.num_expert],
+        ]
+    return tuple(device for numbers in kinds for device in sorted(numbers)[-(-len(numbers) // 2) :])
+
+
+def _can_scale(seats: Seats) -> bool:
+    return bool(_retired(seats)) and seats.can_spare(_retired(seats))
 
 
 def _any(seats: Seats) -> bool:
@@ -195,6 +366,19 @@ def _two(seats: Seats) -> bool:
 
 def _both_roles(seats: Seats) -> bool:
     return seats.num_attention > 0 and seats.num_expert > 0
+
+
+def _can_spare(num: int) -> Callable[[Seats], bool]:
+    """Whether so many devices may be lost at once, at least some of them."""
+
+    def is_possible(seats: Seats) -> bool:
+        return any(seats.can_spare(some) for some in _choices(seats, num))
+
+    return is_possible
+
+
+def _both(*conditions: Callable[[Seats], bool]) -> Callable[[Seats], bool]:
+    return lambda seats: all(condition(seats) for condition in conditions)
 
 
 def _has(*names: str) -> Callable[[Seats], bool]:
@@ -221,6 +405,16 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "kill the anchor and the orchestrator": (1, _has("anchor", "orchestrator"), _kill("anchor", "orchestrator")),
     "kill the zygote": (1, _has("zygote"), _kill("zygote")),
     "stop the zygote": (1, _has("zygote"), _stop_process("zygote")),
+    "lose a device": (2, _can_spare(1), _lose_devices(1)),
+    "lose two devices": (1, _can_spare(2), _lose_devices(2)),
+    "a device is gone": (2, _can_spare(1), _take_devices(1)),
+    "two devices are gone": (1, _can_spare(2), _take_devices(2)),
+    "a device is gone, the next is lost": (1, _can_spare(2), _lose_during_repair),
+    "a device is gone, and the orchestrator": (
+        *(1, _both(_can_spare(1), _has("orchestrator"))),
+        _take_device_and_kill("orchestrator"),
+    ),
+    "scale down and up again": (2, _can_scale, _scale),
     "kill a spare": (1, _has(SPARE), _kill(SPARE)),
     "stop a spare": (1, _has(SPARE), _stop_process(SPARE)),
     "kill a worker and a spare": (2, _has(SPARE), _hit_worker_and_spare("KILL")),

@@ -6,14 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from everserve.chaos.schedule import PROCESSES, Seats, Victim
+from everserve.chaos.schedule import PROCESSES, Device, Seats, Victim
 from everserve.client import Broken, Connection, key_headers, unauthorized
 from everserve.errors import ConfigError, EverserveError
 from everserve.procs import process
 
 _ANSWER_S = 30.0
 _NO_RANK = (1 << 31) - 1  # a rank that no server has
-_ADMINISTRATION = ("/cluster/fault", "/cluster/drain")
 
 
 class Reply(NamedTuple):
@@ -53,6 +52,7 @@ class View:
             num_attention=len(self._of_role("attention")),
             num_expert=len(self._of_role("expert")),
             processes=tuple(name for name in PROCESSES if name in names),
+            devices=self._devices(),
         )
 
     @property
@@ -78,17 +78,38 @@ class View:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of all processes, by rank or by name."""
-        named = {process["name"]: int(process["pid"]) for process in self.data["processes"]}
-        return named | {f"worker {worker['rank']}": int(worker["pid"]) for worker in self.workers if worker["pid"]}
+        """Of all processes, by name; of workers, by role and number: a rank may have another role after scaling."""
+        found = {process["name"]: int(process["pid"]) for process in self.data["processes"]}
+        for role in ("attention", "expert"):
+            workers = enumerate(self._of_role(role))
+            found |= {f"{role} worker {i}": int(worker["pid"]) for i, worker in workers if worker["pid"]}
+        return found
+
+    @property
+    def devices_away(self) -> set[int]:
+        """Those that are gone, and those whose workers all start again."""
+        return {device["device"] for device in self.data.get("devices", ()) if device["state"] != "serving"}
 
     def find(self, victim: Victim) -> Process | None:
         """The victim's process now, as far as the gateway knows."""
         if victim.name in PROCESSES:
             pids = [process["pid"] for process in self.data["processes"] if process["name"] == victim.name]
             return Process(pids[0], None, 0) if pids else None
-        worker = self._of_role(victim.name)[victim.number]
+        workers = self._of_role(victim.name)
+        if victim.number >= len(workers):
+            return None  # it has retired
+        worker = workers[victim.number]
         return Process(worker["pid"], worker["rank"], worker["incarnation"]) if worker["pid"] else None
+
+    def _devices(self) -> tuple[Device, ...]:
+        found = []
+        for device in self.data.get("devices", ()):
+            num_of = {
+                role: sum(worker["rank"] in device["workers"] for worker in self._of_role(role))
+                for role in ("attention", "expert")
+            }
+            found.append(Device(device["device"], num_of["attention"], num_of["expert"]))
+        return tuple(found)
 
     def _of_role(self, role: str) -> list[dict[str, Any]]:
         """Seats with both roles count as attention seats."""
@@ -105,7 +126,8 @@ class Target:
 
     async def ask(self, method: str, path: str, body: object = None, timeout_s: float = _ANSWER_S) -> Reply:
         """One exchange, whatever its status; NoAnswer if there is none in time."""
-        headers = self._admin_headers if path in _ADMINISTRATION else self.headers
+        is_administration = method == "POST" and path.startswith("/cluster/")
+        headers = self._admin_headers if is_administration else self.headers
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await Connection.open(self.url, method, path, body, headers)

@@ -1,5 +1,6 @@
 """`everserve bench NAME`: one benchmark; prints a table and writes JSON."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -122,6 +123,64 @@ def failover(
 
 
 @bench_app.command()
+def repair(
+    devices: Annotated[
+        int, typer.Option(help="Devices, with an attention and an expert worker each.", min=2, max=MAX_RANKS // 2)
+    ] = 8,
+    lost: Annotated[
+        list[int] | None, typer.Option(help="Devices lost at once; repeatable. Default: 1, 2, 4.", min=1)
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only these cases, by parts of their names; repeatable: gone, device-few, 2-processes-enough."
+        ),
+    ] = None,
+    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)] = 1500,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    spares: Spares = None,
+    kv_log: Annotated[
+        str, typer.Option(help="`--kv-log` of the server. A mirror outlives a device, an anchor only processes.")
+    ] = "mirror",
+    serve: Annotated[
+        str, typer.Option(help="More flags of the server, in one string: --serve '--detect-ms 100'.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(help="Losses in each case.", min=1)] = 3,
+    baseline_rounds: Annotated[int, typer.Option(help="Restarts of the whole instance.", min=0)] = 1,
+    warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each loss.", min=1)] = 3.0,
+    out: Out = None,
+) -> None:
+    """Devices are lost under running streams: gaps, time to repair, tokens/s; beside it, a full restart.
+
+    Exit status 1 if a stream lost a token or got a different one, if a loss was not repaired, or if on a GPU a worker
+    of another device was harmed.
+    """
+    from everserve.bench import repair as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        num_devices=devices,
+        lost=tuple(lost or (1, 2, 4)),
+        cases=tuple(case or ()),
+        num_streams=streams,
+        max_tokens=tokens,
+        rounds=rounds,
+        baseline_rounds=baseline_rounds,
+        warm_s=warm_s,
+        shape=shape,
+        num_layers=layers,
+        num_prompt=prompt,
+        spares=spares,
+        kv_log=kv_log,
+        serve=tuple(shlex.split(serve)),
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
 def scaling(
     shape: Shape = "bundled",
     layers: Layers = None,
@@ -170,6 +229,45 @@ def scaling(
         warm_s=warm_s,
         shape=shape,
         num_layers=layers,
+        spares=spares,
+        kv_log=kv_log,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def scale(
+    sizes: Annotated[
+        str, typer.Option(help="Numbers of devices, one after the other; each has an attention and an expert worker.")
+    ] = "2,4,8,3",
+    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)] = 400,
+    stay_s: Annotated[float, typer.Option(help="Seconds at each size.", min=0.5)] = 5.0,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    spares: Spares = None,
+    kv_log: KvLog = None,
+    out: Out = None,
+) -> None:
+    """More and fewer devices under running streams: largest gaps and tokens/s.
+
+    Exit status 1 if a stream lost a token or got a different one.
+    """
+    from everserve.bench import scale as benchmark  # noqa: PLC0415 (torch)
+
+    numbers = [int(text) if text.strip().isdecimal() else 0 for text in sizes.split(",")]
+    if len(numbers) < 2 or min(numbers) < 1 or 2 * max(numbers) > MAX_RANKS:
+        raise typer.BadParameter(f"two or more numbers from 1 to {MAX_RANKS // 2}: 2,4,8,3", param_hint="--sizes")
+    settings = benchmark.Settings(
+        sizes=tuple(numbers),
+        num_streams=streams,
+        max_tokens=tokens,
+        stay_s=stay_s,
+        shape=shape,
+        num_layers=layers,
+        num_prompt=prompt,
         spares=spares,
         kv_log=kv_log,
     )
@@ -243,6 +341,46 @@ def checkpoint(
         prompt=prompt or (512 if is_gpu else 32),
         max_tokens=tokens,
         rounds=rounds or (3 if is_gpu else 12),
+        shape=shape,
+        num_layers=layers,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def balance(
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=MAX_RANKS)] = 2,
+    expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=2, max=MAX_RANKS)] = 4,
+    shadow_experts: Annotated[
+        int | None, typer.Option(help="`--shadow-experts` of the server. Default: the server's.", min=0)
+    ] = None,
+    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 16,
+    tokens: Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)] = 600,
+    words: Annotated[int, typer.Option(help="Different tokens in all streams: the fewer, the more skew.", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="Seconds of load on each server.", min=5)] = 40.0,
+    rounds: Annotated[int, typer.Option(help="Rounds, each with both servers.", min=1)] = 1,
+    out: Out = None,
+) -> None:
+    """Skewed traffic with --enable-eplb and without: load of the busiest worker, tokens/s and gaps while experts move.
+
+    Exit status 1 if a stream was not exact, or nothing was moved.
+    """
+    from everserve.bench import balance as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        num_attention=attention_workers,
+        num_expert=expert_workers,
+        shadow_experts=shadow_experts,
+        num_streams=streams,
+        num_prompt=prompt,
+        max_tokens=tokens,
+        words=words,
+        seconds=seconds,
+        rounds=rounds,
         shape=shape,
         num_layers=layers,
     )

@@ -41,6 +41,16 @@ def chaos(
     expert_workers: Annotated[
         int | None, typer.Option(help="Expert workers of the server. Default: 2.", min=0, max=MAX_RANKS)
     ] = None,
+    data_parallel_size: Annotated[
+        int | None,
+        typer.Option("--data-parallel-size", "-dp", help="So many attention workers instead.", min=1, max=MAX_RANKS),
+    ] = None,
+    enable_expert_parallel: Annotated[
+        bool,
+        typer.Option(
+            "--enable-expert-parallel", help="With -dp N: N devices with an attention and an expert worker each."
+        ),
+    ] = False,
     kv_log: Annotated[str | None, typer.Option(help="KV log of the server: mirror, anchor or off.")] = None,
     serve: Annotated[
         str, typer.Option(help="More flags of the server, in one string: --serve '--block-size 32'.")
@@ -55,7 +65,8 @@ def chaos(
         str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
     ] = None,
 ) -> None:
-    """Kill, stop and drain workers and helpers under running streams, and compare every token with the undisturbed run.
+    """Kill, stop and drain processes and lose devices under running streams; compare every token with the undisturbed
+    run.
 
     Starts a server of its own, unless --url names one. Exit status 1 if anything was lost, doubled or changed, hangs or
     leaks.
@@ -73,13 +84,13 @@ def chaos(
         stall_limit_s=stall_limit,
     )
     if url is not None:
-        if attention_workers is not None or expert_workers is not None or kv_log is not None or serve:
+        given = (attention_workers, expert_workers, data_parallel_size, kv_log)
+        if any(flag is not None for flag in given) or enable_expert_parallel or serve:
             raise ConfigError("--url: the server runs already; flags for a server make no sense")
         with Progress() as progress:
             verdict = run.check_running(Target(url, api_key, admin_key), settings, progress)
     else:
-        workers = ["--attention-workers", str(attention_workers or 2)]
-        workers += ["--expert-workers", str(2 if expert_workers is None else expert_workers)]
+        workers = _workers(attention_workers, expert_workers, data_parallel_size, enable_expert_parallel)
         log = ["--kv-log", kv_log] if kv_log is not None else []
         with Progress() as progress:
             flags = [*workers, *log, *shlex.split(serve)]
@@ -91,6 +102,21 @@ def chaos(
         typer.echo(f"written to {json_file}")
     if not verdict.is_good:
         raise typer.Exit(1)
+
+
+def _workers(
+    num_attention: int | None, num_expert: int | None, data_parallel_size: int | None, has_expert_parallel: bool
+) -> list[str]:
+    """Flags of the server: what was said, else two workers of each role."""
+    said = {
+        "--attention-workers": num_attention,
+        "--expert-workers": num_expert,
+        "--data-parallel-size": data_parallel_size,
+    }
+    if data_parallel_size is None:
+        said |= {"--attention-workers": num_attention or 2, "--expert-workers": 2 if num_expert is None else num_expert}
+    flags = [word for flag, value in said.items() if value is not None for word in (flag, str(value))]
+    return [*flags, "--enable-expert-parallel"] if has_expert_parallel else flags
 
 
 def _write(path: Path, result: dict[str, object]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from everserve.config.kvlog import LogConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
+from everserve.control.scaling import grown, size_of
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
 from everserve.memory.devices import DeviceInfo, look
@@ -81,14 +82,16 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     start_without = msgspec.structs.replace(start, worker=without_kv)
     model = ModelConfig.from_directory(Path(start.worker.model.directory))
-    goal = first_goal(start_without, model)
-    needs = Needs(model, without_kv, capacity_of(start_without, model, goal), start.cluster.detect_ms)
+    first = first_goal(start_without, model)
+    capacity = capacity_of(start_without, model, first)
+    goal, needs = grown(first, capacity), Needs(model, without_kv, capacity, start.cluster.detect_ms)
+    size = size_of(goal)
     # One lane more than there are peers: lanes of a dead worker are freed only when every peer has unmapped them.
-    lanes_bytes = (start.cluster.expert_workers + 1) * needs.capacity.lane_bytes if goal.placement is not None else 0
+    lanes_bytes = (size.expert + 1) * capacity.lane_bytes if goal.placement is not None else 0
     workers = [
         WorkerNeeds(
             rank=seat.rank,
-            device=seat.device,
+            device=seat.gpu,
             roles=seat.roles,
             weights_bytes=needs.weights_bytes(goal, seat.rank)
             if needs.weights_owner(goal, seat.rank) == seat.rank
@@ -101,7 +104,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
     if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / start.cluster.attention_workers))
+        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / size.attention))
     return num_bytes
 
 

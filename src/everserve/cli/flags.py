@@ -85,7 +85,8 @@ class _Option:
 
     def parameter(self) -> inspect.Parameter:
         """For typer. What is off can be turned on; what is on has a `--no-` too."""
-        spelled = [_spelled(self.name)] if self.default is False else []
+        spelled = [_spelled(self.name)] if self.default is False or self.flag.short else []
+        spelled += [self.flag.short] if self.flag.short else []
         flag, type_ = self.flag, self.type if self.default is not None else self.type | None
         option = typer.Option(*spelled, help=self.help(), min=flag.min, max=flag.max, envvar=flag.envvar)
         return inspect.Parameter(

@@ -1,4 +1,5 @@
-"""`everserve kill RANK`: send a signal to a worker, or to another process, to see that clients do not notice."""
+"""`everserve kill RANK`: send a signal to a worker, or to another process, to see that clients do not notice.
+`everserve kill --device D`: lose a device. `everserve return D`: it is there again."""
 
 from typing import Annotated
 
@@ -15,12 +16,18 @@ _SIGNALS = ("KILL", "STOP", "CONT", "TERM")
 @app.command()
 def kill(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="RANK", help="Rank of a worker, or orchestrator, anchor, zygote: see `everserve status`."
         ),
-    ],
+    ] = None,
     signal: Annotated[str, typer.Option(help="KILL, STOP, CONT or TERM.")] = "KILL",
+    device: Annotated[
+        int | None, typer.Option(help="Lose a device instead: its workers, and everything in its memory.", min=0)
+    ] = None,
+    gone: Annotated[
+        bool, typer.Option("--gone", help="The device does not come back before `everserve return`.")
+    ] = False,
     url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
     api_key: Annotated[
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
@@ -29,7 +36,16 @@ def kill(
         str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
     ] = None,
 ) -> None:
-    """Inject a fault: send a signal to a process. The server must run with --enable-chaos."""
+    """Inject a fault: send a signal to a process, or lose a device. The server must run with --enable-chaos."""
+    if (target is None) == (device is None):
+        raise ConfigError("kill: name either a RANK or a --device")
+    if gone and device is None:
+        raise ConfigError("--gone: only a --device can be gone")
+    if device is not None:
+        lost = administer(f"{url}/cluster/fault", admin_key, api_key, {"device": device, "gone": gone})
+        typer.echo(f"device {device} is {'gone' if gone else 'lost'} with {_ranks(lost['ranks'])}")
+        return
+    assert target is not None
     name = signal.upper().removeprefix("SIG")
     if name not in _SIGNALS:
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
@@ -39,3 +55,24 @@ def kill(
     else:
         sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"process": target, "signal": name})
         typer.echo(f"sent SIG{name} to the {target} (pid {sent['pid']})")
+
+
+@app.command(name="return")
+def return_device(
+    device: Annotated[int, typer.Argument(help="A device that is gone: see `everserve status`.", min=0)],
+    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
+    ] = None,
+    admin_key: Annotated[
+        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
+    ] = None,
+) -> None:
+    """A device that was gone can be used again: workers start on it, and serve when they are ready."""
+    back = administer(f"{url}/cluster/return", admin_key, api_key, {"device": device})
+    who = f"{_ranks(back['ranks'])} start" if back["ranks"] else "no worker should be on it, see `everserve scale`"
+    typer.echo(f"device {device} is back: {who}")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -19,6 +19,7 @@ from everserve.cli.flags import Said, expand
 from everserve.cli.serve_settings import (
     check_compiler,
     check_experts,
+    check_weights,
     resolve_model,
     start_orchestrator,
     worker_settings,
@@ -103,7 +104,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API."""
     # What cannot be served is refused before anything starts.
-    workers = cluster.make()
+    workers = cluster.make().resolved()
     if gpu_memory_utilization is not None and not 0 < gpu_memory_utilization <= 1:
         raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
     if event_log is not None:
@@ -120,8 +121,9 @@ def serve(
     check_experts(workers, ModelConfig.from_directory(directory))
     check_compiler()
 
-    chosen = choose(compute.make().device, share_device, workers.num_workers)
+    chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
     weights = source.make(directory=str(directory), fingerprint=fingerprint(directory))
+    check_weights(workers, weights)
     settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 

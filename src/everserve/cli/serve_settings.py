@@ -13,12 +13,15 @@ from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
+from everserve.control.design import capacity_of, first_goal
+from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
 from everserve.plan.placement import place_experts
-from everserve.tables.ids import Rank
+from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
+from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
 
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
@@ -47,6 +50,14 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
     place_experts(model.num_experts, model.moe_layers, ranks, cluster.shadow_experts)
 
 
+def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
+    """Both flags are about experts of expert workers."""
+    if not cluster.expert_workers and source.weights == "memory":
+        raise ConfigError("--weights memory needs --expert-workers")
+    if not cluster.expert_workers and source.expert_backup != "off":
+        raise ConfigError(f"--expert-backup {source.expert_backup} needs --expert-workers")
+
+
 def check_compiler() -> None:
     """Compile now what every process would compile first."""
     try:
@@ -66,8 +77,11 @@ def worker_settings(
     """What was said, and the defaults of this kind of device. The KV cache has no size yet, unless that was said."""
     if source.load_format == "dummy" and device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
+    weights = source.weights if device == "cpu" else "memory"
+    if source.expert_backup != "off" and weights != "memory":
+        raise ConfigError("--expert-backup host: on CPUs only with --weights memory")
     return WorkerSettings(
-        model=structs.replace(source, dtype=dtype_on(device, source.dtype)),
+        model=structs.replace(source, dtype=dtype_on(device, source.dtype), weights=weights),
         engine=engine.make(device, kv_cache_bytes=0),
         log=kv_log.make(device),
         compute=structs.replace(compute.make(), device=device),
@@ -79,18 +93,47 @@ def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
     """With the KV cache as large as it was wanted, or as these devices have room for it."""
-    start = StartOrchestrator(cluster=cluster, worker=worker, num_devices=len(chosen.devices))
+    start = StartOrchestrator(cluster=cluster, worker=worker, num_gpus=len(chosen.devices))
+    expert_bytes = _expert_bytes(start)
+    if expert_bytes > _available_bytes():
+        raise ConfigError(
+            f"experts in host memory take {expert_bytes / 1e9:.1f} GB, and {_available_bytes() / 1e9:.1f} GB are there:"
+            " use --weights mapped or --expert-backup off, or fewer --shadow-experts"
+        )
     if worker.engine.kv_cache_bytes:
         return start
     if chosen.device == "cpu":
-        kv_bytes = _free_bytes_for_kv(utilization, cluster.attention_workers, has_mirror=worker.log.mode == "mirror")
+        most, has_mirror = cluster.attention_workers + cluster.num_growth, worker.log.mode == "mirror"
+        kv_bytes = _free_bytes_for_kv(utilization, expert_bytes, most, has_mirror)
     else:
         kv_bytes = kv_cache_bytes(chosen, start, utilization, cluster.spares)
     engine = structs.replace(worker.engine, kv_cache_bytes=kv_bytes)
     return structs.replace(start, worker=structs.replace(worker, engine=engine))
 
 
-def _free_bytes_for_kv(share: float | None, num_attention: int, has_mirror: bool) -> int:
-    """What is free now, shared by the attention workers; a mirror costs as much again."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _expert_bytes(start: StartOrchestrator) -> int:
+    """Host memory for experts: of expert workers on CPUs that do not map the files, and of the backup."""
+    source = start.worker.model
+    if not start.cluster.expert_workers or (source.weights, source.expert_backup) == ("mapped", "off"):
+        return 0
+    start = structs.replace(
+        start, worker=structs.replace(start.worker, log=LogConfig(mode="off"))
+    )  # KV has no size yet
+    model = ModelConfig.from_directory(Path(source.directory))
+    goal = first_goal(start, model)
+    needs = Needs(model, start.worker, capacity_of(start, model, goal), start.cluster.detect_ms)
+    pieces = {piece for seat in goal.seats for piece in needs.memory(goal, WorkerId(seat.rank, Incarnation(1)))}
+    in_host = [piece for piece in pieces if piece.gpu == NO_DEVICE]
+    return sum(piece.num_bytes for piece in in_host if piece.kind in (Kind.WEIGHTS, Kind.BACKUP))
+
+
+def _available_bytes() -> int:
+    """Memory of the host that is free, or that the kernel would free: it holds cached files."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _free_bytes_for_kv(share: float | None, expert_bytes: int, num_attention: int, has_mirror: bool) -> int:
+    """What is free now and not needed for experts, shared by the attention workers; a mirror costs as much again."""
+    free = max(0, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - expert_bytes)
     return int(free * (share or _CPU_MEMORY_SHARE) / num_attention / (2 if has_mirror else 1))

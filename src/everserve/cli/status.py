@@ -22,6 +22,7 @@ def status(
         str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of /cluster.")] = False,
+    experts: Annotated[bool, typer.Option("--experts", help="Show the load and places of experts.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Update the screen until Ctrl-C.")] = False,
 ) -> None:
     """Show workers, roles, epoch, placement, validity and requests. Exit status 1 if the instance is not valid."""
@@ -29,6 +30,10 @@ def status(
         from everserve.cli import watch as live  # noqa: PLC0415 (`status` is for scripts too, and should be quick)
 
         live.watch(url, api_key)
+        return
+    if experts:
+        found = ask("GET", f"{url}/cluster/experts", key_headers(api_key))
+        typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(_experts_lines(found)))
         return
     cluster = fetch_cluster(url, api_key)
     if as_json:
@@ -92,6 +97,28 @@ def _print(cluster: dict[str, Any]) -> None:
     notes = [f"rank {worker['rank']}: {worker['note']}" for worker in cluster["workers"] if worker["note"]]
     if recent := [*notes, *(f"- {sentence}" for sentence in cluster.get("recent", []))]:
         typer.echo("\n" + "\n".join(recent))
+
+
+_NUM_HOT = 5  # experts of a layer that are listed
+
+
+def _experts_lines(found: dict[str, Any]) -> list[str]:
+    """The busiest experts of each layer, with their places: active ones first, shadows in parentheses."""
+    ratio = found["imbalance"]["max_over_mean"]
+    if not found["layers"]:
+        return ["there are no expert workers"]
+    head = "no load" if ratio is None else f"max/mean load of expert workers: {ratio:.2f}"
+    rows: list[Sequence[str]] = [("layer", "rows/s", "busiest experts: share of rows @ ranks")]
+    for layer in found["layers"]:
+        total = sum(expert["load"] for expert in layer["experts"])
+        busiest = sorted(layer["experts"], key=lambda expert: -expert["load"])[:_NUM_HOT]
+        words = [f"{one['expert']}: {one['load'] / total:.0%} @ {_ranks(one['places'])}" for one in busiest if total]
+        rows.append((str(layer["layer"]), f"{total:.0f}", ", ".join(words)))
+    return [head, "", *_table(rows)]
+
+
+def _ranks(places: list[dict[str, Any]]) -> str:
+    return " ".join(str(place["rank"]) if place["active"] else f"({place['rank']})" for place in places) or "nowhere"
 
 
 _COLUMNS = ("rank", "role", "state", "inc", "pid", "requests", "KV", "slots")

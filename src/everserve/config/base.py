@@ -24,6 +24,7 @@ class Flag:
 
     help: str
     name: str = ""
+    short: str = ""  # another spelling, with its dash
     min: float | None = None
     max: float | None = None
     choices: tuple[Any, ...] = ()

@@ -2,6 +2,8 @@
 
 from typing import Annotated
 
+import msgspec
+
 from everserve.config.base import Config, Flag
 from everserve.errors import ConfigError
 
@@ -11,16 +13,37 @@ _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make li
 
 
 class ClusterConfig(Config, frozen=True, kw_only=True):
-    """Attention workers are the first ranks, expert workers follow."""
+    """Attention workers are the first ranks, expert workers follow; both are dealt to the devices in this order."""
 
     attention_workers: Annotated[int, Flag("Workers that own requests and their KV cache.", min=1, max=MAX_RANKS)] = 1
     expert_workers: Annotated[
         int, Flag("Workers that own experts. 0: each attention worker has all experts itself.", min=0, max=MAX_RANKS)
     ] = 0
+    data_parallel_size: Annotated[
+        int | None,
+        Flag("The same as so many --attention-workers; with --enable-expert-parallel also --expert-workers and"
+             " --devices.", short="-dp", min=1, max=MAX_RANKS),
+    ] = None  # fmt: skip
+    enable_expert_parallel: Annotated[
+        bool, Flag("An attention and an expert worker on each of --data-parallel-size devices.")
+    ] = False
+    devices: Annotated[
+        int | None,
+        Flag("Failure domains: workers on one device are lost together, with all memory on it. On CPUs sets of workers"
+             " (default: each worker alone); on GPUs shares of them (default: each GPU is one).", min=1, max=MAX_RANKS),
+    ] = None  # fmt: skip
+    max_workers: Annotated[
+        int | None,
+        Flag("Most workers that `everserve scale` may ask for. Default: those at the start.", min=1, max=MAX_RANKS),
+    ] = None
     shadow_experts: Annotated[
         int | None,
         Flag("Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0),
     ] = None
+    enable_eplb: Annotated[
+        bool,
+        Flag("Let experts change places, and hot ones have several, by their load. Costs copies of weights at times."),
+    ] = False
     spares: Annotated[
         int, Flag("Processes per device that wait to become workers: replacements start sooner.", min=0, max=8)
     ] = 0
@@ -32,9 +55,42 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     def check(self) -> None:
         if self.num_workers > MAX_RANKS:
             raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
+        if self.devices is not None and self.data_parallel_size is None and self.devices > self.num_workers:
+            raise ConfigError(f"--devices {self.devices}: there are only {self.num_workers} workers to put on them")
+        if self.max_workers is not None and self.max_workers < self.num_workers:
+            raise ConfigError(f"--max-workers {self.max_workers}: the instance starts with {self.num_workers} workers")
         if self.detect_ms and not _MIN_DETECT_MS <= self.detect_ms <= _MAX_DETECT_MS:
             raise ConfigError(f"--detect-ms {self.detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
+
+    def resolved(self) -> "ClusterConfig":
+        """With the workers that data and expert parallelism stand for."""
+        size = self.data_parallel_size
+        if size is None:
+            if self.enable_expert_parallel:
+                raise ConfigError("--enable-expert-parallel: say on how many devices, with --data-parallel-size N")
+            return self
+        num_expert, devices = self.expert_workers, self.devices
+        if self.attention_workers not in (1, size):
+            raise ConfigError(f"--data-parallel-size {size} means {size} --attention-workers: leave one of them out")
+        if self.enable_expert_parallel:
+            if num_expert not in (0, size) or devices not in (None, size):
+                raise ConfigError(
+                    f"--data-parallel-size {size} --enable-expert-parallel means {size} --expert-workers and"
+                    f" {size} --devices: leave those flags out"
+                )
+            num_expert = devices = size
+        found = msgspec.structs.replace(
+            self, data_parallel_size=None, enable_expert_parallel=False,
+            attention_workers=size, expert_workers=num_expert, devices=devices,
+        )  # fmt: skip
+        found.check()
+        return found
 
     @property
     def num_workers(self) -> int:
         return self.attention_workers + self.expert_workers
+
+    @property
+    def num_growth(self) -> int:
+        """How many workers more than at the start there may be."""
+        return max(0, (self.max_workers or 0) - self.num_workers)

@@ -23,4 +23,20 @@ class ModelSource(Config, frozen=True, kw_only=True):
             choices=("auto", "dummy"),
         ),
     ] = "auto"
+    weights: Annotated[  # on a GPU always "memory"
+        str,
+        Flag(
+            "Experts of expert workers on CPUs. mapped: read where the model's files are mapped; memory: copied to"
+            " memory that outlives their worker, so that lost experts come from peers' memory instead of the files.",
+            choices=("mapped", "memory"),
+        ),
+    ] = "mapped"
+    expert_backup: Annotated[
+        str,
+        Flag(
+            "host: every expert once in host memory, filled in the background after the start; experts that a device"
+            " has lost come from there.",
+            choices=("off", "host"),
+        ),
+    ] = "off"
     fingerprint: str = ""  # of the files when the instance was started (model/fingerprint.py); "": any will do

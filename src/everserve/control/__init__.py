@@ -3,6 +3,9 @@
 machine.py          events in, effects and a reason out; no I/O, the time is passed in
 events.py           the input of the machine
 effects.py          the actions that the machine orders, and the decision that carries them
+places.py           where experts should be, and the next slots to fill on the way there
+scaling.py          the seats that an operator asks for, and when a worker that retires may leave
+balance.py          when experts move for their load; loads.py: how much each expert is used
 seats.py            one seat: its state diagram, its restart delay, its note for operators; the timeouts (Policy)
 
 recovery.py         a new orchestrator before its machine resumes: which processes have reported
@@ -15,6 +18,9 @@ provisioning.py     how a worker is started: memory, process, channel
 detector.py         life words and pulses become events
 worker_ends.py      the orchestrator's side of all workers: channels, cells, and the lanes between workers
 log_references.py   which KV logs exist, and when they can be released
+weights_sources.py  which weights exist, that expert workers can copy from
+repairs.py          how far a repair is, for events
+experts_view.py     loads and places of experts, for the gateway
 anchor_client.py    requests to the anchor for memory
 to_gateway.py       messages to the gateway
 """

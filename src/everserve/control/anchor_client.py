@@ -7,6 +7,7 @@ Memory that must outlive the anchor (cells, logs, weights) is *held* here too. L
 import os
 from collections.abc import Callable
 
+from everserve.tables.ids import WorkerId
 from everserve.tables.memory import Memory
 from everserve.wire.channel import Channel
 from everserve.wire.messages import Adopt, Allocate, Allocated, AllocationFailed, Release
@@ -62,6 +63,10 @@ class AnchorClient:
         """The descriptor; None if it is not held."""
         return self._held.get(memory) if memory is not None else None
 
+    def held_by(self, owner: WorkerId) -> list[Memory]:
+        """The memory that is held and has no other owner."""
+        return [memory for memory in self._held if memory.owners == (owner,)]
+
     def release(self, memory: Memory) -> None:
         self._waiting.pop(memory, None)
         fd = self._held.pop(memory, None)
@@ -69,6 +74,10 @@ class AnchorClient:
             os.close(fd)
         if self.channel is not None:
             self.channel.send(Release(memory=memory))
+
+    def on_device(self, device: int) -> list[Memory]:
+        """What is held of the memory of a device."""
+        return [memory for memory in self._held if memory.device == device]
 
     def read(self) -> None:
         """Handle the messages of the anchor; ChannelClosed if it has died."""

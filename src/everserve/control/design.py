@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from everserve.backends.cpu.lane import LaneShape
 from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
-from everserve.plan.placement import place_experts, survivable_deaths
+from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
+from everserve.plan.repair import Room, replan
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
@@ -15,31 +16,38 @@ from everserve.wire.messages import StartOrchestrator, WorkerSettings
 
 log = logging.getLogger(__name__)
 
+_ITEM_BYTES = 2  # of a weight
+_FILL_BYTES = 1 << 30  # of one message: some 20 ms of copying between host and device
+_FEWEST_FILLS, _MOST_FILLS = 4, 128
+
 
 def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
-    """The configured workers, assigned to the devices round-robin. Raises UserError if the model cannot be served with
-    this configuration."""
-    placement, own_experts = None, model.num_experts
-    roles: tuple[Role, ...] = (Role.ATTENTION, Role.EXPERT)
+    """The configured workers, dealt to the devices in order. Raises UserError if the model cannot be served with this
+    configuration."""
     cluster = start.cluster
-    if cluster.expert_workers:
-        ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
-        placement = place_experts(model.num_experts, model.moe_layers, ranks, cluster.shadow_experts)
-        roles, own_experts = (Role.ATTENTION,), 0
-    kinds: Sequence[tuple[tuple[Role, ...], int]] = [
-        *((roles, own_experts) for _ in range(cluster.attention_workers)),
-        *(((Role.EXPERT,), 0) for _ in range(cluster.expert_workers)),
-    ]
+    roles: tuple[Role, ...] = (Role.ATTENTION,) if cluster.expert_workers else (Role.ATTENTION, Role.EXPERT)
+    own_experts = 0 if cluster.expert_workers else model.num_experts
+    kinds = [(roles, own_experts)] * cluster.attention_workers + [((Role.EXPERT,), 0)] * cluster.expert_workers
+    num_devices = cluster.devices or start.num_gpus or len(kinds)
     seats = tuple(
         SeatGoal(
             rank=Rank(rank),
             roles=roles,
             own_experts=own_experts,
-            device=rank % start.num_devices if start.num_devices else NO_DEVICE,
+            device=rank % num_devices,
+            gpu=rank % num_devices % start.num_gpus if start.num_gpus else NO_DEVICE,
         )
         for rank, (roles, own_experts) in enumerate(kinds)
     )
+    experts = [seat for seat in seats if Role.ATTENTION not in seat.roles]
+    placement = _first_placement(model, experts, cluster.shadow_experts) if experts else None
     return Goal(version=1, seats=seats, placement=placement)
+
+
+def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], num_shadows: int | None) -> Placement:
+    """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
+    placement = place_experts(model.num_experts, model.moe_layers, [seat.rank for seat in seats], num_shadows)
+    return replan(placement, [Room(seat.rank, seat.device, placement.num_slots) for seat in seats])
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
@@ -47,12 +55,20 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
     slots_per_layer = goal.placement.num_slots if goal.placement is not None else 0
     log_bytes, kv_bytes = _log_bytes(model, start.worker)
     return Capacity(
-        max_workers=1 + max(seat.rank for seat in goal.seats),
+        max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
+        num_gpus=start.num_gpus,
+        devices=start.cluster.devices,
         slots_per_layer=slots_per_layer,
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
     )
+
+
+def max_fills(model: ModelConfig) -> int:
+    """In one message to a worker. What it was told is not taken back, so a message should not take long."""
+    expert_bytes = 3 * model.hidden_size * model.expert_intermediate_size * _ITEM_BYTES
+    return max(_FEWEST_FILLS, min(_MOST_FILLS, _FILL_BYTES // max(expert_bytes, 1)))
 
 
 def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) -> int:
@@ -76,15 +92,19 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
     return shape.num_bytes, 0
 
 
-def describe(placement: Placement) -> PlacementMade:
-    """Log how many deaths the placement survives, and return the same as an event."""
-    deaths = survivable_deaths(placement)
+def describe(goal: Goal, placement: Placement, slots_per_layer: int) -> PlacementMade:
+    """Log which losses the placement survives, and return the same as an event."""
+    device_of = {seat.rank: seat.device for seat in goal.seats}
+    deaths, losses = survivable_deaths(placement), survivable_losses(placement, device_of)
+    devices = {device_of[seat.rank] for seat in placement.seats}
+    per_device = slots_per_layer * len(placement.seats) // len(devices)
+    repairable = len(devices) - -(-placement.num_experts // per_device)
     num_active = max(len(experts) for seat in placement.seats for experts in seat.active)
     num_shadow = max(len(experts) for seat in placement.seats for experts in seat.shadows)
     log.info(
-        "%d expert workers with %d active and %d shadow experts per layer each: %s",
-        len(placement.seats), num_active, num_shadow,
-        f"any {deaths} may die at once without a pause" if deaths else "every death makes streams wait",
+        "%d expert workers on %d devices with %d active and %d shadow experts per layer each: without a pause survive"
+        " the death of any %d of them, the loss of any %d devices; with a repair, the loss of %d",
+        len(placement.seats), len(devices), num_active, num_shadow, deaths, losses, max(repairable, losses),
     )  # fmt: skip
     return PlacementMade(
         process="orchestrator",
@@ -92,4 +112,6 @@ def describe(placement: Placement) -> PlacementMade:
         active_per_worker=num_active,
         shadow_per_worker=num_shadow,
         survivable_deaths=deaths,
+        survivable_devices=losses,
+        repairable_devices=max(repairable, losses),
     )

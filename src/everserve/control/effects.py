@@ -7,6 +7,7 @@ from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
+from everserve.tables.slots import Fill
 from everserve.tables.validity import Conditions
 
 Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to leave, and has ended
@@ -35,6 +36,7 @@ class Publish:
     routes: Routes | None
     conditions: Conditions
     degraded: tuple[str, ...]
+    gone: tuple[int, ...] = ()  # devices
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -61,6 +63,33 @@ class Resumed:
 
     num_reports: int
     num_missing: int
+
+
+@dataclass(frozen=True, slots=True)
+class FillSlots:
+    """Put these experts into these slots of a worker. Answered by SaidHolds."""
+
+    rank: Rank
+    incarnation: Incarnation
+    fills: tuple[Fill, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceDecided:
+    """Whether experts change places because of their load, for the event log."""
+
+    is_accepted: bool
+    reason: str
+    max_over_mean: float  # now
+    expected: float  # the same when it is done
+    num_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropDevice:
+    """A device was lost: let go of everything that is kept in its memory."""
+
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +134,28 @@ class AskToLeave:
 
 
 @dataclass(frozen=True, slots=True)
+class Retire:
+    """This seat is empty and will not be filled again: release the memory that belongs to it."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class BeginScaling:
+    """An operator's request was accepted: these workers start, and these leave."""
+
+    added: tuple[Rank, ...]
+    retired: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EndScaling:
+    """There are exactly the workers that were asked for, all ready."""
+
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class AllReady:
     """Every seat is ready for the first time since this orchestrator started: the instance serves. Issued once."""
 
@@ -117,7 +168,10 @@ class GiveUp:
     user_error: bool
 
 
-AnyEffect = Lost | Publish | Show | Keep | Resumed | Provision | BackOff | Probe | Kill | AskToLeave | AllReady | GiveUp
+AnyEffect = (
+    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | DropDevice | Provision
+    | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | AllReady | GiveUp
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

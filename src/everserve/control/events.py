@@ -1,13 +1,14 @@
-"""The input of the machine. All events but the last four are about one rank and incarnation.
+"""The input of the machine. Events are about one rank and incarnation, or about no process in particular.
 
 The host only observes; the machine decides. Events about one incarnation may come in any order, twice, and long after
 the incarnation was replaced.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
-from everserve.tables.slots import HeldSlots
+from everserve.tables.slots import FailedFill, HeldSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +41,12 @@ class SaidReady(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaidHolds(SeatEvent):
-    """What its slots hold now. Sent before SaidReady and after every change."""
+    """What its slots hold now. Sent before SaidReady, and during and after a FillSlots, of which `num_left` fills are
+    still to come."""
 
     slots: HeldSlots
+    failed: tuple[FailedFill, ...] = ()
+    num_left: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,13 @@ class SaidUses(SeatEvent):
     """An attention worker uses the routes of this epoch; none of its requests in flight follows older routes."""
 
     epoch: Epoch
+
+
+@dataclass(frozen=True, slots=True)
+class SaidLoads(SeatEvent):
+    """An expert worker's rows since its last report, by index of the layer and expert."""
+
+    rows: Mapping[int, Mapping[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +140,36 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleAsked:
+    """An operator wants this many workers; None: as many as before. Or whole devices, with their workers."""
+
+    attention: int | None = None
+    expert: int | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayReported:
     """The gateway reports what it knows from the previous orchestrator."""
 
     epoch: Epoch  # of the latest tables that it has
     lost: tuple[WorkerId, ...]  # declared lost to the gateway, which is never revoked
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLost:
+    """All workers of a device are gone, and everything that was kept in its memory. `is_gone`: it does not come back by
+    itself."""
+
+    device: int
+    is_gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReturned:
+    """A device that was gone is there again, with empty memory."""
+
+    device: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +183,17 @@ class Tick:
 
 
 # sent by the process, or a sign of life
-Said = Started | SaidHello | SaidHolds | SaidReady | SaidUses | SaidReport | SaidLeaving | SaidFailed | Answered
+Said = (
+    Started
+    | SaidHello
+    | SaidHolds
+    | SaidReady
+    | SaidUses
+    | SaidLoads
+    | SaidReport
+    | SaidLeaving
+    | SaidFailed
+    | Answered
+)
 Seen = Exited | Died | ChannelEnded | Silent | Suspected  # observed from outside
-AnyEvent = Said | Seen | DrainAsked | GatewayReported | Stopping | Tick
+AnyEvent = Said | Seen | DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | GatewayReported | Stopping | Tick

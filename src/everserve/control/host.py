@@ -19,24 +19,35 @@ from typing import assert_never
 
 from everserve.control import effects, events
 from everserve.control.anchor_client import AnchorClient
-from everserve.control.design import capacity_of, describe, first_goal
+from everserve.control.design import capacity_of, describe, first_goal, max_fills
 from everserve.control.detector import Detector
+from everserve.control.experts_view import ExpertsView
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
 from everserve.control.needs import Needs
 from everserve.control.provisioning import Births
 from everserve.control.recovery import Recovery
+from everserve.control.repairs import Repairs
+from everserve.control.scaling import size_of
 from everserve.control.to_gateway import GatewayEnd
+from everserve.control.weights_sources import WeightsSources
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.model.config import ModelConfig
-from everserve.tables.ids import Incarnation, Role, WorkerId
+from everserve.plan.balance import BalancePolicy
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
+    BalanceDecided,
+    DeviceLostEvent,
+    DeviceReturnedEvent,
     EpochPublished,
     EventLog,
+    ExpertsMoved,
     FaultDetected,
     FaultInjectedEvent,
     OrchestratorRecovered,
+    ScaleBegan,
+    ScaleDone,
     StaleDropped,
     WorkerBackedOff,
     WorkerLeaving,
@@ -46,25 +57,33 @@ from everserve.wire.events import (
 from everserve.wire.messages import (
     AnchorAttached,
     AnyMessage,
+    DeviceAnswered,
     DrainAnswered,
     DrainWorker,
+    DropMemory,
     EventHappened,
     ExpertReport,
     Failed,
     FaultInjected,
     Fenced,
+    FillSlots,
     GatewayReport,
     Hello,
     InjectFault,
     KeepGoal,
     Leave,
     Leaving,
+    LoadReported,
     LogSettled,
+    LoseDevice,
     MemoryKept,
     Ready,
     Report,
+    ReturnDevice,
     RoutesChanged,
     RoutesUsed,
+    ScaleAnswered,
+    ScaleCluster,
     Shutdown,
     Signalled,
     SignalWorker,
@@ -89,27 +108,36 @@ class Host:
         detect_ms = start.cluster.detect_ms
         first = first_goal(start, model)  # the capacity is that of the start, whatever the goal has become
         goal = start.goal or first
-        needs = Needs(model, start.worker, capacity_of(start, model, first), detect_ms)
-        self._machine = Machine(goal, Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3))
+        capacity = capacity_of(start, model, first)
+        needs = Needs(model, start.worker, capacity, detect_ms)
+        policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model))
+        self._needs = needs
+        balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
+        self._machine = Machine(goal, policy, capacity, balance)
         self._recovery = Recovery(start.found, self._began_s) if start.found is not None else None
         self._was_serving = start.is_serving
         self._undecided: deque[events.AnyEvent] = deque()
+        self._asked_early: deque[AnyMessage] = deque()  # by operators, during the recovery
         self._is_deciding = False
         self.is_over = False
 
         self._selector = selectors.DefaultSelector()
         self._supervisor = supervisor
         self._gateway = GatewayEnd(gateway)
+        self._experts_view = ExpertsView(self._gateway)
         self._event_log = EventLog("orchestrator", start.worker.event_log, self._gateway.tell)
         self._anchor = AnchorClient()
         self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
         self._logs = Logs(self._anchor, self._ends, supervisor)
         self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway reported during the recovery
-        self._births = Births(needs, self._anchor, self._ends, self._logs, supervisor, self._tell)
+        self._weights = WeightsSources(self._anchor, self._ends, supervisor, lambda: self._machine.goal)
+        self._births = Births(needs, self._anchor, self._ends, self._logs, self._weights, supervisor, self._tell)
         self._detector = Detector(detect_ms)
         self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
+        self._repairs = Repairs(self._machine)
         if goal.placement is not None and self._recovery is None:
-            self._event_log.append(describe(goal.placement))
+            self._event_log.append(describe(goal, goal.placement, capacity.slots_per_layer))
+            needs.describe_backup()
 
     def run(self) -> None:
         """Until the supervisor sends Shutdown, or its channel ends (ChannelClosed)."""
@@ -157,7 +185,8 @@ class Host:
     def _decide_waiting(self) -> None:
         self._is_deciding = True
         while self._undecided:
-            self._carry_out(self._machine.handle(self._undecided.popleft(), time.monotonic()))
+            event = self._undecided.popleft()
+            self._carry_out(self._machine.handle(event, time.monotonic()), event)
         self._is_deciding = False
 
     def _tick(self) -> None:
@@ -169,6 +198,8 @@ class Host:
                 self._recovery = None
                 was_serving = self._was_serving
                 self._decide(lambda now: self._machine.resume(now, recovery.found(), recovery.epoch, was_serving))
+                while self._asked_early:
+                    self._on_gateway_message(self._asked_early.popleft())
         elif deadline is not None and now >= deadline:
             self._tell(events.Tick())
 
@@ -253,7 +284,8 @@ class Host:
         elif isinstance(message, Report):
             self._on_report(end, message)
         elif isinstance(message, SlotsReported):
-            self._tell(events.SaidHolds(rank, incarnation, message.slots))
+            self._tell(events.SaidHolds(rank, incarnation, message.slots, tuple(message.failed), message.num_left))
+            self._record_moves(end, message)
         elif isinstance(message, Ready):
             self._ends.say_ready(end)
         elif isinstance(message, RoutesUsed):
@@ -265,6 +297,8 @@ class Host:
             self._tell(events.SaidFailed(rank, incarnation, message.reason, message.user_error))
         elif isinstance(message, Suspected):
             self._tell(events.Suspected(message.rank, message.incarnation, by=rank, reason=message.reason))
+        elif isinstance(message, LoadReported):
+            self._tell(events.SaidLoads(rank, incarnation, message.rows))
         elif isinstance(message, ExpertReport):
             self._gateway.count_expert(rank, message.stats)
         else:
@@ -275,6 +309,7 @@ class Host:
         self._detector.watch(end)
         self._ends.connect(end)
         self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
+        self._weights.introduce(end)
         self._tell(events.SaidHello(end.rank, end.incarnation))
 
     def _on_report(self, end: WorkerEnd, report: Report) -> None:
@@ -314,8 +349,14 @@ class Host:
     def _on_gateway_message(self, message: AnyMessage) -> None:
         if isinstance(message, InjectFault):
             self._inject(message)
+        elif self._recovery is not None and isinstance(message, DrainWorker | LoseDevice | ReturnDevice | ScaleCluster):
+            self._asked_early.append(message)
         elif isinstance(message, DrainWorker):
             self._drain(message)
+        elif isinstance(message, ScaleCluster):
+            self._scale(message)
+        elif isinstance(message, LoseDevice | ReturnDevice):
+            self._change_device(message)
         elif isinstance(message, LogSettled):
             self._logs.settle(WorkerId(message.rank, message.incarnation))
         elif isinstance(message, GatewayReport):
@@ -329,13 +370,41 @@ class Host:
 
     def _drain(self, message: DrainWorker) -> None:
         """An operator wants a worker to leave. The machine decides whether it is asked to."""
-        if self._recovery is not None:
-            reason, asked = "the orchestrator has just been restarted; try again", []
-        else:
-            decision = self._decide(lambda now: self._machine.handle(events.DrainAsked(message.rank), now))
-            reason, asked = decision.reason, [e for e in decision.effects if isinstance(e, effects.AskToLeave)]
+        decision = self._decide(lambda now: self._machine.handle(events.DrainAsked(message.rank), now))
+        asked = [effect for effect in decision.effects if isinstance(effect, effects.AskToLeave)]
         incarnation = asked[0].incarnation if asked else Incarnation(0)
-        self._gateway.send(DrainAnswered(id=message.id, incarnation=incarnation, reason=reason))
+        self._gateway.send(DrainAnswered(id=message.id, incarnation=incarnation, reason=decision.reason))
+
+    def _change_device(self, message: LoseDevice | ReturnDevice) -> None:
+        """An operator takes a device away, or gives it back. Answered when the supervisor has been told: it stays so,
+        whatever happens to this process."""
+        device, goal = message.device, self._machine.goal
+        on_it = [worker.rank for worker in self._machine.members.workers if worker.device == device]
+        is_gone = device in goal.gone
+        reason = ""
+        if not on_it and not is_gone:
+            reason = f"there is no device {device}"
+        elif is_gone == isinstance(message, LoseDevice):
+            reason = f"device {device} is {'gone already' if is_gone else 'not gone'}"
+        elif isinstance(message, LoseDevice):
+            lost = DeviceLostEvent(process="orchestrator", device=device, gone=message.gone, ranks=[*on_it])
+            self._event_log.append(lost)
+            self._tell(events.DeviceLost(device, message.gone))
+        else:
+            self._event_log.append(DeviceReturnedEvent(process="orchestrator", device=device, ranks=[*on_it]))
+            self._tell(events.DeviceReturned(device))
+        self._gateway.send(DeviceAnswered(id=message.id, ranks=[] if reason else on_it, reason=reason))
+
+    def _scale(self, message: ScaleCluster) -> None:
+        """An operator wants more or fewer workers. The machine decides whether that is possible."""
+        asked = events.ScaleAsked(message.attention, message.expert, message.devices)
+        decision = self._decide(lambda now: self._machine.handle(asked, now))
+        began = next((effect for effect in decision.effects if isinstance(effect, effects.BeginScaling)), None)
+        if began is None:
+            self._gateway.send(ScaleAnswered(id=message.id, refused=decision.reason))
+            return
+        size = size_of(self._machine.goal)._asdict()
+        self._gateway.send(ScaleAnswered(id=message.id, **size, added=[*began.added], retired=[*began.retired]))
 
     def _inject(self, message: InjectFault) -> None:
         """Have the supervisor signal a worker: only the supervisor can target exactly one incarnation, by its pid."""
@@ -389,9 +458,11 @@ class Host:
 
     # -- effects ---------------------------------------------------------------------------------
 
-    def _carry_out(self, decision: effects.Decision) -> None:
+    def _carry_out(self, decision: effects.Decision, event: events.AnyEvent | None = None) -> None:
         for effect in decision.effects:
             self._do(effect, decision.reason)
+        for phase in self._repairs.note(event, decision, time.monotonic()):
+            self._event_log.append(phase)
 
     def _do(self, effect: effects.AnyEffect, reason: str) -> None:
         match effect:
@@ -402,7 +473,16 @@ class Host:
             case effects.Publish():
                 self._publish(effect, reason)
             case effects.Show():
-                self._gateway.note_conditions()
+                self._gateway.note_change()
+            case effects.FillSlots():
+                end = self._ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    end.send(FillSlots(fills=list(effect.fills)))
+                    self._gateway.note_change()
+            case effects.BalanceDecided():
+                self._note_balance(effect)
+            case effects.DropDevice():
+                self._drop_device(effect.device)
             case effects.Provision():
                 self._provision(WorkerId(effect.rank, effect.incarnation))
             case effects.BackOff():
@@ -418,6 +498,10 @@ class Host:
                 end = self._ends.get(WorkerId(effect.rank, effect.incarnation))
                 if end is not None:
                     end.send(Leave())
+            case effects.Retire():
+                self._retire(effect.rank)
+            case effects.BeginScaling() | effects.EndScaling():
+                self._note_scaling(effect)
             case effects.Resumed():
                 self._note_resumed(effect)
             case effects.AllReady():
@@ -441,7 +525,7 @@ class Host:
         published = EpochPublished(process="orchestrator", epoch=epoch, reason=reason, violations=effect.violations)
         self._event_log.append(published)
         self._send_routes(self._ends, effect)
-        self._gateway.tell_cluster(effect)
+        self._gateway.tell_cluster(effect, self._machine.moves)
 
     def _send_routes(self, ends: Sequence[WorkerEnd] | WorkerEnds, tables: effects.Publish) -> None:
         for end in ends if tables.routes is not None else ():
@@ -461,6 +545,50 @@ class Host:
             self._logs.lose(worker)
         elif end is None:
             self._births.call_off(worker)
+
+    def _retire(self, rank: Rank) -> None:
+        for owner in self._needs.seat_owners(self._machine.goal, rank):
+            self._weights.retire(owner.rank)
+            for memory in self._anchor.held_by(owner):
+                self._anchor.release(memory)
+                self._supervisor.send(DropMemory(memory=memory))
+
+    def _note_scaling(self, effect: effects.BeginScaling | effects.EndScaling) -> None:
+        size, goal = size_of(self._machine.goal), self._machine.goal
+        if isinstance(effect, effects.BeginScaling):
+            log.info("scaling to %s", size)
+            began = ScaleBegan(process="orchestrator", **size._asdict(), added=effect.added, retired=effect.retired)
+            self._event_log.append(began)
+            return
+        took_s = time.monotonic() - effect.began_s
+        log.info("scaled to %s in %.2f s", size, took_s)
+        self._event_log.append(ScaleDone(process="orchestrator", **size._asdict(), took_s=took_s))
+        if goal.placement is not None:
+            self._event_log.append(describe(goal, goal.placement, self._needs.capacity.slots_per_layer))
+
+    def _drop_device(self, device: int) -> None:
+        """Nothing that was kept in its memory is there any more, also not for a new orchestrator."""
+        self._logs.lose_device(device)
+        self._weights.drop(device)
+        for memory in self._anchor.on_device(device):
+            self._anchor.release(memory)
+            self._supervisor.send(DropMemory(memory=memory))
+
+    def _record_moves(self, end: WorkerEnd, message: SlotsReported) -> None:
+        for source in sorted({filled.source for filled in message.filled}):
+            moved = [filled for filled in message.filled if filled.source is source]
+            self._event_log.append(
+                ExpertsMoved(
+                    process="orchestrator",
+                    rank=end.rank,
+                    source=source,
+                    num_experts=len(moved),
+                    num_bytes=sum(filled.num_bytes for filled in moved),
+                    took_s=sum(filled.seconds for filled in moved),
+                )
+            )
+        for failed in message.failed:
+            log.warning("worker %d could not load expert %d: %s", end.rank, failed.expert, failed.reason)
 
     def _record_loss(self, effect: effects.Lost) -> None:
         if effect.cause == "left":
@@ -485,6 +613,20 @@ class Host:
         waits = WorkerBackedOff(process="orchestrator", rank=rank, num_crashes=num_crashes, delay_s=delay_s)
         self._event_log.append(waits)
 
+    def _note_balance(self, effect: effects.BalanceDecided) -> None:
+        log.info("balance: %s", effect.reason)
+        self._event_log.append(
+            BalanceDecided(
+                process="orchestrator",
+                is_accepted=effect.is_accepted,
+                reason=effect.reason,
+                max_over_mean=effect.max_over_mean,
+                expected=effect.expected,
+                num_moves=effect.num_moves,
+                goal=self._machine.goal.version,
+            )
+        )
+
     def _note_resumed(self, effect: effects.Resumed) -> None:
         """Clean up after workers that ended while there was no orchestrator: peers may still know them, and their logs
         may still be kept."""
@@ -492,6 +634,7 @@ class Host:
             self._ends.dismiss_unknown_peers(end)
             if end.report is None and not end.is_lost:  # it may still be loading: check its pulse
                 self._tell(self._detector.probe(end)(end.rank, end.incarnation))
+        self._logs.lose_all_but(self._machine.counts)
         if self._logs_needed is not None:
             self._logs.settle_lost_but(self._logs_needed)
         epoch, took_s = self._machine.epoch, time.monotonic() - self._began_s
@@ -509,7 +652,9 @@ class Host:
     # -- once in every turn ----------------------------------------------------------------------
 
     def _flush(self) -> None:
-        self._gateway.flush(self._machine.tables() if self._recovery is None else None)
+        if self._recovery is None:
+            self._experts_view.flush(self._machine, time.monotonic())
+        self._gateway.flush(self._machine.tables() if self._recovery is None else None, self._machine.moves)
         for channel in self._helpers():
             channel.flush()
         for end in self._ends:

@@ -9,7 +9,7 @@ that restoring a stream needs no other process. It is released when both are tru
 Where the blocks are in device memory of their own, that memory is held before the log is added, and released with it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everserve.control.anchor_client import AnchorClient
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
@@ -71,6 +71,12 @@ class Logs:
             self._lost.add(log)
             self._maybe_drop(log)
 
+    def lose_all_but(self, is_current: Callable[[WorkerId], bool]) -> None:
+        """A worker that was lost to the previous orchestrator, and has ended since, is not lost once more."""
+        for log in sorted(self._known):
+            if not is_current(log):
+                self.lose(log)
+
     def settle(self, log: WorkerId) -> None:
         if log in self._known:
             self._settled.add(log)
@@ -82,9 +88,17 @@ class Logs:
         for log in sorted(self._lost - set(needed)):
             self.settle(log)
 
+    def lose_device(self, device: int) -> None:
+        """Logs in the memory of a lost device are gone, whoever needs them."""
+        for log, memory in list(self._known.items()):
+            if any(piece.device == device for piece in memory):
+                self._drop(log)
+
     def _maybe_drop(self, log: WorkerId) -> None:
-        if log not in self._lost or log not in self._settled:
-            return
+        if log in self._lost and log in self._settled:
+            self._drop(log)
+
+    def _drop(self, log: WorkerId) -> None:
         rank, incarnation = log
         for memory in reversed(self._known.pop(log)):  # the log first: a log never exists without its blocks
             self._anchor.release(memory)

@@ -1,16 +1,21 @@
 """What a worker starts with: the memory that must exist before its process does, and its StartWorker message."""
 
+import logging
 from dataclasses import dataclass
 
 from everserve.memory.liveness import CELL_BYTES
-from everserve.memory.names import BELL_BYTES, WEIGHTS_STATE_BYTES
+from everserve.memory.names import BELL_BYTES
+from everserve.memory.weights.slot_table import state_bytes
 from everserve.model.config import ModelConfig
+from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.weights import WeightsPlan
-from everserve.tables.goal import Capacity, Goal, SeatGoal
+from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.ids import NO_DEVICE, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory, seat_owner
-from everserve.tables.slots import SeatSlots
+from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker, WorkerSettings
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,14 @@ class Needs:
             incarnation=worker.incarnation,
             roles=seat.roles,
             settings=self.settings,
-            num_workers=len(goal.seats),
+            num_workers=max(sum(other.wanted is Wanted.STAY for other in goal.seats), 1),
             slots=self._slots(goal, worker.rank),
             detect_ms=self.detect_ms,
             capacity=self.capacity,
             memory=self.memory(goal, worker)[1:],
             device=seat.device,
-            num_attention_on_device=sum(_seat(goal, rank).device == seat.device for rank in goal.attention_ranks),
+            gpu=seat.gpu,
+            num_attention_on_gpu=_num_attention(goal, seat.gpu),
         )
 
     def memory(self, goal: Goal, worker: WorkerId) -> tuple[Memory, ...]:
@@ -44,17 +50,35 @@ class Needs:
         seat = _seat(goal, worker.rank)
         needed = [self.cell(worker)]
         if Role.ATTENTION in seat.roles and self.capacity.kv_bytes:
-            needed.append(self._of(Kind.KV, worker, self.capacity.kv_bytes, seat.device))
+            needed.append(self._of(Kind.KV, worker, self.capacity.kv_bytes, seat.device, seat.gpu))
         if Role.ATTENTION in seat.roles and self.capacity.log_bytes:
-            # After its blocks: the log completes the set.
-            needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes))
-        if seat.device != NO_DEVICE:
+            # After its blocks: the log completes the set. A mirror is in the host's memory, which outlives devices.
+            device = NO_DEVICE if self.settings.log.mode == "mirror" else seat.device
+            needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
+        if seat.gpu != NO_DEVICE or self._has_experts_in_memory(seat):
             owner, num_bytes = seat_owner(self.weights_owner(goal, worker.rank)), self.weights_bytes(goal, worker.rank)
-            needed.append(self._of(Kind.WEIGHTS, owner, num_bytes, seat.device))
-            needed.append(self._of(Kind.WEIGHTS_STATE, owner, WEIGHTS_STATE_BYTES))
+            needed.append(self._of(Kind.WEIGHTS, owner, num_bytes, seat.device, seat.gpu))
+            needed.append(self._of(Kind.WEIGHTS_STATE, owner, self._state_bytes(seat), seat.device))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
+        if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
+            needed += self.backup()
         return tuple(needed)
+
+    def backup(self) -> tuple[Memory, Memory]:
+        """Every expert in the slot of its own number, and the table of these slots. All expert workers have it, so that
+        it outlives each of them."""
+        plan = ExpertMemoryPlan.of(self.model, self._dtype, self.model.num_experts)
+        table_bytes = state_bytes(plan.num_layers, plan.num_slots)
+        return (
+            Memory(kind=Kind.BACKUP, owners=(), num_bytes=plan.num_bytes),
+            Memory(kind=Kind.BACKUP_STATE, owners=(), num_bytes=table_bytes),
+        )
+
+    def describe_backup(self) -> None:
+        """Log its size."""
+        if self.settings.model.expert_backup == "host":
+            log.info("the backup of all experts takes %.2f GB of host memory", self.backup()[0].num_bytes / 1e9)
 
     def cell(self, worker: WorkerId) -> Memory:
         return self._of(Kind.CELL, worker, CELL_BYTES)
@@ -62,38 +86,72 @@ class Needs:
     def bell(self, goal: Goal, rank: Rank) -> Memory | None:
         """The bell of an expert worker on a device; None for all other workers."""
         seat = goal.seat(rank)
-        if seat is None or seat.device == NO_DEVICE or Role.ATTENTION in seat.roles:
+        if seat is None or seat.gpu == NO_DEVICE or Role.ATTENTION in seat.roles:
             return None
-        return self._of(Kind.BELL, seat_owner(rank), BELL_BYTES, seat.device)
+        return self._of(Kind.BELL, seat_owner(rank), BELL_BYTES, seat.device, seat.gpu)
 
     def lane(self, goal: Goal, attention: WorkerId, expert: WorkerId) -> Memory:
         """The lane between two workers, on the attention worker's device."""
-        device = _seat(goal, attention.rank).device
-        return Memory(
-            kind=Kind.LANE, owners=(attention, expert), num_bytes=self.capacity.lane_bytes, device=device
-        )  # fmt: skip
+        seat = _seat(goal, attention.rank)
+        owners, num_bytes = (attention, expert), self.capacity.lane_bytes
+        return Memory(kind=Kind.LANE, owners=owners, num_bytes=num_bytes, device=seat.device, gpu=seat.gpu)
 
     def weights_bytes(self, goal: Goal, rank: Rank) -> int:
         """The size of the memory for this seat's weights on its device."""
-        seat, slots = _seat(goal, rank), self._slots(goal, rank)
-        num_slots = slots.num_slots if slots is not None else seat.own_experts
+        seat = _seat(goal, rank)
+        if self._has_experts_in_memory(seat):
+            return ExpertMemoryPlan.of(self.model, self._dtype, self.capacity.slots_per_layer).num_bytes
+        num_slots = seat.own_experts if Role.ATTENTION in seat.roles else self.capacity.slots_per_layer
         return WeightsPlan.of(self.model, seat.roles, num_slots).num_bytes
 
     def weights_owner(self, goal: Goal, rank: Rank) -> Rank:
         """The seat that owns the memory with this seat's weights. Seats with the same weights on the same device share
         it: that saves memory, and concurrent reads of the same bytes hit the device's cache."""
         like = _seat(goal, rank)
-        if goal.placement is not None and goal.placement.seat(rank) is not None:
+        if Role.ATTENTION not in like.roles:
             return rank
         return next(seat.rank for seat in goal.seats if (seat.device, seat.roles) == (like.device, like.roles))
 
+    def seat_owners(self, goal: Goal, retired: Rank) -> list[WorkerId]:
+        """The owners of memory that belongs to a seat, and that no seat needs any more after this one has retired."""
+        needed = {self.weights_owner(goal, seat.rank) for seat in goal.seats if seat.wanted is Wanted.STAY}
+        return [seat_owner(rank) for rank in {retired, self.weights_owner(goal, retired)} - needed]
+
+    def _has_experts_in_memory(self, seat: SeatGoal) -> bool:
+        """On CPUs, with --weights memory."""
+        is_memory = self.settings.compute.device != "cuda" and self.settings.model.weights == "memory"
+        return is_memory and Role.ATTENTION not in seat.roles
+
+    def _state_bytes(self, seat: SeatGoal) -> int:
+        """A page for what is not an expert, and a table of the slots of an expert worker."""
+        num_slots = self.capacity.slots_per_layer if Role.ATTENTION not in seat.roles else 0
+        return state_bytes(len(self.model.moe_layers), num_slots)
+
+    @property
+    def _dtype(self) -> str:
+        """The widest that experts are kept in."""
+        if self.settings.compute.device == "cuda":
+            return "bfloat16"
+        return self.model.dtype if self.settings.model.dtype == "auto" else self.settings.model.dtype
+
     def _slots(self, goal: Goal, rank: Rank) -> SeatSlots | None:
         """The initial contents of an expert worker's slots; None for all other workers."""
-        planned = goal.placement.seat(rank) if goal.placement is not None else None
-        return planned.slots(self.capacity.slots_per_layer) if planned is not None else None
+        if goal.placement is None or Role.ATTENTION in _seat(goal, rank).roles:
+            return None
+        planned = goal.placement.seat(rank)
+        if planned is None:
+            nothing = ((EMPTY,) * self.capacity.slots_per_layer,) * len(goal.placement.moe_layers)
+            return SeatSlots(rank=rank, experts=nothing)
+        return planned.slots(self.capacity.slots_per_layer)
 
-    def _of(self, kind: Kind, owner: WorkerId, num_bytes: int, device: int = NO_DEVICE) -> Memory:
-        return Memory(kind=kind, owners=(owner,), num_bytes=num_bytes, device=device)
+    def _of(self, kind: Kind, owner: WorkerId, num_bytes: int, device: int = NO_DEVICE, gpu: int = NO_DEVICE) -> Memory:
+        return Memory(kind=kind, owners=(owner,), num_bytes=num_bytes, device=device, gpu=gpu)
+
+
+def _num_attention(goal: Goal, gpu: int) -> int:
+    """Attention workers on this GPU, at least one."""
+    seats = (seat for seat in goal.seats if seat.wanted is Wanted.STAY and Role.ATTENTION in seat.roles)
+    return max(sum(seat.gpu == gpu for seat in seats), 1)
 
 
 def _seat(goal: Goal, rank: Rank) -> SeatGoal:

@@ -12,6 +12,7 @@ from everserve.control import events
 from everserve.control.anchor_client import AnchorClient
 from everserve.control.log_references import Logs
 from everserve.control.needs import Needs
+from everserve.control.weights_sources import WeightsSources
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.memory.liveness import ORCHESTRATOR_WORD, Cell
 from everserve.memory.names import lack
@@ -33,6 +34,7 @@ class Births:
         anchor: AnchorClient,
         ends: WorkerEnds,
         logs: Logs,
+        weights: WeightsSources,
         supervisor: Channel,
         tell: Callable[[events.AnyEvent], None],
     ) -> None:
@@ -40,6 +42,7 @@ class Births:
         self._anchor = anchor
         self._ends = ends
         self._logs = logs
+        self._weights = weights
         self._supervisor = supervisor
         self._tell = tell
         self._coming: dict[WorkerId, Goal] = {}  # workers whose memory is being allocated, and their goal
@@ -69,8 +72,9 @@ class Births:
         self._ends.add(end)
         for memory, fd in zip(start.memory, memory_fds, strict=True):
             self._hold(memory, fd)
-        if end.is_lost:
+        if end.is_lost:  # before its process existed: it never had a stream that could need its log
             self._logs.lose(worker)
+            self._logs.settle(worker)
         return end
 
     def take_in_memory(self, memory: Memory, fd: int) -> None:
@@ -84,6 +88,7 @@ class Births:
             self._logs.add(memory, fd)
         else:
             self._anchor.hold(memory, fd)
+            self._weights.note(memory)
 
     def _go_on(self, worker: WorkerId) -> None:
         goal = self._coming.get(worker)
@@ -100,6 +105,7 @@ class Births:
     def _ask_for(self, worker: WorkerId, memory: Memory) -> None:
         def go_on(fd: int) -> None:
             self._anchor.hold(memory, os.dup(fd))
+            self._weights.note(memory)
             self._go_on(worker)
 
         def fail(reason: str) -> None:

@@ -64,8 +64,13 @@ class Recovery:
         return now >= self.deadline or (not self._awaited and self._has_gateway_reported)
 
     def found(self) -> list[Found]:
-        """Every incarnation, and what it has reported."""
-        return [
+        """Every incarnation, and what it has reported. Also those that were lost before the supervisor had heard of
+        them: a number is never used again."""
+        unknown = [
+            Found(rank=worker.rank, incarnation=worker.incarnation, pid=-1, was_lost=True)
+            for worker in self._lost - self._found.keys()
+        ]
+        return unknown + [
             Found(
                 rank=worker.rank,
                 incarnation=worker.incarnation,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from everserve.tables.goal import SeatGoal, Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import Worker, WorkerState
-from everserve.tables.slots import HeldSlots
+from everserve.tables.slots import Fill, HeldSlots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +22,9 @@ class Policy:
     first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further end
     max_delay_s: float = 30.0
     max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never fully ready)
+    heal_after_s: float = 30.0  # away for so long: its experts get other places, for redundancy; inf: never
+    fill_again_s: float = 2.0  # after a fill that failed
+    max_fills: int = 8  # in one message to a worker: routes follow when all of them are done
     max_unserved: int = 3  # reports by one peer within unserved_s: a worker with a pulse is lost after so many
 
     def __post_init__(self) -> None:
@@ -84,6 +87,10 @@ class Seat:
     slots: int = 0  # per layer
     shadow_slots: int = 0
     held: HeldSlots | None = None  # what the incarnation reports to hold
+    filling: tuple[Fill, ...] = ()  # what it was told to fill, and has not answered
+    fill_at: float | None = None  # after a fill that failed: when the next one may come
+    heal_at: float | None = None  # while it is not ready: when its experts get other places, if that is not so already
+    is_replaced: bool = False  # its experts have places elsewhere, besides those that are planned here
     acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker uses, by its report
     state: WorkerState = WorkerState.GONE
     incarnation: Incarnation = field(default=Incarnation(0))
@@ -93,6 +100,7 @@ class Seat:
     start_at: float | None = None  # while gone: when the next incarnation may start; None: never
     ready_at: float | None = None  # None: it never was
     leave_by: float | None = None  # while leaving: when it is killed; None: it was killed
+    is_asked_to_leave: bool = False  # because its seat should retire
     num_crashes: int = 0  # early ends in a row
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False
@@ -127,8 +135,8 @@ class Seat:
         self.state = WorkerState.STARTING
         self.incarnation = Incarnation(self.incarnation + 1)
         self.pid = 0
-        self.held, self.acknowledged = None, Epoch(0)
-        self.has_spoken = False
+        self.held, self.acknowledged, self.filling, self.fill_at = None, Epoch(0), (), None
+        self.has_spoken = self.is_asked_to_leave = False
         self.start_at = self.ready_at = None
         self.unserved_at = {}
         self.clear_doubt()
@@ -163,6 +171,7 @@ class Seat:
         self.state = WorkerState.READY
         self.ready_at = now
         self.num_failed_starts = 0
+        self.heal_at = None
         self.note = ""
 
     def leave(self, now: float, policy: Policy) -> None:
@@ -214,12 +223,17 @@ class Seat:
     def next_deadline(self) -> float | None:
         """While a probe is pending its answer decides, not the clock."""
         if self.state is WorkerState.GONE:
-            return self.start_at
-        look_at = None if self.is_probed else self.starve_at
-        return min((at for at in (self.hello_by, look_at, self.leave_by) if at is not None), default=None)
+            deadlines = [self.start_at, self.heal_at]
+        else:
+            look_at = None if self.is_probed else self.starve_at
+            deadlines = [self.hello_by, look_at, self.leave_by, self.heal_at, self.fill_at]
+        return min((at for at in deadlines if at is not None), default=None)
 
     def worker(self) -> Worker:
         """The seat as the members table shows it."""
+        note = self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s"
+        if self.goal.wanted is Wanted.RETIRE and self.state is not WorkerState.LEAVING:
+            note = "retires: leaves when other workers have taken over its work"
         return Worker(
             rank=self.rank,
             incarnation=self.incarnation,
@@ -230,5 +244,5 @@ class Seat:
             device=self.goal.device,
             slots=self.slots,
             shadow_slots=self.shadow_slots,
-            note=self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s",
+            note=note,
         )

@@ -5,6 +5,7 @@ import time
 from everserve.control.effects import Lost, Publish
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
+from everserve.tables.slots import Fill
 from everserve.wire.channel import Channel
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, ClusterChanged, EventHappened, WorkerLost
@@ -20,7 +21,7 @@ class GatewayEnd:
         self._expert_stats: dict[Rank, ExpertStats] = {}
         self._num_stale = 0
         self._has_news = False
-        self._have_conditions_changed = False
+        self._has_changed = False
         self._told_s = 0.0
 
     def send(self, message: AnyMessage) -> None:
@@ -33,10 +34,10 @@ class GatewayEnd:
     def tell_lost(self, lost: Lost) -> None:
         self.send(WorkerLost(rank=lost.rank, incarnation=lost.incarnation, roles=lost.roles, cause=lost.cause))
 
-    def tell_cluster(self, tables: Publish) -> None:
-        """The tables of a new epoch, or the same ones with new counters."""
+    def tell_cluster(self, tables: Publish, moves: dict[Rank, tuple[Fill, ...]]) -> None:
+        """The tables of a new epoch, or the same ones with new counters. `moves`: slots that are being filled."""
         self._told_s = time.monotonic()
-        self._has_news = self._have_conditions_changed = False
+        self._has_news = self._has_changed = False
         self.send(
             ClusterChanged(
                 members=tables.members,
@@ -45,12 +46,15 @@ class GatewayEnd:
                 num_experts_without_place=tables.routes.num_without_place if tables.routes is not None else 0,
                 expert_stats=dict(self._expert_stats),
                 num_stale=self._num_stale,
+                num_survivable_deaths=tables.routes.num_survivable if tables.routes is not None else None,
+                gone=tables.gone,
+                moves=moves,
             )
         )
 
-    def note_conditions(self) -> None:
-        """A condition of validity has changed, and the tables have not: sent once, at the end of this turn."""
-        self._have_conditions_changed = True
+    def note_change(self) -> None:
+        """A condition of validity or a move has changed, the tables have not: sent once, at the end of this turn."""
+        self._has_changed = True
 
     def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
         self._expert_stats[rank] = stats
@@ -60,10 +64,10 @@ class GatewayEnd:
         self._num_stale += num
         self._has_news = True
 
-    def flush(self, tables: Publish | None) -> None:
+    def flush(self, tables: Publish | None, moves: dict[Rank, tuple[Fill, ...]]) -> None:
         """Write what the kernel did not take before, and send updates that are due. `tables`: None before the first."""
         has_old_news = self._has_news and time.monotonic() - self._told_s > _RESEND_S
-        if tables is not None and (self._have_conditions_changed or has_old_news):
-            self.tell_cluster(tables)
+        if tables is not None and (self._has_changed or has_old_news):
+            self.tell_cluster(tables, moves)
         if self.channel is not None:
             self.channel.flush()

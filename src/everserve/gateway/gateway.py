@@ -14,7 +14,7 @@ from everserve.gateway.http.slices import Slices
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.feed import EventFeed
 from everserve.gateway.observe.live import Live
-from everserve.gateway.observe.redundancy import ExpertRedundancy
+from everserve.gateway.observe.repairs import Repairs
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.orchestrator import OrchestratorLink
 from everserve.gateway.streams.fleet import Fleet
@@ -56,8 +56,8 @@ class Gateway:
         self.access = Access(config)
         self.connections = Connections()
         self.timeline = Timeline()
-        self.redundancy = ExpertRedundancy()
-        feed.listeners += [self.timeline.add, self.redundancy.on_event, *self.tracing.listeners]
+        self.repairs = Repairs()
+        feed.listeners += [self.timeline.add, self.repairs.on_event, *self.tracing.listeners]
         self.cluster = Cluster(fleet, self.timeline)
         self.live = Live(config, self.access, fleet, self.cluster, self.timeline)
         self.orchestrator = OrchestratorLink(fleet, self.cluster, feed.publish)

@@ -21,19 +21,25 @@ from everserve.wire.events import AnyEvent
 from everserve.wire.messages import (
     AnyMessage,
     ClusterChanged,
+    DeviceAnswered,
     DrainAnswered,
     DrainWorker,
     EventHappened,
+    ExpertsChanged,
     FaultInjected,
     GatewayReport,
     InjectFault,
     LogSettled,
+    LoseDevice,
+    ReturnDevice,
+    ScaleAnswered,
+    ScaleCluster,
     WorkerLost,
 )
 
 
 class OrchestratorLink:
-    """Reads what the orchestrator says, tells it what is settled, and asks it for faults and drains."""
+    """Reads what the orchestrator says, tells it what is settled, and asks it for faults, drains and other sizes."""
 
     def __init__(self, fleet: Fleet, cluster: Cluster, publish: Callable[[AnyEvent], None]) -> None:
         self._fleet = fleet
@@ -43,6 +49,8 @@ class OrchestratorLink:
         self._reading: asyncio.Task[None] | None = None
         self._faults: Questions[FaultInjected] = Questions("orchestrator")
         self._drains: Questions[DrainAnswered] = Questions("orchestrator")
+        self._scales: Questions[ScaleAnswered] = Questions("orchestrator")
+        self._devices: Questions[DeviceAnswered] = Questions("orchestrator")
 
     def attach(self, sock: socket.socket) -> None:
         """A new orchestrator is there."""
@@ -71,6 +79,8 @@ class OrchestratorLink:
         self._fleet.logs.report_to(None)
         self._faults.give_up()
         self._drains.give_up()
+        self._scales.give_up()
+        self._devices.give_up()
 
     async def inject(self, rank: Rank, signal: int) -> FaultInjected:
         """Have a signal sent to the worker in this seat; returns when it was sent, or could not be."""
@@ -79,6 +89,22 @@ class OrchestratorLink:
     async def drain(self, rank: Rank) -> DrainAnswered:
         """Have the worker in this seat give its streams to other workers and leave; returns when it was asked to."""
         return await self._drains.ask(lambda id: self._send(DrainWorker(id=id, rank=rank)))
+
+    async def scale(self, attention: int | None, expert: int | None, devices: int | None) -> ScaleAnswered:
+        """Have another number of workers; returns when that was accepted or refused."""
+
+        def send(id: str) -> None:
+            self._send(ScaleCluster(id=id, attention=attention, expert=expert, devices=devices))
+
+        return await self._scales.ask(send)
+
+    async def lose_device(self, device: int, gone: bool) -> DeviceAnswered:
+        """Have a device lost, with its workers and its memory; returns when that is decided."""
+        return await self._devices.ask(lambda id: self._send(LoseDevice(id=id, device=device, gone=gone)))
+
+    async def return_device(self, device: int) -> DeviceAnswered:
+        """A device that was gone can be used again."""
+        return await self._devices.ask(lambda id: self._send(ReturnDevice(id=id, device=device)))
 
     async def _read(self, channel: AsyncChannel) -> None:
         while True:
@@ -94,12 +120,18 @@ class OrchestratorLink:
             self._fleet.lose(message.rank, message.incarnation, message.roles, message.cause)
         elif isinstance(message, ClusterChanged):
             self._cluster.on_changed(message)
+        elif isinstance(message, ExpertsChanged):
+            self._cluster.experts.on_changed(message)
         elif isinstance(message, EventHappened):
             self._publish(message.event)
         elif isinstance(message, FaultInjected):
             self._faults.answer(message.id, message)
         elif isinstance(message, DrainAnswered):
             self._drains.answer(message.id, message)
+        elif isinstance(message, ScaleAnswered):
+            self._scales.answer(message.id, message)
+        elif isinstance(message, DeviceAnswered):
+            self._devices.answer(message.id, message)
         else:
             raise AssertionError(f"the orchestrator does not send {type(message).__name__} to the gateway")
 
@@ -107,7 +139,7 @@ class OrchestratorLink:
         rank, incarnation = log
         self._send(LogSettled(rank=rank, incarnation=incarnation))
 
-    def _send(self, message: InjectFault | DrainWorker | LogSettled) -> None:
+    def _send(self, message: InjectFault | DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | LogSettled) -> None:
         if self._channel is None:
             raise Unanswered("The orchestrator is gone; this works again when a new one has started.")
         self._channel.send(message)

@@ -147,6 +147,7 @@ class Library:
             "cuMemsetD8Async": [address, ctypes.c_ubyte, size, stream],
             "cuMemcpyDtoHAsync_v2": [pointer, address, size, stream],
             "cuMemcpyHtoDAsync_v2": [address, pointer, size, stream],
+            "cuMemcpyAsync": [address, address, size, stream],
             "cuMemHostRegister_v2": [pointer, size, unsigned],
             "cuMemHostUnregister": [pointer],
             "cuMemHostGetDevicePointer_v2": [to(address), pointer, unsigned],
@@ -333,6 +334,10 @@ class Driver:
     def write_async(self, stream: int, address: int, host_address: int, num_bytes: int) -> None:
         """Host to device, when the stream gets there. Host memory should be registered, and stay."""
         self._call("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
+
+    def copy_async(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """To this device, from it, from a device that it reaches, or from registered host memory."""
+        self._call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     def register_host(self, address: int, num_bytes: int) -> int:
         """Pin pages of this process and let the device read and write them; returns their address on the device."""

@@ -19,6 +19,7 @@ _ADVICE = {
     Kind.KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
     KV_CACHE: "lower --kv-cache-memory-bytes",
     Kind.LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
+    Kind.BACKUP: "use --expert-backup off",
     Kind.WEIGHTS: "use fewer --shadow-experts, a smaller model or more devices, or end what else uses the device",
 }
 _WORDS = {Kind.LANE: "a lane", Kind.LOG: "the KV log", KV_CACHE: "the KV cache"}

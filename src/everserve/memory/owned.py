@@ -38,9 +38,9 @@ class OwnedMemory:
         return self._fds[memory]
 
     def _create(self, memory: Memory) -> int:
-        if memory.device == NO_DEVICE:
+        if memory.gpu == NO_DEVICE:
             return create_memory(memory.name, memory.num_bytes)
-        driver = self._driver(memory.device)
+        driver = self._driver(memory.gpu)
         try:
             return driver.create(memory.num_bytes)
         except CudaError as error:

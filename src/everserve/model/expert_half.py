@@ -8,6 +8,7 @@ expert is in which slot, and the code that gathers rows compares it with the exp
 import ctypes
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from everserve.model.checkpoint import Checkpoint
@@ -38,9 +39,17 @@ class ExpertHalf:
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""
+        self.fill(layer, slot, expert, *self.tensors(layer, expert))
+
+    def tensors(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """gate_FD, up_FD and down_DF of an expert, from the checkpoint."""
         sources = self._weights.layout.expert(layer, expert)
         gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
-        self.fill(layer, slot, expert, gate_FD, up_FD, self._weights.load(sources.down))
+        return gate_FD, up_FD, self._weights.load(sources.down)
+
+    def dtype(self, layer: int, expert: int) -> torch.dtype:
+        """Of these tensors. Reads headers only."""
+        return self._weights.dtype_of(self._weights.layout.expert(layer, expert).gate)
 
     def fill(self, layer: int, slot: int, expert: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         """Put an expert into a slot, from wherever its weights came. If this raises, the slot is empty."""

@@ -1,11 +1,13 @@
 """Telling a model's files from others that were written under the same names."""
 
+import dataclasses
 import hashlib
 import json
 import os
 from pathlib import Path
 
 from everserve.errors import ModelError
+from everserve.model.config import ModelConfig
 
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
@@ -22,6 +24,12 @@ def fingerprint(path: str | Path) -> str:
     config = directory / "config.json"
     found.update(config.read_bytes() if config.is_file() else b"")
     return found.hexdigest()
+
+
+def expert_identity(files: str, config: ModelConfig, dtype: str) -> bytes:
+    """A hash of everything that decides the bytes of an expert's weights. `files`: which ones."""
+    described = [files, dataclasses.asdict(config), dtype]
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 
 def check_unchanged(path: str | Path, expected: str) -> None:

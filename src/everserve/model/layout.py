@@ -214,8 +214,12 @@ class Weights:
     def load_temporary(self, source: Source) -> Tensor:
         """For a caller that copies it somewhere else."""
         tensor = self._checkpoint.read(source.name, rows=source.rows, plane=source.plane)
-        narrower = self.dtype.itemsize < tensor.dtype.itemsize
-        return tensor.to(self._device, self.dtype if narrower else tensor.dtype)
+        return tensor.to(self._device, self.dtype_of(source))
+
+    def dtype_of(self, source: Source) -> torch.dtype:
+        """What this weight is loaded as."""
+        in_file = self._checkpoint.dtype(source.name)
+        return self.dtype if self.dtype.itemsize < in_file.itemsize else in_file
 
     def load_optional(self, source: Source | None) -> Tensor | None:
         return None if source is None else self.load(source)

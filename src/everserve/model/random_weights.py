@@ -47,7 +47,19 @@ class RandomCheckpoint(Checkpoint):
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.full(shape, float(not name.endswith(".bias")), dtype=self._dtype, device=self._device)
+        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        self._fill(name, weight)
+        return weight
+
+    def make(self, name: str, out: Tensor) -> None:
+        """The same matrix, in memory of the caller. Allocates nothing on the device if `out` has our dtype."""
+        assert tuple(out.shape) == self._shapes[name]
+        if out.dtype == self._dtype:
+            self._fill(name, out)
+        else:
+            out.copy_(self.read(name))
+
+    def _fill(self, name: str, weight: Tensor) -> None:
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
-        return weight.normal_(std=1 / math.sqrt(shape[-1]), generator=generator)
+        weight.normal_(std=1 / math.sqrt(weight.shape[-1]), generator=generator)

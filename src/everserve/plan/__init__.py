@@ -3,7 +3,12 @@
 sizing.py     how many KV blocks an engine gets
 device.py     how much of a device's memory is left for KV
 weights.py    where each weight of a seat lies in device memory
-placement.py  which workers hold which experts, and how many deaths that survives
+expert_memory.py  where each expert of a seat, or of the backup, lies in host memory
+placement.py  which workers hold which experts at first, and how many deaths that survives
+repair.py     where experts should be from now on (layer_plan.py: one layer, load_search.py: by load)
+moves.py      which slots to fill next, from what is held to what should be
+balance.py    whether moves for load are worth it
+dealing.py    how the rows of an expert with several places are spread
 routing.py    which places of an expert are used, in which order
 spread.py     which attention worker gets which streams
 steps.py      how much arithmetic one step may have

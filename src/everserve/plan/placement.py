@@ -1,7 +1,7 @@
 """Places for experts: one active place each, and shadows elsewhere so that a death leaves no expert without a place."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from everserve.errors import ConfigError
 from everserve.tables.ids import Rank
@@ -44,10 +44,16 @@ def place_experts(
 
 def survivable_deaths(placement: Placement) -> int:
     """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
+    return survivable_losses(placement, {seat.rank: seat.rank for seat in placement.seats})
+
+
+def survivable_losses(placement: Placement, device_of: Mapping[Rank, int]) -> int:
+    """The same for devices, each with all workers on it."""
     fewest = placement.num_experts * len(placement.seats)
     for layer in range(len(placement.moe_layers)):
-        places = Counter(expert for seat in placement.seats for expert in seat.experts(layer))
-        fewest = min(fewest, *(places[expert] for expert in range(placement.num_experts)))
+        places = {(expert, device_of[seat.rank]) for seat in placement.seats for expert in seat.experts(layer)}
+        num_places = Counter(expert for expert, _ in places)
+        fewest = min(fewest, *(num_places[expert] for expert in range(placement.num_experts)))
     return fewest - 1
 
 

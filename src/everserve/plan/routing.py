@@ -21,8 +21,8 @@ Have = Mapping[Rank, HeldSlots]  # what workers report
 def make_routes(
     epoch: Epoch, placement: Placement, have: Have, ready: Collection[Rank], leaving: Collection[Rank] = ()
 ) -> Routes:
-    """The active place first, if its worker is ready, then the other places on ready workers. Experts that no ready
-    worker holds are routed to leaving workers.
+    """The active places first, as far as their workers are ready, in the order of ranks; then the other places on ready
+    workers. Experts that no ready worker holds are routed to leaving workers.
 
     Layers with the same pattern are computed once: this runs while streams wait for the new table.
     """
@@ -31,16 +31,19 @@ def make_routes(
     patterns: dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
+    num_active: list[list[int]] = []
     for layer in range(len(placement.moe_layers)):
         pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in stay + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
             first, last = (_places(seats, layer, placement.num_experts) for seats in (stay, leave))
             distinct.append([places or others for places, others in zip(first, last, strict=True)])
+            num_active.append(_num_active(stay, layer, placement.num_experts))
         pattern_of_layer.append(patterns[pattern])
-    routes = Routes.of(epoch, distinct)
+    routes = Routes.of(epoch, distinct, num_active)
     table = routes.array()[pattern_of_layer].tobytes()
-    return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table)
+    active = routes.num_active()[pattern_of_layer].tobytes() if routes.active else b""
+    return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table, active=active)
 
 
 class _Seat:
@@ -65,6 +68,14 @@ def _places(seats: list[_Seat], layer: int, num_experts: int) -> list[list[Place
     return _ordered(active, shadow)
 
 
+def _num_active(seats: list[_Seat], layer: int, num_experts: int) -> list[int]:
+    """How many places an expert is dealt to; 1 if none of them is active, because then a shadow serves."""
+    found = Counter(
+        expert for seat in seats for expert in seat.experts[layer] if expert != EMPTY and expert in seat.active[layer]
+    )
+    return [max(found[expert], 1) for expert in range(num_experts)]
+
+
 def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[Place]]:
     """For each expert its places in the order of use.
 
@@ -73,7 +84,7 @@ def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[
     """
     routes = [list(places) for places in active]
     left = [list(places) for places in shadow]
-    load = Counter(places[0][0] for places in routes if places)  # experts that a worker serves now
+    load = Counter(rank for places in routes for rank, _ in places)  # experts that a worker serves now
     heirs = Counter[tuple[Rank, Rank]]()  # (before, after) -> experts that go from one to the other
 
     def serves_least(place: Place) -> tuple[int, int]:

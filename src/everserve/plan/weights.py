@@ -3,8 +3,8 @@
     embedding, final norm, head | layer 0: norms, projections, router or FFN | layer 1 ... | experts of all layers
 
 The orchestrator allocates by this plan, and every incarnation of the seat reads and writes by it: it depends on its
-inputs only. Everything is bfloat16. The experts are two large matrices, slots of one layer side by side and layers on
-top of each other, because kernels address them as one.
+inputs only. Everything is bfloat16. The experts are one tensor, [layer, slot] by [gate, up, down]: an expert is one
+piece of memory, which is copied and checked as a whole, and kernels address all of them from one beginning.
 """
 
 import math
@@ -18,6 +18,8 @@ from everserve.tables.ids import Role
 ALIGNMENT = 256  # bytes; every tensor begins at a multiple: more than any kernel requires
 PAGE_BYTES = 2 << 20  # granularity of device memory
 ITEM_BYTES = 2
+_BOX_ROWS = 128  # a multiple of what any kernel reads at once
+MATRICES_PER_EXPERT = 3  # gate and up [F, D], down [D, F]
 
 
 class ModelSizes(Protocol):
@@ -78,19 +80,21 @@ class WeightsPlan:
     def of(cls, model: ModelSizes, roles: Sequence[Role], num_slots: int) -> "WeightsPlan":
         """`num_slots`: expert slots per layer; 0 for a seat without the expert role."""
         weights: list[tuple[str, int | None, tuple[int, ...]]] = []
+        overhang = 0
         if Role.ATTENTION in roles:
             weights += _around_layers(model)
             for layer in range(model.num_layers):
                 weights += _attention_half(model, layer)
         if Role.EXPERT in roles and num_slots:
             weights += _experts(model, num_slots)
+            overhang = _overhang(model)
         tensors: list[PlannedTensor] = []
         end = 0
         for weight in weights:
             tensor = PlannedTensor(*weight, offset=_up(end, ALIGNMENT))
             tensors.append(tensor)
             end = tensor.offset + tensor.num_bytes
-        return cls(tuple(tensors), _up(max(end, 1), PAGE_BYTES))
+        return cls(tuple(tensors), _up(max(end + overhang, 1), PAGE_BYTES))
 
     def tensor(self, name: str, layer: int | None = None) -> PlannedTensor:
         """KeyError if this seat has no such weight."""
@@ -145,8 +149,16 @@ def _experts(model: ModelSizes, num_slots: int) -> Iterator[tuple[str, None, tup
     num_places = len(model.moe_layers) * num_slots
     if num_places:
         hidden, size = model.hidden_size, model.expert_intermediate_size
-        yield "expert_gate_up", None, (num_places * 2 * size, hidden)
-        yield "expert_down", None, (num_places * hidden, size)
+        yield "experts", None, (num_places, MATRICES_PER_EXPERT, size, hidden)
+
+
+def _overhang(model: ModelSizes) -> int:
+    """How far kernels read beyond the last expert. They read boxes of rows, ignore what is not the expert's, and rely
+    on memory being there: where kernels of other seats read this memory, nothing else may follow it."""
+    hidden, size = model.hidden_size, model.expert_intermediate_size
+    beyond_up = (_up(size, _BOX_ROWS) - 2 * size) * hidden  # `down` follows
+    beyond_down = (_up(hidden, _BOX_ROWS) - hidden) * size
+    return max(beyond_up, beyond_down, 0) * ITEM_BYTES
 
 
 def _up(size: int, unit: int) -> int:

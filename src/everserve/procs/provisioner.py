@@ -147,10 +147,10 @@ class Workers:
         self._spares[pid] = Held(f"spare {pid}", lifeline)
 
     def kinds(self) -> tuple[StartWorker, ...]:
-        """One start message for each kind of worker on each device."""
+        """One start message for each kind of worker on each GPU."""
         starts = [worker.start for worker in self._processes.values()]
         starts += [birth.start for birth in self._births.values()]
-        return tuple({(start.device, start.roles): start for start in starts}.values())
+        return tuple({(start.gpu, start.roles): start for start in starts}.values())
 
     # -- a new orchestrator ----------------------------------------------------------------------
 

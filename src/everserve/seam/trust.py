@@ -161,7 +161,7 @@ class Peers(ABC):
         if routes.epoch < self.epoch:
             log.warning("routes of epoch %d came after those of epoch %d: dropped", routes.epoch, self.epoch)
             return
-        candidates = routes.array()
+        candidates = routes.seen_by(self.rank)
         if candidates.shape[:2] != self.owner_LN.shape:
             raise ValueError(f"routes for {candidates.shape[:2]} layers and experts; there are {self.owner_LN.shape}")
         if candidates[..., 0].max(initial=NO_RANK) >= MAX_RANKS:
@@ -172,6 +172,13 @@ class Peers(ABC):
         for peer in self._peers.values():
             peer.is_pardoned = peer.suspicion is not None
         self.reconsider()
+
+    @property
+    def lowest_of_first_layer(self) -> Rank | None:
+        """The lowest trusted rank that holds an expert of the first layer. It does not depend on how rows are dealt:
+        all attention workers that follow the same routes and trust the same peers see the same one."""
+        ranks = {Rank(int(rank)) for rank in np.unique(self._candidates[0, ..., 0])}
+        return min((rank for rank in ranks if self.trusted(rank) is not None), default=None)
 
     @property
     def incarnations(self) -> list[WorkerId]:

@@ -25,7 +25,8 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     roles: tuple[Role, ...]
     host: int = 0  # which machine; all workers of an instance are on one today
-    device: int = NO_DEVICE  # which of that machine's devices
+    device: int = NO_DEVICE  # which device: workers on one device are lost together, with all memory on it
+    gpu: int = NO_DEVICE  # the machine's GPU that the device is, or has a share of; NO_DEVICE: it is a CPU
     own_experts: int = 0  # experts per layer that a worker with both roles computes itself
     wanted: Wanted = Wanted.STAY
 
@@ -36,6 +37,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     seats: tuple[SeatGoal, ...]
     placement: Placement | None
+    scaling_since_s: float | None = None  # on the machine's monotonic clock; None: there are the workers asked for
+    gone: tuple[int, ...] = ()  # devices that were lost and have not come back: seats on them stay empty
 
     def __post_init__(self) -> None:
         ranks = [seat.rank for seat in self.seats]
@@ -51,17 +54,21 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     def seat(self, rank: Rank) -> SeatGoal | None:
         return next((seat for seat in self.seats if seat.rank == rank), None)
 
-    @property
-    def attention_ranks(self) -> tuple[Rank, ...]:
-        return tuple(seat.rank for seat in self.seats if Role.ATTENTION in seat.roles)
-
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes that are fixed when the instance starts: lanes, arenas, logs and captured graphs are made for them, and
     every later goal must fit."""
 
     max_workers: int = 1  # ranks are below it
+    num_gpus: int = 0  # of the machine; 0: CPUs
+    devices: int | None = None  # that were asked for at the start; None: each GPU is one, on CPUs each worker
     slots_per_layer: int = 0  # expert slots of every expert worker; 0: there are no expert workers
+    mapped_slots: int = 0  # further slots per layer, without memory: for experts that lie in memory of another seat
     lane_bytes: int = 0  # of the memory between one attention worker and one expert worker
     log_bytes: int = 0  # of each attention worker's KV log in host memory; 0: no logs
     kv_bytes: int = 0  # of each KV cache in device memory that outlives its worker, beside the log; 0: none
+
+    @property
+    def lane_slots(self) -> int:
+        """All slots of a layer of an expert worker, which a lane has room for."""
+        return self.slots_per_layer + self.mapped_slots

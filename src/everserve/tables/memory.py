@@ -6,9 +6,12 @@
     kv              an attention worker on a device    the blocks of that log, where the KV cache outlives its worker
     lane            an attention and an expert worker  requests and answers between the two
     bell            an expert seat on a device         rung when a request was sent
-    weights         a seat on a device                 shared by all seats there with the same weights; it
-                                                       outlives every worker in them
-    weights-state   likewise                           what is in those weights
+    weights         a seat on a device; with           shared by all seats there with the same weights; it
+                    --weights memory also an expert    outlives every worker in them
+                    seat on CPUs
+    weights-state   likewise                           what is in those weights (memory/weights/slot_table.py)
+    backup          none                               every expert once, in host memory (--expert-backup host)
+    backup-state    none                               what is in the backup
 
 The memory itself is a descriptor, sent with the message that names it: all workers are on one host today.
 """
@@ -30,6 +33,8 @@ class Kind(StrEnum):
     BELL = "bell"
     WEIGHTS = "weights"
     WEIGHTS_STATE = "weights-state"
+    BACKUP = "backup"
+    BACKUP_STATE = "backup-state"
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +44,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     owners: tuple[WorkerId, ...]
     num_bytes: int
     host: int = 0
-    device: int = NO_DEVICE  # NO_DEVICE: the host's own memory
+    device: int = NO_DEVICE  # it is lost with this device; NO_DEVICE: it survives the loss of any
+    gpu: int = NO_DEVICE  # whose memory it is; NO_DEVICE: the host's
 
     @property
     def name(self) -> str:

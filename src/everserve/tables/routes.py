@@ -1,4 +1,9 @@
-"""Routes: logical expert -> ordered candidates (rank, slot), per layer, at one epoch."""
+"""Routes: logical expert -> ordered candidates (rank, slot), per layer, at one epoch.
+
+An expert may have several *active* candidates, the first `num_active` ones. Its rows are dealt among them by attention
+worker: rank r asks active candidate (r + expert) mod num_active first, then the active ones after it, then the others.
+So each attention worker still has one place for each expert, and results do not depend on which.
+"""
 
 from enum import StrEnum
 
@@ -15,7 +20,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     """The table, packed: it is read by index in every layer and sent on every change.
 
     `table` is int16 [layer index][expert][candidate][rank, slot]; where there are fewer candidates than
-    `num_candidates`, the last ones are (-1, -1).
+    `num_candidates`, the last ones are (-1, -1). `active` is uint8 [layer index][expert]: how many of the candidates
+    are active; empty if no expert has more than one.
     """
 
     epoch: Epoch
@@ -23,15 +29,23 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int
     num_candidates: int
     table: bytes
+    active: bytes = b""
 
     def __post_init__(self) -> None:
+        if self.active and len(self.active) != self.num_layers * self.num_experts:
+            raise ValueError(f"{len(self.active)} numbers of active candidates for another number of experts")
         expected = self.num_layers * self.num_experts * self.num_candidates * 2 * _DTYPE.itemsize
         if len(self.table) != expected:
             raise ValueError(f"a routes table of {len(self.table)} bytes where {expected} are expected")
 
     @classmethod
-    def of(cls, epoch: Epoch, candidates: list[list[list[tuple[Rank, SlotId]]]]) -> "Routes":
-        """From nested lists [layer index][expert] -> candidates in order."""
+    def of(
+        cls,
+        epoch: Epoch,
+        candidates: list[list[list[tuple[Rank, SlotId]]]],
+        num_active: list[list[int]] | None = None,
+    ) -> "Routes":
+        """From nested lists [layer index][expert] -> candidates in order, and how many of them are active (one)."""
         num_layers, num_experts = len(candidates), len(candidates[0]) if candidates else 0
         width = max((len(one) for layer in candidates for one in layer), default=0)
         table = np.full((num_layers, num_experts, width, 2), NO_RANK, _DTYPE)
@@ -45,12 +59,28 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             num_experts=num_experts,
             num_candidates=width,
             table=table.tobytes(),
+            active=_packed(num_active) if num_active is not None else b"",
         )
 
     def array(self) -> "np.ndarray[tuple[int, int, int, int], np.dtype[np.int16]]":
         """[layer index][expert][candidate][rank, slot], read-only."""
         shape = (self.num_layers, self.num_experts, self.num_candidates, 2)
         return np.frombuffer(self.table, _DTYPE).reshape(shape)
+
+    def num_active(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
+        """[layer index][expert], read-only; 1 also where there is no candidate."""
+        shape = (self.num_layers, self.num_experts)
+        return np.frombuffer(self.active, np.uint8).reshape(shape) if self.active else np.ones(shape, np.uint8)
+
+    def seen_by(self, rank: Rank) -> "np.ndarray[tuple[int, int, int, int], np.dtype[np.int16]]":
+        """The table in the order in which this attention worker asks: active candidates are rotated."""
+        if not self.active or self.num_candidates < 2:
+            return self.array()
+        candidate_C = np.arange(self.num_candidates)
+        num_active_LE1 = self.num_active()[..., None].astype(np.int64)
+        first_LE1 = (rank + np.arange(self.num_experts)[:, None]) % num_active_LE1
+        source_LEC = np.where(candidate_C < num_active_LE1, (candidate_C + first_LE1) % num_active_LE1, candidate_C)
+        return np.take_along_axis(self.array(), source_LEC[..., None], axis=2)
 
     @property
     def num_without_place(self) -> int:
@@ -59,9 +89,21 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_layers * self.num_experts
         return int((self.array()[:, :, 0, 0] == NO_RANK).sum())
 
+    @property
+    def num_survivable(self) -> int:
+        """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
+        if self.num_candidates == 0:
+            return 0
+        return max(0, int((self.array()[..., 0] != NO_RANK).sum(-1).min()) - 1)
+
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()
         return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NO_RANK)
+
+
+def _packed(num_active: list[list[int]]) -> bytes:
+    table = np.array(num_active, np.uint8)
+    return table.tobytes() if (table > 1).any() else b""
 
 
 class Symptom(StrEnum):

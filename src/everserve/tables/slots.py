@@ -3,6 +3,7 @@
 A *generation* counts the changes of one slot: two reports with the same generation are about the same weights.
 """
 
+from enum import StrEnum
 from typing import NamedTuple
 
 import msgspec
@@ -34,6 +35,25 @@ class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
     slot: int
     expert: int
     reason: str
+
+
+class Source(StrEnum):
+    """Where the weights of a filled slot came from, cheapest first."""
+
+    MAPPED = "mapped"  # memory that a dead process left on the same device: no copy
+    SLOT = "slot"  # another slot of the same worker
+    PEER = "peer"  # the memory of another worker
+    HOST = "host"  # the backup in host memory
+    FILE = "file"  # the model's files
+
+
+class Filled(msgspec.Struct, frozen=True, kw_only=True):
+    """A slot that holds its expert now."""
+
+    fill: Fill
+    source: Source
+    num_bytes: int  # copied; 0 if the weights are used where they were
+    seconds: float
 
 
 class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):

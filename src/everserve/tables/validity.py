@@ -15,6 +15,7 @@ All functions return sentences for operators; an empty result means that all is 
 both roles has no expert workers: its placement and routes are None.
 """
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -186,6 +187,7 @@ def _num_held(placement: Placement, have: Have, ranks: Collection[Rank]) -> Ints
     return num_LE
 
 
+@functools.lru_cache(maxsize=2)
 def _num_planned(placement: Placement) -> Ints:
     """[layer index][expert]: how many places it should have."""
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)

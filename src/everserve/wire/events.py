@@ -137,6 +137,25 @@ class WorkerExitedEvent(Event, frozen=True, tag="worker_exited"):
     exit_status: int
 
 
+class ScaleBegan(Event, frozen=True):
+    """An operator asked for another number of workers: these seats are filled, and those in `retired` become empty."""
+
+    attention: int
+    expert: int
+    devices: int
+    added: tuple[int, ...]
+    retired: tuple[int, ...]
+
+
+class ScaleDone(Event, frozen=True):
+    """There are exactly the workers that were asked for, all ready."""
+
+    attention: int
+    expert: int
+    devices: int
+    took_s: float  # since it was asked for
+
+
 # -- faults --------------------------------------------------------------------------------------
 
 
@@ -285,6 +304,54 @@ class PlacementMade(Event, frozen=True):
     active_per_worker: int
     shadow_per_worker: int
     survivable_deaths: int
+    survivable_devices: int = 0  # lost at once, with all workers on them
+    repairable_devices: int = 0  # beyond that with a pause: so many may be lost, and every expert finds a place again
+
+
+class DeviceLostEvent(Event, frozen=True):
+    """A device was lost, with its workers and everything in its memory. `gone`: it does not return by itself."""
+
+    device: int
+    gone: bool
+    ranks: list[int]
+
+
+class DeviceReturnedEvent(Event, frozen=True):
+    """A device that was gone can be used again; workers start on it."""
+
+    device: int
+    ranks: list[int]
+
+
+class RepairPhase(Event, frozen=True):
+    """How far the repair of a loss is: `planned` (other places for what was lost), `first slot` (one of them is
+    filled), `covered` (every expert has a place), `redundant` (everything is where it should be). `since_s`: since the
+    loss was detected."""
+
+    phase: str
+    since_s: float
+    num_experts_without_place: int
+
+
+class ExpertsMoved(Event, frozen=True):
+    """A worker has filled slots from one source (tables/slots.py). `num_bytes`: copied. `took_s`: one after another."""
+
+    rank: int
+    source: str
+    num_experts: int
+    num_bytes: int
+    took_s: float
+
+
+class BalanceDecided(Event, frozen=True):
+    """The orchestrator looked at the loads of experts (`--enable-eplb`). A refusal is told once a minute per reason."""
+
+    is_accepted: bool
+    reason: str
+    max_over_mean: float  # now
+    expected: float  # the same when it is done
+    num_moves: int
+    goal: int  # the version of the goal
 
 
 class RequestPreempted(Event, frozen=True):
@@ -309,6 +376,8 @@ AnyEvent = (
     | WorkerLeaving
     | WorkerLeft
     | WorkerExitedEvent
+    | ScaleBegan
+    | ScaleDone
     | FaultInjectedEvent
     | SuspectedEvent
     | FaultDetected
@@ -325,6 +394,11 @@ AnyEvent = (
     | OrchestratorRecovered
     | EpochPublished
     | PlacementMade
+    | DeviceLostEvent
+    | DeviceReturnedEvent
+    | RepairPhase
+    | ExpertsMoved
+    | BalanceDecided
     | RequestPreempted
 )
 

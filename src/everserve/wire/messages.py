@@ -4,12 +4,15 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   Leave, Fenced, Shutdown
+                                   WeightsJoined, WeightsLeft, Leave, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, RoutesUsed, SlotsReported, EventHappened
+                                   Failed, Suspected, ExpertReport, LoadReported, RoutesUsed, SlotsReported,
+                                   EventHappened
 
-    orchestrator -> gateway        ClusterChanged, WorkerLost, FaultInjected, DrainAnswered, EventHappened
-    gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LogSettled
+    orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
+                                   DeviceAnswered, ScaleAnswered, EventHappened
+    gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LoseDevice, ReturnDevice,
+                                   ScaleCluster, LogSettled
 
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
@@ -52,7 +55,7 @@ from everserve.tables.memory import Memory
 from everserve.tables.outputs import EngineStats, ExpertStats, Output
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
-from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place, SeatSlots
+from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
 from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
 
@@ -174,11 +177,28 @@ class ClearSlots(Message, frozen=True):
 
 
 class SlotsReported(Message, frozen=True):
-    """Expert worker to orchestrator, before Ready and after each FillSlots or ClearSlots: what all its slots hold now.
-    `failed`: fills of that message that left their slots empty."""
+    """Expert worker to orchestrator, before Ready, during and after each FillSlots or ClearSlots: what all its slots
+    hold now. `filled` and `failed`: fills since the last report, and those that left their slots empty. `num_left`:
+    fills of the message that are still to come."""
 
     slots: HeldSlots
     failed: list[FailedFill] = []
+    filled: list[Filled] = []
+    num_left: int = 0
+
+
+class WeightsJoined(Message, frozen=True):
+    """Orchestrator to expert worker: the weights of another expert seat, or the backup of all experts (`rank` None), to
+    copy experts from. Replaces what was announced for that rank before. + fds: the weights, and their slot table."""
+
+    rank: Rank | None
+    weights: Memory
+
+
+class WeightsLeft(Message, frozen=True):
+    """Orchestrator to expert worker: that memory is gone; do not use it any more."""
+
+    rank: Rank | None
 
 
 class Leave(Message, frozen=True):
@@ -227,6 +247,13 @@ class ExpertReport(Message, frozen=True):
     stats: ExpertStats
 
 
+class LoadReported(Message, frozen=True):
+    """Expert worker to orchestrator, about once a second if there were any: rows computed since the last report, by
+    index of the layer and expert."""
+
+    rows: dict[int, dict[int, int]]
+
+
 # -- orchestrator <-> gateway --------------------------------------------------------------------
 
 
@@ -239,6 +266,23 @@ class ClusterChanged(Message, frozen=True):
     num_experts_without_place: int  # over all layers
     expert_stats: dict[Rank, ExpertStats]
     num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
+    num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
+    gone: tuple[int, ...] = ()  # devices
+    moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
+
+
+class ExpertsChanged(Message, frozen=True):
+    """Orchestrator to gateway, at most once a second: how much experts are used, and where they are.
+
+    `load` is float32 [layer index][expert], in rows per second. `routes`: None if they are those of the last such
+    message to this gateway.
+    """
+
+    moe_layers: tuple[int, ...]
+    load: bytes
+    max_over_mean: float  # the busiest expert worker's share over the mean, summed over layers; 0: no rows
+    worst_layer: int  # the number of the layer with the largest max over mean
+    routes: Routes | None
 
 
 class WorkerLost(Message, frozen=True):
@@ -280,12 +324,57 @@ class DrainAnswered(Message, frozen=True):
     reason: str
 
 
+class ScaleCluster(Message, frozen=True):
+    """Gateway to orchestrator: an operator wants this many workers (None: as many as before), or devices."""
+
+    id: str
+    attention: int | None = None
+    expert: int | None = None
+    devices: int | None = None
+
+
+class ScaleAnswered(Message, frozen=True):
+    """Orchestrator to gateway: the workers that there will be, or why there will not (`refused`)."""
+
+    id: str
+    refused: str = ""
+    attention: int = 0
+    expert: int = 0
+    devices: int = 0
+    added: list[Rank] = []
+    retired: list[Rank] = []
+
+
 class InjectFault(Message, frozen=True):
     """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
 
     id: str
     rank: Rank
     signal: int
+
+
+class LoseDevice(Message, frozen=True):
+    """Gateway to orchestrator: an operator takes a device away (only with --enable-chaos). `gone`: for good, until
+    ReturnDevice."""
+
+    id: str
+    device: int
+    gone: bool
+
+
+class ReturnDevice(Message, frozen=True):
+    """Gateway to orchestrator: a device that was gone can be used again."""
+
+    id: str
+    device: int
+
+
+class DeviceAnswered(Message, frozen=True):
+    """Orchestrator to gateway: the ranks on the device, or why nothing was done (`reason`)."""
+
+    id: str
+    ranks: list[Rank]
+    reason: str
 
 
 class FaultInjected(Message, frozen=True):
@@ -381,7 +470,7 @@ class StartOrchestrator(Message, frozen=True):
 
     cluster: ClusterConfig
     worker: "WorkerSettings"
-    num_devices: int = 0  # for the workers; 0: they compute on CPUs
+    num_gpus: int = 0  # for the workers; 0: they compute on CPUs
     found: tuple["FoundProcess", ...] | None = None  # None: this is the first orchestrator
     goal: Goal | None = None  # of the previous orchestrator; None: make the first goal
     is_serving: bool = False  # all seats were ready once
@@ -513,8 +602,9 @@ class StartWorker(Message, frozen=True):
     detect_ms: float
     capacity: Capacity = Capacity()  # of the instance; the default is for a single worker
     memory: tuple[Memory, ...] = ()  # that it gets besides its cell
-    device: int = NO_DEVICE  # which it computes on, alone or shared
-    num_attention_on_device: int = 1  # attention workers on that device, itself included
+    device: int = NO_DEVICE  # workers on one device are lost together
+    gpu: int = NO_DEVICE  # which it computes on, alone or shared
+    num_attention_on_gpu: int = 1  # attention workers on that GPU, itself included
 
 
 class StartGateway(Message, frozen=True):
@@ -580,21 +670,30 @@ AnyMessage = (
     | FillSlots
     | ClearSlots
     | SlotsReported
+    | WeightsJoined
+    | WeightsLeft
     | Leave
     | Fenced
     | Leaving
     | Report
     | Suspected
     | ExpertReport
+    | LoadReported
     | RoutesUsed
     | ClusterChanged
+    | ExpertsChanged
     | WorkerLost
     | GatewayReport
     | LogSettled
     | DrainWorker
     | DrainAnswered
+    | ScaleCluster
+    | ScaleAnswered
     | InjectFault
     | FaultInjected
+    | LoseDevice
+    | ReturnDevice
+    | DeviceAnswered
     | Allocate
     | Allocated
     | AllocationFailed

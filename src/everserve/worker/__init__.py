@@ -4,7 +4,10 @@ boot.py            a worker from the fork to its loop
 parts.py           the components of a worker, and the interface of backends
 attention.py       the loop of a worker that owns requests: receive -> handle -> step -> send
 expert_service.py  a worker that owns experts, apart from computing: its clients, control messages, exit
-slot_changes.py    expert slots that are filled and cleared between two batches
+slot_changes.py    expert slots that are filled and cleared while it serves
+background.py      a thread of low priority for copies
+backup_filling.py  the backup of all experts, filled by expert workers
+load_reports.py    how many rows each expert had, once a second
 control.py         the channel to the orchestrator, which may be replaced; SIGTERM
 logs.py            logs of other workers, from which their streams are restored here
 loading.py         progress of loading weights

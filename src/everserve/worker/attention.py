@@ -126,9 +126,15 @@ class AttentionLoop:
 
     def _acknowledge(self) -> None:
         """Between two steps: report the routes in use, if they are new. No request in flight follows older routes."""
-        if self._seam is not None and self._seam.peers.epoch > self._acknowledged:
+        if self._seam is not None and self._has_new_routes:
             self._acknowledged = self._seam.peers.epoch
             self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
+
+    @property
+    def _has_new_routes(self) -> bool:
+        """Which may have been read in the middle of a step that was abandoned: slots that a repair needs are free only
+        when they are acknowledged, so this must not wait for the next message."""
+        return self._seam is not None and self._seam.peers.epoch > self._acknowledged
 
     def _report(self) -> Report:
         self._acknowledged = 0  # send it again, to the new orchestrator; not now, which may be the middle of a step
@@ -145,7 +151,7 @@ class AttentionLoop:
 
     def _receive(self) -> None:
         timeout_s = 0.0 if self._engine.has_work or self._was_busy else _IDLE_REPORT_S
-        if self._paused_since is not None:
+        if self._paused_since is not None and not self._has_new_routes:
             timeout_s = _TRY_AGAIN_S
         for key, _ in self._selector.select(timeout_s):
             key.data()

@@ -17,6 +17,7 @@ from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, Worker
 from everserve.wire.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd, LeaveRequest
+from everserve.worker.expert_service import ExpertService
 from everserve.worker.loading import Loading
 from everserve.worker.parts import Backend, Surroundings
 from everserve.worker.shortage import last_words
@@ -108,9 +109,17 @@ class Worker:
         """Run as an expert worker: owns expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
         service, ops_name = self._backend.build_expert(self._around)
+        self._offer_backup(service)
         service.report_slots()
         self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
         service.run()
+
+    def _offer_backup(self, service: ExpertService) -> None:
+        """Unless the backend has taken the backup already, to load from it."""
+        memory = self._around.memory
+        for piece in self._start.memory:
+            if piece.kind is Kind.BACKUP and Kind.BACKUP in memory:
+                service.slots.offer(None, piece, [memory.pop(kind) for kind in (Kind.BACKUP, Kind.BACKUP_STATE)])
 
     def _read_control(self) -> None:
         self._on_control()

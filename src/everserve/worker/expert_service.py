@@ -33,8 +33,11 @@ from everserve.wire.messages import (
     Shutdown,
     SlotsReported,
     StartWorker,
+    WeightsJoined,
+    WeightsLeft,
 )
 from everserve.worker.control import ControlEnd, LeaveRequest
+from everserve.worker.load_reports import LoadReports
 from everserve.worker.slot_changes import ChangeableSlots, SlotChanges
 
 log = logging.getLogger(__name__)
@@ -72,7 +75,7 @@ class ExpertService(ABC):
         events: EventLog,
     ) -> None:
         self._start = start
-        self._slots = slots
+        self.slots = slots
         self._changes = SlotChanges(slots, control.send)
         self._cell = cell
         self._warden = warden
@@ -81,6 +84,7 @@ class ExpertService(ABC):
         self._events = events
         self._customers: dict[Rank, Customer] = {}
         self._reported = ExpertStats()
+        self._loads = LoadReports()
         self._report_at = time.monotonic() + _REPORT_EVERY_S
         self._attend_at = 0.0
         self._stop_at: float | None = None
@@ -94,10 +98,13 @@ class ExpertService(ABC):
     def stats(self) -> ExpertStats:
         """Counters since the start."""
 
+    def rows_by_expert(self) -> list[list[int]]:
+        """[index of the MoE layer][expert]: rows computed since the start. Empty where they are not counted."""
+        return []
+
     @abstractmethod
     def _wait(self) -> None:
-        """Wait until there is work or news, or a short time has passed. Returns at once while slot changes are
-        pending."""
+        """Wait until there is work or news, or a short time has passed: no longer than `_changes.wait_s` says."""
 
     @abstractmethod
     def _work(self) -> None:
@@ -130,7 +137,7 @@ class ExpertService(ABC):
 
     def report_slots(self) -> None:
         """Report what all slots hold; sent before Ready."""
-        self._control.send(SlotsReported(slots=self._slots.held))
+        self._control.send(SlotsReported(slots=self.slots.held))
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -170,13 +177,14 @@ class ExpertService(ABC):
         self._control.send(Leaving())
 
     def _make_report(self) -> Report:
+        self._changes.forget()
         return Report(
             is_ready=True,
             is_leaving=self._leave_at is not None,
             epoch=Epoch(0),
             peers=[WorkerId(rank, customer.incarnation) for rank, customer in self._customers.items()],
             logs=[],
-            slots=self._slots.held,
+            slots=self.slots.held,
         )
 
     # -- everything that is not a request --------------------------------------------------------
@@ -200,6 +208,10 @@ class ExpertService(ABC):
             self._leave(message.rank, message.incarnation)
         elif isinstance(message, FillSlots | ClearSlots):
             self._changes.add(message)
+        elif isinstance(message, WeightsJoined):
+            self.slots.offer(message.rank, message.weights, fds.take())
+        elif isinstance(message, WeightsLeft):
+            self.slots.withdraw(message.rank)
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif isinstance(message, Leave):
@@ -233,6 +245,8 @@ class ExpertService(ABC):
         if now >= self._report_at and stats != self._reported:
             self._control.send(ExpertReport(stats=stats))
             self._reported = stats
+            if (loads := self._loads.next(self.rows_by_expert())) is not None:
+                self._control.send(loads)
             self._report_at = now + _REPORT_EVERY_S
 
     def _report_fenced(self, reason: str) -> None:

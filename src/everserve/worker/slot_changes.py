@@ -1,36 +1,58 @@
-"""Changes of expert slots while requests are served: one slot at a time, between two batches.
+"""Changes of expert slots while requests are served.
 
-    FillSlots, ClearSlots ──> queue ──one slot per turn of the loop──> the last one of a message ──> SlotsReported
+    FillSlots, ClearSlots ──> queue ──> begin ... poll ──> now and then, and after the last ──> SlotsReported
 
-A slot is empty from the start of its change until its weights are loaded; requests for its old expert are refused. A
-fill that fails leaves the slot empty, and is reported.
+A fill runs beside the steps of the worker, and the loop polls for its end; there is one fill at a time. Its slot is
+empty from `begin` until `poll` says that its weights are loaded and verified; requests for its old expert are refused.
+A fill that fails leaves the slot empty, and is reported.
+
+A new orchestrator assumes that nothing is pending: the queue is dropped. A fill that runs at that moment is given up,
+its slot stays empty, and the next fill waits until it has ended.
 """
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
+from everserve.tables.ids import Rank
+from everserve.tables.memory import Memory
+from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place
 from everserve.wire.messages import ClearSlots, FillSlots, SlotsReported
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.001  # while a fill runs
+_REPORT_S = 0.05  # between two reports on one message: streams may wait for what is filled, and each makes new routes
+
 
 class ChangeableSlots(Protocol):
-    """The expert slots of one worker, on any device. No request is computed while `fill` or `clear` runs."""
+    """The expert slots of one worker, on any device. No request is computed while one of these methods runs."""
 
     @property
-    def held(self) -> HeldSlots: ...
+    def held(self) -> HeldSlots:
+        """A slot that is being filled is empty."""
 
     @property
     def num_experts(self) -> int:
         """Experts of the model per layer."""
 
-    def fill(self, fill: Fill) -> None:
-        """Load an expert. The old one is gone, also if this raises."""
+    def begin(self, fill: Fill) -> None:
+        """Empty the slot and start to load. One fill at a time."""
 
-    def clear(self, place: Place) -> None: ...
+    def poll(self) -> Filled | FailedFill | None:
+        """The result of the fill that was begun, once; None while it runs."""
+
+    def clear(self, place: Place) -> None:
+        """Empty the slot; never called for a slot that is being filled."""
+
+    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+        """Memory of a peer (None: the backup) that experts can be copied from, and its slot table: two descriptors,
+        which are taken over. Replaces what this rank had offered."""
+
+    def withdraw(self, rank: Rank | None) -> None:
+        """That memory is not to be used any more."""
 
 
 class SlotChanges:
@@ -40,40 +62,72 @@ class SlotChanges:
         self._slots = slots
         self._report = report
         self._messages: deque[deque[Fill | Place]] = deque()
+        self._filling: Fill | None = None
+        self._is_given_up = False  # the fill that runs: no orchestrator waits for it
+        self._filled: list[Filled] = []
         self._failed: list[FailedFill] = []
+        self._report_at = 0.0
 
     @property
     def is_pending(self) -> bool:
-        return bool(self._messages)
+        return bool(self._messages) or self._filling is not None
+
+    def wait_s(self, at_most_s: float) -> float:
+        """How long the loop may wait for something else, before it calls `do_one`."""
+        if self._filling is not None:
+            return min(at_most_s, _POLL_S)
+        return 0.0 if self._messages else at_most_s
 
     def add(self, message: FillSlots | ClearSlots) -> None:
+        if not self._messages:
+            self._report_at = time.monotonic() + _REPORT_S
         self._messages.append(deque(message.fills if isinstance(message, FillSlots) else message.places))
 
+    def forget(self) -> None:
+        """There is a new orchestrator."""
+        self._messages.clear()
+        self._filled, self._failed = [], []
+        self._is_given_up = self._filling is not None
+
     def do_one(self) -> None:
-        """Change one slot; report if it was the last one of its message."""
-        changes = self._messages[0]
-        if changes:
-            self._change(changes.popleft())
-        if not changes:
-            self._messages.popleft()
-            failed, self._failed = self._failed, []
-            self._report(SlotsReported(slots=self._slots.held, failed=failed))
+        """Change one slot, or begin to; report if it was the last one of its message, or if it is time to."""
+        if self._filling is None and self._messages and self._messages[0]:
+            self._change(self._messages[0].popleft())
+        if self._filling is not None:
+            self._poll(self._filling)
+        if self._filling is None and self._messages:
+            changes, now = self._messages[0], time.monotonic()
+            if not changes:
+                self._messages.popleft()
+            elif not self._filled or now < self._report_at:
+                return
+            self._report_at = now + _REPORT_S
+            filled, self._filled, failed, self._failed = self._filled, [], self._failed, []
+            self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_left=len(changes)))
 
     def _change(self, change: Fill | Place) -> None:
-        if not self._is_there(change):
-            reason = "there is no such slot, or no such expert"
-        elif isinstance(change, Place):
-            self._slots.clear(change)
-            return
+        if isinstance(change, Place):
+            if self._is_there(change):
+                self._slots.clear(change)
+        elif self._is_there(change):
+            self._slots.begin(change)
+            self._filling = change
         else:
-            try:
-                self._slots.fill(change)
-                return
-            except Exception as error:  # e.g. a missing file, no memory: other workers can serve this expert
-                log.exception("expert %d could not be loaded", change.expert)
-                reason = f"{type(error).__name__}: {error}"
-        if isinstance(change, Fill):
-            self._failed.append(FailedFill(**change._asdict(), reason=reason))
+            self._failed.append(FailedFill(**change._asdict(), reason="there is no such slot, or no such expert"))
+
+    def _poll(self, fill: Fill) -> None:
+        result = self._slots.poll()
+        if result is None:
+            return
+        self._filling = None
+        if self._is_given_up:
+            self._is_given_up = False
+            self._slots.clear(Place(fill.layer_index, fill.slot))
+        elif isinstance(result, FailedFill):  # e.g. a missing file, no memory: other workers can serve this expert
+            log.error("expert %d of layer index %d: %s", fill.expert, fill.layer_index, result.reason)
+            self._failed.append(result)
+        else:
+            self._filled.append(result)
 
     def _is_there(self, change: Fill | Place) -> bool:
         held = self._slots.held

@@ -98,7 +98,7 @@ class Zygote:
     def _start_worker(self, message: ForkWorker, fds: list[int]) -> None:
         start = message.start
         self._spares.learn(start, time.monotonic())
-        spare = self._spares.take(start.device, time.monotonic())
+        spare = self._spares.take(start.gpu, time.monotonic())
         if spare is not None:
             _hand_over(spare, message, fds)
             pid = spare.pid

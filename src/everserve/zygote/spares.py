@@ -69,7 +69,7 @@ class Spares:
 
     def learn(self, start: StartWorker, now: float) -> None:
         """A worker of this kind starts: spares may have to become one, but must not compete with this start."""
-        self._like[start.device, start.roles] = start
+        self._like[start.gpu, start.roles] = start
         self._fork_at = now + QUIET_S
 
     def take(self, device: int, now: float) -> Spare | None:

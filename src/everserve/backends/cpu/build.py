@@ -1,13 +1,16 @@
 """From a StartWorker message to what computes: an engine with its weights, or expert slots with theirs."""
 
+import logging
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.select import HostOps, select_ops
 from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward
@@ -18,18 +21,22 @@ from everserve.engine.warm_up import warm_up
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
 from everserve.memory.names import KV_CACHE
+from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
-from everserve.model.fingerprint import check_unchanged
+from everserve.model.fingerprint import check_unchanged, expert_identity
 from everserve.model.layout import Weights, check_checkpoint
+from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.seam.experts import Experts
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
 from everserve.worker.shortage import memory_for
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,26 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
         half.load(layer, expert, slot)
         progress(done + 1, len(places))
     return half
+
+
+def load_into_memory(
+    opened: Opened, start: StartWorker, memory: dict[Kind, int], check_source: Callable[[], None]
+) -> tuple[ExpertHalf, MemorySlots]:
+    """The expert slots of one seat in the seat's own memory. What a predecessor has left there is not loaded again."""
+    source, slots, model = start.settings.model, start.slots, opened.model
+    assert slots is not None
+    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=slots.num_slots, dtype=source.dtype)
+    dtype = model.dtype if source.dtype == "auto" else source.dtype
+    plan = ExpertMemoryPlan.of(model, dtype, slots.num_slots)
+    own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])
+    identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype)
+    held = MemorySlots(half, own, identity, start.incarnation, check_source)
+    backup = next((piece for piece in start.memory if piece.kind is Kind.BACKUP), None)
+    if backup is not None:
+        held.offer(None, backup, [memory.pop(kind) for kind in (Kind.BACKUP, Kind.BACKUP_STATE)])
+    num_found = held.start_with(slots, opened.loading.part("experts"))
+    log.info("%d expert slots were in memory already", num_found)
+    return half, held
 
 
 class EngineBuilder:

@@ -49,6 +49,9 @@ class ExpertLoop(ExpertService):
             num_stale=self._num_dropped + self._server.num_refused,
         )
 
+    def rows_by_expert(self) -> list[list[int]]:
+        return [[*rows] for rows in self._server.rows_of.values()]
+
     @property
     def _num_pending(self) -> int:
         return len(self._pending)
@@ -61,7 +64,7 @@ class ExpertLoop(ExpertService):
         self._server.attend()
 
     def _wait(self) -> None:
-        timeout_s = 0.0 if self._changes.is_pending else self._timeout_s
+        timeout_s = self._changes.wait_s(self._timeout_s)
         self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
 
     def _work(self) -> None:

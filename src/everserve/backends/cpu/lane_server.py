@@ -47,7 +47,7 @@ class _Server(ctypes.Structure):
 
     _fields_ = [
         ("layout", LaneLayout),
-        *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held")),
+        *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held", "rows_of")),
         *((name, _int64) for name in ("num_layers", "num_slots", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
@@ -82,6 +82,11 @@ class LaneServer:
         self._held = (_int64 * num_layers)(
             *(ctypes.addressof(experts.held[i]) if i in experts.held else 0 for i in range(num_layers))
         )
+        # By layer and expert: how many rows were computed. C counts where it gathers them.
+        self.rows_of = {layer: (_int64 * experts.config.num_experts)() for layer in experts.held}
+        self._rows_at = (_int64 * num_layers)(
+            *(ctypes.addressof(self.rows_of[i]) if i in self.rows_of else 0 for i in range(num_layers))
+        )
         self._server = _Server(
             shape.layout(),
             cell.address,
@@ -89,6 +94,7 @@ class LaneServer:
             self._region.base,
             ctypes.addressof(self._lanes),
             ctypes.addressof(self._held),
+            ctypes.addressof(self._rows_at),
             num_layers,
             experts.num_slots,
             *self._index_addresses,

@@ -3,17 +3,26 @@
 from collections.abc import Sequence
 
 from everserve.backends.cpu import lane, ops
-from everserve.backends.cpu.build import EngineBuilder, Opened, has_spare_cores, load_experts, open_model
+from everserve.backends.cpu.build import (
+    EngineBuilder,
+    Opened,
+    has_spare_cores,
+    load_experts,
+    load_into_memory,
+    open_model,
+)
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
+from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
-from everserve.backends.cpu.slots import CpuSlots
+from everserve.backends.cpu.slots import MappedSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
 from everserve.memory.liveness.warden import LEASE_S
+from everserve.memory.weights import copying
 from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
@@ -22,6 +31,7 @@ from everserve.wire.messages import StartWorker
 from everserve.worker.expert_service import ExpertService
 from everserve.worker.logs import KeptLogs
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
+from everserve.worker.slot_changes import ChangeableSlots
 
 _SPIN_US = 50.0  # before a worker that waits for another one sleeps
 
@@ -32,6 +42,7 @@ def prepare() -> None:
     lane.load()
     library.load()
     liveness.load()
+    copying.load()
 
 
 def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
@@ -61,11 +72,20 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, source = around.start, around.start.settings.model
     opened = open_model(start, around.loading)
-    experts = load_experts(opened, source.dtype, start.slots)
+
+    def check_source() -> None:
+        check_unchanged(source.directory, source.fingerprint)
+
+    slots: ChangeableSlots
+    if source.weights == "memory":
+        experts, slots = load_into_memory(opened, start, around.memory, check_source)
+    else:
+        experts = load_experts(opened, source.dtype, start.slots)
+        slots = MappedSlots(experts, check_source)
     loop = ExpertLoop(
         start,
         experts,
-        CpuSlots(experts, lambda: check_unchanged(source.directory, source.fingerprint)),
+        slots,
         around.cell,
         around.warden,
         around.control,
@@ -73,6 +93,8 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         around.events,
         spin_us=_spin_us(around),
     )
+    if isinstance(slots, MemorySlots):
+        slots.begin_backup(start.rank)
     return loop, opened.ops.name
 
 
@@ -96,4 +118,4 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
 
 
 def _spin_us(around: Surroundings) -> float:
-    return _SPIN_US if has_spare_cores(around.start.num_workers) else 0.0
+    return _SPIN_US if has_spare_cores(max(around.start.num_workers, around.start.capacity.max_workers)) else 0.0

@@ -1,19 +1,24 @@
-"""The slots of an expert worker on CPUs, as its orchestrator changes them."""
+"""The slots of an expert worker on CPUs that reads experts where their file is mapped."""
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Sequence
 
 from everserve.model.expert_half import ExpertHalf
-from everserve.tables.slots import Fill, HeldSlots, Place
+from everserve.tables.ids import Rank
+from everserve.tables.memory import Memory
+from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, Source
 
 
-class CpuSlots:
-    """`check_source` raises if the files are not those that this instance serves. Weights are read where they are
-    mapped, so a fill touches hardly any of them."""
+class MappedSlots:
+    """`check_source` raises if the files are not those that this instance serves. A fill touches hardly any weights, so
+    it has ended when `begin` returns, and no other source can be cheaper."""
 
     def __init__(self, experts: ExpertHalf, check_source: Callable[[], None]) -> None:
         self._experts = experts
         self._layers = experts.config.moe_layers
         self._check_source = check_source
+        self._result: Filled | FailedFill | None = None
 
     @property
     def num_experts(self) -> int:
@@ -26,11 +31,27 @@ class CpuSlots:
             generations=tuple(tuple(self._experts.generations[layer]) for layer in self._layers),
         )
 
-    def fill(self, fill: Fill) -> None:
-        layer = self._layers[fill.layer_index]
+    def begin(self, fill: Fill) -> None:
+        layer, began_s = self._layers[fill.layer_index], time.monotonic()
         self._experts.clear(layer, fill.slot)
-        self._check_source()
-        self._experts.load(layer, fill.expert, fill.slot)
+        try:
+            self._check_source()
+            self._experts.load(layer, fill.expert, fill.slot)
+        except Exception as error:
+            self._result = FailedFill(**fill._asdict(), reason=f"{type(error).__name__}: {error}")
+        else:
+            took_s = time.monotonic() - began_s
+            self._result = Filled(fill=fill, source=Source.FILE, num_bytes=0, seconds=took_s)
+
+    def poll(self) -> Filled | FailedFill | None:
+        result, self._result = self._result, None
+        return result
 
     def clear(self, place: Place) -> None:
         self._experts.clear(self._layers[place.layer_index], place.slot)
+
+    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+
+    def withdraw(self, rank: Rank | None) -> None: ...

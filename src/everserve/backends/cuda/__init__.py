@@ -2,6 +2,7 @@
 
 roles.py           the two roles of a worker, put together
 build.py           from a StartWorker message to what they are made of
+device.py          a device, opened for a worker; its memory as tensors
 expert_loop.py     the loop of an expert worker: keep the device supplied with graphs
 rehearsal.py       what a spare does ahead of need
 sampling.py        every way of choosing a token once, before a stream needs it
@@ -15,7 +16,13 @@ report.py          how a step on the device ends: what it tells the host
 waiting.py         waiting for that (csrc/)
 
 placed_weights.py  weights in places that were planned for them
-weights_state.py   what a seat's weights memory holds, for the next incarnation
+weights_state.py   what the weights memory of an attention seat holds, for the next incarnation
+seat_experts.py    the expert slots of a seat in its memory; arena_range.py: and those of other seats, behind them
+slots.py           how slots change while requests are served
+transfer.py        an expert on its way into a slot, in chunks
+offers.py          memory that experts come from; host_backup.py: the backup, registered ahead of need
+expert_files.py    experts out of the model's files; file_feed.py: through registered buffers
+backup_copy.py     experts from the device to the backup
 logs.py            a worker's own KV log, and those of other workers
 predecessor.py     until nothing of the worker that had this KV pool before can write there
 

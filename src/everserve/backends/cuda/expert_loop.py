@@ -17,6 +17,7 @@ from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.slot_changes import ChangeableSlots
 
 _TURN_NS = 200_000  # how long to be away while graphs are queued
+_FILL_TURN_NS = 50_000  # likewise, while a slot is filled: with the turn's own work, some 100 us
 _NAP_NS = 50_000
 
 
@@ -53,6 +54,10 @@ class CudaExpertLoop(ExpertService):
             )
         return self._stats
 
+    def rows_by_expert(self) -> list[list[int]]:
+        """[index of the MoE layer][expert]: rows since the start, as of the last time that was asked."""
+        return self._server.rows_by_expert()
+
     @property
     def _num_pending(self) -> int:
         return int(self._is_needed)
@@ -71,12 +76,16 @@ class CudaExpertLoop(ExpertService):
 
     def _wait(self) -> None:
         self._cell.advance()
-        if self._changes.is_pending:
+        wait_s = self._changes.wait_s(ATTEND_EVERY_S)
+        if not wait_s:
             return
+        turn_ns = _TURN_NS
+        if self._changes.is_pending:  # a fill runs: its next chunk is queued at the next turn
+            wait_s, turn_ns = _FILL_TURN_NS / 1e9, _FILL_TURN_NS
         if self._is_needed:
             outcome = load()(
                 self._nothing.address, 1, self._cell.address, self._control_seen, self._warden.alarm_address,
-                self._alarm_seen, _TURN_NS, _NAP_NS, 0,
+                self._alarm_seen, turn_ns, _NAP_NS, 0,
             )  # fmt: skip
             assert outcome != Outcome.DONE
             self._asked_s = time.monotonic()
@@ -84,7 +93,7 @@ class CudaExpertLoop(ExpertService):
         seen = self._cell.doorbell
         self._cell.idle = True  # before looking once more: a worker that begins a step now sees it, and rings
         if not self._is_needed and not self._has_news:
-            self._cell.wait(seen, ATTEND_EVERY_S)
+            self._cell.wait(seen, wait_s)
         self._cell.idle = False
 
     def _work(self) -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.build import Device, make_pool, tensor_at
+from everserve.backends.cuda.build import make_pool
+from everserve.backends.cuda.device import Device, tensor_at
 from everserve.backends.cuda.log.low_priority_stream import SideStream
 from everserve.backends.cuda.log.registered_prefix import Reach
 from everserve.backends.cuda.log.writer import CudaLogWriter

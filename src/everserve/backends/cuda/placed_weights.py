@@ -15,7 +15,7 @@ from everserve.model.layout import Layout, Source, Weights
 from everserve.model.ops import ExpertSlots, Ops
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 
-_EXPERTS = ("expert_gate_up", "expert_down")  # filled slot by slot, not through here
+_EXPERTS = ("experts",)  # filled slot by slot, not through here
 
 
 class PlacedWeights(Weights):

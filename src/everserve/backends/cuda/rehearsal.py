@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.build import Device, build_forward, lane_shape, make_recorder, open_device, tensor_at
+from everserve.backends.cuda.build import build_forward, lane_shape, make_recorder
+from everserve.backends.cuda.device import Device, open_device, tensor_at
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
@@ -28,6 +29,7 @@ from everserve.backends.cuda.logs import rehearse_log
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.sampling import rehearse_sampling
+from everserve.backends.cuda.transfer import DeviceStream
 from everserve.memory.liveness import CELL_BYTES, Cell, Warden
 from everserve.memory.liveness.warden import LEASE_S
 from everserve.model.config import ModelConfig
@@ -103,7 +105,7 @@ def _rehearse_attention(device: Device) -> None:
         start.incarnation,
         cell,
         Warden(cell, _DETECT_MS),
-        lane_shape(device, start.capacity.slots_per_layer),
+        lane_shape(device, start.capacity.lane_slots),
         model.moe_layers,
         model.num_experts,
         device.driver,
@@ -131,7 +133,7 @@ def _rehearse_attention(device: Device) -> None:
 def _rehearse_expert(device: Device) -> None:
     start, model = device.start, device.model
     assert start.slots is not None, "an expert worker is told its slots"
-    nowhere, num_slots = _Nowhere(device.torch_device), start.slots.num_slots
+    nowhere, num_slots = _Nowhere(device.torch_device), start.capacity.lane_slots
     server = CudaServer(
         device.driver,
         _arena(model, num_slots, nowhere),
@@ -140,7 +142,9 @@ def _rehearse_expert(device: Device) -> None:
         torch.full((len(model.moe_layers), num_slots), EMPTY, dtype=torch.int32),
         nowhere.address,
         device.torch_device,
+        model.num_experts,
     )
+    DeviceStream(device.driver, device.torch_device)
     server.end()
 
 
@@ -154,8 +158,7 @@ def _first_of_each_kind(model: ModelConfig) -> ModelConfig:
 
 def _arena(model: ModelConfig, num_slots: int, nowhere: _Nowhere) -> ExpertArena:
     plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
-    gate_up, down = nowhere.view(plan.tensor("expert_gate_up")), nowhere.view(plan.tensor("expert_down"))
-    return ExpertArena(gate_up, down, num_layers=len(model.moe_layers), num_slots=num_slots)
+    return ExpertArena.of_experts(nowhere.view(plan.tensor("experts")), len(model.moe_layers), num_slots)
 
 
 def _own_cell() -> Cell:

@@ -1,7 +1,6 @@
 """The two roles of a worker that computes on a GPU."""
 
 from everserve.backends.cuda.build import (
-    Device,
     SeatWeights,
     build_decoder,
     build_forward,
@@ -9,9 +8,9 @@ from everserve.backends.cuda.build import (
     engine_limits,
     lane_shape,
     make_recorder,
-    open_device,
 )
 from everserve.backends.cuda.captured import CapturedExperts
+from everserve.backends.cuda.device import Device, open_device
 from everserve.backends.cuda.expert_loop import CudaExpertLoop
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.peers import CudaPeers
@@ -20,6 +19,7 @@ from everserve.backends.cuda.logs import CudaLogs
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
+from everserve.backends.cuda.seat_experts import SeatExperts
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
 from everserve.memory.liveness.warden import LEASE_S
@@ -66,9 +66,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, device = around.start, _open(around)
-    weights = SeatWeights(device, around.memory)
-    server, slots = build_server(device, weights, around.memory[Kind.BELL])
-    weights.complete()
+    server, slots = build_server(device, SeatExperts(device, around.memory), around.memory[Kind.BELL])
     loop = CudaExpertLoop(
         start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
@@ -88,7 +86,7 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         start.incarnation,
         around.cell,
         around.warden,
-        lane_shape(device, start.capacity.slots_per_layer),
+        lane_shape(device, start.capacity.lane_slots),
         model.moe_layers,
         model.num_experts,
         device.driver,

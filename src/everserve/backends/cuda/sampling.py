@@ -7,7 +7,7 @@ failover, with the first sampled stream that it takes over.
 
 import torch
 
-from everserve.backends.cuda.build import Device
+from everserve.backends.cuda.device import Device
 from everserve.model.penalties import Penalties
 from everserve.model.sampling import GREEDY, SamplingRow, sample
 from everserve.tables.requests import RequestSpec, SamplingParams

@@ -1,73 +1,320 @@
-"""The slots of an expert worker on a GPU, as its orchestrator changes them.
+"""The slots of an expert worker on a GPU, as its orchestrator changes them, while it serves.
 
-    fill     let all graphs end -> the slot is empty -> load and copy -> the slot holds it
+    begin   the slot is empty: kernels answer *moved*
+    poll    ... until all graphs have ended that began before
+            ... until the first source that works has filled the slot, and its checksum is right
+            the seat's table, for the next incarnation -> the place -> the expert, which lets kernels use it
 
-Nothing is queued meanwhile: a graph that waits for its bell would hold up whatever needs the whole device, and loading
-may. What kernels compare requests with (`held_LS`) is written on the stream that has written the weights, after them.
+Nothing here waits. Whoever may still ask for the old expert is refused; live attention workers do not ask, since a
+slot is only refilled when they have all acknowledged routes that do not lead to it.
+
+The last slots of a layer, from `num_own` on, have no memory of this seat. They are for experts in the memory of another
+seat on the same device, whose worker has died: kernels compute with them there, nothing is copied, and only their
+checksum is computed once. Such a loan ends when the slot is cleared or filled again, or the memory is withdrawn.
 """
 
-from collections.abc import Sequence
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch import Tensor
+from everserve.backends.cuda.offers import Found
+from everserve.backends.cuda.transfer import IN_DEVICE, CopyStream, Feed, MemoryFeed, Transfer
+from everserve.memory.weights.slot_table import NotOwnerError, SlotTable
+from everserve.tables.ids import Rank
+from everserve.tables.memory import Memory
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 
-from everserve.backends.cuda.ops.experts import ExpertArena
-from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
+log = logging.getLogger(__name__)
+
+# Polls without progress. A device has fewer queues than a process has streams: a copy may be queued behind a graph that
+# waits for its bell, and gets its turn when the graphs before it have ended.
+_STUCK = 10
+_LOCK_S = 30.0  # how long a fill waits for a process that was stopped while it filled the same slot, and will be killed
 
 
-class _Weights(Protocol):
-    """What is needed of `SeatWeights`."""
+class FileFeeds(Protocol):
+    """The experts in the model's files."""
 
-    @property
-    def experts(self) -> Sequence[Sequence[int]]: ...
-    def load_checked(self, layer_index: int, expert: int) -> tuple[Tensor, Tensor, Tensor]: ...
-    def begin_change(self, layer_index: int, slot: int, expert: int) -> None: ...
-    def complete(self) -> None: ...
+    def feed(self, layer_index: int, expert: int) -> tuple[Feed, Callable[[], int | None]]:
+        """And its checksum, known at the end. Raises if the files are not those that this instance serves."""
 
 
-class _Server(Protocol):
+class SlotKernels(Protocol):
     """What is needed of `CudaServer`."""
 
     def empty(self, layer_index: int, slot: int) -> None: ...
-    def hold(self, layer_index: int, slot: int, expert: int) -> None: ...
+    def fence(self) -> Callable[[], bool]: ...
+    def ring(self) -> None: ...
+    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None: ...
+    def drain(self) -> None: ...
+
+
+class Addresses(Protocol):
+    """What is needed of `ArenaRange`."""
+
+    place_bytes: int
+
+    def place_address(self, place: int) -> int: ...
+
+
+class OfferedMemory(Protocol):
+    """What is needed of `Offers`."""
+
+    def has(self, rank: Rank, weights: Memory) -> bool: ...
+    def add(self, rank: Rank, weights: Memory, fds: Sequence[int]) -> None: ...
+    def remove(self, rank: Rank) -> None: ...
+    def add_backup(self, weights: Memory, fds: Sequence[int]) -> None: ...
+    def remove_backup(self) -> None: ...
+    def lent(self, layer_index: int, expert: int) -> Iterator[Found]: ...
+    def elsewhere(self, layer_index: int, expert: int) -> Iterator[Found]: ...
+
+
+@dataclass(frozen=True)
+class _Held:
+    expert: int
+    checksum: int
+    place: int  # in the range
+    lender: Rank | None = None
+
+
+@dataclass
+class _Running:
+    """A fill. It has the lock of its slot, if the slot is the seat's own."""
+
+    fill: Fill
+    sources: Iterator[Found]
+    began_s: float = field(default_factory=time.monotonic)
+    is_locked: bool = False
+    found: Found | None = None
+    transfer: Transfer | None = None
+    reasons: list[str] = field(default_factory=list)
+
+    @property
+    def at(self) -> Place:
+        return Place(self.fill.layer_index, self.fill.slot)
 
 
 class CudaSlots:
-    """`weights` records what is in the seat's memory for the next incarnation, `server` what may be computed now."""
+    """`table`: of the seat's own slots. `held`: what they hold at first, with the checksums."""
 
-    def __init__(self, weights: _Weights, arena: ExpertArena, server: _Server, num_experts: int) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        num_slots: int,
+        num_experts: int,
+        addresses: Addresses,
+        server: SlotKernels,
+        stream: CopyStream,
+        offers: OfferedMemory,
+        files: FileFeeds,
+    ) -> None:
+        assert num_slots >= table.num_slots
         self.num_experts = num_experts
-        self._weights = weights
-        self._arena = arena
+        self._table = table
+        self._num_own = table.num_slots
+        self._addresses = addresses
         self._server = server
-        self._generations = [[int(expert != EMPTY) for expert in experts] for experts in weights.experts]
+        self._stream = stream
+        self._offers = offers
+        self._files = files
+        self._held: list[list[_Held | None]] = [[None] * num_slots for _ in range(table.num_layers)]
+        self._generations = [[0] * num_slots for _ in range(table.num_layers)]
+        self._fences: dict[Place, Callable[[], bool]] = {}  # of slots that were emptied
+        self._running: _Running | None = None
+        for at in table.places():
+            if (entry := table.read(at)) is not None:
+                self._note(at, _Held(entry.expert, entry.checksum, self._own_place(at)))
 
     @property
     def held(self) -> HeldSlots:
-        return HeldSlots(
-            experts=tuple(map(tuple, self._weights.experts)), generations=tuple(map(tuple, self._generations))
+        experts = tuple(tuple(EMPTY if held is None else held.expert for held in slots) for slots in self._held)
+        return HeldSlots(experts=experts, generations=tuple(map(tuple, self._generations)))
+
+    # -- fills -----------------------------------------------------------------------------------
+
+    def begin(self, fill: Fill) -> None:
+        assert self._running is None, "one fill at a time"
+        self._running = _Running(fill, self._sources(fill))
+        self._empty(self._running.at)
+
+    def poll(self) -> Filled | FailedFill | None:
+        running = self._running
+        if running is None:
+            return None
+        try:
+            result = self._advance(running)
+        except Exception as error:  # e.g. another incarnation has the memory by now
+            log.exception("expert %d cannot be loaded", running.fill.expert)
+            result = self._failed(running, _described(error))
+        if result is not None:
+            self._end(running)
+        return result
+
+    def _advance(self, running: _Running) -> Filled | FailedFill | None:
+        if not self._may_write(running):
+            return None
+        if running.transfer is None and not self._begin_transfer(running):
+            reasons = "; ".join(running.reasons) or "no memory of another seat on this device has it"
+            return self._failed(running, reasons)
+        assert running.transfer is not None and running.found is not None
+        try:
+            checksum = running.transfer.poll()
+        except Exception as error:  # e.g. a file that is gone
+            self._give_up_source(running, _described(error))
+            return None
+        if checksum is None:
+            if running.transfer.num_idle >= _STUCK:
+                self._server.ring()
+            return None
+        running.transfer = None
+        expected = running.found.checksum()
+        if not running.found.is_unchanged() or (expected is not None and checksum != expected):
+            running.reasons.append(f"{running.found.source}: the checksum is wrong")
+            return None
+        return self._hold(running, running.found, checksum)
+
+    def _may_write(self, running: _Running) -> bool:
+        """No graph may read the slot any more, and no process that was declared gone may write to it."""
+        fence = self._fences.get(running.at)
+        if fence is not None:
+            if not fence():
+                return False
+            del self._fences[running.at]
+        if not running.is_locked and running.fill.slot < self._num_own:
+            running.is_locked = self._table.begin(running.at)
+            if not running.is_locked and time.monotonic() > running.began_s + _LOCK_S:
+                raise TimeoutError("an older process of this seat has not ended and may still write to the slot")
+            return running.is_locked
+        return True
+
+    def _begin_transfer(self, running: _Running) -> bool:
+        """From the next source that has the expert; False if there is none. Sources are looked at when it is their
+        turn, not before."""
+        found = next(running.sources, None)
+        if found is None:
+            return False
+        place = self._own_place(running.at) if found.place is None else found.place
+        running.found = found
+        running.transfer = Transfer(
+            self._stream, found.feed, self._addresses.place_address(place), self._addresses.place_bytes
+        )
+        return True
+
+    def _give_up_source(self, running: _Running, reason: str) -> None:
+        assert running.transfer is not None and running.found is not None
+        self._server.drain()  # what is queued behind a graph that waits would never end
+        running.transfer.give_up()
+        running.transfer = None
+        running.reasons.append(f"{running.found.source}: {reason}")
+
+    def _hold(self, running: _Running, found: Found, checksum: int) -> Filled:
+        at, expert = running.at, running.fill.expert
+        if found.place is None:
+            self._table.complete(at, expert, checksum)
+            held = _Held(expert, checksum, self._own_place(at))
+        else:
+            held = _Held(expert, checksum, found.place, found.rank)
+        self._server.hold(*at, expert, held.place)
+        self._note(at, held)
+        num_bytes = self._addresses.place_bytes if found.place is None else 0
+        took_s = time.monotonic() - running.began_s
+        return Filled(fill=running.fill, source=found.source, num_bytes=num_bytes, seconds=took_s)
+
+    def _failed(self, running: _Running, reason: str) -> FailedFill:
+        if running.transfer is not None:
+            self._give_up_source(running, reason)
+        return FailedFill(**running.fill._asdict(), reason=reason)
+
+    def _end(self, running: _Running) -> None:
+        if running.is_locked:
+            self._table.end(running.at)
+        self._running = None
+
+    def _sources(self, fill: Fill) -> Iterator[Found]:
+        """The cheapest first."""
+        index, slot, expert = fill
+        if slot >= self._num_own:
+            yield from self._offers.lent(index, expert)
+            return
+        for held in [other for i, other in enumerate(self._held[index]) if other is not None and i != slot]:
+            if held.expert == expert and held in self._held[index]:  # an earlier source may have taken a while
+                yield self._in_slot(index, held)
+        yield from self._offers.elsewhere(index, expert)
+        feed, checksum = self._files.feed(index, expert)
+        yield Found(Source.FILE, feed, checksum, is_unchanged=lambda: True)
+
+    def _in_slot(self, layer_index: int, held: _Held) -> Found:
+        feed = MemoryFeed(self._addresses.place_address(held.place), self._addresses.place_bytes, IN_DEVICE)
+        return Found(
+            Source.SLOT,
+            feed,
+            checksum=lambda: held.checksum,
+            is_unchanged=lambda: held in self._held[layer_index],
+            rank=held.lender,
         )
 
-    def fill(self, fill: Fill) -> None:
-        index, slot, expert = fill
-        self._generations[index][slot] += self._weights.experts[index][slot] != EMPTY
-        self._weights.begin_change(index, slot, expert)
-        self._server.empty(index, slot)
-        try:
-            self._arena.fill(index, slot, *self._weights.load_checked(index, expert))
-        except BaseException:
-            self._weights.begin_change(index, slot, EMPTY)
-            self._weights.complete()
-            raise
-        self._server.hold(index, slot, expert)
-        self._generations[index][slot] += 1
-        self._weights.complete()
+    # -- other changes ---------------------------------------------------------------------------
 
     def clear(self, place: Place) -> None:
-        index, slot = place
-        if self._weights.experts[index][slot] == EMPTY:
+        self._empty(place)
+        if place.slot < self._num_own:
+            try:
+                self._table.clear(place)
+            except NotOwnerError as error:
+                log.warning("a slot was cleared in this process only: %s", error)
+
+    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+        """An orchestrator that is new offers again what is offered: it stays as it is, since it may be lent."""
+        if rank is None:
+            self.withdraw(None)
+            self._offers.add_backup(weights, fds)
+        elif self._offers.has(rank, weights):
+            for fd in fds:
+                os.close(fd)
+        else:
+            self.withdraw(rank)
+            self._offers.add(rank, weights, fds)
+
+    def withdraw(self, rank: Rank | None) -> None:
+        if rank is None:
+            self._let_go(Source.HOST, None)
+            self._server.drain()
+            self._offers.remove_backup()
             return
-        self._weights.begin_change(index, slot, EMPTY)
-        self._server.empty(index, slot)
-        self._generations[index][slot] += 1
-        self._weights.complete()
+        for layer_index, slots in enumerate(self._held):
+            for slot, held in enumerate(slots):
+                if held is not None and held.lender == rank:
+                    self.clear(Place(layer_index, slot))
+        self._let_go(None, rank)
+        self._server.drain()  # memory is unmapped, which no graph may notice
+        self._offers.remove(rank)
+
+    def _let_go(self, source: Source | None, rank: Rank | None) -> None:
+        """Of a source that goes away, if a fill uses it just now."""
+        running = self._running
+        if running is None or running.transfer is None or running.found is None:
+            return
+        if running.found.source is source or (rank is not None and running.found.rank == rank):
+            self._give_up_source(running, "it was withdrawn")
+
+    def _empty(self, at: Place) -> None:
+        if self._held[at.layer_index][at.slot] is None:
+            return
+        self._held[at.layer_index][at.slot] = None
+        self._generations[at.layer_index][at.slot] += 1
+        self._server.empty(*at)
+        self._fences[at] = self._server.fence()
+
+    def _note(self, at: Place, held: _Held) -> None:
+        self._held[at.layer_index][at.slot] = held
+        self._generations[at.layer_index][at.slot] += 1
+
+    def _own_place(self, at: Place) -> int:
+        return at.layer_index * self._num_own + at.slot
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

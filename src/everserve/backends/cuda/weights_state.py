@@ -1,17 +1,14 @@
-"""What a seat's weights memory holds, for the next incarnation: may it serve without loading a byte?
+"""What the weights memory of a seat with the attention role holds, for the next incarnation: may it serve without
+loading a byte? (Expert seats have a slot table instead: memory/weights/slot_table.py.)
 
 Device memory that outlives its worker does not say what is in it, nor whether it was written to the end. A page of host
 memory beside it does:
 
-    magic | state: empty, loading or complete | owner | identity (SHA-256)
+    magic | state: empty, loading or complete | identity (SHA-256)
 
     begin(identity)      state = loading, then the identity
     ... write all weights, and wait for the device ...
     complete(identity)   state = complete
-
-A worker that changes some of its slots while it serves does the same around each change, with the identity of what is
-there afterwards. Only the owner may do so, the incarnation that has opened the memory last: an older incarnation that
-was declared gone, and still runs, would change weights that its successor computes with.
 
 A writer that dies before the last line leaves `loading`, and its successor begins again. There may be several writers
 at once, and readers beside them: a predecessor that was given up but still lives, and other seats with the same weights
@@ -29,21 +26,18 @@ from collections.abc import Sequence
 
 from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.model.config import ModelConfig
-from everserve.tables.ids import Incarnation, Role
+from everserve.tables.ids import Role
 
 _MAGIC = 0x73746867696577  # "weights"
 _LOADING, _COMPLETE = 1, 2
 _WORD = struct.Struct("<Q")
-_MAGIC_AT, _STATE_AT, _OWNER_AT, _IDENTITY_AT = 0, 8, 16, 64
+_MAGIC_AT, _STATE_AT, _IDENTITY_AT = 0, 8, 64
 _IDENTITY_BYTES = hashlib.sha256().digest_size
 
 
-def identity_of(
-    source: str, config: ModelConfig, dtype: str, roles: Sequence[Role], experts: Sequence[Sequence[int]] | None
-) -> bytes:
-    """A hash of everything that decides which bytes lie where. `source`: which files. `experts`: [index of the MoE
-    layer][slot]; None where slot numbers are expert numbers."""
-    described = [source, dataclasses.asdict(config), dtype, list(roles), experts]
+def identity_of(source: str, config: ModelConfig, dtype: str, roles: Sequence[Role]) -> bytes:
+    """A hash of everything that decides which bytes lie where. `source`: which files."""
+    described = [source, dataclasses.asdict(config), dtype, list(roles)]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 
@@ -72,13 +66,6 @@ class WeightsState:
         """All of it is written, and the device has said so."""
         assert self._identity() == identity, "completed what was not begun"
         self._set(_STATE_AT, _COMPLETE)
-
-    def claim(self, owner: Incarnation) -> None:
-        """Only this incarnation may change slots from now on."""
-        self._set(_OWNER_AT, owner)
-
-    def is_owned_by(self, incarnation: Incarnation) -> bool:
-        return self._word(_OWNER_AT) == incarnation
 
     def close(self) -> None:
         self._page.close()

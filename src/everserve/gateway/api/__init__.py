@@ -9,6 +9,7 @@ tokenize.py     /tokenize, /detokenize, /tokenizer_info
 health.py       /health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events
 faults.py       /cluster/fault
 drains.py       /cluster/drain
+scaling.py      /cluster/scale
 pages.py        / and the files of the dashboard (../dashboard)
 openapi.py      /openapi.json, from the routes and the structs they use
 exposition.py   /metrics: Prometheus, under vLLM's names

@@ -65,9 +65,10 @@ class Metrics(Collector):
         fleet = self._gateway.fleet
         engines = {str(rank): engine for rank, engine in fleet.engines.items()}
         stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
+        present = [str(rank) for rank in fleet.engines if self._gateway.cluster.is_member(rank)]
         for field, name, text in _ENGINE_GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
-            for rank in engines:
+            for rank in present:
                 gauge.add_metric([self._model, rank], getattr(stats[rank], field, 0))
             yield gauge
         captures = GaugeMetricFamily(
@@ -75,7 +76,7 @@ class Metrics(Collector):
             "Graphs that the rank's process has captured: none once it serves, whatever happens around it.",
             labels=["rank"],
         )
-        for rank in engines:
+        for rank in present:
             captures.add_metric([rank], getattr(stats[rank], "num_captures", 0))
         yield captures
         for field, name, text in _ENGINE_COUNTERS:
@@ -118,6 +119,13 @@ class Metrics(Collector):
             "Experts, over all layers, that no worker can compute now; streams that need them wait.",
             value=cluster.num_experts_without_place,
         )
+        balance = GaugeMetricFamily(
+            "everserve_expert_load_max_over_mean",
+            "Rows of the busiest expert worker of each layer over the mean of all expert workers, lately.",
+        )
+        if cluster.experts.max_over_mean:
+            balance.add_metric([], cluster.experts.max_over_mean)
+        yield balance
         workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
         for (role, state), count in cluster.count_workers().items():
             workers.add_metric([role, state], count)
@@ -126,6 +134,32 @@ class Metrics(Collector):
             "everserve_spares", "Processes that are ready to become workers.", value=cluster.num_spares
         )
         yield from self._seats()
+        yield from self._places()
+
+    def _places(self) -> Iterator[Metric]:
+        """Devices, and experts that move."""
+        cluster = self._gateway.cluster
+        devices = GaugeMetricFamily("everserve_devices", "Devices, as failure domains.", labels=["state"])
+        for state, count in ({"serving": 0, "down": 0, "gone": 0} | cluster.count_devices()).items():
+            devices.add_metric([state], count)
+        yield devices
+        yield GaugeMetricFamily(
+            "everserve_expert_moves_in_progress", "Expert slots that are being filled.", value=cluster.num_moves
+        )
+        repairs = HistogramMetricFamily(
+            "everserve_repair_seconds",
+            "From the detection of a lost expert worker to each phase of the repair.",
+            labels=["phase"],
+        )
+        for phase, histogram in self._gateway.repairs.by_phase.items():
+            repairs.add_metric([phase], buckets=histogram.cumulative(), sum_value=histogram.total)
+        yield repairs
+        moves = CounterMetricFamily("everserve_expert_moves", "Expert slots that were filled.", labels=["source"])
+        copied = CounterMetricFamily("everserve_expert_move_bytes", "Bytes copied for that.", labels=["source"])
+        for source, count in self._gateway.repairs.num_moved.items():
+            moves.add_metric([source], count)
+            copied.add_metric([source], self._gateway.repairs.num_bytes[source])
+        yield from (moves, copied)
 
     def _seats(self) -> Iterator[Metric]:
         """Worker by worker, and what may still happen to them."""
@@ -148,9 +182,9 @@ class Metrics(Collector):
                 slots.add_metric([str(worker.rank), "shadow"], worker.shadow_slots if is_ready else 0)
         survivable = GaugeMetricFamily(
             "everserve_survivable_expert_deaths",
-            "Expert workers that may still die at once without leaving an expert without a place; at least so many.",
+            "Expert workers that may still die at once, whichever they are, without leaving an expert without a place.",
         )
-        if (num_left := self._gateway.redundancy.num_left(members)) is not None:
+        if (num_left := self._gateway.cluster.num_survivable_deaths) is not None:
             survivable.add_metric([], num_left)
         yield from (restarts, slots, survivable)
 

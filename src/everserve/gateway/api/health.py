@@ -1,4 +1,4 @@
-"""/health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events: for monitoring."""
+"""/health, /ping, /version, /load, /metrics, /cluster, /cluster/experts, /cluster/live, /events: for monitoring."""
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -8,7 +8,7 @@ from everserve import __version__
 from everserve.gateway.api.depends import NEEDS_HEALTH, NEEDS_KEY, gateway_of
 from everserve.gateway.api.openapi import describe
 from everserve.gateway.http.exchange import JsonResponse
-from everserve.gateway.http.responses import ClusterView, ServerLoad, Version
+from everserve.gateway.http.responses import ClusterView, ExpertsView, ServerLoad, Version
 from everserve.gateway.observe.feed import EventsResponse
 from everserve.gateway.observe.live import LiveResponse
 
@@ -43,6 +43,15 @@ async def metrics(request: Request) -> Response:
 async def cluster(request: Request) -> Response:
     """The processes and workers of the cluster now."""
     return JsonResponse(gateway_of(request).cluster.view())
+
+
+@router.get("/cluster/experts", dependencies=[NEEDS_KEY], openapi_extra=describe(ExpertsView))
+async def experts(request: Request) -> Response:
+    """Load and places of every expert. `form=map`: the same as tables of numbers."""
+    cluster = gateway_of(request).cluster
+    if request.query_params.get("form") == "map":
+        return JsonResponse(cluster.experts.map(cluster.moves))
+    return JsonResponse(cluster.experts.view(cluster.moves))
 
 
 @router.get("/cluster/live", dependencies=[NEEDS_KEY], openapi_extra=describe("text/event-stream"))

@@ -1,7 +1,8 @@
-// The page: one store, one connection, four views of it.
+// The page: one store, one connection, five views of it.
 
 import { setKey } from "./api.js";
 import { Chart } from "./chart.js";
+import { ExpertMap } from "./experts.js";
 import { Feed } from "./feed.js";
 import { KillDialog } from "./kill.js";
 import { Live } from "./live.js";
@@ -17,6 +18,7 @@ export const store = new Store();
 export const chart = new Chart(store);
 const kill = new KillDialog();
 const map = new ClusterMap(store, (...about) => kill.open(...about));
+const experts = new ExpertMap(store);
 const feed = new Feed(store);
 const prompt = new Prompt(store);
 let connection = "connecting";
@@ -24,6 +26,7 @@ let connection = "connecting";
 store.subscribe((news) => {
   chart.update();
   map.update();
+  experts.update();
   feed.update(news);
   prompt.update(news);
   showFigures();
@@ -98,6 +101,7 @@ function setTheme(theme) {
   else localStorage.removeItem("everserve-theme");
   $("theme").textContent = { "": "Theme: auto", light: "Theme: light", dark: "Theme: dark" }[theme];
   chart.rebuild();
+  experts.draw();
 }
 
 $("theme").addEventListener("click", () => {

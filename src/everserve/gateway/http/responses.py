@@ -182,7 +182,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     running: int
     waiting: int
     kv_cache_usage: float
-    device: int | None  # that it computes on; null: on CPUs
+    device: int  # workers on one device are lost together
     slots: int  # places for experts, per layer, shadows included
     shadow_slots: int
     note: str  # what an operator should know
@@ -208,6 +208,24 @@ class ConditionsView(msgspec.Struct, kw_only=True):
     epochs: list[str]  # attention workers that do not use the published routes yet: normal for the length of a step
 
 
+class DeviceView(msgspec.Struct, kw_only=True):
+    """A failure domain: `gone` until an operator returns it, else `serving` or, without a ready worker, `down`."""
+
+    device: int
+    state: str
+    level: int  # of health: 0 is fine
+    workers: list[int]  # ranks
+
+
+class MoveView(msgspec.Struct, kw_only=True):
+    """An expert that is being loaded into a slot."""
+
+    rank: int
+    layer: int  # among the layers with experts
+    slot: int
+    expert: int
+
+
 class ClusterView(msgspec.Struct, kw_only=True):
     """`/cluster`: processes and workers; no violations = valid."""
 
@@ -219,7 +237,58 @@ class ClusterView(msgspec.Struct, kw_only=True):
     processes: list[ProcessView]
     spares: SparesView
     workers: list[WorkerView]
+    devices: list[DeviceView]
+    moves: list[MoveView]  # in progress
     recent: list[str]  # what happened lately, in words, newest first
+
+
+class ExpertPlaceView(msgspec.Struct, kw_only=True):
+    """A slot that holds an expert, of a worker that serves. Rows are dealt among active places."""
+
+    rank: int
+    slot: int
+    active: bool
+
+
+class ExpertView(msgspec.Struct, kw_only=True):
+    """One expert of one layer."""
+
+    expert: int
+    load: float  # rows per second, lately
+    places: list[ExpertPlaceView]  # active ones first
+    moving: bool  # it is being loaded into another slot
+
+
+class LayerView(msgspec.Struct, kw_only=True):
+    """The experts of one layer."""
+
+    layer: int
+    experts: list[ExpertView]
+
+
+class ImbalanceView(msgspec.Struct, kw_only=True):
+    """Rows of the busiest expert worker of each layer over the mean of all, over all layers; null without load."""
+
+    max_over_mean: float | None
+    worst_layer: int | None
+
+
+class ExpertsView(msgspec.Struct, kw_only=True):
+    """`/cluster/experts`: load and places of every expert."""
+
+    layers: list[LayerView]
+    imbalance: ImbalanceView
+
+
+class ExpertsMapView(msgspec.Struct, kw_only=True):
+    """`/cluster/experts?form=map`: the same as tables [index of the layer][expert]."""
+
+    layers: list[int]  # their numbers
+    load: list[list[float]]
+    places: list[list[int]]  # how many
+    active: list[list[int]]  # how many of them are active
+    moving: list[tuple[int, int]]  # index of the layer, expert
+    imbalance: ImbalanceView
 
 
 class FaultView(msgspec.Struct, kw_only=True):
@@ -232,8 +301,25 @@ class FaultView(msgspec.Struct, kw_only=True):
     signal: str
 
 
+class DeviceChangeView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/fault` with a device, `POST /cluster/return`: the device and the ranks on it."""
+
+    device: int
+    ranks: list[int]
+
+
 class DrainView(msgspec.Struct, kw_only=True):
     """`POST /cluster/drain`: the worker that was asked to leave."""
 
     rank: int
     incarnation: int
+
+
+class ScaleView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/scale`: the workers that there will be, and the ranks that come and go."""
+
+    attention: int
+    expert: int
+    devices: int
+    added: list[int]
+    retired: list[int]

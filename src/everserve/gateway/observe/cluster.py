@@ -1,13 +1,24 @@
 """The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 
-from everserve.gateway.http.responses import ClusterView, ConditionsView, ProcessView, SparesView, WorkerView
+from everserve.gateway.http.responses import (
+    ClusterView,
+    ConditionsView,
+    DeviceView,
+    MoveView,
+    ProcessView,
+    SparesView,
+    WorkerView,
+)
+from everserve.gateway.observe.experts import Experts
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.ids import NO_DEVICE, Rank
-from everserve.tables.members import Members, Process, Worker
+from everserve.tables.members import Members, Process, Worker, WorkerState
+from everserve.tables.slots import Fill
 from everserve.tables.validity import Conditions
 from everserve.wire.messages import ClusterChanged, ProcessesChanged
 
@@ -26,7 +37,11 @@ class Cluster:
         self._timeline = timeline
         self._conditions = Conditions()
         self._degraded: tuple[str, ...] = ()
+        self._gone: tuple[int, ...] = ()  # devices
+        self.moves: dict[Rank, tuple[Fill, ...]] = {}
+        self.experts = Experts()
         self.num_experts_without_place = 0
+        self.num_survivable_deaths: int | None = None  # None: there are no expert workers
         self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
 
@@ -49,6 +64,9 @@ class Cluster:
         self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
+        self.num_survivable_deaths = change.num_survivable_deaths
+        self._gone = change.gone
+        self.moves = change.moves
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
@@ -74,6 +92,10 @@ class Cluster:
         workers = self.members.workers if self.members is not None else ()
         return next((worker for worker in workers if worker.rank == rank), None)
 
+    def is_member(self, rank: Rank) -> bool:
+        """False for a rank that has retired. Before the first table every rank may be one."""
+        return self.members is None or self.worker(rank) is not None
+
     def count_workers(self) -> Counter[tuple[str, str]]:
         """How many workers there are, by role and state."""
         workers = self.members.workers if self.members is not None else ()
@@ -94,8 +116,33 @@ class Cluster:
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
+            devices=self._view_devices(workers),
+            moves=[
+                MoveView(rank=rank, layer=fill.layer_index, slot=fill.slot, expert=fill.expert)
+                for rank, fills in self.moves.items()
+                for fill in fills
+            ],
             recent=self._timeline.sentences(_NUM_RECENT),
         )
+
+    @property
+    def num_moves(self) -> int:
+        """Slots that are being filled."""
+        return sum(map(len, self.moves.values()))
+
+    def count_devices(self) -> Counter[str]:
+        """How many devices there are, by state."""
+        workers = self.members.workers if self.members is not None else ()
+        return Counter(device.state for device in self._view_devices(workers))
+
+    def _view_devices(self, workers: Sequence[Worker]) -> list[DeviceView]:
+        views = []
+        for device in sorted({worker.device for worker in workers} - {NO_DEVICE}):
+            there = [worker for worker in workers if worker.device == device]
+            is_serving = any(worker.state is WorkerState.READY for worker in there)
+            state = "gone" if device in self._gone else "serving" if is_serving else "down"
+            views.append(DeviceView(device=device, state=state, level=0, workers=[worker.rank for worker in there]))
+        return views
 
     def _view_worker(self, worker: Worker) -> WorkerView:
         link = self._fleet.link(worker.rank)
@@ -112,7 +159,7 @@ class Cluster:
             running=stats.num_running if stats else 0,
             waiting=stats.num_waiting if stats else 0,
             kv_cache_usage=stats.kv_usage if stats else 0.0,
-            device=worker.device if worker.device != NO_DEVICE else None,
+            device=worker.device,
             slots=worker.slots,
             shadow_slots=worker.shadow_slots,
             note=worker.note,

@@ -47,12 +47,18 @@ class Timeline:
             ev.ProcessEnded: self._process_ended,
             ev.OrchestratorRecovered: self._orchestrator_recovered,
             ev.PlacementMade: self._placement_made,
+            ev.DeviceLostEvent: self._device_lost,
+            ev.DeviceReturnedEvent: self._device_returned,
+            ev.RepairPhase: self._repaired,
             ev.EpochPublished: self._epoch_published,
+            ev.BalanceDecided: self._balance_decided,
             ev.WorkerBecameReady: self._became_ready,
             ev.WorkerBackedOff: self._backed_off,
             ev.WorkerLeaving: self._leaving,
             ev.WorkerLeft: self._left,
             ev.WorkerExitedEvent: self._exited,
+            ev.ScaleBegan: self._scale_began,
+            ev.ScaleDone: self._scale_done,
             ev.FaultInjectedEvent: self._injected,
             ev.SuspectedEvent: self._suspected,
             ev.FaultDetected: self._detected,
@@ -145,6 +151,19 @@ class Timeline:
         found = [incident for incident in self._incidents if isinstance(incident, ProcessIncident)]
         return [incident for incident in found if incident.is_open and incident.name == name]
 
+    # -- devices ---------------------------------------------------------------------------------
+
+    def _device_lost(self, event: ev.DeviceLostEvent) -> None:
+        what = "is gone until it is returned" if event.gone else "was lost"
+        self._note(event, f"device {event.device} {what}, with {count(len(event.ranks), 'worker')}", "trouble")
+
+    def _device_returned(self, event: ev.DeviceReturnedEvent) -> None:
+        self._note(event, f"device {event.device} is back: {count(len(event.ranks), 'worker')} start on it")
+
+    def _repaired(self, event: ev.RepairPhase) -> None:
+        if event.phase == "redundant":
+            self._note(event, f"every expert is where it should be, {span(event.since_s)} after the loss")
+
     # -- tables ----------------------------------------------------------------------------------
 
     def _placement_made(self, event: ev.PlacementMade) -> None:
@@ -155,6 +174,10 @@ class Timeline:
             incident.published_s = event.at_s
             self._touch(incident)
         self._unpublished.clear()
+
+    def _balance_decided(self, event: ev.BalanceDecided) -> None:
+        if event.is_accepted:
+            self._note(event, f"experts move because of their load: {event.reason}")
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -186,6 +209,15 @@ class Timeline:
         if incident is not None and incident.incarnation == event.incarnation and name and incident.cause == "crash":
             incident.signal = name
             self._touch(incident)
+
+    def _scale_began(self, event: ev.ScaleBegan) -> None:
+        note = self._note(event, f"scaling to {_size(event)}")
+        for ranks, what in ((event.added, "new"), (event.retired, "leaving")):
+            if ranks:
+                note.facts.append(f"{what}: {', '.join(map(str, ranks))}")
+
+    def _scale_done(self, event: ev.ScaleDone) -> None:
+        self._note(event, f"scaled to {_size(event)} in {event.took_s:.1f} s")
 
     def _injected(self, event: ev.FaultInjectedEvent) -> None:
         if event.signal == "CONT":
@@ -326,6 +358,9 @@ class Timeline:
             incident.replaced_s = now_s - incident.at_s
             incident.close(incident.unix_s + incident.replaced_s)
             self._touch(incident)
+        elif seat is None and self._seats and now_s - incident.at_s > _FORGOTTEN_S:  # retired: there is no successor
+            incident.close(incident.unix_s + now_s - incident.at_s)
+            self._touch(incident)
 
     def _forget(self, incident: WorkerIncident, now_s: float) -> None:
         if incident.is_open and not incident.is_decided:
@@ -341,6 +376,10 @@ class Timeline:
         """One word; none for a worker with both roles, or one that is in no table yet."""
         seat = self._seats.get(rank)
         return seat.roles[0].value if seat is not None and len(seat.roles) == 1 else ""
+
+
+def _size(event: ev.ScaleBegan | ev.ScaleDone) -> str:
+    return f"{event.attention} attention and {event.expert} expert workers on {event.devices} devices"
 
 
 def _fits(incident: WorkerIncident, event: ev.Event, incarnation: int | None) -> bool:

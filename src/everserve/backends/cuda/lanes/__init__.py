@@ -7,6 +7,7 @@ whole steps can be queued on the device without the host looking at any layer.
     serve.py    the expert worker's kernels: choose, gather, answer
     peers.py    an attention worker's lanes; remote_experts.py: its experts, as a captured step reaches them
     server.py   an expert worker's lanes, and the graphs that serve them
+    counters.py what it has counted, as the host sees it
     local_experts.py  both halves on one device: no lanes at all
 
     attention worker's stream                              expert worker's stream

@@ -23,7 +23,7 @@ from everserve.backends.cuda.lanes.lane import (
     CudaLaneShape,
     moved_expert,
 )
-from everserve.backends.cuda.lanes.send import NO_RANK, SendState, places
+from everserve.backends.cuda.lanes.send import SendState, places
 from everserve.backends.cuda.ops.words import Words
 from everserve.memory.device import Driver, Region
 from everserve.memory.liveness import Cell
@@ -123,8 +123,8 @@ class CudaPeers(Peers):
             self.place_of_LN.copy_(place_of)
             self.expert_at_LP.copy_(expert_at)
             # The same for all attention workers, as soon as they follow the same routes and trust the same.
-            first_layer = self.owner_LN[0]
-            self.state.lead.fill_(int(first_layer[first_layer != NO_RANK].min(initial=self.state.num_ranks)))
+            lead = self.lowest_of_first_layer
+            self.state.lead.fill_(lead if lead is not None else self.state.num_ranks)
 
     # -- in the middle of one --------------------------------------------------------------------
 

@@ -9,8 +9,10 @@ so deadlock until their patience ends.
 
 It copies the counts of the boxes into this worker's own memory, and checks them: whatever a dying peer writes into its
 lane, before or after, costs that peer a request and cannot crash this worker. It also compares the experts
-that the counts are for with those that the slots hold now; the host changes a slot only while no kernel of this worker
-runs that could use it.
+that the counts are for with those that the slots hold now; the host empties a slot first, and overwrites its weights
+only when all graphs have ended that may have seen it held (slots.py).
+
+`gather` counts the rows of each expert, which is how a planner knows the load.
 
 If there is nothing to do there are no tiles, and the other kernels fall through.
 
@@ -52,6 +54,7 @@ _NOTHING = tl.constexpr(2 * ORDINARY)
 _JUST_BEGUN = tl.constexpr(JUST_BEGUN)
 _BEGINNING = tl.constexpr(JUST_BEGUN + 1)  # the position of one that has just begun; positions are layers + 1
 _NEVER = 1 << 30
+NUM_COUNTERS = 4  # besides those of rows by expert
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,9 @@ class ServeState:
     num_done: Tensor  # int32: programs of the last kernel that have done their part
     tiles: Tiles  # of SOME_ROWS
     large_tiles: Tiles  # of MANY_ROWS; one of both is empty
+    counters: Tensor  # int64: the two below, side by side
     served: Tensor  # int64: batches, rows, refusals, and rows of replays since the beginning
+    rows_LN: Tensor  # int64: rows of each expert since the beginning
 
     @classmethod
     def empty(
@@ -95,8 +100,9 @@ class ServeState:
         max_rows: int,
         stop: Tensor,
         bell: int = 0,
+        num_experts: int = 1,
     ) -> "ServeState":
-        """`max_rows`: of a batch; at least what one lane can bring."""
+        """`max_rows`: of a batch; at least what one lane can bring. `num_experts`: of the model, per layer."""
         shape.check(num_ranks)
         assert max_rows >= shape.max_rows and num_layers < 1 << 14
         device, num_slots = stop.device, shape.num_slots
@@ -105,6 +111,7 @@ class ServeState:
             return torch.zeros(size, dtype=dtype, device=device)
 
         tiles = Tiles.empty(max_rows, num_slots, SOME_ROWS, device)
+        counters = zeros(NUM_COUNTERS + num_layers * num_experts, dtype=torch.int64)
         return cls(
             shape,
             region,
@@ -127,7 +134,9 @@ class ServeState:
             num_done=zeros(1),
             tiles=tiles,
             large_tiles=tiles.alternative(MANY_ROWS),
-            served=zeros(4, dtype=torch.int64),
+            counters=counters,
+            served=counters[:NUM_COUNTERS],
+            rows_LN=counters[NUM_COUNTERS:].view(num_layers, num_experts),
         )
 
     @property
@@ -155,8 +164,9 @@ def gather(state: ServeState, may_be_large: bool = True) -> None:
     large_rows = large.cut.rows if may_be_large else _NEVER
     _gather_kernel[(shape.num_slots,)](
         state.seq_A, state.counts_AS, state.x_row_R, state.y_row_R, state.num_rows,
-        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles, state.stop,
-        **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots),
+        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles,
+        state.layer, state.held_LS, state.rows_LN, state.stop,
+        **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots), N=state.rows_LN.shape[1],
         LANE_ROWS=shape.lane_rows(), FIRST_X=shape.first_x(0), BOX_ROWS=shape.box_rows, LANE_MAX_ROWS=shape.max_rows,
         BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, **early(state.stop.device), num_warps=4,
     )  # fmt: skip
@@ -307,8 +317,9 @@ def _choose_kernel(
 
 @triton.jit
 def _gather_kernel(
-    seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles, stop,
-    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr,
+    seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles,
+    layer_at, held_LS, rows_LN, stop,
+    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, N: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_X: tl.constexpr, BOX_ROWS: tl.constexpr, LANE_MAX_ROWS: tl.constexpr,
     BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -335,6 +346,11 @@ def _gather_kernel(
         tl.store(num_tiles, tl.where(is_large, 0, tl.sum(tiles_S)))
         tl.store(num_large_tiles, tl.where(is_large, tl.sum(tiles_S), 0))
 
+    if own > 0:
+        layer = tl.load(layer_at)
+        expert = tl.load(held_LS + layer * S + slot)  # -1 if the host empties the slot just now
+        tl.atomic_add(rows_LN + layer * N + expert, own.to(tl.int64), mask=(expert >= 0) & (expert < N), sem="relaxed")
+
     # Of this slot's rows, lane a has begin_A[a] up to end_A[a]; in its box they lie behind those of lower slots.
     own_A = tl.sum(tl.where((slots == slot)[None, :], counts, 0), axis=1)
     lower_A = tl.sum(tl.where((slots < slot)[None, :], counts, 0), axis=1)
@@ -351,16 +367,16 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _down_and_answer_kernel(
-    h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     num_done, seq_A, status_A, taken, num_rows, served,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
     A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
-        h, weights, region, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, BM, BN, BK, STAGES,
+        h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES,
     )  # fmt: skip
     if tl.load(stop) != 0:
         return

@@ -2,15 +2,21 @@
 
 One graph serves one batch, of whatever layer (serve.py). The host keeps a few of them queued, so that the device never
 waits for it; each begins when the bell is rung.
+
+Slots change while graphs are queued and run. A graph that begins after `empty` refuses what asks for that slot; `fence`
+tells when all graphs that began before have ended, so that its weights can be overwritten. The host writes the words of
+slots through a stream of the driver, which waits for no other.
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from everserve.backends.cuda.lanes import serve
+from everserve.backends.cuda.lanes.counters import CounterCopy
 from everserve.backends.cuda.lanes.lane import REQUEST_AT, CudaLaneShape
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
 from everserve.memory.device import Driver, Region
@@ -33,7 +39,8 @@ class Served(NamedTuple):
 
 
 class CudaServer:
-    """The owner of the arena fills slots; `held_LS` says with which experts, -1 where there is none."""
+    """The owner of the arena fills slots; `held_LS` says with which experts, -1 where there is none; slots that it does
+    not mention are empty. `num_experts`: of the model, per layer."""
 
     def __init__(
         self,
@@ -44,22 +51,25 @@ class CudaServer:
         held_LS: torch.Tensor,
         bell: int,
         device: torch.device,
+        num_experts: int,
     ) -> None:
+        assert arena.num_slots == shape.num_slots, "a lane has a count for each slot"
         self._driver = driver
         self._bell = bell
         self._arena = arena
         self._region = Region(driver, num_ranks, shape.lane_bytes())
         stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._state = serve.ServeState.empty(
-            shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell
+            shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell, num_experts
         )  # fmt: skip
-        self._state.held_LS.copy_(held_LS)
+        self._state.held_LS[:, : held_LS.shape[1]].copy_(held_LS)
         self._h_RF = torch.empty(shape.max_rows, arena.expert_size, dtype=torch.bfloat16, device=device)
         self._stream = torch.cuda.Stream(device)
         self._queued: deque[torch.cuda.Event] = deque()
         self._graphs = {may_be_large: self._capture(may_be_large) for may_be_large in (False, True)}
         self._rehearse()
         self._num_dropped = 0
+        self._counters = CounterCopy(self._state.counters)
 
     def open(self, rank: Rank, lane_fd: int) -> None:
         """Serve this lane from now on. The descriptor stays the caller's."""
@@ -83,13 +93,32 @@ class CudaServer:
         self._set_healthy(rank, is_healthy)
 
     def empty(self, layer_index: int, slot: int) -> None:
-        """Nothing of ours reads this slot's weights afterwards, until `hold`."""
-        self.drain()
-        self._set_held(layer_index, slot, EMPTY)
+        """No graph that begins after this reads the slot's weights, until `hold`. Does not wait for the others."""
+        self._write_word(self._state.held_LS, layer_index, slot, EMPTY)
 
-    def hold(self, layer_index: int, slot: int, expert: int) -> None:
-        """Its weights are there: what the current stream has written, it has written before this."""
-        self._set_held(layer_index, slot, expert)
+    def ring(self) -> None:
+        """Let a graph that waits look for requests: whatever else waits for it can go on."""
+        self._driver.write(self._bell, _RING)
+
+    def fence(self) -> Callable[[], bool]:
+        """Whether all graphs that are queued now have ended. They may have nothing to do but to wait for the bell, so
+        who asks rings it."""
+        last = self._queued[-1] if self._queued else None
+
+        def is_over() -> bool:
+            for _ in range(_QUEUED):
+                if last is None or last.query():
+                    return True
+                self.ring()
+                time.sleep(_RING_EVERY_S)
+            return False
+
+        return is_over
+
+    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None:
+        """Its weights are there, in this place of the arena. The word that lets kernels use them is written last."""
+        self._write_word(self._arena.place_LS, layer_index, slot, place)
+        self._write_word(self._state.held_LS, layer_index, slot, expert)
 
     def top_up(self, may_be_large: bool) -> None:
         """Queue graphs up to the target number. Large requests are served sooner by graphs captured for them."""
@@ -105,7 +134,7 @@ class CudaServer:
     def drain(self) -> None:
         """Nothing of ours runs or is queued afterwards."""
         while not self._stream.query():
-            self._driver.write(self._bell, _RING)
+            self.ring()
             time.sleep(_RING_EVERY_S)
         self._queued.clear()
 
@@ -115,19 +144,27 @@ class CudaServer:
         self._region.close()
 
     def served(self) -> Served:
-        """Since the beginning."""
-        batches, rows, refusals, replayed = self._state.served.tolist()
+        """Since the beginning; up to two calls old."""
+        batches, rows, refusals, replayed = self._counters.latest()[: serve.NUM_COUNTERS].tolist()
         return Served(batches, rows, replayed, refusals + self._num_dropped)
+
+    def rows_by_expert(self) -> list[list[int]]:
+        """[index of the MoE layer][expert]: rows since the beginning; up to two calls old."""
+        rows: list[list[int]] = (
+            self._counters.latest()[serve.NUM_COUNTERS :].reshape(self._state.rows_LN.shape).tolist()
+        )
+        return rows
 
     def _set_healthy(self, rank: Rank, is_healthy: bool) -> None:
         """The worker may have sent a request and rung while its lane was not polled: ring again for it."""
         self._state.healthy_A[rank] = int(is_healthy)
         torch.cuda.synchronize()
-        self._driver.write(self._bell, _RING)
+        self.ring()
 
-    def _set_held(self, layer_index: int, slot: int, expert: int) -> None:
-        self._state.held_LS[layer_index, slot] = expert
-        torch.cuda.current_stream().synchronize()
+    def _write_word(self, table_LS: torch.Tensor, layer_index: int, slot: int, value: int) -> None:
+        assert 0 <= layer_index < table_LS.shape[0] and 0 <= slot < table_LS.shape[1]
+        address = table_LS.data_ptr() + (layer_index * table_LS.shape[1] + slot) * table_LS.element_size()
+        self._driver.write(address, value.to_bytes(4, "little", signed=True))
 
     def _has_asked(self, rank: Rank) -> bool:
         """Whether it has sent a request that is not answered. Nothing of ours may be running."""

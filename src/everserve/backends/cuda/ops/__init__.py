@@ -8,6 +8,7 @@
     greedy.py      the token with the highest logit
     sampling.py    a drawn token
     experts.py     the expert networks: rows sorted by slot, one grouped product per matrix
+    checksum.py    the checksum of an expert
     words.py       the word `stop`, and why it was set
     pdl.py         how a kernel begins, before the one in front of it has ended
     ops.py         CudaOps: all of it behind `Ops`

@@ -102,32 +102,65 @@ class LocalPlan(NamedTuple):
 
 
 class ExpertArena:
-    """The weights of all slots of all layers: two matrices in the caller's memory, and the descriptors for them.
+    """The weights of all slots of all layers, in the caller's memory, and the descriptors for them.
 
-    gate_up   [num_layers * num_slots * 2F, D]    of each slot the rows of gate, then those of up
-    down      [num_layers * num_slots * D, F]
+    The memory consists of *places* for one expert each. Which place a slot of a layer has is in a table on the device
+    (`place_LS`), so a slot can get another place, in memory of another process for instance, and no kernel or captured
+    graph changes. At first slot s of layer l has place l * num_own + s.
+
+    gate_up   [.., D]    of each place the rows of gate, then those of up
+    down      [.., F]
     """
 
-    def __init__(self, gate_up: Tensor, down: Tensor, num_layers: int, num_slots: int) -> None:
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        num_layers: int,
+        num_slots: int,
+        gate_up_rows: int | None = None,
+        down_rows: int | None = None,
+        num_own: int | None = None,
+    ) -> None:
+        """`gate_up_rows`, `down_rows`: from one place to the next; as many as a place has unless they are given.
+        `num_own`: of each layer, the slots that have a place at first; all of them unless it is given."""
         self.num_layers = num_layers
         self.num_slots = num_slots
+        self._num_own = num_slots if num_own is None else num_own
         self.hidden_size, self.expert_size = gate_up.shape[1], down.shape[1]
-        all_slots = num_layers * num_slots
-        assert len(gate_up) == all_slots * 2 * self.expert_size and len(down) == all_slots * self.hidden_size
+        self.gate_up_rows = gate_up_rows or 2 * self.expert_size
+        self.down_rows = down_rows or self.hidden_size
         assert self.hidden_size % 8 == 0 and self.expert_size % 8 == 0, "rows must begin at multiples of 16 bytes"
         assert gate_up.dtype == down.dtype == torch.bfloat16 and gate_up.is_contiguous() and down.is_contiguous()
+        assert max(len(gate_up), len(down)) < 1 << 31, "a descriptor's rows have numbers of 32 bits"
         self._gate_up = gate_up
         self.down_matrix = down
         self.gate_up = functools.cache(functools.partial(_descriptor, gate_up))
         self.down = functools.cache(functools.partial(_descriptor, down))
+        place_LS = torch.zeros(num_layers, num_slots, dtype=torch.int32)
+        place_LS[:, : self._num_own] = torch.arange(num_layers * self._num_own).view(num_layers, self._num_own)
+        self.place_LS = place_LS.to(gate_up.device)
+
+    @classmethod
+    def of_experts(cls, experts: Tensor, num_layers: int, num_slots: int, num_own: int | None = None) -> "ExpertArena":
+        """Over memory in which the three matrices of a place lie side by side: [num_places, 3, F, D]."""
+        _, _, size, hidden = experts.shape
+        numbers = experts.view(-1)
+        gate_up, down = numbers.view(-1, hidden), numbers[2 * size * hidden :].view(-1, size)
+        return cls(gate_up, down, num_layers, num_slots, 3 * size, 3 * hidden, num_own)
+
+    def own_place(self, layer_index: int, slot: int) -> int:
+        """The place that this slot has at first."""
+        assert 0 <= layer_index < self.num_layers and 0 <= slot < self._num_own, (layer_index, slot)
+        return layer_index * self._num_own + slot
 
     def fill(self, layer_index: int, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Put one expert's weights into a slot of the layer_index-th layer that has experts."""
-        assert 0 <= layer_index < self.num_layers and 0 <= slot < self.num_slots
-        place = layer_index * self.num_slots + slot
-        self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 0].copy_(gate_FD)
-        self._gate_up.view(-1, 2, self.expert_size, self.hidden_size)[place, 1].copy_(up_FD)
-        self.down_matrix.view(-1, self.hidden_size, self.expert_size)[place].copy_(down_DF)
+        """Put one expert's weights into the first place of a slot of the layer_index-th layer that has experts."""
+        place = self.own_place(layer_index, slot)
+        gate, down = place * self.gate_up_rows, place * self.down_rows
+        self._gate_up[gate : gate + self.expert_size].copy_(gate_FD)
+        self._gate_up[gate + self.expert_size : gate + 2 * self.expert_size].copy_(up_FD)
+        self.down_matrix[down : down + self.hidden_size].copy_(down_DF)
 
 
 def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop: Tensor) -> LocalPlan:
@@ -174,9 +207,9 @@ def gate_up(
     """
     product, size = tiles.cut.gate_up, arena.expert_size
     _gate_up_kernel[(_num_programs(h_RF.device, product),)](
-        x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at,
+        x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
-        S=arena.num_slots, D=arena.hidden_size, F=size,
+        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.gate_up_rows,
         BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
         num_warps=product.warps,
     )  # fmt: skip
@@ -203,9 +236,9 @@ def down(
     product, size = tiles.cut.down, arena.expert_size
     (kernel or _down_kernel)[(_num_programs(h_RF.device, product),)](
         TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
-        arena.down(product.columns, product.depth), y_at, y_row_R, layer_at,
+        arena.down(product.columns, product.depth), y_at, y_row_R, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
-        S=arena.num_slots, D=arena.hidden_size, F=size,
+        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.down_rows,
         BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
         num_warps=product.warps, **constants,
     )  # fmt: skip
@@ -299,8 +332,8 @@ def _share(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _gate_up_kernel(
-    x_at, x_row, weights, h, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    x_at, x_row, weights, h, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
@@ -310,14 +343,14 @@ def _gate_up_kernel(
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
         m = t % num_m
         column = t // num_m * BN
-        slot = tl.load(slot_M + m)
+        place = tl.load(places + layer * S + tl.load(slot_M + m))
         row = tl.load(row_M + m)
         i = tl.arange(0, BM)
         is_row = i < tl.load(size_M + m)
         d = tl.arange(0, BK)
         x_rows = tl.load(x_row + row + i, mask=is_row, other=0).to(tl.int64)
         x_at_MK = x + x_rows[:, None] * D + d[None, :]
-        gate = (layer * S + slot) * 2 * F + column
+        gate = place * PLACE_ROWS + column
         gate_MN = tl.zeros((BM, BN), tl.float32)
         up_MN = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, D, BK, num_stages=STAGES):
@@ -335,21 +368,21 @@ def _gate_up_kernel(
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _down_kernel(
-    h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
-        h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, BM, BN, BK, STAGES,
+        h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES,
     )  # fmt: skip
 
 
 @triton.jit
 def down_tiles(
-    h, weights, y_at, y_row, layer_at, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr,
+    h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """This program's share."""
@@ -359,12 +392,12 @@ def down_tiles(
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
         m = t % num_m
         column = t // num_m * BN
-        slot = tl.load(slot_M + m)
+        place = tl.load(places + layer * S + tl.load(slot_M + m))
         row = tl.load(row_M + m)
         i = tl.arange(0, BM)
         is_row = i < tl.load(size_M + m)
         y_rows = row + i if y_row is None else tl.load(y_row + row + i, mask=is_row, other=0)
-        weight = (layer * S + slot) * D + column
+        weight = place * PLACE_ROWS + column
         y_MN = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, F, BK, num_stages=STAGES):
             # Rows of other slots come along; they are computed for nothing, and not stored.

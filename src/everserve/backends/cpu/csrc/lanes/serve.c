@@ -34,6 +34,7 @@ struct server {
     char *base;                   /* of the region in which all lanes are */
     struct incoming *lanes;       /* by rank */
     const int32_t *const *held;   /* [layer][slot]: the expert there, or -1; NULL for a layer without experts */
+    int64_t *const *rows_of;      /* [layer][expert]: rows that were computed since the start */
     int64_t num_layers, num_slots;
     int32_t *token_R, *slot_R, *y_R; /* of the batch, in rows from base */
     int64_t spin_ns, timeout_ns, is_holding, alarm_seen, control_seen, num_refused;
@@ -123,7 +124,8 @@ EXPORT int64_t es_lane_poll(struct server *s) {
 /* Copy a box's indices behind those of the batch, counted from the region's base. Returns the new number of rows; the
    same number as before if an index is wrong, or a slot does not hold the expert that a row names. Slots change only
    between batches, so what is compared here is what will be computed. */
-static int64_t append(struct server *s, int64_t rank, int64_t b, const int32_t *held, int64_t num_rows) {
+static int64_t append(struct server *s, int64_t rank, int64_t b, int64_t layer, int64_t num_rows) {
+    const int32_t *held = s->held[layer];
     const struct layout *layout = &s->layout;
     struct incoming *from = &s->lanes[rank];
     struct box *box = box_of(layout, from->lane, b);
@@ -152,6 +154,7 @@ static int64_t append(struct server *s, int64_t rank, int64_t b, const int32_t *
         refuse(s, rank, b, MOVED);
         return num_rows;
     }
+    for (int64_t i = 0; i < from->num_rows[b]; i++) s->rows_of[layer][held[s->slot_R[num_rows + i]]]++;
     return num_rows + from->num_rows[b];
 }
 
@@ -161,7 +164,7 @@ EXPORT int64_t es_lane_gather(struct server *s, int64_t num_entries, int64_t lay
     for (int64_t i = 0; i < num_entries; i++) {
         struct batch_entry *entry = &s->batch[i];
         int64_t before = num_rows;
-        num_rows = append(s, entry->rank, entry->box, s->held[layer], num_rows);
+        num_rows = append(s, entry->rank, entry->box, layer, num_rows);
         if (num_rows == before) entry->rank = -1;
     }
     return num_rows;

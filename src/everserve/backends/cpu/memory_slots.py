@@ -1,0 +1,262 @@
+"""The slots of an expert worker on CPUs that holds its experts in memory of its seat (`--weights memory`).
+
+    begin    the slot is empty -> on a thread: lock -> the cheapest source that works -> checksum -> table
+    poll     ops read the slot from now on
+
+Sources, cheapest first: another slot of this worker, the memory of a peer, the backup, the model's files. Each is
+looked at when it is tried, not before; one that has changed or is damaged falls through to the next.
+
+The memory outlives this process: its successor starts with what the table says is there, and loads only the rest.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from everserve.memory.weights import copying
+from everserve.memory.weights.copying import BACKUP_REST_PERCENT, FILL_NICE
+from everserve.memory.weights.expert_memory import ExpertMemory
+from everserve.memory.weights.slot_table import NotOwnerError
+from everserve.model.expert_half import ExpertHalf
+from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.memory import Memory
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots, Source
+from everserve.worker.background import Background
+from everserve.worker.backup_filling import BackupFilling
+
+log = logging.getLogger(__name__)
+
+_LOCK_S = 30.0  # how long a fill waits for a process that was stopped while it filled the same slot, and will be killed
+_LOOK_AGAIN_S = 0.01
+
+
+@dataclass(frozen=True)
+class _Copied:
+    source: Source
+    num_bytes: int
+    seconds: float
+
+
+class MemorySlots:
+    """`own`: the memory of this seat. `check_source` raises if the files are not those that this instance serves."""
+
+    def __init__(
+        self,
+        experts: ExpertHalf,
+        own: ExpertMemory,
+        identity: bytes,
+        incarnation: Incarnation,
+        check_source: Callable[[], None],
+    ) -> None:
+        self._experts = experts
+        self._layers = experts.config.moe_layers
+        self._own = own
+        self._identity = identity
+        self._check_source = check_source
+        self._peers: dict[Rank, ExpertMemory] = {}
+        self._backup: ExpertMemory | None = None
+        self._filling: Fill | None = None
+        self._thread: Background[_Copied] = Background("fill", FILL_NICE)
+        self._backup_filling: BackupFilling | None = None
+        own.table.claim(identity, incarnation)
+
+    @property
+    def num_experts(self) -> int:
+        return self._experts.config.num_experts
+
+    @property
+    def held(self) -> HeldSlots:
+        return HeldSlots(
+            experts=tuple(tuple(self._experts.held[layer]) for layer in self._layers),
+            generations=tuple(tuple(self._experts.generations[layer]) for layer in self._layers),
+        )
+
+    # -- the start -------------------------------------------------------------------------------
+
+    def start_with(self, planned: SeatSlots, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
+        """Hold what the table says is there, and load the rest of what is planned into empty slots. Slots with other
+        experts stay as they are until the orchestrator has them refilled: a predecessor that still runs may compute
+        with them for attention workers that do not know yet that it is gone. Returns how many were there."""
+        fills, num_found = [], 0
+        for index, wanted in enumerate(planned.experts):
+            there = self._found(index)
+            for slot, expert in there.items():
+                self._hold(Fill(index, slot, expert))
+            num_found += len(there)
+            missing = [expert for expert in wanted if expert != EMPTY and expert not in there.values()]
+            fills += [Fill(index, *pair) for pair in zip(self._free(index), missing, strict=False)]
+        for done, fill in enumerate(fills):
+            self._copy(fill, is_starting=True)
+            self._hold(fill)
+            progress(done + 1, len(fills))
+        return num_found
+
+    def _found(self, layer_index: int) -> dict[int, int]:
+        """The expert in each slot of this seat's memory, but for slots that a process changes which was declared gone,
+        and may still run."""
+        table, found = self._own.table, dict[int, int]()
+        for slot in range(table.num_slots):
+            place = Place(layer_index, slot)
+            if not table.is_locked(place) and (entry := table.read(place)) is not None:
+                found[slot] = entry.expert
+        return found
+
+    def _free(self, layer_index: int) -> Iterator[int]:
+        """Slots that are empty, and not being changed."""
+        held = self._experts.held[self._layers[layer_index]]
+        free = [slot for slot, expert in enumerate(held) if expert == EMPTY]
+        return (slot for slot in free if not self._own.table.is_locked(Place(layer_index, slot)))
+
+    # -- changes ---------------------------------------------------------------------------------
+
+    def begin(self, fill: Fill) -> None:
+        self._experts.clear(self._layers[fill.layer_index], fill.slot)
+        self._filling = fill
+        self._thread.begin(lambda: self._copy(fill))
+
+    def poll(self) -> Filled | FailedFill | None:
+        fill, result = self._filling, self._thread.poll()
+        if result is None:
+            return None
+        assert fill is not None
+        self._filling = None
+        if isinstance(result, Exception):
+            return FailedFill(**fill._asdict(), reason=f"{type(result).__name__}: {result}")
+        self._hold(fill)
+        return Filled(fill=fill, source=result.source, num_bytes=result.num_bytes, seconds=result.seconds)
+
+    def clear(self, place: Place) -> None:
+        self._experts.clear(self._layers[place.layer_index], place.slot)
+        try:
+            self._own.table.clear(place)
+        except NotOwnerError as error:
+            log.warning("a slot was cleared in this process only: %s", error)
+
+    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+        plan = self._own.plan
+        if rank is None:
+            plan = ExpertMemoryPlan(plan.num_layers, self.num_experts, plan.slot_bytes)
+        try:
+            memory = ExpertMemory(plan, fds, read_only=rank is not None)
+        except (OSError, ValueError) as error:
+            log.warning("%s cannot be used: %s", weights.name, error)
+            return
+        if rank is None:
+            memory.table.claim(self._identity, owner=None)
+            self._backup = memory
+        else:
+            self._peers[rank] = memory
+
+    def withdraw(self, rank: Rank | None) -> None:
+        """A copy that runs ends first; its memory goes with the last reference to it."""
+        if rank is None:
+            self._backup = None
+            if self._backup_filling is not None:
+                self._backup_filling.stop()
+        else:
+            self._peers.pop(rank, None)
+
+    def begin_backup(self, rank: Rank) -> None:
+        """Copy experts to the backup, if there is one, beside everything else."""
+        if self._backup is not None:
+            self._backup_filling = BackupFilling(
+                self._backup, self._copy_to_backup, first_layer=rank % len(self._layers)
+            )
+            self._backup_filling.start()
+
+    def close(self) -> None:
+        if self._backup_filling is not None:
+            self._backup_filling.stop()
+            self._backup_filling.join()
+        self._own.close()
+
+    # -- copies: on other threads, but for the start ---------------------------------------------
+
+    def _copy(self, fill: Fill, is_starting: bool = False) -> _Copied:
+        """Fill a slot of the memory, verified. Raises if no source has the expert."""
+        place, began_s = Place(fill.layer_index, fill.slot), time.monotonic()
+        while not self._own.table.begin(place):
+            if time.monotonic() > began_s + _LOCK_S:
+                raise TimeoutError("an older process of this seat has not ended and may still write to the slot")
+            time.sleep(_LOOK_AGAIN_S)
+        try:
+            to, num_bytes = self._own.address(place), self._num_bytes(fill.layer_index, fill.expert)
+            source, checksum = self._copy_cheapest(fill.layer_index, fill.expert, to, check_files=not is_starting)
+            self._own.table.complete(place, fill.expert, checksum)
+        finally:
+            self._own.table.end(place)
+        return _Copied(source, num_bytes, time.monotonic() - began_s)
+
+    def _copy_cheapest(self, layer_index: int, expert: int, to: int, check_files: bool = True) -> tuple[Source, int]:
+        num_bytes = self._num_bytes(layer_index, expert)
+        for source, memory in self._memories():
+            if memory.table.has(self._identity):
+                checksum = memory.copy_out(layer_index, expert, to, num_bytes)
+                if checksum is not None and self._is_offered(memory):
+                    return source, checksum
+        if check_files:
+            self._check_source()
+        return Source.FILE, self._copy_from_file(layer_index, expert, to)
+
+    def _memories(self) -> Iterator[tuple[Source, ExpertMemory]]:
+        yield Source.SLOT, self._own
+        for memory in [*self._peers.values()]:  # the loop's thread may change the peers meanwhile
+            yield Source.PEER, memory
+        if self._backup is not None:
+            yield Source.HOST, self._backup
+
+    def _is_offered(self, memory: ExpertMemory) -> bool:
+        """Not withdrawn during the copy, with a device that was lost."""
+        return memory is self._own or memory is self._backup or memory in [*self._peers.values()]
+
+    def _copy_from_file(self, layer_index: int, expert: int, to: int, rest_percent: int = 0) -> int:
+        checksum = end = 0
+        for tensor in self._experts.tensors(self._layers[layer_index], expert):
+            num_bytes, address = tensor.nbytes, tensor.data_ptr()
+            assert num_bytes % 8 == 0 and tensor.is_contiguous(), "an expert's matrices are whole words"
+            checksum += copying.copy(
+                to + end, address, num_bytes, first_word=end // 8, rest_percent=rest_percent
+            )  # fmt: skip
+            end += num_bytes
+        checksum %= 1 << 64
+        if copying.sum_at(to, end) != checksum:
+            raise OSError("the weights in memory are not those that were copied there")
+        return checksum
+
+    def _copy_to_backup(self, layer_index: int, expert: int, to: int, is_held: bool) -> int | None:
+        num_bytes, rest = self._num_bytes(layer_index, expert), BACKUP_REST_PERCENT
+        memories = [self._own] if is_held else [self._own, *self._peers.values()]
+        for memory in memories:
+            if memory.table.has(self._identity):
+                checksum = memory.copy_out(layer_index, expert, to, num_bytes, rest_percent=rest)
+                if checksum is not None:
+                    return checksum
+        if is_held:
+            return None
+        self._check_source()
+        return self._copy_from_file(layer_index, expert, to, rest)
+
+    # -- views -----------------------------------------------------------------------------------
+
+    def _num_bytes(self, layer_index: int, expert: int) -> int:
+        config = self._experts.config
+        itemsize = self._experts.dtype(self._layers[layer_index], expert).itemsize
+        return 3 * config.hidden_size * config.expert_intermediate_size * itemsize
+
+    def _hold(self, fill: Fill) -> None:
+        """Ops read the slot where it is."""
+        layer = self._layers[fill.layer_index]
+        self._experts.fill(layer, fill.slot, fill.expert, *self._views(fill))
+
+    def _views(self, fill: Fill) -> tuple[Tensor, Tensor, Tensor]:
+        config, dtype = self._experts.config, self._experts.dtype(self._layers[fill.layer_index], fill.expert)
+        hidden, inner = config.hidden_size, config.expert_intermediate_size
+        start = self._own.plan.offset(Place(fill.layer_index, fill.slot))
+        data = self._own.data[start : start + 3 * hidden * inner * dtype.itemsize]
+        gate, up, down = torch.from_numpy(data).view(dtype).view(3, inner * hidden)
+        return gate.view(inner, hidden), up.view(inner, hidden), down.view(hidden, inner)

@@ -1,0 +1,176 @@
+"""What the machine decides about the places of experts: a new placement when workers come and go, and the next slots to
+fill on the way to it. Pure functions of seats, goal and routes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from everserve.control.effects import FillSlots
+from everserve.control.seats import Policy, Seat
+from everserve.plan.balance import BalancePolicy, Verdict, decide
+from everserve.plan.dealing import Dealing, Loads
+from everserve.plan.moves import GivenUp, IsFree, given_up, next_moves
+from everserve.plan.repair import Room, replan
+from everserve.tables.goal import Goal, Wanted
+from everserve.tables.ids import Rank, Role
+from everserve.tables.members import WorkerState
+from everserve.tables.placement import Placement, SeatExperts
+from everserve.tables.routes import NO_RANK, Routes
+from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
+
+Have = dict[Rank, HeldSlots]
+
+
+def what_is_held(seats: Iterable[Seat]) -> Have:
+    return {seat.rank: seat.held for seat in seats if seat.held is not None}
+
+
+def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
+    """Slots that are needed for other experts, and those that are being filled: routes do not lead to them."""
+    ready = [seat for seat in seats if seat.state is WorkerState.READY]
+    have = without(what_is_held(ready), _being_filled(ready))
+    found = given_up(placement, have, [seat.rank for seat in ready])
+    for rank, places in _being_filled(ready).items():
+        found[rank] = found.get(rank, frozenset()) | places
+    return found
+
+
+def _being_filled(seats: Iterable[Seat]) -> GivenUp:
+    return {s.rank: frozenset(Place(fill.layer_index, fill.slot) for fill in s.filling) for s in seats if s.filling}
+
+
+def holds_all(placement: Placement, seats: Mapping[Rank, Seat]) -> bool:
+    """Whether every worker of the placement is ready, with all that it should hold."""
+    return all(_holds(planned, seats[planned.rank]) for planned in placement.seats)
+
+
+def _holds(planned: SeatExperts, seat: Seat) -> bool:
+    if seat.state is not WorkerState.READY or seat.held is None or seat.filling:
+        return False
+    slots = enumerate(seat.held.experts)
+    return all(set(planned.experts(layer)).issubset(experts) for layer, experts in slots)
+
+
+def without(have: Have, places: GivenUp) -> Have:
+    """What is held, but for these slots."""
+    return {rank: _emptied(held, places[rank]) if places.get(rank) else held for rank, held in have.items()}
+
+
+def _emptied(held: HeldSlots, places: frozenset[Place]) -> HeldSlots:
+    experts = list(held.experts)
+    changed: dict[int, list[int]] = {}
+    for layer, slot in places:
+        changed.setdefault(layer, [*experts[layer]])[slot] = EMPTY
+    for layer, slots in changed.items():
+        experts[layer] = tuple(slots)
+    return msgspec.structs.replace(held, experts=tuple(experts))
+
+
+def new_placement(
+    goal: Goal, seats: Iterable[Seat], slots_per_layer: int, loads: Mapping[int, Loads] | None = None
+) -> Placement | None:
+    """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
+    which may come back at any moment, stays as it is."""
+    if goal.placement is None:
+        return None
+    rooms, away, before = [], [], []
+    for seat in seats:
+        if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is Wanted.RETIRE or seat.goal.device in goal.gone:
+            continue
+        planned = goal.placement.seat(seat.rank)
+        if seat.is_replaced and planned is not None:
+            away.append(planned)
+        else:
+            rooms.append(Room(seat.rank, seat.goal.device, slots_per_layer))
+            before.append(_there(seat, planned, len(goal.placement.moe_layers), slots_per_layer))
+    placement = replan(
+        msgspec.structs.replace(goal.placement, seats=tuple(before)), rooms, loads, Dealing(dealers(goal))
+    )
+    return msgspec.structs.replace(placement, seats=(*placement.seats, *away))
+
+
+def dealers(goal: Goal) -> list[Rank]:
+    """Attention workers that there should be: they send rows."""
+    stay = [seat for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device not in goal.gone]
+    return [seat.rank for seat in stay if Role.ATTENTION in seat.roles]
+
+
+def is_settled(goal: Goal, seats: Mapping[Rank, Seat]) -> bool:
+    """Every worker is ready but those that stay away, no slot is being filled, and everything is where it should be."""
+    away = [seat for seat in seats.values() if seat.is_retired or seat.goal.device in goal.gone]
+    are_ready = all(seat.state is WorkerState.READY for seat in seats.values() if seat not in away)
+    return are_ready and goal.placement is not None and holds_all(goal.placement, seats)
+
+
+def balanced_placement(
+    goal: Goal, seats: Mapping[Rank, Seat], slots_per_layer: int, loads: Mapping[int, Loads], policy: BalancePolicy
+) -> Verdict:
+    """Better places for the experts of workers that are all ready, if they are worth the moves."""
+    assert goal.placement is not None
+    experts = [seats[planned.rank] for planned in goal.placement.seats]
+    num_layers = len(goal.placement.moe_layers)
+    before = tuple(_there(s, goal.placement.seat(s.rank), num_layers, slots_per_layer) for s in experts)
+    placement = msgspec.structs.replace(goal.placement, seats=before)
+    rooms = [Room(seat.rank, seat.goal.device, slots_per_layer) for seat in experts]
+    return decide(placement, what_is_held(experts), rooms, loads, Dealing(dealers(goal)), policy)
+
+
+def _there(seat: Seat, planned: SeatExperts | None, num_layers: int, num_slots: int) -> SeatExperts:
+    """What the planner begins with: what a ready worker holds or will hold soon, then what was planned for it and has
+    room. So a plan that was never carried out is not defended against what is there."""
+    active, shadows = [], []
+    for layer in range(num_layers):
+        wanted = planned.experts(layer) if planned is not None else ()
+        held = [*seat.held.experts[layer]] if seat.held is not None and seat.state is WorkerState.READY else []
+        for fill in seat.filling:
+            if held and fill.layer_index == layer:
+                held[fill.slot] = fill.expert
+        there = [expert for expert in dict.fromkeys(held) if expert != EMPTY]
+        there += [expert for expert in wanted if expert not in there][: num_slots - len(there)]
+        served = [expert for expert in there if planned is not None and expert in planned.active[layer]]
+        active.append(tuple(served))
+        shadows.append(tuple(expert for expert in there if expert not in served))
+    return SeatExperts(rank=seat.rank, active=tuple(active), shadows=tuple(shadows))
+
+
+class LastNamed:
+    """For every slot the latest epoch whose routes lead to it."""
+
+    def __init__(self) -> None:
+        self._epoch_RLS = np.zeros((0, 0, 0), np.int64)
+
+    def note(self, routes: Routes) -> None:
+        """These routes are published."""
+        layer, _, _ = np.nonzero(routes.array()[..., 0] != NO_RANK)
+        rank, slot = routes.array()[routes.array()[..., 0] != NO_RANK].T.astype(np.int64)
+        if not len(rank):
+            return
+        grown = np.maximum(self._epoch_RLS.shape, (rank.max() + 1, routes.num_layers, slot.max() + 1))
+        missing = [(0, new - old) for old, new in zip(self._epoch_RLS.shape, grown, strict=True)]
+        self._epoch_RLS = np.pad(self._epoch_RLS, missing)
+        self._epoch_RLS[rank, layer, slot] = routes.epoch
+
+    def epoch(self, rank: Rank, place: Place) -> int:
+        """0: no routes have led there."""
+        at = (rank, place.layer_index, place.slot)
+        is_known = all(index < size for index, size in zip(at, self._epoch_RLS.shape, strict=True))
+        return int(self._epoch_RLS[at]) if is_known else 0
+
+
+def next_fills(
+    placement: Placement, seats: Sequence[Seat], leaving: GivenUp, is_free: IsFree, policy: Policy
+) -> list[FillSlots]:
+    """What to tell which worker to fill now: one message to a worker at a time, the most urgent first. `is_free`: no
+    routes that an attention worker may follow lead to this slot."""
+    ready = [seat for seat in seats if seat.state is WorkerState.READY]
+    have = what_is_held(ready)
+    idle = {seat.rank: seat for seat in ready if not seat.filling and seat.fill_at is None}
+    moves = next_moves(placement, have, [seat.rank for seat in ready], idle, leaving, is_free)
+    told = []
+    for rank, seat in idle.items():
+        mine = [move for move in moves if move.rank == rank]
+        fills: tuple[Fill, ...] = tuple(move.fill for move in mine if move.urgency == mine[0].urgency)
+        if fills:
+            told.append(FillSlots(rank, seat.incarnation, fills[: policy.max_fills]))
+    return told

@@ -1,0 +1,51 @@
+"""How far the repair of lost expert workers is, for events: planned, first slot, covered, redundant."""
+
+from collections.abc import Iterator
+
+from everserve.control import effects, events
+from everserve.control.machine import Machine
+from everserve.tables.ids import Role
+from everserve.wire.events import RepairPhase
+
+
+class Repairs:
+    """Looks at every decision of the machine. Losses during a repair belong to it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._began_s: float | None = None
+        self._told: set[str] = set()
+
+    def note(self, event: events.AnyEvent | None, decision: effects.Decision, now: float) -> Iterator[RepairPhase]:
+        """`event`: what the decision was about, if it was about one."""
+        losses = [effect for effect in decision.effects if isinstance(effect, effects.Lost) and effect.cause != "left"]
+        if any(lost.roles == (Role.EXPERT,) for lost in losses):
+            if self._began_s is None:
+                self._began_s = now
+            self._told.clear()
+        if self._began_s is None:
+            return
+        if any(isinstance(effect, effects.Keep) for effect in decision.effects):
+            yield from self._tell("planned", now)
+        if isinstance(event, events.SaidHolds) and "planned" in self._told:
+            yield from self._tell("first slot", now)
+        if self._num_without_place == 0:
+            yield from self._tell("covered", now)
+            if self._machine.is_as_planned:
+                yield from self._tell("redundant", now)
+                self._began_s = None
+
+    def _tell(self, phase: str, now: float) -> Iterator[RepairPhase]:
+        if phase not in self._told and self._began_s is not None:
+            self._told.add(phase)
+            yield RepairPhase(
+                process="orchestrator",
+                phase=phase,
+                since_s=now - self._began_s,
+                num_experts_without_place=self._num_without_place,
+            )
+
+    @property
+    def _num_without_place(self) -> int:
+        routes = self._machine.routes
+        return routes.num_without_place if routes is not None else 0

@@ -1,0 +1,87 @@
+"""Experts now: how much each is used, and where it is, as the orchestrator sent it."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from everserve.gateway.http.responses import (
+    ExpertPlaceView,
+    ExpertsMapView,
+    ExpertsView,
+    ExpertView,
+    ImbalanceView,
+    LayerView,
+)
+from everserve.tables.ids import Rank
+from everserve.tables.routes import NO_RANK, Routes
+from everserve.tables.slots import Fill
+from everserve.wire.messages import ExpertsChanged
+
+Moves = Mapping[Rank, tuple[Fill, ...]]
+
+
+class Experts:
+    """What `/cluster/experts` shows. Without expert workers there is nothing to show."""
+
+    def __init__(self) -> None:
+        self._change: ExpertsChanged | None = None
+        self._routes: Routes | None = None
+
+    def on_changed(self, change: ExpertsChanged) -> None:
+        if change.routes is not None:
+            self._routes = change.routes
+        self._change = change
+
+    @property
+    def max_over_mean(self) -> float:
+        return self._change.max_over_mean if self._change is not None else 0.0
+
+    def view(self, moves: Moves) -> ExpertsView:
+        """Expert by expert."""
+        change, routes = self._change, self._routes
+        if change is None or routes is None:
+            return ExpertsView(layers=[], imbalance=self._imbalance())
+        load_LE, num_active_LE = self._load(change, routes), routes.num_active().tolist()
+        moving = {(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}
+        layers = []
+        for index, number in enumerate(change.moe_layers):
+            experts = [
+                ExpertView(
+                    expert=expert,
+                    load=load_LE[index][expert],
+                    moving=(index, expert) in moving,
+                    places=[
+                        ExpertPlaceView(rank=rank, slot=slot, active=i < num_active_LE[index][expert])
+                        for i, (rank, slot) in enumerate(places)
+                        if rank != NO_RANK
+                    ],
+                )
+                for expert, places in enumerate(routes.array()[index].tolist())
+            ]
+            layers.append(LayerView(layer=number, experts=experts))
+        return ExpertsView(layers=layers, imbalance=self._imbalance())
+
+    def map(self, moves: Moves) -> ExpertsMapView:
+        """The same as tables of numbers, for the dashboard: large models have thousands of experts."""
+        change, routes = self._change, self._routes
+        if change is None or routes is None:
+            return ExpertsMapView(layers=[], load=[], places=[], active=[], moving=[], imbalance=self._imbalance())
+        return ExpertsMapView(
+            layers=list(change.moe_layers),
+            load=self._load(change, routes),
+            places=np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2).tolist(),
+            active=routes.num_active().tolist(),
+            moving=sorted({(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}),
+            imbalance=self._imbalance(),
+        )
+
+    def _load(self, change: ExpertsChanged, routes: Routes) -> list[list[float]]:
+        load_LE = np.frombuffer(change.load, np.float32).reshape(routes.num_layers, routes.num_experts)
+        table: list[list[float]] = load_LE.astype(np.float64).round(1).tolist()
+        return table
+
+    def _imbalance(self) -> ImbalanceView:
+        if self._change is None or not self._change.max_over_mean:
+            return ImbalanceView(max_over_mean=None, worst_layer=None)
+        ratio = round(self._change.max_over_mean, 3)
+        return ImbalanceView(max_over_mean=ratio, worst_layer=self._change.worst_layer)

@@ -1,0 +1,199 @@
+"""Where experts should be from now on: after a loss, a return, a change of the number of workers, or of the load.
+
+One planner with one objective, in this order:
+
+    1. every expert has a place
+    2. every expert has as many places as the slots allow, on different devices
+    3. workers have about as much to compute
+    4. the fewest experts are moved: what is planned somewhere stays there, unless one of the first three needs it
+
+After a loss or a return the third only chooses among places that there are anyway. To move experts for their load
+alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
+
+Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
+another one is planned like it.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import msgspec
+
+from everserve.plan.dealing import Dealing, Loads
+from everserve.plan.layer_plan import LayerPlan, Room
+from everserve.plan.load_search import lower_the_busiest
+from everserve.tables.ids import Rank
+from everserve.tables.placement import Placement, SeatExperts
+
+__all__ = ["Loads", "Room", "replan"]
+
+
+def replan(
+    before: Placement,
+    rooms: Sequence[Room],
+    loads: Mapping[int, Loads] | None = None,
+    dealing: Dealing | None = None,
+    balanced: Collection[int] | None = None,
+) -> Placement:
+    """The placement for these workers. `loads`: by index of the layer; a layer without any is taken as evenly loaded.
+    `dealing`: which attention workers send rows. `balanced`: change only these layers, and move experts for load too.
+
+    Where there are fewer slots than experts, the least loaded ones get no place.
+    """
+    if not rooms:
+        return msgspec.structs.replace(before, seats=())
+    planned: dict[object, LayerPlan] = {}
+    layers: dict[int, LayerPlan] = {}
+    for index in range(len(before.moe_layers)) if balanced is None else balanced:
+        load = tuple((loads or {}).get(index, ())) or (1.0,) * before.num_experts
+        places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
+        key = places, load
+        if key not in planned:
+            layer = planned[key] = _Layer(rooms, load, places, dealing)
+            layer.plan(may_move=balanced is not None)
+        layers[index] = planned[key]
+    seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.moe_layers)) for room in rooms)
+    return msgspec.structs.replace(before, seats=seats)
+
+
+def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan], num_layers: int) -> SeatExperts:
+    """A worker's part of the plan; in layers that were not planned, what it had."""
+    active, shadows = [], []
+    for index in range(num_layers):
+        layer = layers.get(index)
+        if layer is not None:
+            active.append(layer.active_on(rank))
+            shadows.append(layer.shadows_on(rank))
+        else:
+            active.append(before.active[index] if before is not None else ())
+            shadows.append(before.shadows[index] if before is not None else ())
+    return SeatExperts(rank=rank, active=tuple(active), shadows=tuple(shadows))
+
+
+class _Layer(LayerPlan):
+    def plan(self, may_move: bool = False) -> None:
+        self._drop_what_does_not_fit()
+        self._cover()
+        self._separate()
+        self._copy()
+        self._even_out()
+        self._level()
+        is_disturbed = any(ranks and not homes for ranks, homes in zip(self.places, self.homes, strict=True))
+        self._choose_homes()
+        if may_move or is_disturbed or not all(map(self.active_on, self.held)):
+            lower_the_busiest(self, may_move=may_move)  # else it stays as it was balanced: loads may not be known
+
+    def _drop_what_does_not_fit(self) -> None:
+        """A worker may have fewer slots than before."""
+        for room in self.rooms:
+            while len(self.held[room.rank]) > room.num_slots:
+                expert = max(self.held[room.rank], key=lambda e: (len(self.places[e]), -self.loads[e], -e))
+                self.take(expert, room.rank)
+
+    def _cover(self) -> None:
+        """Experts without a place, the most loaded first, where there is least to do. Where no slot is free, a shadow
+        that has another place makes room."""
+        lost = [expert for expert, ranks in enumerate(self.places) if not ranks]
+        for expert in sorted(lost, key=lambda e: (-self.loads[e], e)):
+            free = [rank for rank in self.held if self.room_on(rank) > 0] or self._make_room()
+            if not free:
+                return
+            self.put(expert, min(free, key=self._how_full))
+
+    def _make_room(self) -> list[Rank]:
+        """Drop a copy of the expert that has the most; of those, the least loaded. Returns where that was."""
+        copied = [expert for expert, ranks in enumerate(self.places) if len(ranks) > 1]
+        if not copied:
+            return []
+        expert = max(copied, key=lambda e: (len(self.places[e]), -self.loads[e], -e))
+        idle = [r for r in self.places[expert] if r not in self.homes[expert]] or self.places[expert]
+        rank = max(idle, key=self._how_full)
+        self.take(expert, rank)
+        return [rank]
+
+    def _separate(self) -> None:
+        """Of two copies on one device one is given up, if there is a device without any: that is where `_copy` goes."""
+        devices = {room.device for room in self.rooms}
+        for expert, places in enumerate(self.places):
+            seen: set[int] = set()
+            for rank in sorted(places, key=lambda r: (r not in self.homes[expert], r)):
+                device = self.by_rank[rank].device
+                if device in seen and len({self.by_rank[r].device for r in places}) < len(devices):
+                    self.take(expert, rank)
+                seen.add(device)
+
+    def _copy(self) -> None:
+        """One more place for every expert before another one for any, each on another device, until all have as many as
+        there are slots for."""
+        most = self.num_copies
+        growing = {expert for expert, ranks in enumerate(self.places) if 0 < len(ranks) < most}
+        while growing:
+            expert = min(growing, key=lambda e: (len(self.places[e]), -self.loads[e], e))
+            devices = {self.by_rank[rank].device for rank in self.places[expert]}
+            free = [r for r in self.held if self.room_on(r) > 0 and self.by_rank[r].device not in devices]
+            free = free or self._shift(expert, devices)
+            if free:
+                self.put(expert, min(free, key=self._how_full))
+            if not free or len(self.places[expert]) == most:
+                growing.discard(expert)
+
+    def _shift(self, expert: int, devices: set[int]) -> list[Rank]:
+        """Room is left only where this expert is already: a copy of another one moves there, and leaves its slot."""
+        roomy = [rank for rank in self.held if self.room_on(rank) > 0]
+        for rank in sorted(self.held, key=self._how_full, reverse=True):
+            if self.by_rank[rank].device in devices:
+                continue
+            for other in sorted(self.held[rank], key=lambda e: (rank in self.homes[e], e)):
+                for there in roomy:
+                    if self.may_go(other, rank, there):
+                        self.take(other, rank)
+                        self.put(other, there)
+                        return [rank]
+        return []
+
+    def _even_out(self) -> None:
+        """No slot is free, and an expert has more places than all can have, another one fewer: it gives it one."""
+        while True:
+            swap = next(self._swaps(), None)
+            if swap is None:
+                return
+            rich, poor, rank = swap
+            self.take(rich, rank)
+            self.put(poor, rank)
+
+    def _swaps(self) -> Iterator[tuple[int, int, Rank]]:
+        placed = [expert for expert, ranks in enumerate(self.places) if ranks]
+        most = self.num_copies
+        by_copies = sorted(placed, key=lambda e: (len(self.places[e]), -self.loads[e], e))
+        for poor in (expert for expert in by_copies if len(self.places[expert]) < most):
+            devices = {self.by_rank[rank].device for rank in self.places[poor]}
+            for rich in reversed(by_copies):
+                if len(self.places[rich]) < len(self.places[poor]) + 2:
+                    break
+                for rank in sorted(self.places[rich], key=lambda r: (r in self.homes[rich], r)):
+                    if self.by_rank[rank].device not in devices:
+                        yield rich, poor, rank
+
+    def _level(self) -> None:
+        """Move copies from the fullest worker to the emptiest until they differ by at most one."""
+        while True:
+            fullest, emptiest = max(self.held, key=self._how_full), min(self.held, key=self._how_full)
+            if len(self.held[fullest]) - len(self.held[emptiest]) < 2 or self.room_on(emptiest) == 0:
+                return
+            movable = [e for e in self.held[fullest] if self.may_go(e, fullest, emptiest)]
+            if not movable:
+                return
+            expert = min(movable, key=lambda e: (fullest in self.homes[e], -self.loads[e], e))  # shadows first
+            self.take(expert, fullest)
+            self.put(expert, emptiest)
+
+    def _choose_homes(self) -> None:
+        """Homes stay where they are. An expert without one gets it where there is least to do, the heaviest first."""
+        work = self.work()
+        homeless = [e for e, ranks in enumerate(self.places) if ranks and not self.homes[e]]
+        for expert in sorted(homeless, key=lambda e: (-self.loads[e], len(self.places[e]), e)):
+            rank = min(self.places[expert], key=lambda r: (work[r], r))
+            self.homes[expert].append(rank)
+            work[rank] += self.loads[expert]
+
+    def _how_full(self, rank: Rank) -> tuple[int, float, int]:
+        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), rank

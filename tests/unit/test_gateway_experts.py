@@ -1,0 +1,78 @@
+"""/cluster/experts: load and places of experts, as operators and the dashboard see them."""
+
+import asyncio
+import struct
+
+from everserve.cli.status import _experts_lines
+from everserve.tables.ids import Epoch, Rank, SlotId
+from everserve.tables.routes import Routes
+from everserve.tables.slots import Fill
+from everserve.wire.messages import ExpertsChanged
+from tests.unit.gateway_toy import member, toy_server, until
+
+PLACES = [[(Rank(4), SlotId(0)), (Rank(5), SlotId(1))], [(Rank(5), SlotId(0))]]
+ROUTES = Routes.of(Epoch(3), [PLACES, [[], PLACES[1]]], [[2, 1], [1, 1]])
+
+
+def change(*load: float, routes: Routes | None = ROUTES, ratio: float = 1.25) -> ExpertsChanged:
+    packed = struct.pack("<4f", *load)
+    return ExpertsChanged(moe_layers=(0, 2), load=packed, max_over_mean=ratio, worst_layer=2, routes=routes)
+
+
+def test_load_and_places() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            empty = (await server.request("GET", "/cluster/experts")).json
+            assert empty == {"layers": [], "imbalance": {"max_over_mean": None, "worst_layer": None}}
+            server.orchestrator.channel.send(change(8.0, 2.0, 0.0, 5.04))
+            server.orchestrator.publish(member(0), moves={Rank(4): (Fill(1, 3, 0),)})
+            await until(lambda: server.gateway.cluster.moves != {})
+            view = (await server.request("GET", "/cluster/experts")).json
+            first = {"rank": 4, "slot": 0, "active": True}
+            second = {"rank": 5, "slot": 1, "active": True}
+            shadowless = [{"rank": 5, "slot": 0, "active": True}]
+            assert view == {
+                "layers": [
+                    {
+                        "layer": 0,
+                        "experts": [
+                            {"expert": 0, "load": 8.0, "places": [first, second], "moving": False},
+                            {"expert": 1, "load": 2.0, "places": shadowless, "moving": False},
+                        ],
+                    },
+                    {
+                        "layer": 2,
+                        "experts": [
+                            {"expert": 0, "load": 0.0, "places": [], "moving": True},
+                            {"expert": 1, "load": 5.0, "places": shadowless, "moving": False},
+                        ],
+                    },
+                ],
+                "imbalance": {"max_over_mean": 1.25, "worst_layer": 2},
+            }
+            lines = _experts_lines(view)
+            assert lines[0] == "max/mean load of expert workers: 1.25"
+            assert lines[3].split("  ")[-1].startswith("0: 80% @ 4 5, 1: 20% @ 5")
+            compact = (await server.request("GET", "/cluster/experts?form=map")).json
+            assert compact["load"] == [[8.0, 2.0], [0.0, 5.0]] and compact["layers"] == [0, 2]
+            assert compact["places"] == [[2, 1], [0, 1]] and compact["active"] == [[2, 1], [1, 1]]
+            assert compact["moving"] == [[1, 0]]
+            metrics = (await server.request("GET", "/metrics")).body.decode()
+            assert "everserve_expert_load_max_over_mean 1.25" in metrics
+
+    asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_routes_are_kept_while_only_loads_change() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            server.orchestrator.channel.send(change(1.0, 1.0, 1.0, 1.0))
+            server.orchestrator.channel.send(change(2.0, 2.0, 2.0, 2.0, routes=None, ratio=0.0))
+            experts = server.gateway.cluster.experts
+            await until(lambda: experts.map({}).load == [[2.0, 2.0], [2.0, 2.0]])
+            assert experts.map({}).places == [[2, 1], [0, 1]]
+            assert experts.view({}).imbalance.max_over_mean is None, "without load there is no ratio"
+            metrics = (await server.request("GET", "/metrics")).body.decode().splitlines()
+            assert not any(line.startswith("everserve_expert_load_max_over_mean") for line in metrics)
+
+    asyncio.run(asyncio.wait_for(test(), 20))

@@ -1,0 +1,254 @@
+"""Expert slots in shared memory: where their weights come from, and what happens when a source is not what it seems."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from everserve.memory.weights import copying
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, Place, Source
+from tests.experts import NUM_EXPERTS
+from tests.seats import ALL_EXPERTS, EXPERT_BYTES, NUM_LAYERS, SeatInMemory, SharedWeights
+
+NUM_SLOTS = 4
+FREE = 3  # the slot that is empty at first
+
+
+class World:
+    """Two seats with three experts each, and a backup."""
+
+    def __init__(self) -> None:
+        self.one, self.two = SeatInMemory(1, (0, 1, 2), NUM_SLOTS), SeatInMemory(2, (3, 4, 5), NUM_SLOTS)
+        self.backup = SharedWeights(NUM_EXPERTS)
+        self.one.are_files_gone = True
+
+    def introduce(self) -> None:
+        self.two.offer_to(self.one)
+
+    def make_backup(self) -> None:
+        for seat in (self.two, self.one):
+            seat.backup = self.backup
+            seat.slots.offer(None, self.backup.memory, self.backup.descriptors())
+            seat.slots.begin_backup(seat.rank)
+        for seat in (self.two, self.one):
+            seat.slots._backup_filling.join()
+
+    def close(self) -> None:
+        for seat in (self.one, self.two):
+            seat.check()
+            seat.close()
+        self.backup.close()
+
+
+@pytest.fixture
+def world():
+    world = World()
+    yield world
+    world.close()
+
+
+def source_of(result: Filled | FailedFill) -> Source:
+    assert isinstance(result, Filled), result
+    assert result.num_bytes == EXPERT_BYTES and result.seconds > 0
+    return result.source
+
+
+def test_the_start_is_from_the_files(world):
+    assert world.one.slots.held.experts == ((0, 1, 2, EMPTY),) * NUM_LAYERS
+    assert world.one.num_file_reads == 3 * NUM_LAYERS
+    world.one.check()
+
+
+def test_from_another_slot_of_its_own(world):
+    world.introduce()
+    assert source_of(world.one.fill(Fill(1, FREE, 2))) is Source.SLOT
+    assert world.one.slots.held.experts[1] == (0, 1, 2, 2)
+
+
+def test_from_a_peer(world):
+    world.introduce()
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.PEER
+    assert world.one.slots.held.experts[1] == (0, 1, 2, 4)
+
+
+def test_from_a_peer_that_is_dead(world):
+    """Its memory belongs to its seat."""
+    world.introduce()
+    world.two.die()
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.PEER
+    assert world.two.start() == 3 * NUM_LAYERS
+
+
+def test_from_the_backup(world):
+    world.make_backup()
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.HOST
+
+
+def test_from_the_files(world):
+    world.one.are_files_gone = False
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.FILE
+
+
+def test_the_cheapest_is_taken(world):
+    world.make_backup()
+    world.introduce()
+    world.one.are_files_gone = False
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.PEER
+    world.one.slots.withdraw(world.two.rank)
+    assert source_of(world.one.fill(Fill(2, FREE, 4))) is Source.HOST
+
+
+def test_without_a_source_the_slot_is_empty(world):
+    result = world.one.fill(Fill(1, 0, 4))
+    assert isinstance(result, FailedFill) and "the files are gone" in result.reason
+    assert world.one.slots.held.experts[1] == (EMPTY, 1, 2, EMPTY)
+    assert world.one.weights.look().table.read(Place(1, 0)) is None
+
+
+def test_a_peer_whose_weights_are_damaged(world):
+    world.make_backup()
+    world.introduce()
+    world.two.damage(Place(1, 1))
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.HOST
+    world.two.slots.clear(Place(1, 1))
+
+
+def test_a_peer_that_refills_the_slot_during_the_copy(world, monkeypatch):
+    world.make_backup()
+    world.introduce()
+    copy = copying.copy
+
+    def copy_while_it_changes(*args, **kwargs):
+        monkeypatch.setattr(copying, "copy", copy)
+        world.two.slots.clear(Place(1, 1))
+        return copy(*args, **kwargs)
+
+    monkeypatch.setattr(copying, "copy", copy_while_it_changes)
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.HOST
+
+
+def num_mappings(weights: SharedWeights) -> int:
+    inode = str(os.fstat(weights.fds[0]).st_ino)
+    return sum(line.split()[4] == inode for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_memory_that_is_withdrawn_during_the_copy(world, monkeypatch):
+    """It is not used, and not mapped any more."""
+    world.make_backup()
+    world.introduce()
+    copy = copying.copy
+
+    def copy_and_lose(*args, **kwargs):
+        monkeypatch.setattr(copying, "copy", copy)
+        total = copy(*args, **kwargs)
+        world.one.slots.withdraw(world.two.rank)
+        return total
+
+    assert num_mappings(world.two.weights) == 2, "its own, and that of the other seat"
+    monkeypatch.setattr(copying, "copy", copy_and_lose)
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.HOST
+    assert num_mappings(world.two.weights) == 1
+
+
+def test_a_peer_that_has_moved_the_expert_to_another_slot(world):
+    world.introduce()
+    world.two.slots.clear(Place(1, 1))
+    assert isinstance(world.one.fill(Fill(1, FREE, 4)), FailedFill)
+    world.two.fill(Fill(1, FREE, 4))
+    assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.PEER
+
+
+def test_a_peer_with_other_weights_says_nothing(world):
+    world.introduce()
+    world.two.slots._own.table.claim(bytes(32), world.two.incarnation)
+    assert isinstance(world.one.fill(Fill(1, FREE, 4)), FailedFill)
+    for index in range(NUM_LAYERS):
+        for slot in range(3):
+            world.two.slots.clear(Place(index, slot))
+
+
+def test_a_peer_of_another_size_is_not_used(world):
+    small = SharedWeights(1)
+    world.one.slots.offer(world.two.rank, small.memory, small.descriptors())
+    assert isinstance(world.one.fill(Fill(1, FREE, 4)), FailedFill)
+    small.close()
+
+
+def test_a_successor_loads_what_is_missing(world):
+    world.introduce()
+    world.one.fill(Fill(0, FREE, 4))
+    world.one.slots.clear(Place(2, 1))
+    world.one.die()
+    before = world.one.num_file_reads
+    assert world.one.start() == 3 * NUM_LAYERS
+    assert world.one.num_file_reads == before + 1
+    assert world.one.slots.held.experts == ((0, 1, 2, 4), (0, 1, 2, EMPTY), (0, 1, 2, EMPTY))
+
+
+def test_a_successor_keeps_what_is_there(world):
+    """Its predecessor had other experts in all slots, and may still compute with them: the orchestrator knows when they
+    can be replaced."""
+    world.introduce()
+    for slot, expert in ((FREE, 2), (0, 3), (1, 4), (2, 5)):
+        world.one.fill(Fill(1, slot, expert))
+    world.one.die()
+    world.one.start()
+    assert world.one.slots.held.experts == ((0, 1, 2, EMPTY), (3, 4, 5, 2), (0, 1, 2, EMPTY))
+
+
+def test_a_successor_loads_from_the_backup(world):
+    world.make_backup()
+    for place in (Place(index, slot) for index in range(NUM_LAYERS) for slot in range(3)):
+        world.one.slots.clear(place)
+    look = world.backup.look()
+    assert all(look.table.read(Place(index, expert)) for index in range(NUM_LAYERS) for expert in ALL_EXPERTS)
+    reads = world.one.num_file_reads
+    world.one.die()
+    assert world.one.start() == 0 and world.one.num_file_reads == reads
+    assert world.one.slots.held.experts == ((0, 1, 2, EMPTY),) * NUM_LAYERS
+
+
+def test_the_backup_is_made_by_the_workers_that_are_left(world):
+    """One ends while it copies; its lock goes with it."""
+    stuck = world.backup
+    table = type(world.one.slots._own)(stuck.plan, stuck.descriptors()).table
+    table.claim(world.one.slots._identity, owner=None)
+    assert table.begin(Place(0, 3))
+    world.two.slots.offer(None, stuck.memory, stuck.descriptors())
+    world.two.slots.begin_backup(world.two.rank)
+    look, filling = stuck.look(), world.two.slots._backup_filling
+    while len(filling._missing()) > 1:
+        time.sleep(0.001)
+    assert look.table.read(Place(0, 3)) is None
+    table.close()
+    filling.join()
+    assert look.table.read(Place(0, 3)).expert == 3
+    assert world.two.num_file_reads > 3 * NUM_LAYERS, "what no worker holds comes from the files"
+
+
+def test_a_slot_that_a_stopped_predecessor_fills_is_left_to_it(world):
+    """It was stopped in the middle of a copy and declared gone; it may wake up, and write, until it is killed."""
+    predecessor = world.one.slots
+    place = Place(1, 0)
+    assert predecessor._own.table.begin(place)
+    world.one.start()
+    assert world.one.slots.held.experts[1][0] == EMPTY and EMPTY in world.one.slots.held.experts[1]
+    world.two.offer_to(world.one)
+    world.one.slots.begin(Fill(1, 0, 4))
+    assert world.one.slots.poll() is None and world.one.slots.held.experts[1][0] == EMPTY
+    predecessor.close()
+    assert source_of(world.one.poll()) is Source.PEER
+
+
+def test_a_predecessor_that_wakes_up_can_not_change_a_slot(world):
+    predecessor, half = world.one.slots, world.one.half
+    world.one.start()
+    predecessor.begin(Fill(1, 0, 2))
+    while (result := predecessor.poll()) is None:
+        time.sleep(0.0002)
+    assert isinstance(result, FailedFill) and "another incarnation" in result.reason
+    predecessor.clear(Place(1, 1))
+    assert half is not world.one.half
+    world.one.check()
+    predecessor.close()

@@ -1,0 +1,59 @@
+"""An attention worker whose step was abandoned, because experts have no place."""
+
+import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from everserve.errors import StepAbandoned
+from everserve.wire.channel import Channel
+from everserve.wire.events import EventLog
+from everserve.wire.messages import RoutesUsed
+from everserve.worker import attention
+from everserve.worker.attention import AttentionLoop
+from everserve.worker.control import ControlEnd
+
+
+class _Over(Exception):
+    """The test has seen enough."""
+
+
+class _Engine:
+    """Its steps are abandoned. What happens in the middle of each is given by the test."""
+
+    has_work = True
+
+    def __init__(self, in_the_middle: list[Callable[[], None]]) -> None:
+        self._in_the_middle = iter(in_the_middle)
+
+    def step(self, meanwhile: Callable[[], None]) -> Any:
+        happens = next(self._in_the_middle, None)
+        if happens is None:
+            raise _Over
+        happens()
+        raise StepAbandoned(2, (5,))
+
+
+@pytest.mark.timeout(60)
+def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at_once(monkeypatch):
+    """And the step is repeated with them: neither waits until it is time to try again, nor for a message."""
+    monkeypatch.setattr(attention, "_TRY_AGAIN_S", 3600.0)
+    orchestrator, control, _lifeline, our_lifeline, _gateway, our_gateway = (
+        Channel(end) for _ in range(3) for end in Channel.pair()
+    )
+    peers = SimpleNamespace(epoch=3)
+    engine = _Engine([lambda: setattr(peers, "epoch", 7), lambda: setattr(peers, "epoch", 8)])
+    around = SimpleNamespace(
+        start=SimpleNamespace(rank=0),
+        control=ControlEnd(control, our_lifeline),
+        leave=SimpleNamespace(was_asked=False, fileno=lambda fd=os.eventfd(0): fd),
+        warden=SimpleNamespace(renew=lambda lease_s: None),
+        events=EventLog("worker-0", None),
+    )
+    logs = SimpleNamespace(sweep=lambda engine: None)
+    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=False)
+    with pytest.raises(_Over):
+        AttentionLoop(around, parts, our_gateway).run()
+    assert [*orchestrator.receive_all()] == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8)]
