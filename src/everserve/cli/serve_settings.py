@@ -93,7 +93,8 @@ def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
     """With the KV cache as large as it was wanted, or as these devices have room for it."""
-    start = StartOrchestrator(cluster=cluster, worker=worker, num_gpus=len(chosen.devices))
+    gpus = tuple(device.uuid for device in chosen.devices)
+    start = StartOrchestrator(cluster=cluster, worker=worker, num_gpus=len(gpus), gpus=gpus)
     expert_bytes = _expert_bytes(start)
     if expert_bytes > _available_bytes():
         raise ConfigError(

@@ -47,6 +47,11 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     spares: Annotated[
         int, Flag("Processes per device that wait to become workers: replacements start sooner.", min=0, max=8)
     ] = 0
+    health_source: Annotated[
+        str | None,
+        Flag("A file, or a command that is run every few seconds, with lines DEVICE LEVEL REASON: how healthy devices"
+             " are."),
+    ] = None  # fmt: skip
     detect_ms: Annotated[
         float,
         Flag("A worker that shows no sign of life for this long counts as dead. 0: only those whose process ended."),

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everserve.tables.goal import Goal
+from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
@@ -37,6 +38,7 @@ class Publish:
     conditions: Conditions
     degraded: tuple[str, ...]
     gone: tuple[int, ...] = ()  # devices
+    health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
 
     @property
     def violations(self) -> tuple[str, ...]:
@@ -83,6 +85,15 @@ class BalanceDecided:
     max_over_mean: float  # now
     expected: float  # the same when it is done
     num_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class LevelChanged:
+    """A device has another health level, or the same for another reason."""
+
+    health: DeviceHealth
+    before: Level
+    done: str  # what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +180,7 @@ class GiveUp:
 
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | DropDevice | Provision
+    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | LevelChanged | DropDevice | Provision
     | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | AllReady | GiveUp
 )  # fmt: skip
 

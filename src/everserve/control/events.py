@@ -7,6 +7,7 @@ the incarnation was replaced.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from everserve.tables.health import Diagnosis
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.slots import FailedFill, HeldSlots
 
@@ -173,6 +174,20 @@ class DeviceReturned:
 
 
 @dataclass(frozen=True, slots=True)
+class HealthSaid:
+    """A source says how healthy a device is. A level of 0 by an operator ends what operators and events said."""
+
+    diagnosis: Diagnosis
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsCounted:
+    """How many streams each attention worker has: told while a device is to be drained when it is quiet."""
+
+    streams: Mapping[Rank, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The instance shuts down: no worker is started any more, and the end of a worker is not a fault."""
 
@@ -196,4 +211,7 @@ Said = (
     | Answered
 )
 Seen = Exited | Died | ChannelEnded | Silent | Suspected  # observed from outside
-AnyEvent = Said | Seen | DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | GatewayReported | Stopping | Tick
+AnyEvent = (
+    Said | Seen | DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | HealthSaid | StreamsCounted
+    | GatewayReported | Stopping | Tick
+)  # fmt: skip

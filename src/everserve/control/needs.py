@@ -114,7 +114,8 @@ class Needs:
 
     def seat_owners(self, goal: Goal, retired: Rank) -> list[WorkerId]:
         """The owners of memory that belongs to a seat, and that no seat needs any more after this one has retired."""
-        needed = {self.weights_owner(goal, seat.rank) for seat in goal.seats if seat.wanted is Wanted.STAY}
+        stay = [s for s in goal.seats if s.wanted is Wanted.STAY and not goal.is_given_up(s.device)]
+        needed = {self.weights_owner(goal, seat.rank) for seat in stay}
         return [seat_owner(rank) for rank in {retired, self.weights_owner(goal, retired)} - needed]
 
     def _has_experts_in_memory(self, seat: SeatGoal) -> bool:

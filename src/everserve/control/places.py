@@ -76,7 +76,7 @@ def new_placement(
         return None
     rooms, away, before = [], [], []
     for seat in seats:
-        if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is Wanted.RETIRE or seat.goal.device in goal.gone:
+        if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is Wanted.RETIRE or seat.goal.device in goal.absent:
             continue
         planned = goal.placement.seat(seat.rank)
         if seat.is_replaced and planned is not None:
@@ -92,13 +92,13 @@ def new_placement(
 
 def dealers(goal: Goal) -> list[Rank]:
     """Attention workers that there should be: they send rows."""
-    stay = [seat for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device not in goal.gone]
+    stay = [seat for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device not in goal.absent]
     return [seat.rank for seat in stay if Role.ATTENTION in seat.roles]
 
 
 def is_settled(goal: Goal, seats: Mapping[Rank, Seat]) -> bool:
     """Every worker is ready but those that stay away, no slot is being filled, and everything is where it should be."""
-    away = [seat for seat in seats.values() if seat.is_retired or seat.goal.device in goal.gone]
+    away = [seat for seat in seats.values() if seat.is_retired or seat.goal.device in goal.absent]
     are_ready = all(seat.state is WorkerState.READY for seat in seats.values() if seat not in away)
     return are_ready and goal.placement is not None and holds_all(goal.placement, seats)
 

@@ -44,12 +44,12 @@ class Size(NamedTuple):
 
 
 def staying(goal: Goal) -> list[SeatGoal]:
-    """Seats that are filled, or will be. A device that is gone has none."""
-    return _stay(goal.seats, goal.gone)
+    """Seats that are filled, or will be. A device that is gone or left has none."""
+    return _stay(goal.seats, goal.absent)
 
 
-def _stay(seats: Iterable[SeatGoal], gone: Collection[int]) -> list[SeatGoal]:
-    return [seat for seat in seats if seat.wanted is Wanted.STAY and seat.device not in gone]
+def _stay(seats: Iterable[SeatGoal], absent: Collection[int]) -> list[SeatGoal]:
+    return [seat for seat in seats if seat.wanted is Wanted.STAY and seat.device not in absent]
 
 
 def size_of(goal: Goal) -> Size:
@@ -61,7 +61,7 @@ def size_of(goal: Goal) -> Size:
 def scaled(goal: Goal, asked: ScaleAsked, capacity: Capacity, empty: Collection[Rank]) -> Goal:
     """The goal with the seats that were asked for. `empty`: ranks without a process. Raises Refused."""
     draft = _Draft(goal, capacity, empty)
-    draft.retire(seat for seat in goal.seats if seat.device in goal.gone)
+    draft.retire(seat for seat in goal.seats if seat.device in goal.absent)
     if asked.devices is not None:
         draft.set_devices(asked.devices)
     if asked.attention is not None:
@@ -142,7 +142,7 @@ class _Draft:
     def add(self, like: SeatGoal, device: int | None = None) -> None:
         """One more seat of this kind, with its process if it was about to retire; else in the lowest free rank."""
         for seat in self._retiring():
-            if seat.roles == like.roles and seat.device not in self._goal.gone and device in (None, seat.device):
+            if seat.roles == like.roles and seat.device not in self._goal.absent and device in (None, seat.device):
                 self._seats[seat.rank] = msgspec.structs.replace(seat, wanted=Wanted.STAY)
                 return
         self._check_number(len(self._staying()) + 1)
@@ -163,7 +163,7 @@ class _Draft:
         return [self._seats[rank] for rank in sorted(self._seats)]
 
     def _staying(self) -> list[SeatGoal]:
-        return _stay(self._in_order(), self._goal.gone)
+        return _stay(self._in_order(), self._goal.absent)
 
     def _of(self, role: Role) -> list[SeatGoal]:
         return [seat for seat in self._staying() if _is_attention(seat) == (role is Role.ATTENTION)]
@@ -189,20 +189,20 @@ class _Draft:
         alike = Counter(seat.device for seat in seats if seat.roles == like.roles)
         all_of = Counter(seat.device for seat in seats)
         gpus = range(self._capacity.num_gpus if self._capacity.devices is None else 0)
-        devices: set[int] = {*all_of, *gpus}.difference(self._goal.gone)
+        devices: set[int] = {*all_of, *gpus}.difference(self._goal.absent)
         if not devices:
-            raise Refused("all devices are gone: `everserve return` one of them")
+            raise Refused("all devices are gone or left: `everserve return` one of them")
         return min(devices, key=lambda device: (alike[device], all_of[device], device))
 
     def _new_devices(self, there: Collection[int], number: int) -> list[int]:
         """The lowest numbers that are not in use. Where a device is a GPU there are no more than those; otherwise it is
         a share of one, or a set of workers."""
-        taken = {*there, *self._goal.gone}
+        taken = {*there, *self._goal.absent}
         is_gpu = self._capacity.num_gpus and self._capacity.devices is None
         num_devices = self._capacity.num_gpus if is_gpu else len(taken) + max(number, 0)
         free = [device for device in range(num_devices) if device not in taken]
         if number > len(free):
-            gone = f", of which {len(self._goal.gone)} are gone" if self._goal.gone else ""
+            gone = f", of which {len(self._goal.absent)} are gone or left" if self._goal.absent else ""
             raise Refused(f"{len(there) + number} devices: this machine has {num_devices}{gone}")
         return free[: max(number, 0)]
 
@@ -238,24 +238,30 @@ def _is_attention(seat: SeatGoal) -> bool:
     return Role.ATTENTION in seat.roles
 
 
-# -- workers that retire -------------------------------------------------------------------------
+# -- workers that leave for good, or for as long as their device is not healthy ------------------
 
 
 def may_leave(goal: Goal, seats: Collection[Seat], given_up: GivenUp) -> list[Seat]:
-    """Ready workers that should retire, are not needed any more, and were not asked to leave yet."""
-    retiring = [seat for seat in seats if seat.goal.wanted is Wanted.RETIRE and seat.state is WorkerState.READY]
-    asked = [seat for seat in retiring if not seat.is_asked_to_leave]
+    """Ready workers that should leave, are not needed any more, and were not asked to leave yet."""
+    ready = [seat for seat in seats if seat.state is WorkerState.READY]
+    asked = [seat for seat in ready if not _stays(goal, seat) and not seat.is_asked_to_leave]
     if not asked:
         return []
-    others = [seat for seat in seats if seat.goal.wanted is Wanted.STAY and seat.state is WorkerState.READY]
+    others = [seat for seat in ready if _stays(goal, seat)]
     has_attention = any(_is_attention(seat.goal) for seat in others)
     found = [seat for seat in asked if _is_attention(seat.goal) and has_attention]
-    if goal.placement is not None and _are_filled(goal, others):
+    if goal.placement is not None:
+        are_filled = _are_filled(goal, others)
         held = without(what_is_held(others), given_up).values()
         num_layers = len(goal.placement.moe_layers)
         elsewhere = [{expert for one in held for expert in one.experts[layer]} for layer in range(num_layers)]
-        found += [seat for seat in asked if not _is_attention(seat.goal) and _is_held(seat, elsewhere)]
+        experts = [seat for seat in asked if not _is_attention(seat.goal) and _is_held(seat, elsewhere)]
+        found += [seat for seat in experts if are_filled or goal.is_given_up(seat.goal.device)]
     return found
+
+
+def _stays(goal: Goal, seat: Seat) -> bool:
+    return seat.goal.wanted is Wanted.STAY and seat.goal.device not in goal.absent
 
 
 def _are_filled(goal: Goal, seats: Iterable[Seat]) -> bool:
@@ -283,6 +289,6 @@ def is_done(goal: Goal, seats: Iterable[Seat]) -> bool:
         if seat.goal.wanted is Wanted.RETIRE:
             if seat.state is not WorkerState.GONE:
                 return False
-        elif seat.state is not WorkerState.READY and seat.goal.device not in goal.gone:
+        elif seat.state is not WorkerState.READY and seat.goal.device not in goal.absent:
             return False
     return True

@@ -130,6 +130,7 @@ class Library:
             "cuDeviceGetCount": [to(integer)],
             "cuDeviceGet": [to(integer), integer],
             "cuDeviceGetName": [ctypes.c_char_p, integer, integer],
+            "cuDeviceGetUuid": [pointer, integer],
             "cuDevicePrimaryCtxRetain": [to(pointer), integer],
             "cuDevicePrimaryCtxRelease_v2": [integer],
             "cuCtxSetCurrent": [pointer],

@@ -7,6 +7,7 @@ long as it lives, nor a driver that was initialised before the MPS daemon was th
 import ctypes
 import subprocess
 import sys
+from uuid import UUID
 
 import msgspec
 
@@ -22,6 +23,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     total_bytes: int
     free_bytes: int
+    uuid: str = ""  # as NVML writes it
 
 
 def look() -> list[DeviceInfo]:
@@ -53,7 +55,10 @@ def _describe() -> list[DeviceInfo]:
         library.call("cuDeviceGetName", name, len(name), index)
         free, total = driver.mem_info()
         driver.close()
-        devices.append(DeviceInfo(name=name.value.decode(), total_bytes=total, free_bytes=free))
+        uuid = (ctypes.c_ubyte * 16)()
+        library.call("cuDeviceGetUuid", ctypes.byref(uuid), index)
+        text = f"GPU-{UUID(bytes=bytes(uuid))}"
+        devices.append(DeviceInfo(name=name.value.decode(), total_bytes=total, free_bytes=free, uuid=text))
     return devices
 
 

@@ -8,6 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
+from everserve.tables.health import Diagnosis, Level
 from everserve.tables.ids import MAX_RANKS, NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
 
@@ -39,6 +40,8 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement | None
     scaling_since_s: float | None = None  # on the machine's monotonic clock; None: there are the workers asked for
     gone: tuple[int, ...] = ()  # devices that were lost and have not come back: seats on them stay empty
+    health: tuple[Diagnosis, ...] = ()  # what sources say about devices that are not healthy
+    away: tuple[int, ...] = ()  # devices that are emptied because of their health: seats on them become, or are, empty
 
     def __post_init__(self) -> None:
         ranks = [seat.rank for seat in self.seats]
@@ -53,6 +56,18 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
 
     def seat(self, rank: Rank) -> SeatGoal | None:
         return next((seat for seat in self.seats if seat.rank == rank), None)
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Devices on which no worker should be."""
+        return frozenset(self.gone).union(self.away)
+
+    def level(self, device: int) -> Level:
+        return max((said.level for said in self.health if said.device == device), default=Level.HEALTHY)
+
+    def is_given_up(self, device: int) -> bool:
+        """Whether nothing should be kept in its memory."""
+        return device in self.gone or (device in self.away and self.level(device) >= Level.EVACUATE)
 
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):

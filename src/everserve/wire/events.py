@@ -323,6 +323,16 @@ class DeviceReturnedEvent(Event, frozen=True):
     ranks: list[int]
 
 
+class DeviceHealthEvent(Event, frozen=True, tag="device_health"):
+    """A device has another health level (tables/health.py), because of `reason`. `done`: what follows from it."""
+
+    device: int
+    level: int
+    before: int
+    reason: str
+    done: str
+
+
 class RepairPhase(Event, frozen=True):
     """How far the repair of a loss is: `planned` (other places for what was lost), `first slot` (one of them is
     filled), `covered` (every expert has a place), `redundant` (everything is where it should be). `since_s`: since the
@@ -396,6 +406,7 @@ AnyEvent = (
     | PlacementMade
     | DeviceLostEvent
     | DeviceReturnedEvent
+    | DeviceHealthEvent
     | RepairPhase
     | ExpertsMoved
     | BalanceDecided

@@ -10,9 +10,9 @@
                                    EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
-                                   DeviceAnswered, ScaleAnswered, EventHappened
+                                   DeviceAnswered, HealthAnswered, ScaleAnswered, EventHappened
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LoseDevice, ReturnDevice,
-                                   ScaleCluster, LogSettled
+                                   SayHealth, StreamsCounted, ScaleCluster, LogSettled
 
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
@@ -49,6 +49,7 @@ from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
 from everserve.tables.goal import Capacity, Goal
+from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Memory
@@ -268,6 +269,8 @@ class ClusterChanged(Message, frozen=True):
     num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
     num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
     gone: tuple[int, ...] = ()  # devices
+    health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
+    num_health_troubles: int = 0  # what a health source said that could not be read
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
 
 
@@ -377,6 +380,33 @@ class DeviceAnswered(Message, frozen=True):
     reason: str
 
 
+class SayHealth(Message, frozen=True):
+    """Gateway to orchestrator: an operator says how healthy a device is (tables/health.py)."""
+
+    id: str
+    device: int
+    level: Level
+    reason: str
+
+
+class HealthAnswered(Message, frozen=True):
+    """Orchestrator to gateway: the level that the device has now, and what follows; or why nothing was done
+    (`refused`)."""
+
+    id: str
+    level: Level = Level.HEALTHY
+    reason: str = ""
+    done: str = ""
+    refused: str = ""
+
+
+class StreamsCounted(Message, frozen=True):
+    """Gateway to orchestrator, while a device is to be drained when it is quiet: how many streams each attention worker
+    has."""
+
+    streams: dict[Rank, int]
+
+
 class FaultInjected(Message, frozen=True):
     """Orchestrator to gateway: the answer. `pid` is None if there was no such process; `reason` says why."""
 
@@ -471,6 +501,7 @@ class StartOrchestrator(Message, frozen=True):
     cluster: ClusterConfig
     worker: "WorkerSettings"
     num_gpus: int = 0  # for the workers; 0: they compute on CPUs
+    gpus: tuple[str, ...] = ()  # their UUIDs, as NVML knows them
     found: tuple["FoundProcess", ...] | None = None  # None: this is the first orchestrator
     goal: Goal | None = None  # of the previous orchestrator; None: make the first goal
     is_serving: bool = False  # all seats were ready once
@@ -694,6 +725,9 @@ AnyMessage = (
     | LoseDevice
     | ReturnDevice
     | DeviceAnswered
+    | SayHealth
+    | HealthAnswered
+    | StreamsCounted
     | Allocate
     | Allocated
     | AllocationFailed

@@ -1,0 +1,129 @@
+"""What follows from the health level of a device (tables/health.py): it is emptied, isolated, or used again.
+
+A device is emptied like one that scales away (scaling.py), but its seats stay in the goal: the placement is made
+without it, its attention workers are asked to leave when another one is ready, its expert workers when other ready
+workers hold all their experts. From level 4 on that is enough; below it they also wait until the others hold
+everything that is planned for them, so that no redundancy is lost meanwhile.
+"""
+
+from collections.abc import Iterator
+
+from everserve.control import moving
+from everserve.control.cluster import Cluster, Step, provision
+from everserve.control.effects import AnyEffect, LevelChanged, Retire
+from everserve.control.events import DeviceLost, DeviceReturned, HealthSaid, StreamsCounted
+from everserve.control.operations import lose_device, return_device
+from everserve.control.seats import Seat
+from everserve.plan.evacuation import (
+    devices_away,
+    in_words,
+    quiet_devices,
+    why_empty,
+    why_used,
+    with_diagnosis,
+    worst,
+)
+from everserve.tables.health import WORDS, DeviceHealth, Diagnosis, Level
+from everserve.tables.members import WorkerState
+
+_ISOLATED = (Level.EVACUATE_AND_ISOLATE, Level.ISOLATE)
+
+
+def said(cluster: Cluster, event: HealthSaid, now: float) -> Step:
+    """The reason of the Step is what follows."""
+    new, goal = event.diagnosis, cluster.goal
+    device = new.device
+    if all(seat.device != device for seat in goal.seats):
+        return Step(f"there is no device {device}")
+    health = with_diagnosis(goal.health, new)
+    if health == goal.health:
+        return Step(f"device {device} has health level {goal.level(device)}, as before")
+    before, was = goal.level(device), worst(goal, device)
+    cluster.set_goal(health=health)
+    after = worst(cluster.goal, device)
+    if after == was:
+        return Step(f"device {device} keeps health level {before}")
+    level = after.level if after is not None else Level.HEALTHY
+    return follow(cluster, device, before, level, now)
+
+
+def follow(cluster: Cluster, device: int, before: Level, level: Level, now: float) -> Step:
+    """The device has another level now."""
+    is_gone, steps = device in cluster.goal.gone, []
+    if level is Level.ISOLATE and not is_gone:
+        steps.append(lose_device(cluster, DeviceLost(device, is_gone=True), now))
+    elif before in _ISOLATED and level not in _ISOLATED and is_gone:
+        steps.append(return_device(cluster, device))
+    cluster.isolate_at.pop(device, None)
+    if level is Level.EVACUATE_AND_ISOLATE and device not in cluster.goal.gone:
+        cluster.isolate_at[device] = now + cluster.policy.isolate_s
+    effects = [effect for step in steps for effect in step.effects]
+    effects += see_to(cluster)
+    if cluster.goal.is_given_up(device) and device not in cluster.goal.gone:
+        effects += [Retire(seat.rank) for seat in _seats_on(cluster, device) if seat.state is WorkerState.GONE]
+    diagnosis = worst(cluster.goal, device)
+    reason = in_words(diagnosis) if diagnosis is not None else "healthy"
+    done = "; ".join(step.reason for step in steps) or _done(cluster, device, level)
+    shown = DeviceHealth(device=device, level=level, reason=reason)
+    words = f"device {device} has health level {level.value} ({reason}): {done}"
+    return Step(words, (*effects, LevelChanged(shown, before, done)), publish_anyway=True)
+
+
+def _done(cluster: Cluster, device: int, level: Level) -> str:
+    if device in cluster.goal.absent:
+        return f"it is {WORDS[level]}" if level else "it is gone"
+    return why_used(cluster.goal, cluster.capacity, device, level) or WORDS[level]
+
+
+def returned(cluster: Cluster, event: DeviceReturned, now: float) -> Step:
+    """An operator says that the device can be used: it is there, and it is healthy."""
+    healthy = Diagnosis(device=event.device, level=Level.HEALTHY, reason="")
+    rest = max((one.level for one in with_diagnosis(cluster.goal.health, healthy) if one.device == event.device),
+               default=Level.HEALTHY)  # fmt: skip
+    if rest in _ISOLATED:
+        return Step(f"device {event.device} has health level {rest.value}, which is not an operator's word")
+    step = said(cluster, HealthSaid(healthy), now)
+    if event.device not in cluster.goal.gone:
+        return step
+    back = return_device(cluster, event.device)
+    return Step(back.reason, (*step.effects, *back.effects))
+
+
+def counted(cluster: Cluster, event: StreamsCounted) -> Step:
+    cluster.quiet = frozenset(quiet_devices(cluster.goal, event.streams))
+    effects = see_to(cluster)
+    return Step("streams were counted", tuple(effects), publish_anyway=bool(effects))
+
+
+def see_to(cluster: Cluster) -> list[AnyEffect]:
+    """Empty the devices that are to be emptied now, and use the others again."""
+    goal = cluster.goal
+    if not goal.health and not goal.away:
+        return []
+    away = devices_away(goal, cluster.capacity, cluster.quiet)
+    if away == goal.away:
+        return []
+    cluster.set_goal(away=away)
+    moving.replan(cluster)
+    effects: list[AnyEffect] = []
+    for device in {*away, *goal.away}:
+        for seat in _seats_on(cluster, device):
+            if seat.state is not WorkerState.GONE:
+                continue
+            if device in away:
+                seat.leave_empty(why_empty(cluster.goal, device))
+            elif not seat.is_retired and device not in cluster.goal.gone and not cluster.ending:
+                effects.append(provision(seat))
+    return effects
+
+
+def due(cluster: Cluster, now: float) -> Iterator[Step]:
+    """Devices that have not been left in time."""
+    for device, at in list(cluster.isolate_at.items()):
+        if at <= now:
+            del cluster.isolate_at[device]
+            yield lose_device(cluster, DeviceLost(device, is_gone=True), now)
+
+
+def _seats_on(cluster: Cluster, device: int) -> list[Seat]:
+    return [seat for seat in cluster.seats.values() if seat.goal.device == device]
