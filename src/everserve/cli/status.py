@@ -86,6 +86,8 @@ def _print(cluster: dict[str, Any]) -> None:
         typer.echo(f"  violated: {violation}")
     for what in cluster["degraded"]:
         typer.echo(f"  degraded: {what}")
+    for line in device_lines(cluster["devices"]):
+        typer.echo(f"  {line}")
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
     typer.echo(f"processes: {processes}")
     spares = cluster.get("spares", {"wanted": 0})
@@ -97,6 +99,12 @@ def _print(cluster: dict[str, Any]) -> None:
     notes = [f"rank {worker['rank']}: {worker['note']}" for worker in cluster["workers"] if worker["note"]]
     if recent := [*notes, *(f"- {sentence}" for sentence in cluster.get("recent", []))]:
         typer.echo("\n" + "\n".join(recent))
+
+
+def device_lines(devices: list[dict[str, Any]]) -> list[str]:
+    """Devices that are not healthy."""
+    found = [device for device in devices if device.get("level")]
+    return [f"device {device['device']}: health level {device['level']} ({device['reason']})" for device in found]
 
 
 _NUM_HOT = 5  # experts of a layer that are listed

@@ -16,12 +16,11 @@ from everserve.control.operations import lose_device, return_device
 from everserve.control.seats import Seat
 from everserve.plan.evacuation import (
     devices_away,
-    in_words,
     quiet_devices,
+    reason_of,
     why_empty,
     why_used,
     with_diagnosis,
-    worst,
 )
 from everserve.tables.health import WORDS, DeviceHealth, Diagnosis, Level
 from everserve.tables.members import WorkerState
@@ -38,31 +37,26 @@ def said(cluster: Cluster, event: HealthSaid, now: float) -> Step:
     health = with_diagnosis(goal.health, new)
     if health == goal.health:
         return Step(f"device {device} has health level {goal.level(device)}, as before")
-    before, was = goal.level(device), worst(goal, device)
     cluster.set_goal(health=health)
-    after = worst(cluster.goal, device)
-    if after == was:
-        return Step(f"device {device} keeps health level {before}")
-    level = after.level if after is not None else Level.HEALTHY
-    return follow(cluster, device, before, level, now)
+    return follow(cluster, device, goal.level(device), cluster.goal.level(device), now)
 
 
 def follow(cluster: Cluster, device: int, before: Level, level: Level, now: float) -> Step:
-    """The device has another level now."""
+    """The device has another level now, or the same for other reasons."""
     is_gone, steps = device in cluster.goal.gone, []
     if level is Level.ISOLATE and not is_gone:
         steps.append(lose_device(cluster, DeviceLost(device, is_gone=True), now))
     elif before in _ISOLATED and level not in _ISOLATED and is_gone:
         steps.append(return_device(cluster, device))
-    cluster.isolate_at.pop(device, None)
-    if level is Level.EVACUATE_AND_ISOLATE and device not in cluster.goal.gone:
-        cluster.isolate_at[device] = now + cluster.policy.isolate_s
+    if level is not Level.EVACUATE_AND_ISOLATE or device in cluster.goal.gone:
+        cluster.isolate_at.pop(device, None)
+    else:
+        cluster.isolate_at.setdefault(device, now + cluster.policy.isolate_s)
     effects = [effect for step in steps for effect in step.effects]
     effects += see_to(cluster)
     if cluster.goal.is_given_up(device) and device not in cluster.goal.gone:
         effects += [Retire(seat.rank) for seat in _seats_on(cluster, device) if seat.state is WorkerState.GONE]
-    diagnosis = worst(cluster.goal, device)
-    reason = in_words(diagnosis) if diagnosis is not None else "healthy"
+    reason = reason_of(cluster.goal, device) or "healthy"
     done = "; ".join(step.reason for step in steps) or _done(cluster, device, level)
     shown = DeviceHealth(device=device, level=level, reason=reason)
     words = f"device {device} has health level {level.value} ({reason}): {done}"

@@ -112,7 +112,7 @@ class HealthSource:
 
     def _read_file(self) -> str | None:
         """None: it has not changed."""
-        with open(self._source, "rb") as file:
+        with Path(self._source).open("rb") as file:
             status = os.fstat(file.fileno())
             stamp = status.st_ino, status.st_mtime_ns, status.st_size
             if stamp == self._stamp:

@@ -22,9 +22,11 @@ from everserve.control.anchor_client import AnchorClient
 from everserve.control.design import capacity_of, describe, first_goal, max_fills
 from everserve.control.detector import Detector
 from everserve.control.experts_view import ExpertsView
+from everserve.control.health_sources import HealthInbox, HealthSource
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
 from everserve.control.needs import Needs
+from everserve.control.nvml import NvmlSource
 from everserve.control.provisioning import Births
 from everserve.control.recovery import Recovery
 from everserve.control.repairs import Repairs
@@ -34,10 +36,14 @@ from everserve.control.weights_sources import WeightsSources
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.model.config import ModelConfig
 from everserve.plan.balance import BalancePolicy
+from everserve.plan.evacuation import reason_of
+from everserve.plan.health import Judge
+from everserve.tables.health import Diagnosis, Level
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
     BalanceDecided,
+    DeviceHealthEvent,
     DeviceLostEvent,
     DeviceReturnedEvent,
     EpochPublished,
@@ -68,6 +74,7 @@ from everserve.wire.messages import (
     Fenced,
     FillSlots,
     GatewayReport,
+    HealthAnswered,
     Hello,
     InjectFault,
     KeepGoal,
@@ -82,6 +89,7 @@ from everserve.wire.messages import (
     ReturnDevice,
     RoutesChanged,
     RoutesUsed,
+    SayHealth,
     ScaleAnswered,
     ScaleCluster,
     Shutdown,
@@ -89,12 +97,15 @@ from everserve.wire.messages import (
     SignalWorker,
     SlotsReported,
     StartOrchestrator,
+    StreamsCounted,
     Suspected,
     WorkerExited,
     WorkerStarted,
 )
 
 log = logging.getLogger(__name__)
+
+_Asked = DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | SayHealth  # by operators
 
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0 silence is not detected; the machine's other timeouts need a value
 
@@ -135,6 +146,9 @@ class Host:
         self._detector = Detector(detect_ms)
         self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
         self._repairs = Repairs(self._machine)
+        self._health_inbox = HealthInbox()
+        self._judge = Judge(goal.health)
+        self._start_health_sources(start)
         if goal.placement is not None and self._recovery is None:
             self._event_log.append(describe(goal, goal.placement, capacity.slots_per_layer))
             needs.describe_backup()
@@ -151,6 +165,7 @@ class Host:
         self._selector.register(self._supervisor, selectors.EVENT_READ, self._read_supervisor)
         self._selector.register(self._gateway.channel, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(self._detector, selectors.EVENT_READ, self._read_detector)
+        self._selector.register(self._health_inbox, selectors.EVENT_READ, self._read_health)
         if self._recovery is None:
             self._decide(self._machine.start)
         self._read_supervisor()  # messages that came together with the first one
@@ -349,7 +364,7 @@ class Host:
     def _on_gateway_message(self, message: AnyMessage) -> None:
         if isinstance(message, InjectFault):
             self._inject(message)
-        elif self._recovery is not None and isinstance(message, DrainWorker | LoseDevice | ReturnDevice | ScaleCluster):
+        elif self._recovery is not None and isinstance(message, _Asked):
             self._asked_early.append(message)
         elif isinstance(message, DrainWorker):
             self._drain(message)
@@ -357,6 +372,10 @@ class Host:
             self._scale(message)
         elif isinstance(message, LoseDevice | ReturnDevice):
             self._change_device(message)
+        elif isinstance(message, SayHealth):
+            self._say_health(message)
+        elif isinstance(message, StreamsCounted):
+            self._tell(events.StreamsCounted(message.streams))
         elif isinstance(message, LogSettled):
             self._logs.settle(WorkerId(message.rank, message.incarnation))
         elif isinstance(message, GatewayReport):
@@ -384,6 +403,8 @@ class Host:
         reason = ""
         if not on_it and not is_gone:
             reason = f"there is no device {device}"
+        elif isinstance(message, ReturnDevice) and goal.level(device):
+            reason = self._return_healthy(device)
         elif is_gone == isinstance(message, LoseDevice):
             reason = f"device {device} is {'gone already' if is_gone else 'not gone'}"
         elif isinstance(message, LoseDevice):
@@ -394,6 +415,28 @@ class Host:
             self._event_log.append(DeviceReturnedEvent(process="orchestrator", device=device, ranks=[*on_it]))
             self._tell(events.DeviceReturned(device))
         self._gateway.send(DeviceAnswered(id=message.id, ranks=[] if reason else on_it, reason=reason))
+
+    def _return_healthy(self, device: int) -> str:
+        """A device that is not used because of its health. Returns why it is not used now either."""
+        self._judge.forget(device)
+        self._decide(lambda now: self._machine.handle(events.DeviceReturned(device), now))
+        goal = self._machine.goal
+        if device not in goal.absent:
+            return ""
+        return f"device {device} still has health level {goal.level(device).value}: {reason_of(goal, device)}"
+
+    def _say_health(self, message: SayHealth) -> None:
+        """An operator says how healthy a device is."""
+        diagnosis = Diagnosis(device=message.device, level=message.level, reason=message.reason)
+        if diagnosis.level is Level.HEALTHY:
+            self._judge.forget(message.device)
+        decision = self._decide(lambda now: self._machine.handle(events.HealthSaid(diagnosis), now))
+        goal = self._machine.goal
+        if all(seat.device != message.device for seat in goal.seats):
+            self._gateway.send(HealthAnswered(id=message.id, refused=decision.reason))
+            return
+        level, reason = goal.level(message.device), reason_of(goal, message.device)
+        self._gateway.send(HealthAnswered(id=message.id, level=level, reason=reason, done=decision.reason))
 
     def _scale(self, message: ScaleCluster) -> None:
         """An operator wants more or fewer workers. The machine decides whether that is possible."""
@@ -456,6 +499,39 @@ class Host:
             self._read_pending(WorkerId(rank, incarnation))
             self._tell(found(rank, incarnation))
 
+    # -- health ----------------------------------------------------------------------------------
+
+    def _start_health_sources(self, start: StartOrchestrator) -> None:
+        """Their threads end with this process."""
+        if start.cluster.health_source:
+            HealthSource(start.cluster.health_source, self._health_inbox).start()
+        if start.gpus:
+            NvmlSource(start.gpus, self._devices_on, self._health_inbox.post).start()
+
+    def _devices_on(self, gpu: int) -> list[int]:
+        """The device that a GPU is, or those that have a share of it."""
+        return sorted({seat.device for seat in self._machine.goal.seats if seat.gpu == gpu})
+
+    def _read_health(self) -> None:
+        for seen in self._health_inbox.take():
+            for diagnosis in self._judge.note(seen, time.monotonic()):
+                self._tell(events.HealthSaid(diagnosis))
+        self._gateway.count_health_troubles(self._health_inbox.num_troubles)
+
+    def _note_level(self, effect: effects.LevelChanged) -> None:
+        health = effect.health
+        log.warning("device %d has health level %d (%s): %s", health.device, health.level, health.reason, effect.done)
+        self._event_log.append(
+            DeviceHealthEvent(
+                process="orchestrator",
+                device=health.device,
+                level=health.level,
+                before=effect.before,
+                reason=health.reason,
+                done=effect.done,
+            )
+        )
+
     # -- effects ---------------------------------------------------------------------------------
 
     def _carry_out(self, decision: effects.Decision, event: events.AnyEvent | None = None) -> None:
@@ -481,6 +557,8 @@ class Host:
                     self._gateway.note_change()
             case effects.BalanceDecided():
                 self._note_balance(effect)
+            case effects.LevelChanged():
+                self._note_level(effect)
             case effects.DropDevice():
                 self._drop_device(effect.device)
             case effects.Provision():

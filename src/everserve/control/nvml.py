@@ -8,7 +8,8 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from everserve.control.health_sources import Post
@@ -22,10 +23,11 @@ _EVENT_WAIT_MS = 1000
 
 
 class NvmlSource:
-    """Watches GPUs. `devices[i]`: the devices that are, or have a share of, the GPU with this UUID."""
+    """Watches the GPUs with these UUIDs. `devices_on`: the devices that a GPU is, or that have a share of it."""
 
-    def __init__(self, devices: dict[str, Sequence[int]], post: Post) -> None:
-        self._devices = devices
+    def __init__(self, uuids: Sequence[str], devices_on: Callable[[int], Sequence[int]], post: Post) -> None:
+        self._uuids = uuids
+        self._devices_on = devices_on
         self._post = post
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvml", daemon=True)
@@ -41,27 +43,32 @@ class NvmlSource:
         nvml = load()
         if nvml is None:
             return
-        gpus = [gpu for uuid, devices in self._devices.items() if (gpu := self._open(nvml, uuid, devices)) is not None]
+        found = [self._open(nvml, index, uuid) for index, uuid in enumerate(self._uuids)]
+        gpus = [gpu for gpu in found if gpu is not None]
         events = _event_set(nvml, gpus)
         next_s = 0.0
         while not self._is_over.is_set():
             if time.monotonic() >= next_s:
                 next_s = time.monotonic() + _READ_EVERY_S
                 for gpu in gpus:
-                    for device in gpu.devices:
-                        self._post(gpu.read(device))
+                    reading = gpu.read()
+                    for device in self._devices_on(gpu.index):
+                        self._post(replace(reading, device=device))
             if events is None:
                 self._is_over.wait(_READ_EVERY_S)
             else:
                 self._wait(nvml, events, gpus)
 
-    def _open(self, nvml: Any, uuid: str, devices: Sequence[int]) -> "Gpu | None":
+    def _open(self, nvml: Any, index: int, uuid: str) -> "Gpu | None":
         try:
-            return Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), devices)
+            return Gpu(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid), index)
         except nvml.NVMLError as error:
-            for device in devices:
-                self._post(TroubleSeen(device=device, text=f"NVML does not know GPU {uuid}: {error}"))
+            self._say(index, f"does not know GPU {uuid} ({error})")
             return None
+
+    def _say(self, gpu: int, text: str) -> None:
+        for device in self._devices_on(gpu):
+            self._post(TroubleSeen(device=device, text=text))
 
     def _wait(self, nvml: Any, events: Any, gpus: Sequence["Gpu"]) -> None:
         """One event, or none for a while."""
@@ -70,13 +77,12 @@ class NvmlSource:
         except nvml.NVMLError_Timeout:
             return
         except nvml.NVMLError as error:
-            for gpu in gpus:  # a GPU that is lost ends the wait; reading says which
-                for device in gpu.devices:
-                    self._post(TroubleSeen(device=device, text=f"NVML does not report events: {error}"))
+            for gpu in gpus:  # if one is lost, the next reading says which
+                self._say(gpu.index, f"does not report events ({error})")
             self._is_over.wait(_READ_EVERY_S)
             return
         uuid = nvml.nvmlDeviceGetUUID(event.device)
-        for device in self._devices.get(uuid, ()):
+        for device in self._devices_on(self._uuids.index(uuid)) if uuid in self._uuids else ():
             if event.eventType == nvml.nvmlEventTypeXidCriticalError:
                 self._post(XidSeen(device=device, xid=int(event.eventData)))
             else:
@@ -86,18 +92,18 @@ class NvmlSource:
 class Gpu:
     """One GPU as NVML shows it."""
 
-    def __init__(self, nvml: Any, handle: Any, devices: Sequence[int]) -> None:
+    def __init__(self, nvml: Any, handle: Any, index: int) -> None:
         self.handle = handle
-        self.devices = devices
+        self.index = index
         self._nvml = nvml
         self._untold: set[str] = set()  # questions that this GPU does not answer
 
-    def read(self, device: int) -> Reading:
+    def read(self) -> Reading:
         nvml, handle = self._nvml, self.handle
         try:
             rows = self._ask("nvmlDeviceGetRemappedRows", handle)
             return Reading(
-                device=device,
+                device=self.index,
                 ecc_corrected=self._ecc(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
                 ecc_uncorrected=self._ecc(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
                 rows_pending=bool(rows[2]) if rows is not None else None,
@@ -109,9 +115,9 @@ class Gpu:
                 ),
             )
         except nvml.NVMLError_GpuIsLost:
-            return Reading(device=device, is_lost=True)
+            return Reading(device=self.index, is_lost=True)
         except nvml.NVMLError_ResetRequired:
-            return Reading(device=device, needs_reset=True)
+            return Reading(device=self.index, needs_reset=True)
 
     def _ecc(self, kind: int) -> int | None:
         total: int | None = self._ask("nvmlDeviceGetTotalEccErrors", self.handle, kind, self._nvml.NVML_VOLATILE_ECC)

@@ -20,6 +20,7 @@ class GatewayEnd:
         self.channel: Channel | None = channel
         self._expert_stats: dict[Rank, ExpertStats] = {}
         self._num_stale = 0
+        self._num_health_troubles = 0
         self._has_news = False
         self._has_changed = False
         self._told_s = 0.0
@@ -48,6 +49,8 @@ class GatewayEnd:
                 num_stale=self._num_stale,
                 num_survivable_deaths=tables.routes.num_survivable if tables.routes is not None else None,
                 gone=tables.gone,
+                health=tables.health,
+                num_health_troubles=self._num_health_troubles,
                 moves=moves,
             )
         )
@@ -63,6 +66,11 @@ class GatewayEnd:
     def count_stale(self, num: int) -> None:
         self._num_stale += num
         self._has_news = True
+
+    def count_health_troubles(self, num: int) -> None:
+        """So many in all."""
+        self._has_news |= num != self._num_health_troubles
+        self._num_health_troubles = num
 
     def flush(self, tables: Publish | None, moves: dict[Rank, tuple[Fill, ...]]) -> None:
         """Write what the kernel did not take before, and send updates that are due. `tables`: None before the first."""

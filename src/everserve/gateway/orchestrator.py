@@ -15,6 +15,7 @@ from everserve.errors import ProtocolError
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.questions import Questions, Unanswered
 from everserve.gateway.streams.fleet import Fleet
+from everserve.tables.health import Level
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.wire.channel import AsyncChannel, ChannelClosed
 from everserve.wire.events import AnyEvent
@@ -28,14 +29,19 @@ from everserve.wire.messages import (
     ExpertsChanged,
     FaultInjected,
     GatewayReport,
+    HealthAnswered,
     InjectFault,
     LogSettled,
     LoseDevice,
     ReturnDevice,
+    SayHealth,
     ScaleAnswered,
     ScaleCluster,
+    StreamsCounted,
     WorkerLost,
 )
+
+_COUNT_EVERY_S = 1.0
 
 
 class OrchestratorLink:
@@ -51,6 +57,8 @@ class OrchestratorLink:
         self._drains: Questions[DrainAnswered] = Questions("orchestrator")
         self._scales: Questions[ScaleAnswered] = Questions("orchestrator")
         self._devices: Questions[DeviceAnswered] = Questions("orchestrator")
+        self._healths: Questions[HealthAnswered] = Questions("orchestrator")
+        self._counting: asyncio.Task[None] | None = None
 
     def attach(self, sock: socket.socket) -> None:
         """A new orchestrator is there."""
@@ -81,6 +89,10 @@ class OrchestratorLink:
         self._drains.give_up()
         self._scales.give_up()
         self._devices.give_up()
+        self._healths.give_up()
+        if self._counting is not None:
+            self._counting.cancel()
+            self._counting = None
 
     async def inject(self, rank: Rank, signal: int) -> FaultInjected:
         """Have a signal sent to the worker in this seat; returns when it was sent, or could not be."""
@@ -106,6 +118,20 @@ class OrchestratorLink:
         """A device that was gone can be used again."""
         return await self._devices.ask(lambda id: self._send(ReturnDevice(id=id, device=device)))
 
+    async def say_health(self, device: int, level: Level, reason: str) -> HealthAnswered:
+        """An operator says how healthy a device is; returns what follows."""
+        return await self._healths.ask(
+            lambda id: self._send(SayHealth(id=id, device=device, level=level, reason=reason))
+        )
+
+    async def _count_streams(self) -> None:
+        """While a device waits for a quiet moment, the orchestrator has to know how many streams there are."""
+        while self._cluster.waits_for_quiet and self._channel is not None:
+            counts = {link.rank: len(link.streams) for link in self._fleet.ready_links()}
+            self._channel.send(StreamsCounted(streams=counts))
+            await asyncio.sleep(_COUNT_EVERY_S)
+        self._counting = None
+
     async def _read(self, channel: AsyncChannel) -> None:
         while True:
             try:
@@ -120,6 +146,8 @@ class OrchestratorLink:
             self._fleet.lose(message.rank, message.incarnation, message.roles, message.cause)
         elif isinstance(message, ClusterChanged):
             self._cluster.on_changed(message)
+            if self._cluster.waits_for_quiet and self._counting is None:
+                self._counting = asyncio.ensure_future(self._count_streams())
         elif isinstance(message, ExpertsChanged):
             self._cluster.experts.on_changed(message)
         elif isinstance(message, EventHappened):
@@ -132,6 +160,8 @@ class OrchestratorLink:
             self._scales.answer(message.id, message)
         elif isinstance(message, DeviceAnswered):
             self._devices.answer(message.id, message)
+        elif isinstance(message, HealthAnswered):
+            self._healths.answer(message.id, message)
         else:
             raise AssertionError(f"the orchestrator does not send {type(message).__name__} to the gateway")
 
@@ -139,7 +169,7 @@ class OrchestratorLink:
         rank, incarnation = log
         self._send(LogSettled(rank=rank, incarnation=incarnation))
 
-    def _send(self, message: InjectFault | DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | LogSettled) -> None:
+    def _send(self, message: AnyMessage) -> None:
         if self._channel is None:
             raise Unanswered("The orchestrator is gone; this works again when a new one has started.")
         self._channel.send(message)

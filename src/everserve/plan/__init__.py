@@ -11,5 +11,7 @@ balance.py    whether moves for load are worth it
 dealing.py    how the rows of an expert with several places are spread
 routing.py    which places of an expert are used, in which order
 spread.py     which attention worker gets which streams
+health.py     from observations of devices to health levels (health_lines.py: as operators write them)
+evacuation.py which devices are emptied because of their health
 steps.py      how much arithmetic one step may have
 """

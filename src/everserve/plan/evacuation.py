@@ -16,9 +16,10 @@ from everserve.tables.ids import Rank, Role
 _EMPTIED = (Level.DRAIN_WHEN_QUIET, Level.DRAIN, Level.EVACUATE, Level.EVACUATE_AND_ISOLATE)
 
 
-def worst(goal: Goal, device: int) -> Diagnosis | None:
-    """What the device's level is, and why."""
-    return max((one for one in goal.health if one.device == device), key=lambda one: one.level, default=None)
+def reason_of(goal: Goal, device: int) -> str:
+    """Why the device has its level: all that is said of it, the worst first."""
+    found = sorted((one for one in goal.health if one.device == device), key=lambda one: -one.level)
+    return "; ".join(one.reason or f"said by the {one.source}" for one in found)
 
 
 def with_diagnosis(health: Iterable[Diagnosis], new: Diagnosis) -> tuple[Diagnosis, ...]:
@@ -76,12 +77,9 @@ def health_of(goal: Goal, capacity: Capacity) -> tuple[DeviceHealth, ...]:
     """Every device that is not healthy, for operators."""
     found = []
     for device in sorted({one.device for one in goal.health}):
-        diagnosis = worst(goal, device)
-        assert diagnosis is not None
-        level, reason = diagnosis.level, in_words(diagnosis)
-        found.append(
-            DeviceHealth(device=device, level=level, reason=reason, note=why_used(goal, capacity, device, level))
-        )
+        level, reason = goal.level(device), reason_of(goal, device)
+        note = why_used(goal, capacity, device, level)
+        found.append(DeviceHealth(device=device, level=level, reason=reason, note=note))
     return tuple(found)
 
 
@@ -90,11 +88,6 @@ def degraded_by(health: Iterable[DeviceHealth]) -> Iterator[str]:
     for one in health:
         if one.note:
             yield f"device {one.device} has health level {one.level} ({one.reason}) and {one.note}"
-
-
-def in_words(diagnosis: Diagnosis) -> str:
-    """Why the device has this level."""
-    return diagnosis.reason or f"said by the {diagnosis.source}"
 
 
 def why_used(goal: Goal, capacity: Capacity, device: int, level: Level) -> str:

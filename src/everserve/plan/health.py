@@ -34,8 +34,7 @@ from everserve.tables.health import (
 )
 
 FEED = "health source"  # what --health-source says
-XID, EVENT, ECC, TROUBLE = "xid", "event", "ecc", "trouble"
-ECC_COUNT, ROWS, CLOCKS, DRIVER = "ecc count", "rows", "clocks", "driver"
+ECC_COUNT, ROWS, CLOCKS, DRIVER = "ECC count", "memory rows", "clocks", "driver"
 OVER_BY_THEMSELVES = frozenset({FEED, ECC_COUNT, ROWS, CLOCKS, DRIVER})  # all others are events
 
 
@@ -118,37 +117,28 @@ class Judge:
         match seen:
             case XidSeen():
                 rule = XIDS.get(seen.xid, Rule(Level.NOTE, "not in the table of known Xids"))
-                return self._event(seen.device, XID, rule.level, f"Xid {seen.xid}: {rule.meaning}")
+                return self._changes([_of(seen.device, f"Xid {seen.xid}", rule)])
             case EventSeen():
                 rule = EVENTS.get(seen.kind, Rule(Level.NOTE, "not in the table of known events"))
-                text = f"event {seen.kind:#x} with data {seen.data}: {rule.meaning}"
-                return self._event(seen.device, EVENT, rule.level, text)
+                return self._changes([_of(seen.device, f"NVML event {seen.kind:#x} ({seen.data})", rule)])
             case TroubleSeen():
-                return self._event(seen.device, TROUBLE, Level.NOTE, seen.text)
+                return self._changes([_of(seen.device, "NVML", Rule(Level.NOTE, seen.text))])
             case Fed():
                 found = {device: Diagnosis(device=device, level=level, reason=reason, source=FEED)
                          for device, (level, reason) in seen.said.items()}  # fmt: skip
                 before = [device for device, source in self._said if source == FEED]
-                return self._states([*found.values(), *(_fine(d, FEED) for d in before if d not in found)])
+                return self._changes([*found.values(), *(_fine(d, FEED) for d in before if d not in found)])
             case Reading():
                 gpu = self._gpus.setdefault(seen.device, _Gpu(self._policy))
-                changes = self._states(gpu.states(seen, now))
-                for rule, text in gpu.events(seen):
-                    changes += self._event(seen.device, ECC, rule.level, text)
-                return changes
+                changes = self._changes(gpu.states(seen, now))
+                return changes + self._changes(gpu.events(seen))
 
     def forget(self, device: int) -> None:
         """An operator says that the device is healthy: the same events may be said again."""
         for key in [key for key in self._said if key[0] == device and key[1] not in OVER_BY_THEMSELVES]:
             del self._said[key]
 
-    def _event(self, device: int, source: str, level: Level, reason: str) -> list[Diagnosis]:
-        """A lower one does not hide a higher one."""
-        if self._said.get((device, source), (Level.HEALTHY, ""))[0] > level:
-            return []
-        return self._states([Diagnosis(device=device, level=level, reason=reason, source=source)])
-
-    def _states(self, now_said: Iterable[Diagnosis]) -> list[Diagnosis]:
+    def _changes(self, now_said: Iterable[Diagnosis]) -> list[Diagnosis]:
         changes = []
         for said in now_said:
             key, what = (said.device, said.source), (said.level, said.reason)
@@ -159,6 +149,10 @@ class Judge:
                 del self._said[key]
             changes.append(said)
         return changes
+
+
+def _of(device: int, source: str, rule: Rule) -> Diagnosis:
+    return Diagnosis(device=device, level=rule.level, reason=f"{source}: {rule.meaning}", source=source)
 
 
 def _fine(device: int, source: str) -> Diagnosis:
@@ -176,11 +170,11 @@ class _Gpu:
         self._corrected: int | None = None
         self._new_corrected: deque[tuple[float, int]] = deque()
 
-    def events(self, seen: Reading) -> Iterator[tuple[Rule, str]]:
+    def events(self, seen: Reading) -> Iterator[Diagnosis]:
         """Errors since the last reading. Those before the first one are not new."""
         before, self._uncorrected = self._uncorrected, seen.ecc_uncorrected
         if before is not None and seen.ecc_uncorrected is not None and seen.ecc_uncorrected > before:
-            yield ECC_UNCORRECTED, f"{ECC_UNCORRECTED.meaning}: {seen.ecc_uncorrected - before} new"
+            yield _of(seen.device, "ECC", ECC_UNCORRECTED)
 
     def states(self, seen: Reading, now: float) -> Iterator[Diagnosis]:
         yield _worst(seen.device, DRIVER, self._driver(seen))

@@ -5,6 +5,7 @@ requests.py   what a client asked for: SamplingParams, RequestSpec
 outputs.py    what a stream produces: Output, TokenLogprobs; EngineStats, ExpertStats
 members.py    the processes and workers of an instance, as `/cluster` shows them
 goal.py       which workers there should be, where, with which experts: versioned; the capacity, allocated once
+health.py     health levels of devices, and what an observation means
 placement.py  which worker should hold which experts: part of the goal
 memory.py     memory shared between processes: its kind, size, owner, place
 slots.py      which worker holds which expert in which slot: what workers report

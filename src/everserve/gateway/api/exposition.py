@@ -143,6 +143,17 @@ class Metrics(Collector):
         for state, count in ({"serving": 0, "down": 0, "gone": 0} | cluster.count_devices()).items():
             devices.add_metric([state], count)
         yield devices
+        levels = GaugeMetricFamily(
+            "everserve_device_health_level", "Health of a device, from 0 (healthy) to 6 (isolated).", labels=["device"]
+        )
+        for device, level in cluster.levels().items():
+            levels.add_metric([str(device)], level)
+        yield levels
+        yield CounterMetricFamily(
+            "everserve_health_source_troubles",
+            "Lines of the health source that could not be read, and reads that failed.",
+            value=cluster.num_health_troubles,
+        )
         yield GaugeMetricFamily(
             "everserve_expert_moves_in_progress", "Expert slots that are being filled.", value=cluster.num_moves
         )

@@ -213,8 +213,19 @@ class DeviceView(msgspec.Struct, kw_only=True):
 
     device: int
     state: str
-    level: int  # of health: 0 is fine
+    level: int  # of health: 0 is fine, 6 the worst (docs/operations.md)
+    reason: str  # for the level
+    note: str  # why what the level asks for is not done yet
     workers: list[int]  # ranks
+
+
+class HealthView(msgspec.Struct, kw_only=True):
+    """The level that a device has now, why, and what follows from it."""
+
+    device: int
+    level: int
+    reason: str
+    done: str
 
 
 class MoveView(msgspec.Struct, kw_only=True):

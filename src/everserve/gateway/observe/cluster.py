@@ -1,7 +1,6 @@
 """The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 
 from everserve.gateway.http.responses import (
     ClusterView,
@@ -16,6 +15,7 @@ from everserve.gateway.observe.experts import Experts
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
+from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Rank
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.slots import Fill
@@ -38,6 +38,8 @@ class Cluster:
         self._conditions = Conditions()
         self._degraded: tuple[str, ...] = ()
         self._gone: tuple[int, ...] = ()  # devices
+        self._health: dict[int, DeviceHealth] = {}  # of devices that are not healthy
+        self._health_troubles = RestartingCounter()
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
@@ -66,6 +68,8 @@ class Cluster:
         self.num_experts_without_place = change.num_experts_without_place
         self.num_survivable_deaths = change.num_survivable_deaths
         self._gone = change.gone
+        self._health = {one.device: one for one in change.health}
+        self._health_troubles.update(change.num_health_troubles)
         self.moves = change.moves
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
@@ -116,7 +120,7 @@ class Cluster:
             processes=[ProcessView(name=process.name, pid=process.pid) for process in self.processes],
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
-            devices=self._view_devices(workers),
+            devices=self.view_devices(),
             moves=[
                 MoveView(rank=rank, layer=fill.layer_index, slot=fill.slot, expert=fill.expert)
                 for rank, fills in self.moves.items()
@@ -130,18 +134,41 @@ class Cluster:
         """Slots that are being filled."""
         return sum(map(len, self.moves.values()))
 
+    @property
+    def num_health_troubles(self) -> int:
+        return self._health_troubles.total
+
+    @property
+    def waits_for_quiet(self) -> bool:
+        """Whether a device is to be drained when it has little to do."""
+        return any(one.level is Level.DRAIN_WHEN_QUIET and one.note for one in self._health.values())
+
+    def levels(self) -> dict[int, int]:
+        """The health level of each device."""
+        return {view.device: view.level for view in self.view_devices()}
+
     def count_devices(self) -> Counter[str]:
         """How many devices there are, by state."""
-        workers = self.members.workers if self.members is not None else ()
-        return Counter(device.state for device in self._view_devices(workers))
+        return Counter(device.state for device in self.view_devices())
 
-    def _view_devices(self, workers: Sequence[Worker]) -> list[DeviceView]:
+    def view_devices(self) -> list[DeviceView]:
+        workers = self.members.workers if self.members is not None else ()
         views = []
         for device in sorted({worker.device for worker in workers} - {NO_DEVICE}):
             there = [worker for worker in workers if worker.device == device]
             is_serving = any(worker.state is WorkerState.READY for worker in there)
             state = "gone" if device in self._gone else "serving" if is_serving else "down"
-            views.append(DeviceView(device=device, state=state, level=0, workers=[worker.rank for worker in there]))
+            health = self._health.get(device, DeviceHealth(device=device, level=Level.HEALTHY, reason=""))
+            views.append(
+                DeviceView(
+                    device=device,
+                    state=state,
+                    level=health.level,
+                    reason=health.reason,
+                    note=health.note,
+                    workers=[worker.rank for worker in there],
+                )
+            )
         return views
 
     def _view_worker(self, worker: Worker) -> WorkerView:

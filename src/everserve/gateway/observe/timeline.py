@@ -49,6 +49,7 @@ class Timeline:
             ev.PlacementMade: self._placement_made,
             ev.DeviceLostEvent: self._device_lost,
             ev.DeviceReturnedEvent: self._device_returned,
+            ev.DeviceHealthEvent: self._device_health,
             ev.RepairPhase: self._repaired,
             ev.EpochPublished: self._epoch_published,
             ev.BalanceDecided: self._balance_decided,
@@ -159,6 +160,10 @@ class Timeline:
 
     def _device_returned(self, event: ev.DeviceReturnedEvent) -> None:
         self._note(event, f"device {event.device} is back: {count(len(event.ranks), 'worker')} start on it")
+
+    def _device_health(self, event: ev.DeviceHealthEvent) -> None:
+        what = f"at health level {event.level} ({event.reason})" if event.level else "healthy"
+        self._note(event, f"device {event.device} is {what}: {event.done}", "trouble" if event.level else "note")
 
     def _repaired(self, event: ev.RepairPhase) -> None:
         if event.phase == "redundant":
