@@ -28,22 +28,39 @@ from everserve.tables.members import WorkerState
 _ISOLATED = (Level.EVACUATE_AND_ISOLATE, Level.ISOLATE)
 
 
-def said(cluster: Cluster, event: HealthSaid, now: float) -> Step:
-    """The reason of the Step is what follows."""
-    new, goal = event.diagnosis, cluster.goal
-    device = new.device
+def handle(cluster: Cluster, event: HealthSaid | StreamsCounted | DeviceReturned, now: float) -> Step:
+    """The reason of the Step is what follows, for the operator."""
+    match event:
+        case HealthSaid():
+            return _said(cluster, event.diagnosis, now)
+        case DeviceReturned():
+            return _returned(cluster, event.device, now)
+        case StreamsCounted():
+            cluster.quiet = frozenset(quiet_devices(cluster.goal, event.streams))
+            return Step("streams were counted")  # what follows is seen to after every event
+
+
+def resume(cluster: Cluster, now: float) -> None:
+    """An orchestrator before this one was told of these levels. The time that an evacuation has taken is not known."""
+    for device in {one.device for one in cluster.goal.health}.difference(cluster.goal.gone):
+        if cluster.goal.level(device) is Level.EVACUATE_AND_ISOLATE:
+            cluster.isolate_at[device] = now + cluster.policy.isolate_s
+
+
+def _said(cluster: Cluster, new: Diagnosis, now: float) -> Step:
+    device, goal = new.device, cluster.goal
     if all(seat.device != device for seat in goal.seats):
         return Step(f"there is no device {device}")
     health = with_diagnosis(goal.health, new)
     if health == goal.health:
-        return Step(f"device {device} has health level {goal.level(device)}, as before")
+        return Step(f"device {device} has health level {goal.level(device).value}, as before")
     cluster.set_goal(health=health)
-    return follow(cluster, device, goal.level(device), cluster.goal.level(device), now)
+    return _follow(cluster, device, goal.level(device), now)
 
 
-def follow(cluster: Cluster, device: int, before: Level, level: Level, now: float) -> Step:
+def _follow(cluster: Cluster, device: int, before: Level, now: float) -> Step:
     """The device has another level now, or the same for other reasons."""
-    is_gone, steps = device in cluster.goal.gone, []
+    level, is_gone, steps = cluster.goal.level(device), device in cluster.goal.gone, []
     if level is Level.ISOLATE and not is_gone:
         steps.append(lose_device(cluster, DeviceLost(device, is_gone=True), now))
     elif before in _ISOLATED and level not in _ISOLATED and is_gone:
@@ -69,28 +86,21 @@ def _done(cluster: Cluster, device: int, level: Level) -> str:
     return why_used(cluster.goal, cluster.capacity, device, level) or WORDS[level]
 
 
-def returned(cluster: Cluster, event: DeviceReturned, now: float) -> Step:
+def _returned(cluster: Cluster, device: int, now: float) -> Step:
     """An operator says that the device can be used: it is there, and it is healthy."""
-    healthy = Diagnosis(device=event.device, level=Level.HEALTHY, reason="")
-    rest = max((one.level for one in with_diagnosis(cluster.goal.health, healthy) if one.device == event.device),
-               default=Level.HEALTHY)  # fmt: skip
-    if rest in _ISOLATED:
-        return Step(f"device {event.device} has health level {rest.value}, which is not an operator's word")
-    step = said(cluster, HealthSaid(healthy), now)
-    if event.device not in cluster.goal.gone:
+    if device not in cluster.goal.gone and not cluster.goal.level(device):
+        return Step(f"device {device} is not gone")
+    healthy = Diagnosis(device=device, level=Level.HEALTHY, reason="")
+    step = _said(cluster, healthy, now)
+    if device not in cluster.goal.gone or cluster.goal.level(device) in _ISOLATED:
         return step
-    back = return_device(cluster, event.device)
-    return Step(back.reason, (*step.effects, *back.effects))
-
-
-def counted(cluster: Cluster, event: StreamsCounted) -> Step:
-    cluster.quiet = frozenset(quiet_devices(cluster.goal, event.streams))
-    effects = see_to(cluster)
-    return Step("streams were counted", tuple(effects), publish_anyway=bool(effects))
+    back = return_device(cluster, device)
+    return Step(back.reason, (*step.effects, *back.effects), publish_anyway=step.publish_anyway)
 
 
 def see_to(cluster: Cluster) -> list[AnyEffect]:
-    """Empty the devices that are to be emptied now, and use the others again."""
+    """Empty the devices that are to be emptied now, and use the others again. After every event: seats and devices may
+    have changed."""
     goal = cluster.goal
     if not goal.health and not goal.away:
         return []

@@ -22,6 +22,7 @@ class Policy:
     first_delay_s: float = 0.25  # after the second such end in a row; doubled with each further end
     max_delay_s: float = 30.0
     max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never fully ready)
+    isolate_s: float = 10.0  # how long the evacuation of a device at health level 5 may take
     heal_after_s: float = 30.0  # away for so long: its experts get other places, for redundancy; inf: never
     fill_again_s: float = 2.0  # after a fill that failed
     max_fills: int = 8  # in one message to a worker: routes follow when all of them are done

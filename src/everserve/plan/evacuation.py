@@ -83,11 +83,12 @@ def health_of(goal: Goal, capacity: Capacity) -> tuple[DeviceHealth, ...]:
     return tuple(found)
 
 
-def degraded_by(health: Iterable[DeviceHealth]) -> Iterator[str]:
-    """Devices that are used although their level asks for something else."""
+def degraded_by(goal: Goal, health: Iterable[DeviceHealth]) -> Iterator[str]:
+    """Devices that are not used as before, or should not be."""
     for one in health:
-        if one.note:
-            yield f"device {one.device} has health level {one.level} ({one.reason}) and {one.note}"
+        note = one.note or ("is not used" if one.device in goal.away else "")
+        if note:
+            yield f"device {one.device} has health level {one.level.value} ({one.reason}) and {note}"
 
 
 def why_used(goal: Goal, capacity: Capacity, device: int, level: Level) -> str:

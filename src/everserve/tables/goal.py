@@ -32,6 +32,18 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted.STAY
 
 
+class Mask(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts that are masked while they have no place."""
+
+    last_id: int = 0  # the highest number that any set of masked experts has had
+    experts: tuple[tuple[int, int], ...] = ()  # (layer index, expert) in order
+
+    @property
+    def id(self) -> int:
+        """Of this set, as routes name it."""
+        return self.last_id if self.experts else 0
+
+
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """One version of the plan. Without expert workers there is no placement: every worker has both roles."""
 
@@ -42,6 +54,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     gone: tuple[int, ...] = ()  # devices that were lost and have not come back: seats on them stay empty
     health: tuple[Diagnosis, ...] = ()  # what sources say about devices that are not healthy
     away: tuple[int, ...] = ()  # devices that are emptied because of their health: seats on them become, or are, empty
+    mask: Mask = Mask()
 
     def __post_init__(self) -> None:
         ranks = [seat.rank for seat in self.seats]
