@@ -49,7 +49,7 @@ def resume(cluster: Cluster, now: float) -> None:
 
 def _said(cluster: Cluster, new: Diagnosis, now: float) -> Step:
     device, goal = new.device, cluster.goal
-    if all(seat.device != device for seat in goal.seats):
+    if device not in {seat.device for seat in goal.seats} | {one.device for one in goal.health}:
         return Step(f"there is no device {device}")
     health = with_diagnosis(goal.health, new)
     if health == goal.health:

@@ -237,10 +237,10 @@ class Machine:
         return self._decide(step)
 
     def _tick(self, now: float) -> Step:
-        steps = [step for seat in self._seats.values() for step in membership.due(self._cluster, seat, now)]
+        steps = [*health.due(self._cluster, now)]  # first: nothing starts on a device that is isolated now
+        steps += [step for seat in self._seats.values() for step in membership.due(self._cluster, seat, now)]
         steps += moving.balance(self._cluster, now)
         steps += membership.kills_due(self._cluster, now)
-        steps += health.due(self._cluster, now)
         if self._owes_routes:
             steps.append(Step("workers hold other experts"))
         reason = "; ".join(step.reason for step in steps)

@@ -36,6 +36,7 @@ def _drain(cluster: Cluster, asked: DrainAsked) -> Step:
         return Step(f"there is no rank {asked.rank}")
     if cluster.ending or seat.state is not WorkerState.READY:
         return Step(f"{who(seat)} is not asked to leave: {cluster.ending or f'it is {seat.state}'}")
+    seat.is_asked_to_leave = True
     return Step(f"{who(seat)} is asked to leave", (AskToLeave(*seat.id),))
 
 

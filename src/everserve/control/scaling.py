@@ -23,6 +23,7 @@ from everserve.control.places import what_is_held, without
 from everserve.control.seats import Seat
 from everserve.plan.moves import GivenUp
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
+from everserve.tables.health import Level
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import WorkerState
 from everserve.tables.slots import EMPTY
@@ -182,7 +183,7 @@ class _Draft:
         return self._capacity.devices is None and not self._capacity.num_gpus
 
     def _device_for(self, like: SeatGoal) -> int:
-        """The device with the fewest workers of this kind; of those, with the fewest workers."""
+        """A device that need not be left; of those, the one with the fewest workers of this kind, then of any."""
         seats = self._staying()
         if self._is_each_alone:
             return self._new_devices({seat.device for seat in [*seats, *self._retiring()]}, 1)[0]
@@ -192,7 +193,8 @@ class _Draft:
         devices: set[int] = {*all_of, *gpus}.difference(self._goal.absent)
         if not devices:
             raise Refused("all devices are gone or left: `everserve return` one of them")
-        return min(devices, key=lambda device: (alike[device], all_of[device], device))
+        is_ill = {device: self._goal.level(device) > Level.NOTE for device in devices}
+        return min(devices, key=lambda device: (is_ill[device], alike[device], all_of[device], device))
 
     def _new_devices(self, there: Collection[int], number: int) -> list[int]:
         """The lowest numbers that are not in use. Where a device is a GPU there are no more than those; otherwise it is
@@ -247,7 +249,7 @@ def may_leave(goal: Goal, seats: Collection[Seat], given_up: GivenUp) -> list[Se
     asked = [seat for seat in ready if not _stays(goal, seat) and not seat.is_asked_to_leave]
     if not asked:
         return []
-    others = [seat for seat in ready if _stays(goal, seat)]
+    others = [seat for seat in ready if _stays(goal, seat) and not seat.is_asked_to_leave]
     has_attention = any(_is_attention(seat.goal) for seat in others)
     found = [seat for seat in asked if _is_attention(seat.goal) and has_attention]
     if goal.placement is not None:

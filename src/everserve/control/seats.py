@@ -101,7 +101,7 @@ class Seat:
     start_at: float | None = None  # while gone: when the next incarnation may start; None: never
     ready_at: float | None = None  # None: it never was
     leave_by: float | None = None  # while leaving: when it is killed; None: it was killed
-    is_asked_to_leave: bool = False  # because its seat should retire
+    is_asked_to_leave: bool = False  # by an operator, or because its seat should retire or its device is left
     num_crashes: int = 0  # early ends in a row
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False

@@ -1,0 +1,163 @@
+"""Health levels in any order of events, beside deaths, losses of devices, scaling and new orchestrators. A worker
+leaves a device only when others have what it has; without other faults no expert is ever without a place; what cannot
+be left is used on; and when all devices are healthy again, everything is as it was."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.control.effects import BeginScaling, LevelChanged, Provision
+from everserve.control.events import DeviceReturned, HealthSaid, ScaleAsked, StreamsCounted
+from everserve.control.scaling import staying
+from everserve.plan.evacuation import why_needed
+from everserve.plan.health import FEED
+from everserve.tables.goal import Wanted
+from everserve.tables.health import OPERATOR, Diagnosis, Level
+from everserve.tables.ids import Rank, Role, WorkerId
+from everserve.tables.members import WorkerState
+from everserve.tables.slots import EMPTY
+from tests.property.test_moves import NUM_EXPERTS, World
+from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld
+
+SOURCES = (OPERATOR, FEED, "Xid 48")
+
+
+class HealthWorld(ScalingWorld):
+    """Sources say how healthy devices are, and the gateway counts streams."""
+
+    def check_not_needed(self, rank: Rank) -> None:
+        machine = self.machine
+        leaving = machine._seats[rank]
+        goal = machine.goal
+        assert leaving.goal.wanted is Wanted.RETIRE or leaving.goal.device in goal.away
+        stay = {seat.rank for seat in staying(goal)}
+        others = [s for s in machine._seats.values() if s.rank in stay and s.state is WorkerState.READY]
+        others = [
+            s for s in others if s.goal.roles == leaving.goal.roles and WorkerId(*s.id) not in self.asked_to_leave
+        ]
+        assert others or leaving.held is not None, "its streams would wait"
+        for layer, slots in enumerate(leaving.held.experts if leaving.held is not None else ()):
+            elsewhere = {
+                expert
+                for seat in others
+                for slot, expert in enumerate(seat.held.experts[layer])
+                if (layer, slot) not in {(fill.layer_index, fill.slot) for fill in seat.filling}
+            }
+            assert set(slots) - {EMPTY} <= elsewhere, "it would leave a hole"
+
+    def apply(self, decision) -> None:
+        super().apply(decision)
+        goal = self.machine.goal
+        is_scaling = any(isinstance(effect, BeginScaling) for effect in decision.effects)
+        for effect in decision.effects:
+            if isinstance(effect, Provision) and not is_scaling:  # more workers may allow to leave a device
+                seat = goal.seat(effect.rank)
+                assert seat is not None and seat.device not in goal.absent, "nothing starts on a device that is left"
+            if isinstance(effect, LevelChanged):
+                assert effect.done and effect.health.level == goal.level(effect.health.device)
+        if goal.away:
+            assert not why_needed(goal, self.machine._cluster.capacity, goal.away)
+
+    def lose_orchestrator(self, n: int) -> None:
+        """A worker that was asked to leave and has not begun to will be asked again."""
+        self.asked_to_leave = {id for id, process in self.processes.items() if process.is_leaving}
+        super().lose_orchestrator(n)
+
+    def ask(self, asked: ScaleAsked) -> bool:
+        """More workers may be what another device was waiting for to be left: then it is."""
+        return super().ask(asked) if not self.machine.goal.health else self.ask_some(asked)
+
+    def ask_some(self, asked: ScaleAsked) -> bool:
+        decision = self.machine.handle(asked, self.now)
+        self.apply(decision)
+        return any(isinstance(effect, BeginScaling) for effect in decision.effects)
+
+    def say(self, n: int, most: int = max(Level)) -> None:
+        n, device = divmod(n, self.num_devices)
+        n, level = divmod(n, most + 1)
+        source = SOURCES[n % len(SOURCES)]
+        self.tell(HealthSaid(Diagnosis(device=device, level=Level(level), reason=f"case {n}", source=source)))
+
+    def say_little(self, n: int) -> None:
+        self.say(n, most=Level.EVACUATE)
+
+    def call_healthy(self, n: int) -> None:
+        self.tell(HealthSaid(Diagnosis(device=n % self.num_devices, level=Level.HEALTHY, reason="")))
+
+    def count_streams(self, n: int) -> None:
+        ranks = [seat.rank for seat in self.machine.goal.seats if Role.ATTENTION in seat.roles]
+        self.tell(StreamsCounted({rank: (n >> i) % 4 for i, rank in enumerate(ranks)}))
+
+    def all_healthy(self) -> None:
+        """Those that are over by themselves are, an operator says the rest."""
+        for device in {one.device for one in self.machine.goal.health}:
+            self.tell(HealthSaid(Diagnosis(device=device, level=Level.HEALTHY, reason="", source=FEED)))
+            self.tell(HealthSaid(Diagnosis(device=device, level=Level.HEALTHY, reason="")))
+        assert self.machine.goal.health == () and self.machine.goal.away == ()
+        for device in self.machine.goal.gone:
+            self.tell(DeviceReturned(device))
+
+
+HEALTH_ACTIONS = [
+    *SCALING_ACTIONS,
+    *[HealthWorld.say] * 4,
+    HealthWorld.call_healthy,
+    HealthWorld.count_streams,
+    *[HealthWorld.leave] * 3,
+]
+ORDERLY = [
+    *[HealthWorld.deliver] * 6,
+    *[World.reap] * 2,
+    *[HealthWorld.use_routes] * 5,
+    *[lambda world, n: world.fill_one(n, may_fail=False)] * 5,
+    *[HealthWorld.say_little] * 2,
+    HealthWorld.call_healthy,
+    HealthWorld.count_streams,
+    *[HealthWorld.leave] * 3,
+    HealthWorld.lose_orchestrator,
+]
+SHAPES = [(1, 6), (2, 6), (3, 4), (3, 3), (2, 3), (4, 2)]
+
+
+def schedules(actions: list) -> st.SearchStrategy:
+    return st.lists(st.tuples(st.integers(0, len(actions) - 1), st.integers(0, 10_000)), min_size=10, max_size=100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(HEALTH_ACTIONS), st.sampled_from(SHAPES))
+def test_whatever_is_said_everything_heals(schedule, shape):
+    world = HealthWorld(*shape)
+    for action, n in schedule:
+        HEALTH_ACTIONS[action](world, n)
+    world.settle()
+    world.all_healthy()
+    world.settle()
+    assert world.machine.degraded == () and world.machine.goal.scaling_since_s is None
+    assert {process.id.rank for process in world.processes.values()} == {s.rank for s in staying(world.machine.goal)}
+    num_expert = sum(Role.ATTENTION not in seat.roles for seat in staying(world.machine.goal))
+    assert world.machine.violations == () or num_expert * world.num_slots < NUM_EXPERTS
+
+
+@settings(max_examples=60, deadline=None)
+@given(schedules(ORDERLY), st.sampled_from(SHAPES))
+def test_an_evacuation_never_leaves_an_expert_without_a_place(schedule, shape):
+    world = HealthWorld(*shape)
+    for action, n in schedule:
+        ORDERLY[action](world, n)
+        assert world.machine.routes.num_without_place == 0
+        assert world.machine.violations == (), "nor streams without a worker"
+    world.settle()
+    check_emptied(world)
+    world.all_healthy()
+    world.settle()
+    assert world.machine.degraded == () and len(world.processes) == 2 * world.num_devices
+
+
+def check_emptied(world: HealthWorld) -> None:
+    """What its level asks for has happened to every device, or cannot."""
+    goal, capacity = world.machine.goal, world.machine._cluster.capacity
+    used = {goal.seat(process.id.rank).device for process in world.processes.values()}
+    assert used == set(range(world.num_devices)) - set(goal.away)
+    for device in range(world.num_devices):
+        if goal.level(device) >= Level.DRAIN and device in used:
+            assert why_needed(goal, capacity, [*goal.away, device])
+            assert any(f"device {device} has health level" in sentence for sentence in world.machine.degraded)
