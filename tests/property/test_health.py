@@ -98,7 +98,8 @@ class HealthWorld(ScalingWorld):
 
 
 HEALTH_ACTIONS = [
-    *SCALING_ACTIONS,
+    *[action for action in SCALING_ACTIONS if action is not World.lose_orchestrator],
+    HealthWorld.lose_orchestrator,
     *[HealthWorld.say] * 4,
     HealthWorld.call_healthy,
     HealthWorld.count_streams,
