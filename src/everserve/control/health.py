@@ -70,6 +70,7 @@ def _follow(cluster: Cluster, device: int, before: Level, now: float) -> Step:
     else:
         cluster.isolate_at.setdefault(device, now + cluster.policy.isolate_s)
     effects = [effect for step in steps for effect in step.effects]
+    cluster.quiet = frozenset()  # streams are counted only while a device waits for that: the last count may be old
     effects += see_to(cluster)
     if cluster.goal.is_given_up(device) and device not in cluster.goal.gone:
         effects += [Retire(seat.rank) for seat in _seats_on(cluster, device) if seat.state is WorkerState.GONE]

@@ -239,6 +239,7 @@ def lose(
         seat.leave_empty(cluster.ending)
         return Step(step_reason, (lost, *give_up))
     if seat.goal.device in cluster.goal.absent:
+        moving.replace_missed(cluster)
         return Step(step_reason, (lost, *_leave_device(cluster, seat)))
     moving.see_to_experts(cluster, seat, now)
     if seat.is_retired:
@@ -255,7 +256,6 @@ def _leave_device(cluster: Cluster, seat: Seat) -> tuple[Retire, ...]:
     seat.leave_empty(why_empty(goal, device))
     if device in goal.gone:
         return ()
-    moving.replace_missed(cluster)
     return (Retire(seat.rank),) if seat.is_retired or goal.is_given_up(device) else ()
 
 
@@ -273,15 +273,14 @@ def _give_up(cluster: Cluster, seat: Seat, reason: str, user_error: bool) -> tup
 
 def take_over(cluster: Cluster, seat: Seat, latest: Found | None, now: float) -> tuple[AnyEffect, ...]:
     """The latest incarnation keeps the seat if it is alive and was not lost; an earlier one never does."""
-    is_device_gone = seat.goal.device in cluster.goal.gone
+    goal, device = cluster.goal, seat.goal.device
+    is_device_gone, is_left = device in goal.gone, device in goal.away
     if latest is not None and latest.pid >= 0 and not latest.was_lost and not is_device_gone:
         seat.adopt(latest, now, cluster.policy)
         return ()
     seat.incarnation = latest.incarnation if latest is not None else seat.incarnation
-    next_one: tuple[AnyEffect, ...] = ()
-    if is_device_gone:
-        seat.leave_empty(why_empty(cluster.goal, seat.goal.device))
-    elif seat.goal.device in cluster.goal.away:
+    next_one: tuple[AnyEffect, ...]
+    if is_device_gone or is_left:
         next_one = _leave_device(cluster, seat)
     else:
         next_one = (Retire(seat.rank) if seat.is_retired else provision(seat),)
@@ -289,7 +288,7 @@ def take_over(cluster: Cluster, seat: Seat, latest: Found | None, now: float) ->
         return next_one
     if latest.was_lost or (is_device_gone and latest.pid >= 0):
         return (*fence_again(cluster, latest, seat.goal.roles, now), *next_one)
-    cause: Cause = "left" if latest.is_leaving else "crash"
+    cause: Cause = "left" if latest.is_leaving or is_left else "crash"
     reason, is_expected = "ended while there was no orchestrator", cause == "left"
     lost = Lost(seat.rank, latest.incarnation, seat.goal.roles, cause, reason, is_expected)
     return lost, *next_one
