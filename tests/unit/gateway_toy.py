@@ -36,14 +36,17 @@ from everserve.wire.messages import (
     FaultInjected,
     GatewayReport,
     GivenBack,
+    HealthAnswered,
     InjectFault,
     LogSettled,
     ProcessSignalled,
     Rejected,
+    SayHealth,
     ScaleAnswered,
     ScaleCluster,
     SignalProcess,
     StepOutput,
+    StreamsCounted,
     Submit,
     WorkerLost,
     WorkerReady,
@@ -211,7 +214,8 @@ class ToyOrchestrator:
         self.channel = channel
         self.report: GatewayReport | None = None  # what the gateway knew at the beginning
         self.settled: list[WorkerId] = []
-        self.asked: list[InjectFault | DrainWorker | ScaleCluster] = []
+        self.asked: list[InjectFault | DrainWorker | ScaleCluster | SayHealth | StreamsCounted] = []
+        self.health = HealthAnswered(id="", refused="there is no device 9")
         self.scaled = ScaleAnswered(id="", refused="there is no room")
         self.answers = True
         self.pid: int | None = 4242  # of whoever gets an injected fault
@@ -232,11 +236,15 @@ class ToyOrchestrator:
         if isinstance(message, LogSettled):
             self.settled.append((message.rank, message.incarnation))
             return
-        assert isinstance(message, InjectFault | DrainWorker | ScaleCluster)
+        assert isinstance(message, InjectFault | DrainWorker | ScaleCluster | SayHealth | StreamsCounted)
         self.asked.append(message)
         if self.answers and isinstance(message, InjectFault):
             incarnation, reason = Incarnation(1), "nobody sits there"
             self.channel.send(FaultInjected(id=message.id, pid=self.pid, incarnation=incarnation, reason=reason))
+        elif isinstance(message, StreamsCounted):
+            return
+        elif self.answers and isinstance(message, SayHealth):
+            self.channel.send(msgspec.structs.replace(self.health, id=message.id))
         elif self.answers and isinstance(message, ScaleCluster):
             self.channel.send(msgspec.structs.replace(self.scaled, id=message.id))
         elif self.answers:

@@ -129,6 +129,16 @@ def test_a_device_that_is_gone_returns():
         assert blow.undo.path == "/cluster/return"
 
 
+def test_every_health_level_is_said_and_taken_back():
+    faults = make_schedule(3, 2000, WIDE)
+    ill = [blow for fault in faults for blow in fault.blows if blow.what.startswith("health level")]
+    assert {blow.request.body["level"] for blow in ill} == set(range(1, 7))
+    for blow in ill:
+        device = blow.victim.number
+        assert blow.request.path == blow.undo.path == "/cluster/health" and blow.takes == (device,)
+        assert blow.request.body["device"] == device and blow.undo.body == {"device": device, "level": 0}
+
+
 @pytest.mark.parametrize(
     ("seats", "few", "many", "retired"),
     [

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from everserve import __version__
-from everserve.cli import app, drain, kill, scale, status, version
+from everserve.cli import app, drain, health, kill, scale, status, version
 from everserve.errors import ConfigError
 
-assert drain and kill and scale and status and version  # importing them registers the commands
+assert drain and health and kill and scale and status and version  # importing them registers the commands
 WORKER = {
     **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
     **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
@@ -26,6 +26,10 @@ CLUSTER: dict[str, Any] = {
     "processes": [{"name": "supervisor", "pid": 1}],
     "workers": [WORKER, {**EXPERT, "note": "crashed [twice]"}],
 }
+DEVICES = [
+    {"device": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
+    {"device": 1, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …", "workers": [1]},
+]
 
 
 class ScriptedServer:
@@ -221,3 +225,29 @@ def failure(*arguments: str) -> BaseException:
     result = invoke(*arguments)
     assert isinstance(result.exception, ConfigError), result.output
     return result.exception
+
+
+# -- health --------------------------------------------------------------------------------------
+
+
+def test_health_shows_every_device(server: ScriptedServer) -> None:
+    server.answer = CLUSTER | {"devices": DEVICES}
+    result = invoke("health", "--url", server.url)
+    assert result.exit_code == 0 and server.asked is not None and server.asked[:2] == ("GET", "/cluster")
+    first, second = result.output.splitlines()
+    assert "level 0: healthy" in first
+    assert all(words in second for words in ("device 1", "down", "level 3: drained", "a fan", "is used on: …"))
+    assert "device 1: health level 3 (a fan)" in invoke("status", "--url", server.url).output
+
+
+def test_health_says_it_with_the_admin_key(server: ScriptedServer) -> None:
+    server.answer = {"device": 1, "level": 3, "reason": "a fan", "done": "it is drained"}
+    result = invoke("health", "1", "3", "--reason", "a fan", "--url", server.url, EVERSERVE_ADMIN_KEY="a")
+    assert result.exit_code == 0 and result.output == "it is drained\n"
+    assert server.asked == ("POST", "/cluster/health", {"device": 1, "level": 3, "reason": "a fan"}, "Bearer a")
+
+
+@pytest.mark.parametrize("arguments", [("1",), ("1", "7"), ("-1", "3"), ("1", "three")])
+def test_health_that_makes_no_sense(server: ScriptedServer, arguments: tuple[str, ...]) -> None:
+    result = invoke("health", *arguments, "--url", server.url)
+    assert (result.exit_code == 2 or isinstance(result.exception, ConfigError)) and server.asked is None

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
@@ -17,9 +18,12 @@ from everserve.wire.messages import (
     DrainWorker,
     EventHappened,
     FaultInjected,
+    HealthAnswered,
     ProcessesChanged,
+    SayHealth,
     ScaleAnswered,
     ScaleCluster,
+    StreamsCounted,
 )
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
@@ -46,7 +50,9 @@ def test_cluster() -> None:
                 note="crashed 3 times",
                 device=1,
             )
-            server.orchestrator.publish(member(0, device=0), expert, violations=("v",), degraded=("d",))
+            ill = DeviceHealth(device=1, level=Level.DRAIN, reason="a fan", note="is used on: …")
+            tables = {"violations": ("v",), "degraded": ("d",), "health": (ill,), "num_health_troubles": 2}
+            server.orchestrator.publish(member(0, device=0), expert, **tables)
             task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
             await until(lambda: len(server.worker.specs) == 2)
             stats = engine_stats(num_running=1, num_waiting=1, kv_usage=0.5)
@@ -75,8 +81,11 @@ def test_cluster() -> None:
                     },
                 ],
                 "devices": [
-                    {"device": 0, "state": "serving", "level": 0, "workers": [0]},
-                    {"device": 1, "state": "down", "level": 0, "workers": [1]},
+                    {"device": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
+                    {
+                        **{"device": 1, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …"},
+                        "workers": [1],
+                    },
                 ],
                 "moves": [],
             }
@@ -500,6 +509,72 @@ def test_scales_that_make_no_sense(body: Any) -> None:
         async with toy_server() as server:
             answer = await server.post("/cluster/scale", body)
             assert answer.status == 400 and answer.error["message"] and server.orchestrator.asked == []
+
+    run(test)
+
+
+# -- health --------------------------------------------------------------------------------------
+
+
+def test_what_an_operator_says_of_a_device_is_answered_with_what_follows() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/health", {"device": 9, "level": 3})
+            assert answer.status == 409 and "there is no device 9" in answer.error["message"]
+            server.orchestrator.health = HealthAnswered(id="", level=Level.DRAIN, reason="a fan", done="it is drained")
+            answer = await server.post("/cluster/health", {"device": 1, "level": 3, "reason": "a\n fan"})
+            assert answer.status == 200
+            assert answer.json == {"device": 1, "level": 3, "reason": "a fan", "done": "it is drained"}
+            said = server.orchestrator.asked[-1]
+            assert isinstance(said, SayHealth) and (said.device, said.level, said.reason) == (1, 3, "a fan")
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"device": 1}, {"device": 1, "level": 7}, {"device": -1, "level": 1}, {"device": 1, "level": "L3"}]
+)
+def test_health_that_makes_no_sense(body: Any) -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/health", body)
+            assert answer.status == 400 and answer.error["message"] and server.orchestrator.asked == []
+
+    run(test)
+
+
+def test_to_say_health_needs_the_admin_key() -> None:
+    async def test() -> None:
+        async with toy_server(api_keys=["k"], admin_key="a") as server:
+            body = {"device": 0, "level": 3}
+            assert (await server.request("POST", "/cluster/health", body, {"Authorization": "Bearer k"})).status == 403
+            assert (await server.request("POST", "/cluster/health", body, {"Authorization": "Bearer a"})).status == 409
+
+    run(test)
+
+
+def test_streams_are_counted_while_a_device_waits_for_a_quiet_moment() -> None:
+    def counted(server: ToyServer) -> list[dict[Rank, int]]:
+        return [said.streams for said in server.orchestrator.asked if isinstance(said, StreamsCounted)]
+
+    async def test() -> None:
+        async with toy_server() as server:
+            task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
+            await until(lambda: len(server.worker.specs) == 2)
+            server.orchestrator.publish(member(0, device=0))
+            waits = DeviceHealth(device=0, level=Level.DRAIN_WHEN_QUIET, reason="hot", note="is drained when quiet")
+            server.orchestrator.publish(member(0, device=0), health=(waits,))
+            await until(lambda: counted(server) == [{0: 2}])
+            server.orchestrator.publish(member(0, device=0), health=(waits,))
+            server.orchestrator.publish(member(0, device=0))
+            await until(lambda: not server.gateway.cluster.waits_for_quiet)
+            assert counted(server) == [{0: 2}], "not more often than once a second"
+            server.attach_orchestrator()
+            await until(lambda: server.orchestrator.report is not None)
+            server.orchestrator.publish(member(0, device=0), health=(waits,))
+            await until(lambda: counted(server) == [{0: 2}])
+            gone.set()
+            await asyncio.wait_for(task, 5)
 
     run(test)
 

@@ -114,7 +114,7 @@ class Injector:
         return f"{_words(blow)} to {blow.victim} (pid {victim.pid or 'unknown'}{number})"
 
     async def _ask_server(self, blow: Blow, request: Request, view: View) -> str:
-        """What the server does by itself: the loss of a device and its return, scaling."""
+        """What the server does by itself: the loss of a device and its return, its health, scaling."""
         if not view.seats.can_spare({*blow.takes, *view.devices_away}):
             raise Missed("too few devices would be left")
         try:

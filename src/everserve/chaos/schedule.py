@@ -272,6 +272,19 @@ def _take_away(dice: random.Random, device: int) -> Blow:
     )
 
 
+def _make_ill(dice: random.Random, device: int, level: int) -> Blow:
+    """It has this health level for a while: from level 2 on it may be left, and is not used until it is healthy."""
+    return Blow(
+        after_s=0.0,
+        victim=Victim("device", device),
+        what=f"health level {level}",
+        wake_after_s=round(dice.uniform(*_AWAY_S), 3),
+        request=Request("/cluster/health", {"device": device, "level": level, "reason": "chaos"}),
+        undo=Request("/cluster/health", {"device": device, "level": 0}),
+        takes=(device,),
+    )
+
+
 def _draw_devices(dice: random.Random, seats: Seats, num: int) -> list[int]:
     """So many that can be spared at once."""
     return list(dice.choice([some for some in _choices(seats, num) if seats.can_spare(some)]))
@@ -307,6 +320,28 @@ def _take_device_and_kill(name: str) -> Make:
         (device,) = _draw_devices(dice, seats, 1)
         after_s = dice.choice((0.0, 0.02, 0.2))
         return _take_away(dice, device), Blow(after_s, Victim(name), "KILL")
+
+    return make
+
+
+def _ill(*levels: int) -> Make:
+    """A device gets one of these levels."""
+
+    def make(dice: random.Random, seats: Seats) -> Blows:
+        (device,) = _draw_devices(dice, seats, 1)
+        return (_make_ill(dice, device, dice.choice(levels)),)
+
+    return make
+
+
+def _ill_and_kill(*levels: int) -> Make:
+    """While workers leave a device, a worker or the orchestrator is killed."""
+
+    def make(dice: random.Random, seats: Seats) -> Blows:
+        (device,) = _draw_devices(dice, seats, 1)
+        victim = dice.choice((dice.choice(seats.workers), Victim("orchestrator")))
+        ill = _make_ill(dice, device, dice.choice(levels))
+        return ill, Blow(dice.choice((0.0, 0.02, 0.2)), victim, "KILL")
 
     return make
 
@@ -413,6 +448,14 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "a device is gone, and the orchestrator": (
         *(1, _both(_can_spare(1), _has("orchestrator"))),
         _take_device_and_kill("orchestrator"),
+    ),
+    "a device is noted, or left when quiet": (1, _can_spare(1), _ill(1, 2)),
+    "a device is drained": (1, _can_spare(1), _ill(3)),
+    "a device is evacuated": (2, _can_spare(1), _ill(4)),
+    "a device is isolated": (1, _can_spare(1), _ill(5, 6)),
+    "a device is evacuated, and a process dies": (
+        *(1, _both(_can_spare(1), _has("orchestrator"))),
+        _ill_and_kill(3, 4, 5),
     ),
     "scale down and up again": (2, _can_scale, _scale),
     "kill a spare": (1, _has(SPARE), _kill(SPARE)),

@@ -86,7 +86,7 @@ def _print(cluster: dict[str, Any]) -> None:
         typer.echo(f"  violated: {violation}")
     for what in cluster["degraded"]:
         typer.echo(f"  degraded: {what}")
-    for line in device_lines(cluster["devices"]):
+    for line in device_lines(cluster.get("devices", [])):
         typer.echo(f"  {line}")
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
     typer.echo(f"processes: {processes}")

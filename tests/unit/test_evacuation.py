@@ -1,0 +1,293 @@
+"""Which devices are emptied because of their health, and what the machine does about it."""
+
+import msgspec
+import pytest
+
+from everserve.control.effects import (
+    AllReady,
+    AskToLeave,
+    DropDevice,
+    Keep,
+    Kill,
+    LevelChanged,
+    Lost,
+    Provision,
+    Retire,
+)
+from everserve.control.events import DeviceReturned, DrainAsked, HealthSaid, SaidReady, StreamsCounted, Tick
+from everserve.control.machine import Machine
+from everserve.plan.evacuation import devices_away, health_of, quiet_devices, why_needed, with_diagnosis
+from everserve.plan.health import FEED
+from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
+from everserve.tables.health import Diagnosis, Level
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from tests.property.test_moves import POLICY
+from tests.property.test_scaling import ScalingWorld
+
+CAPACITY = Capacity(max_workers=8, slots_per_layer=4)
+
+
+def said(device: int, level: int, reason: str = "", source: str = "operator") -> Diagnosis:
+    return Diagnosis(device=device, level=Level(level), reason=reason, source=source)
+
+
+def goal_with(*health: Diagnosis, num_devices: int = 3, **changes: object) -> Goal:
+    """Each device with an attention and an expert worker, of a model with 6 experts."""
+    world = ScalingWorld(num_devices, 4)
+    return msgspec.structs.replace(world.kept, health=tuple(health), **changes)
+
+
+# -- which devices -------------------------------------------------------------------------------
+
+
+def test_levels_1_and_6_do_not_empty_a_device_and_2_waits_until_it_is_quiet():
+    levels = {level: devices_away(goal_with(said(1, level)), CAPACITY, ()) for level in range(1, 7)}
+    assert levels == {1: (), 2: (), 3: (1,), 4: (1,), 5: (1,), 6: ()}
+    assert devices_away(goal_with(said(1, 2)), CAPACITY, {1}) == (1,)
+    assert devices_away(goal_with(said(1, 2), away=(1,)), CAPACITY, ()) == (1,), "it is not asked twice"
+
+
+def test_the_worst_goes_first_when_not_all_can_go():
+    """Two of three devices hold all experts, one does not."""
+    assert devices_away(goal_with(said(0, 3), said(1, 3)), CAPACITY, ()) == (0,)
+    assert devices_away(goal_with(said(0, 3), said(1, 4)), CAPACITY, ()) == (1,)
+    assert devices_away(goal_with(said(0, 3), said(1, 3), away=(1,)), CAPACITY, ()) == (1,), "nothing goes to and fro"
+    assert devices_away(goal_with(said(0, 3), said(1, 4), away=(0,)), CAPACITY, ()) == (1,)
+    assert devices_away(goal_with(said(0, 3), gone=(2,)), CAPACITY, ()) == (), "it is needed after a loss"
+
+
+def test_why_a_device_is_needed():
+    assert "cannot hold all experts" in why_needed(goal_with(), CAPACITY, [0, 1])
+    assert why_needed(goal_with(), CAPACITY, [0]) == ""
+    alone = Goal(
+        version=1, seats=(SeatGoal(rank=Rank(0), roles=(Role.ATTENTION, Role.EXPERT), device=0),), placement=None
+    )
+    assert why_needed(alone, CAPACITY, [0]) == "no other attention worker would be left"
+    goal = goal_with()
+    retiring = [msgspec.structs.replace(s, wanted=Wanted.RETIRE) if s.device == 2 else s for s in goal.seats]
+    assert why_needed(msgspec.structs.replace(goal, seats=tuple(retiring)), CAPACITY, [0]), "workers that retire"
+
+
+def test_quiet_is_at_most_one_stream_for_each_attention_worker():
+    goal = goal_with()
+    assert quiet_devices(goal, {Rank(0): 2, Rank(1): 1}) == {1, 2}
+    experts_alone = [msgspec.structs.replace(s, device=9) if s.rank == 3 else s for s in goal.seats]
+    goal = msgspec.structs.replace(goal, seats=tuple(experts_alone))
+    assert 9 in quiet_devices(goal, {Rank(0): 2, Rank(1): 1}) and 9 not in quiet_devices(goal, {Rank(0): 4})
+
+
+def test_a_device_has_the_highest_level_and_all_reasons():
+    goal = goal_with(said(1, 1, "warm"), said(1, 3, "a fan", FEED), said(2, 1))
+    assert goal.level(1) is Level.DRAIN and goal.level(0) is Level.HEALTHY
+    first, second = health_of(goal, CAPACITY)
+    assert (first.device, first.level, first.reason) == (1, 3, "a fan; warm")
+    assert second.reason == "said by the operator"
+
+
+def test_an_operator_ends_events_but_not_what_is_still_there():
+    health = (said(1, 4, "Xid 48", "Xid 48"), said(1, 3, "a fan", FEED), said(1, 2), said(2, 4, "Xid 48", "Xid 48"))
+    assert with_diagnosis(health, said(1, 0)) == (health[1], health[3])
+    assert with_diagnosis(health, said(1, 0, source=FEED)) == (health[0], health[2], health[3])
+    assert with_diagnosis(health, said(1, 5)) == (*health[:2], health[3], said(1, 5))
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
+class Instance(ScalingWorld):
+    """Three devices with an attention and an expert worker each: ranks 0 to 2, and 3 to 5."""
+
+    def __init__(self) -> None:
+        self.done: list[object] = []
+        super().__init__(3, 3)
+        self.done.clear()
+
+    def check_not_needed(self, rank: Rank) -> None:
+        """Is the property test's business."""
+
+    def apply(self, decision) -> None:
+        super().apply(decision)
+        self.done += decision.effects
+        self.reason = decision.reason
+
+    def say(self, *arguments) -> None:
+        self.tell(HealthSaid(said(*arguments)))
+
+    def asked(self) -> set[int]:
+        return {effect.rank for effect in self.done if isinstance(effect, AskToLeave)}
+
+    def ranks(self) -> set[int]:
+        return {process.id.rank for process in self.processes.values()}
+
+    def did(self, kind: type) -> list:
+        return [effect for effect in self.done if isinstance(effect, kind)]
+
+
+@pytest.fixture
+def instance() -> Instance:
+    return Instance()
+
+
+def test_a_drained_device_keeps_its_memory_and_an_evacuated_one_does_not(instance):
+    instance.say(1, 3, "a fan")
+    assert instance.reason == "device 1 has health level 3 (a fan): it is drained"
+    assert instance.asked() == {1}, "the expert worker waits until others have its experts"
+    instance.settle()
+    assert instance.asked() == {1, 4} and instance.ranks() == {0, 2, 3, 5}
+    assert not instance.did(Retire)
+    assert all(lost.cause == "left" for lost in instance.did(Lost))
+    instance.say(1, 4, "smoke")
+    assert {retired.rank for retired in instance.did(Retire)} == {1, 4}, "what its memory kept is released now"
+    instance.say(1, 0)
+    instance.settle()
+    assert instance.ranks() == set(range(6)) and instance.machine.degraded == ()
+
+
+def test_an_evacuated_device_releases_memory_as_its_workers_leave(instance):
+    instance.say(2, 4)
+    instance.settle()
+    assert {retired.rank for retired in instance.did(Retire)} == {2, 5}
+
+
+def test_the_goal_keeps_levels_before_anything_follows(instance):
+    instance.say(1, 3, "a fan")
+    first = instance.done[0]
+    assert isinstance(first, Keep) and first.goal.health == (said(1, 3, "a fan"),) and first.goal.away == (1,)
+
+
+def test_what_cannot_be_left_is_used_on_and_left_when_there_is_more(instance):
+    instance.say(0, 3)
+    instance.settle()
+    instance.say(1, 3, "a fan")
+    instance.settle()
+    assert instance.ranks() == {1, 2, 4, 5}
+    assert "device 1 has health level 3 (a fan) and is used on: the other expert workers cannot hold all experts" in (
+        instance.machine.degraded
+    )
+    instance.say(0, 0)
+    instance.settle()
+    assert instance.ranks() == {0, 2, 3, 5}
+
+
+def test_a_device_that_was_left_is_used_again_when_it_is_needed(instance):
+    instance.say(0, 4)
+    instance.settle()
+    instance.say(1, 6, "fell off the bus")
+    assert {start.rank for start in instance.did(Provision)} == {0, 3}, "at once, in the same decision"
+    instance.settle()
+    assert instance.ranks() == {0, 2, 3, 5} and instance.machine.violations == ()
+
+
+def test_an_isolated_device_is_lost_at_once_and_returns_when_it_is_healthy(instance):
+    instance.say(1, 6)
+    assert {kill.rank for kill in instance.did(Kill)} == {1, 4} and instance.did(DropDevice)
+    assert instance.machine.goal.gone == (1,)
+    instance.settle()
+    instance.say(1, 0)
+    assert instance.machine.goal.gone == ()
+    instance.settle()
+    assert instance.ranks() == set(range(6)) and instance.machine.degraded == ()
+
+
+def test_an_evacuation_at_level_5_has_a_deadline(instance):
+    instance.say(1, 5)
+    assert instance.asked() == {1} and not instance.did(Kill)
+    deadline = instance.now + POLICY.isolate_s
+    assert instance.machine.next_deadline() <= deadline
+    instance.now = deadline
+    instance.tell(Tick())
+    assert {kill.rank for kill in instance.did(Kill)} == {1, 4} and instance.machine.goal.gone == (1,)
+
+
+def test_level_5_that_is_taken_back_in_time_isolates_nothing(instance):
+    instance.say(1, 5)
+    instance.say(1, 0)
+    instance.now += 2 * POLICY.isolate_s
+    instance.tell(Tick())
+    assert instance.machine.goal.gone == ()
+
+
+def test_a_new_orchestrator_gives_an_evacuation_its_time_again(instance):
+    instance.say(1, 5)
+    instance.lose_orchestrator(0)
+    assert instance.machine.next_deadline() is not None
+    instance.settle()
+    assert instance.machine.goal.gone == (1,)
+
+
+def test_a_busy_device_is_drained_when_it_was_counted_as_quiet_since(instance):
+    instance.tell(StreamsCounted({}))
+    instance.say(1, 2, "hot")
+    assert instance.machine.goal.away == (), "an old count does not count"
+    instance.tell(StreamsCounted({Rank(1): 2}))
+    instance.settle()
+    assert instance.machine.goal.away == () and instance.ranks() == set(range(6))
+    assert any("is drained when it is quiet" in sentence for sentence in instance.machine.degraded)
+    instance.tell(StreamsCounted({Rank(1): 1}))
+    instance.tell(StreamsCounted({Rank(1): 9}))
+    instance.settle()
+    assert instance.ranks() == {0, 2, 3, 5}, "what has begun is done"
+
+
+def test_nobody_is_asked_to_leave_because_of_a_worker_that_was_asked_itself(instance):
+    for rank in (0, 1):
+        instance.tell(DrainAsked(Rank(rank)))
+    instance.say(2, 4)
+    assert Rank(2) not in instance.asked(), "its streams would find no worker"
+    instance.settle()
+    assert instance.ranks() == {0, 1, 3, 4}
+
+
+def test_a_worker_that_dies_during_an_evacuation_is_not_replaced_there(instance):
+    instance.say(1, 4)
+    instance.die(next(id for id in instance.processes if id.rank == 4))
+    instance.settle()
+    assert instance.ranks() == {0, 2, 3, 5} and instance.machine.violations == ()
+
+
+def test_a_new_orchestrator_after_an_evacuation_can_evacuate_the_next(instance):
+    """It must not take workers for lost that it has not met yet."""
+    instance.say(2, 3)
+    instance.settle()
+    instance.lose_orchestrator(0)
+    instance.settle()
+    instance.say(2, 0)
+    instance.settle()
+    instance.say(0, 3)
+    instance.settle()
+    assert instance.ranks() == {1, 2, 4, 5} and instance.machine.violations == ()
+
+
+def test_returning_a_device_calls_it_healthy_unless_something_else_says_otherwise(instance):
+    instance.say(1, 4, "Xid 48", "Xid 48")
+    instance.settle()
+    instance.tell(DeviceReturned(1))
+    assert instance.machine.goal.health == ()
+    instance.settle()
+    assert instance.ranks() == set(range(6))
+    instance.say(1, 6, "unplugged", FEED)
+    instance.tell(DeviceReturned(1))
+    assert instance.machine.goal.gone == (1,) and instance.machine.goal.level(1) is Level.ISOLATE
+
+
+def test_what_is_said_of_an_unknown_device_is_answered_and_changes_nothing(instance):
+    before = instance.machine.goal
+    instance.say(7, 3)
+    assert instance.reason == "there is no device 7" and instance.machine.goal is before
+    instance.say(1, 1, "warm")
+    changed = instance.did(LevelChanged)
+    assert [(one.health.device, one.health.level, one.before) for one in changed] == [(1, 1, 0)]
+    assert instance.machine.degraded == () and instance.machine.tables().health[0].reason == "warm"
+    instance.say(1, 1, "warm")
+    assert len(instance.did(LevelChanged)) == 1, "the same again is no news"
+
+
+def test_an_instance_may_start_without_a_device_that_is_not_healthy():
+    """As a new orchestrator finds it that takes over before all workers are ready."""
+    goal = msgspec.structs.replace(Instance().kept, health=(said(1, 4),), away=(1,))
+    machine = Machine(goal, POLICY, CAPACITY)
+    effects = machine.resume(0.0, [], Epoch(9), was_all_ready=False).effects
+    ranks = {effect.rank for effect in effects if isinstance(effect, Provision)}
+    assert ranks == {0, 2, 3, 5}
+    effects = [effect for rank in ranks for effect in machine.handle(SaidReady(rank, Incarnation(1)), 1.0).effects]
+    assert any(isinstance(effect, AllReady) for effect in effects), "the instance serves"
