@@ -15,6 +15,9 @@ design.py           what an instance starts with: its capacity and its first goa
 needs.py            what a worker starts with: its memory and its StartWorker message
 provisioning.py     how a worker is started: memory, process, channel
 
+health.py           what follows from the health of a device
+health_sources.py   observations of devices become events: a file or a command; nvml.py: the driver of GPUs
+
 detector.py         life words and pulses become events
 worker_ends.py      the orchestrator's side of all workers: channels, cells, and the lanes between workers
 log_references.py   which KV logs exist, and when they can be released

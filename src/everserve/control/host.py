@@ -568,6 +568,7 @@ class Host:
             case effects.Probe():
                 end = self._ends.get(WorkerId(effect.rank, effect.incarnation))
                 if end is not None:
+                    self._read_pending(end.id)  # it may have said that it leaves, and a peer saw its end first
                     self._tell(self._detector.probe(end)(effect.rank, effect.incarnation))
             case effects.Kill():
                 kill = SignalWorker(rank=effect.rank, incarnation=effect.incarnation, signal=signal.SIGKILL, id=None)
