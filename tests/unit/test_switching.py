@@ -267,6 +267,7 @@ def test_an_attention_worker_stands_in_for_a_device_that_is_gone_until_it_return
     driver.hold(2, 1)
     driver.tell(Tick())
     assert driver.asked == [(0, 1), (0, 2)]
+    driver.tell(SaidLeaving(0, 2))
     driver.tell(Exited(0, 2, 0))
     assert driver.seat(0).roles == (Role.ATTENTION,) and not driver.seat(0).stands_in
     driver.bring_up(0, 3)
