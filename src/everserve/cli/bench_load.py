@@ -47,3 +47,35 @@ def load(
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
+
+
+@bench_app.command()
+def cost(
+    token: Annotated[
+        list[int] | None,
+        typer.Option(help="Kill when streams have so many tokens; repeatable. Default: 16, 64, 256, 1024.", min=1),
+    ] = None,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
+    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    rounds: Annotated[int, typer.Option(help="Kills of each kind at each token.", min=1)] = 3,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    out: Out = None,
+) -> None:
+    """What a death costs, by the token at which it strikes: predicted from measured constants, and measured; for a
+    restart of everything, computing KV again, and the KV log.
+
+    Exit status 1 if a stream lost a token or got a different one.
+    """
+    from everserve.bench import cost as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        tokens=tuple(sorted(set(token or (16, 64, 256, 1024)))),
+        num_prompt=prompt,
+        num_streams=streams,
+        rounds=rounds,
+        shape=shape,
+        num_layers=layers,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
