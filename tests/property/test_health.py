@@ -14,6 +14,7 @@ from everserve.tables.goal import Wanted
 from everserve.tables.health import OPERATOR, Diagnosis, Level
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
+from everserve.tables.outputs import AttentionLoad
 from everserve.tables.slots import EMPTY
 from tests.property.test_moves import NUM_EXPERTS, World
 from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld
@@ -85,7 +86,10 @@ class HealthWorld(ScalingWorld):
 
     def count_streams(self, n: int) -> None:
         ranks = [seat.rank for seat in self.machine.goal.seats if Role.ATTENTION in seat.roles]
-        self.tell(StreamsCounted({rank: (n >> i) % 4 for i, rank in enumerate(ranks)}))
+        loads = [
+            AttentionLoad(num_streams=(n >> i) % 4, num_used_blocks=0, num_free_blocks=9) for i in range(len(ranks))
+        ]
+        self.tell(StreamsCounted(dict(zip(ranks, loads, strict=True))))
 
     def all_healthy(self) -> None:
         """Those that are over by themselves are, an operator says the rest."""

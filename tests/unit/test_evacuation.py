@@ -21,6 +21,7 @@ from everserve.plan.health import FEED
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.health import Diagnosis, Level
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
+from everserve.tables.outputs import AttentionLoad
 from tests.property.test_moves import POLICY
 from tests.property.test_scaling import ScalingWorld
 
@@ -70,10 +71,12 @@ def test_why_a_device_is_needed():
 
 def test_quiet_is_at_most_one_stream_for_each_attention_worker():
     goal = goal_with()
-    assert quiet_devices(goal, {Rank(0): 2, Rank(1): 1}) == {1, 2}
+    assert quiet_devices(goal, {Rank(0): 2, Rank(1): 1, Rank(2): 0}) == {1, 2}
+    assert quiet_devices(goal, {Rank(1): 1}) == {1}, "what was not counted is not quiet"
     experts_alone = [msgspec.structs.replace(s, device=9) if s.rank == 3 else s for s in goal.seats]
     goal = msgspec.structs.replace(goal, seats=tuple(experts_alone))
-    assert 9 in quiet_devices(goal, {Rank(0): 2, Rank(1): 1}) and 9 not in quiet_devices(goal, {Rank(0): 4})
+    assert 9 in quiet_devices(goal, {Rank(0): 2, Rank(1): 1, Rank(2): 0})
+    assert 9 not in quiet_devices(goal, {Rank(0): 4, Rank(1): 0, Rank(2): 0})
 
 
 def test_a_device_has_the_highest_level_and_all_reasons():
@@ -215,16 +218,21 @@ def test_a_new_orchestrator_gives_an_evacuation_its_time_again(instance):
     assert instance.machine.goal.gone == (1,)
 
 
-def test_a_busy_device_is_drained_when_it_was_counted_as_quiet_since(instance):
-    instance.tell(StreamsCounted({}))
+def counted(num_streams: int) -> StreamsCounted:
+    """On each attention worker."""
+    load = AttentionLoad(num_streams=num_streams, num_used_blocks=0, num_free_blocks=9)
+    return StreamsCounted({Rank(rank): load for rank in range(3)})
+
+
+def test_a_busy_device_is_drained_when_it_is_quiet(instance):
     instance.say(1, 2, "hot")
-    assert instance.machine.goal.away == (), "an old count does not count"
-    instance.tell(StreamsCounted({Rank(1): 2}))
+    assert instance.machine.goal.away == (), "nothing was counted yet"
+    instance.tell(counted(2))
     instance.settle()
     assert instance.machine.goal.away == () and instance.ranks() == set(range(6))
     assert any("is drained when it is quiet" in sentence for sentence in instance.machine.degraded)
-    instance.tell(StreamsCounted({Rank(1): 1}))
-    instance.tell(StreamsCounted({Rank(1): 9}))
+    instance.tell(counted(1))
+    instance.tell(counted(9))
     instance.settle()
     assert instance.ranks() == {0, 2, 3, 5}, "what has begun is done"
 

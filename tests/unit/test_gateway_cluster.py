@@ -23,7 +23,7 @@ from everserve.wire.messages import (
     SayHealth,
     ScaleAnswered,
     ScaleCluster,
-    StreamsCounted,
+    SwitchWorker,
 )
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
@@ -503,6 +503,32 @@ def test_a_scale_is_answered_with_the_workers_that_there_will_be() -> None:
     run(test)
 
 
+def test_a_switch_is_answered_when_it_is_decided() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/switch", {"rank": 1, "role": "expert"})
+            assert answer.status == 200 and answer.json == {"rank": 1, "role": "expert"}
+            server.orchestrator.switch_refused = "rank 1 is the last attention worker that is ready"
+            answer = await server.post("/cluster/switch", {"rank": 1, "role": "expert"})
+            assert answer.status == 409 and "Not switched: rank 1 is the last" in answer.error["message"]
+            for body in ({"rank": 1}, {"role": "expert"}, {"rank": 64, "role": "expert"}, {"rank": 1, "role": "both"}):
+                assert (await server.post("/cluster/switch", body)).status == 400
+            asked = server.orchestrator.asked
+            assert [(one.rank, one.role) for one in asked if isinstance(one, SwitchWorker)] == [(1, Role.EXPERT)] * 2
+
+    run(test)
+
+
+def test_the_orchestrator_hears_what_attention_workers_have() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            await until(lambda: server.orchestrator.loads)
+            ((rank, load),) = server.orchestrator.loads.items()
+            assert rank == 0 and load.num_streams == load.num_used_blocks == 0 < load.num_free_blocks
+
+    run(test)
+
+
 @pytest.mark.parametrize("body", [{}, {"attention": -1}, {"devices": 2, "expert": 1}, {"expert": 65}, {"workers": 3}])
 def test_scales_that_make_no_sense(body: Any) -> None:
     async def test() -> None:
@@ -549,32 +575,6 @@ def test_to_say_health_needs_the_admin_key() -> None:
             body = {"device": 0, "level": 3}
             assert (await server.request("POST", "/cluster/health", body, {"Authorization": "Bearer k"})).status == 403
             assert (await server.request("POST", "/cluster/health", body, {"Authorization": "Bearer a"})).status == 409
-
-    run(test)
-
-
-def test_streams_are_counted_while_a_device_waits_for_a_quiet_moment() -> None:
-    def counted(server: ToyServer) -> list[dict[Rank, int]]:
-        return [said.streams for said in server.orchestrator.asked if isinstance(said, StreamsCounted)]
-
-    async def test() -> None:
-        async with toy_server() as server:
-            task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
-            await until(lambda: len(server.worker.specs) == 2)
-            server.orchestrator.publish(member(0, device=0))
-            waits = DeviceHealth(device=0, level=Level.DRAIN_WHEN_QUIET, reason="hot", note="is drained when quiet")
-            server.orchestrator.publish(member(0, device=0), health=(waits,))
-            await until(lambda: counted(server) == [{0: 2}])
-            server.orchestrator.publish(member(0, device=0), health=(waits,))
-            server.orchestrator.publish(member(0, device=0))
-            await until(lambda: not server.gateway.cluster.waits_for_quiet)
-            assert counted(server) == [{0: 2}], "not more often than once a second"
-            server.attach_orchestrator()
-            await until(lambda: server.orchestrator.report is not None)
-            server.orchestrator.publish(member(0, device=0), health=(waits,))
-            await until(lambda: counted(server) == [{0: 2}])
-            gone.set()
-            await asyncio.wait_for(task, 5)
 
     run(test)
 

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from everserve.tables.health import Diagnosis
-from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.outputs import AttentionLoad
 from everserve.tables.slots import FailedFill, HeldSlots
 
 
@@ -150,6 +151,21 @@ class ScaleAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchAsked:
+    """An operator wants the worker in this seat to have this role."""
+
+    rank: Rank
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsCounted:
+    """What the attention workers have, by the gateway's report; about once a second while it changes."""
+
+    loads: Mapping[Rank, AttentionLoad]
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayReported:
     """The gateway reports what it knows from the previous orchestrator."""
 
@@ -181,13 +197,6 @@ class HealthSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamsCounted:
-    """How many streams each attention worker has: told while a device is to be drained when it is quiet."""
-
-    streams: Mapping[Rank, int]
-
-
-@dataclass(frozen=True, slots=True)
 class Stopping:
     """The instance shuts down: no worker is started any more, and the end of a worker is not a fault."""
 
@@ -211,7 +220,6 @@ Said = (
     | Answered
 )
 Seen = Exited | Died | ChannelEnded | Silent | Suspected  # observed from outside
-AnyEvent = (
-    Said | Seen | DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | HealthSaid | StreamsCounted
-    | GatewayReported | Stopping | Tick
-)  # fmt: skip
+Asked = DrainAsked | ScaleAsked | SwitchAsked | DeviceLost | Stopping  # by operators
+AboutDevice = HealthSaid | DeviceReturned
+AnyEvent = Said | Seen | Asked | AboutDevice | StreamsCounted | GatewayReported | Tick

@@ -8,15 +8,14 @@ everything that is planned for them, so that no redundancy is lost meanwhile.
 
 from collections.abc import Iterator
 
-from everserve.control import moving
-from everserve.control.cluster import Cluster, Step, provision
+from everserve.control import moving, switching
+from everserve.control.cluster import Cluster, Step
 from everserve.control.effects import AnyEffect, LevelChanged, Retire
-from everserve.control.events import DeviceLost, DeviceReturned, HealthSaid, StreamsCounted
+from everserve.control.events import AboutDevice, DeviceLost, DeviceReturned, HealthSaid
 from everserve.control.operations import lose_device, return_device
 from everserve.control.seats import Seat
 from everserve.plan.evacuation import (
     devices_away,
-    quiet_devices,
     reason_of,
     why_empty,
     why_used,
@@ -28,16 +27,13 @@ from everserve.tables.members import WorkerState
 _ISOLATED = (Level.EVACUATE_AND_ISOLATE, Level.ISOLATE)
 
 
-def handle(cluster: Cluster, event: HealthSaid | StreamsCounted | DeviceReturned, now: float) -> Step:
+def handle(cluster: Cluster, event: AboutDevice, now: float) -> Step:
     """The reason of the Step is what follows, for the operator."""
     match event:
         case HealthSaid():
             return _said(cluster, event.diagnosis, now)
         case DeviceReturned():
             return _returned(cluster, event.device, now)
-        case StreamsCounted():
-            cluster.quiet = frozenset(quiet_devices(cluster.goal, event.streams))
-            return Step("streams were counted")  # what follows is seen to after every event
 
 
 def resume(cluster: Cluster, now: float) -> None:
@@ -70,7 +66,6 @@ def _follow(cluster: Cluster, device: int, before: Level, now: float) -> Step:
     else:
         cluster.isolate_at.setdefault(device, now + cluster.policy.isolate_s)
     effects = [effect for step in steps for effect in step.effects]
-    cluster.quiet = frozenset()  # streams are counted only while a device waits for that: the last count may be old
     effects += see_to(cluster)
     if cluster.goal.is_given_up(device) and device not in cluster.goal.gone:
         effects += [Retire(seat.rank) for seat in _seats_on(cluster, device) if seat.state is WorkerState.GONE]
@@ -105,7 +100,7 @@ def see_to(cluster: Cluster) -> list[AnyEffect]:
     goal = cluster.goal
     if not goal.health and not goal.away:
         return []
-    away = devices_away(goal, cluster.capacity, cluster.quiet)
+    away = devices_away(goal, cluster.capacity, cluster.quiet())
     if away == goal.away:
         return []
     cluster.set_goal(away=away)
@@ -118,7 +113,7 @@ def see_to(cluster: Cluster) -> list[AnyEffect]:
             if device in away:
                 seat.leave_empty(why_empty(cluster.goal, device))
             elif not seat.is_retired and device not in cluster.goal.gone and not cluster.ending:
-                effects.append(provision(seat))
+                effects += switching.start_next(cluster, seat)
     return effects
 
 

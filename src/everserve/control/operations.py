@@ -1,20 +1,18 @@
 """What operators ask for: drain a worker, take a device away and give it back (with its health: health.py), more or
-fewer workers, stop.
+fewer workers, another role, stop.
 
 The reason of a Step is the answer to the operator.
 """
 
-from everserve.control import membership, moving
+from everserve.control import membership, moving, switching
 from everserve.control.cluster import Cluster, Step, provision, who
 from everserve.control.effects import AnyEffect, AskToLeave, BeginScaling, DropDevice, EndScaling, Kill, Retire
-from everserve.control.events import DeviceLost, DrainAsked, ScaleAsked, Stopping
+from everserve.control.events import Asked, DeviceLost, DrainAsked, ScaleAsked, Stopping, SwitchAsked
 from everserve.control.scaling import Refused, is_done, may_leave, scaled, size_of, staying
 from everserve.control.seats import Seat
 from everserve.plan.evacuation import devices_away, why_empty
 from everserve.tables.ids import Incarnation
 from everserve.tables.members import WorkerState
-
-Asked = DrainAsked | ScaleAsked | DeviceLost | Stopping
 
 
 def handle(cluster: Cluster, event: Asked, now: float) -> Step:
@@ -23,6 +21,8 @@ def handle(cluster: Cluster, event: Asked, now: float) -> Step:
             return _drain(cluster, event)
         case ScaleAsked():
             return _scale(cluster, event, now)
+        case SwitchAsked():
+            return switching.switch(cluster, event.rank, event.role, now)
         case DeviceLost():
             return lose_device(cluster, event, now)
         case Stopping():
@@ -70,11 +70,12 @@ def return_device(cluster: Cluster, device: int) -> Step:
     if gone == cluster.goal.gone:
         return Step(f"device {device} is not gone")
     cluster.set_goal(gone=gone)
-    cluster.set_goal(away=devices_away(cluster.goal, cluster.capacity, cluster.quiet))
+    cluster.set_goal(away=devices_away(cluster.goal, cluster.capacity, cluster.quiet()))
     moving.replan(cluster)
     seats = [seat for seat in cluster.seats.values() if seat.goal.device == device and device not in cluster.goal.away]
-    starts = [provision(seat) for seat in seats if seat.state is WorkerState.GONE and not seat.is_retired]
-    return Step(f"device {device} is back: {len(starts)} workers start", tuple(starts))
+    empty = [seat for seat in seats if seat.state is WorkerState.GONE and not seat.is_retired]
+    starts = [effect for seat in empty for effect in switching.start_next(cluster, seat)]
+    return Step(f"device {device} is back: {len(empty)} workers start", tuple(starts))
 
 
 # -- more or fewer workers -----------------------------------------------------------------------
@@ -115,7 +116,7 @@ def end_scaling(cluster: Cluster) -> list[EndScaling]:
 
 
 def dismiss(cluster: Cluster) -> list[AskToLeave]:
-    """Ask workers to leave that should retire and are not needed any more."""
+    """Ask workers to leave that should retire or change their role, and are not needed any more."""
     if cluster.ending:
         return []
     seats = may_leave(cluster.goal, cluster.seats.values(), cluster.given_up)

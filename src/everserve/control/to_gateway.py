@@ -52,6 +52,7 @@ class GatewayEnd:
                 health=tables.health,
                 num_health_troubles=self._num_health_troubles,
                 moves=moves,
+                num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
             )
         )
 

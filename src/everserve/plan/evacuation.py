@@ -63,12 +63,14 @@ def why_needed(goal: Goal, capacity: Capacity, away: Collection[int]) -> str:
 
 def quiet_devices(goal: Goal, streams: Mapping[Rank, int]) -> set[int]:
     """Devices with little to do: at most one stream for each of their attention workers. Where there is none, because
-    expert workers serve the streams of all, for each attention worker of the instance."""
-    attention = [seat for seat in goal.seats if Role.ATTENTION in seat.roles and seat.wanted is Wanted.STAY]
+    expert workers serve the streams of all, for each attention worker of the instance. A device of whose workers one
+    was not counted is not quiet."""
+    present = [seat for seat in goal.seats if seat.wanted is Wanted.STAY and seat.device not in goal.absent]
+    attention = [seat for seat in present if Role.ATTENTION in seat.roles]
     found = set()
     for device in {seat.device for seat in goal.seats}:
         ranks = [s.rank for s in attention if s.device == device] or [s.rank for s in attention]
-        if sum(streams.get(rank, 0) for rank in ranks) <= len(ranks):
+        if all(rank in streams for rank in ranks) and sum(streams[rank] for rank in ranks) <= len(ranks):
             found.add(device)
     return found
 

@@ -10,9 +10,9 @@
                                    EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
-                                   DeviceAnswered, HealthAnswered, ScaleAnswered, EventHappened
+                                   DeviceAnswered, HealthAnswered, ScaleAnswered, SwitchAnswered, EventHappened
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LoseDevice, ReturnDevice,
-                                   SayHealth, StreamsCounted, ScaleCluster, LogSettled
+                                   SayHealth, ScaleCluster, SwitchWorker, StreamsReported, LogSettled
 
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
@@ -53,7 +53,7 @@ from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Memory
-from everserve.tables.outputs import EngineStats, ExpertStats, Output
+from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
@@ -264,7 +264,7 @@ class ClusterChanged(Message, frozen=True):
     members: Members
     conditions: Conditions
     degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
-    num_experts_without_place: int  # over all layers
+    num_experts_without_place: int  # over all layers, without masked ones
     expert_stats: dict[Rank, ExpertStats]
     num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
     num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
@@ -272,6 +272,7 @@ class ClusterChanged(Message, frozen=True):
     health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
     num_health_troubles: int = 0  # what a health source said that could not be read
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
+    num_masked_experts: int = 0  # over all layers
 
 
 class ExpertsChanged(Message, frozen=True):
@@ -348,6 +349,27 @@ class ScaleAnswered(Message, frozen=True):
     retired: list[Rank] = []
 
 
+class SwitchWorker(Message, frozen=True):
+    """Gateway to orchestrator: an operator wants the worker in this seat to have this role."""
+
+    id: str
+    rank: Rank
+    role: Role
+
+
+class SwitchAnswered(Message, frozen=True):
+    """Orchestrator to gateway: the role will change, or why it will not (`refused`)."""
+
+    id: str
+    refused: str = ""
+
+
+class StreamsReported(Message, frozen=True):
+    """Gateway to orchestrator, about once a second while something changes: what the attention workers have."""
+
+    loads: dict[Rank, AttentionLoad]
+
+
 class InjectFault(Message, frozen=True):
     """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
 
@@ -398,13 +420,6 @@ class HealthAnswered(Message, frozen=True):
     reason: str = ""
     done: str = ""
     refused: str = ""
-
-
-class StreamsCounted(Message, frozen=True):
-    """Gateway to orchestrator, while a device is to be drained when it is quiet: how many streams each attention worker
-    has."""
-
-    streams: dict[Rank, int]
 
 
 class FaultInjected(Message, frozen=True):
@@ -514,6 +529,7 @@ class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     incarnation: Incarnation
     pid: int
+    roles: tuple[Role, ...] = ()
 
 
 class AnchorAttached(Message, frozen=True):
@@ -720,6 +736,9 @@ AnyMessage = (
     | DrainAnswered
     | ScaleCluster
     | ScaleAnswered
+    | SwitchWorker
+    | SwitchAnswered
+    | StreamsReported
     | InjectFault
     | FaultInjected
     | LoseDevice
@@ -727,7 +746,6 @@ AnyMessage = (
     | DeviceAnswered
     | SayHealth
     | HealthAnswered
-    | StreamsCounted
     | Allocate
     | Allocated
     | AllocationFailed

@@ -23,6 +23,7 @@ from everserve.gateway.api import (
     openapi,
     pages,
     scaling,
+    switching,
     tokenize,
 )
 from everserve.gateway.api.exposition import Metrics
@@ -31,7 +32,7 @@ from everserve.gateway.http.errors import HttpError, from_exception
 from everserve.gateway.http.exchange import RequestIds
 from everserve.gateway.http.origins import AllowedHosts
 
-_MODULES = (completions, chat, models, tokenize, health, faults, drains, scaling, device_health, pages)
+_MODULES = (completions, chat, models, tokenize, health, faults, drains, scaling, switching, device_health, pages)
 
 
 def create_app(gateway: Gateway) -> FastAPI:

@@ -16,7 +16,7 @@ from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.health import DeviceHealth, Level
-from everserve.tables.ids import NO_DEVICE, Rank
+from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.slots import Fill
 from everserve.tables.validity import Conditions
@@ -43,6 +43,7 @@ class Cluster:
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
+        self.num_masked_experts = 0
         self.num_survivable_deaths: int | None = None  # None: there are no expert workers
         self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
@@ -66,6 +67,7 @@ class Cluster:
         self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
+        self.num_masked_experts = change.num_masked_experts
         self.num_survivable_deaths = change.num_survivable_deaths
         self._gone = change.gone
         self._health = {one.device: one for one in change.health}
@@ -96,9 +98,10 @@ class Cluster:
         workers = self.members.workers if self.members is not None else ()
         return next((worker for worker in workers if worker.rank == rank), None)
 
-    def is_member(self, rank: Rank) -> bool:
-        """False for a rank that has retired. Before the first table every rank may be one."""
-        return self.members is None or self.worker(rank) is not None
+    def has_streams(self, rank: Rank) -> bool:
+        """False for a rank that has retired or changed its role. Before the first table every rank may have some."""
+        worker = self.worker(rank)
+        return self.members is None or (worker is not None and Role.ATTENTION in worker.roles)
 
     def count_workers(self) -> Counter[tuple[str, str]]:
         """How many workers there are, by role and state."""
@@ -137,11 +140,6 @@ class Cluster:
     @property
     def num_health_troubles(self) -> int:
         return self._health_troubles.total
-
-    @property
-    def waits_for_quiet(self) -> bool:
-        """Whether a device is to be drained when it has little to do."""
-        return any(one.level is Level.DRAIN_WHEN_QUIET and one.note for one in self._health.values())
 
     def levels(self) -> dict[int, int]:
         """The health level of each device."""
