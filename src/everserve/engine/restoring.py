@@ -22,7 +22,7 @@ from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
-from everserve.kvlog.chains import chains as chains_of
+from everserve.kvlog.chains import marked_chains
 from everserve.kvlog.writer import Copy
 
 
@@ -108,7 +108,7 @@ class Restorer:
                 break
             max_tokens, room = max_tokens - num_tokens, room - num_blocks
             blocks = self._pool.allocate_many(num_blocks)
-            sources, chains = saved.blocks[:num_blocks], chains_of(tokens[:num_tokens])
+            sources, chains = saved.blocks[:num_blocks], marked_chains(tokens[:num_tokens], sequence.masked)
             copies[sequence.id] = Copy(saved.log, sources, num_tokens, chains, blocks)
         num_right = self._journal.writer.copy_in_many(list(copies.values()))
         for (id, copy), num in zip(copies.items(), num_right, strict=True):
