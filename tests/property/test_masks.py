@@ -33,14 +33,14 @@ steps = st.tuples(st.just("step"), st.integers(1, 6))
 masks = st.tuples(st.just("mask"), st.booleans())  # a new one, or none
 deaths = st.tuples(
     st.just("die"),
-    st.sampled_from(["same", "same", "none", "new"]),  # the mask that the next worker has
+    st.sampled_from(["same", "none", "new"]),  # the mask that the next worker has
     st.sampled_from([0, 0, 1, 3]),  # of each stream's last tokens, how many never arrive
 )
-others = st.one_of(st.tuples(st.just("abandon")), st.tuples(st.just("cancel"), st.integers(0, 6)), deaths)
+others = st.one_of(st.tuples(st.just("abandon")), st.tuples(st.just("cancel"), st.integers(0, 6)))
 lives = st.builds(
     lambda first, then: [*first, *then],
     st.lists(adds, min_size=1, max_size=4),
-    st.lists(st.one_of(adds, steps, steps, masks, masks, others), min_size=1, max_size=16),
+    st.lists(st.one_of(adds, steps, steps, masks, masks, deaths, others), min_size=4, max_size=16),
 )
 configs = st.fixed_dictionaries(
     {
