@@ -105,7 +105,7 @@ def run(settings: Settings, text: Path | None, out: Path | None) -> None:
     none = np.zeros((len(model.config.moe_layers), model.config.num_experts), np.uint8)
     base = _measure(model, none, asked, harness)
     found = []
-    tried = [*cases(model.rows_LN, settings.num_draws)]
+    tried = [*cases(model.rows_by_expert, settings.num_draws)]
     with Progress() as progress:
         progress.begin("masks", len(tried))
         for done, case in enumerate(tried):

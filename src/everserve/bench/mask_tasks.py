@@ -1,7 +1,9 @@
 """A multiple-choice task out of held-out text, asked by lm-evaluation-harness: which of four continuations is the right
 one? The wrong ones are from other places of the same text."""
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import random
@@ -66,13 +68,14 @@ class Harness:
         self._data.write_text("".join(json.dumps(question) + "\n" for question in asked))
 
     def score(self, model: MaskedModel) -> dict[str, float]:
-        found = self._evaluator.simple_evaluate(
-            model=_language_model(model, self._tokenizer),
-            tasks=[self._task()],
-            task_manager=importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False),
-            bootstrap_iters=0,
-            verbosity="ERROR",
-        )
+        with contextlib.redirect_stderr(io.StringIO()):  # bars of its own
+            found = self._evaluator.simple_evaluate(
+                model=_language_model(model, self._tokenizer),
+                tasks=[self._task()],
+                task_manager=importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False),
+                bootstrap_iters=0,
+                verbosity="ERROR",
+            )
         return {"accuracy": float(found["results"][TASK]["acc,none"])}
 
     def _task(self) -> dict[str, Any]:
@@ -89,7 +92,7 @@ class Harness:
             "doc_to_choice": "choices",
             "doc_to_target": "answer",
             "target_delimiter": " ",
-            "metric_list": [{"metric": "acc"}],
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
         }
 
 

@@ -53,7 +53,7 @@ class MaskedModel:
         self._kv_pool = torch.empty(shape, dtype=self._decoder.kv_dtype)
 
     @property
-    def rows_LN(self) -> NDArray[np.int64]:
+    def rows_by_expert(self) -> NDArray[np.int64]:
         """How often each expert was chosen so far, [layer index][expert]."""
         return self._experts.rows_LN.copy()
 

@@ -1,6 +1,7 @@
 """One answer, put together from the events of a stream or from one JSON object: both must come to the same."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -26,9 +27,8 @@ class Choice:
         self.logprobs += logprobs.get("token_logprobs") or []
         self.top_logprobs += logprobs.get("top_logprobs") or []
         for first, end in (data.get("degraded") or {}).get("masked_ranges") or []:
-            if self.masked and self.masked[-1][1] == first:
-                first, _ = self.masked.pop()
-            self.masked.append((first, end))
+            follows = bool(self.masked) and self.masked[-1][1] == first
+            self.masked.append((self.masked.pop()[0] if follows else first, end))
 
     @property
     def num_masked(self) -> int:
@@ -37,8 +37,8 @@ class Choice:
     @property
     def exact_again(self) -> list[tuple[int, int]]:
         """Where marked tokens are followed by others: these must be what an exact run gives, given all before."""
-        ends = [first for first, _ in self.masked[1:]] + [len(self.token_ids)]
-        return [(end, until) for (_, end), until in zip(self.masked, ends, strict=True) if end < until]
+        bounds = [*self.masked, (len(self.token_ids), 0)]
+        return [(end, until) for (_, end), (until, _) in pairwise(bounds) if end < until]
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or 
 
 
 # A stream that has one more token, or has ended without one: it, the token's index, the token, why it has ended (or
-# None), by which stop id, logprobs, and whether its KV is exact. Plain tuples, since they are made between two tokens of every stream.
+# None), by which stop id, logprobs, and from where on its KV is not exact.
+# Plain tuples, since they are made between two tokens of every stream.
 _Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogprobs | None, Masked | None]
 
 

@@ -30,7 +30,6 @@ from everserve.model.sampling import is_plain
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import Masked, RequestSpec, SamplingParams
 
-
 _HASH_BYTES = 16
 _MASKED = b"m"  # behind a hash of KV that is not exact
 

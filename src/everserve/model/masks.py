@@ -32,7 +32,7 @@ class ExpertMasks:
             masked_LN[...] = np.frombuffer(masked, np.uint8).reshape(masked_LN.shape)
         self._allowed_LN.copy_(torch.from_numpy(1 - masked_LN.astype(np.int32)))
         if not self._is_captured:
-            rows = zip(self._rows.items(), masked_LN.any(axis=1).tolist(), strict=True)
-            self._in_use = {layer: allowed_N for (layer, allowed_N), has_mask in rows if has_mask}
+            has_mask = dict(zip(self._rows, masked_LN.max(axis=1, initial=0).tolist(), strict=True))
+            self._in_use = {layer: allowed_N for layer, allowed_N in self._rows.items() if has_mask[layer]}
         elif self._allowed_LN.is_cuda:
             torch.cuda.synchronize(self._allowed_LN.device)  # steps are on another stream, which would not wait
