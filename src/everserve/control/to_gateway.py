@@ -49,6 +49,7 @@ class GatewayEnd:
                 num_survivable_deaths=tables.routes.num_survivable if tables.routes is not None else None,
                 gone=tables.gone,
                 moves=moves,
+                num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
             )
         )
 

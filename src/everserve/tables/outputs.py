@@ -60,6 +60,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_unmasked_tokens: int = 0  # whose KV was dropped when a mask was lifted, to be computed again exactly
 
 
+class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What an attention worker has, as far as the gateway knows."""
+
+    num_streams: int
+    num_used_blocks: int  # of its KV pool, by live streams
+    num_free_blocks: int
+
+
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An expert worker's counters since its start."""
 

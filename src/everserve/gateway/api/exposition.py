@@ -188,7 +188,12 @@ class Metrics(Collector):
         )
         if (num_left := self._gateway.cluster.num_survivable_deaths) is not None:
             survivable.add_metric([], num_left)
-        yield from (restarts, slots, survivable)
+        masked = GaugeMetricFamily(
+            "everserve_degraded_experts",
+            "Experts that are masked, over all layers: tokens are computed without them.",
+            value=self._gateway.cluster.num_masked_experts,
+        )
+        yield from (restarts, slots, survivable, masked)
 
     def _survival(self) -> Iterator[Metric]:
         yield from self._losses()

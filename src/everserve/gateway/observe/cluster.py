@@ -41,6 +41,7 @@ class Cluster:
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
+        self.num_masked_experts = 0
         self.num_survivable_deaths: int | None = None  # None: there are no expert workers
         self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
@@ -64,6 +65,7 @@ class Cluster:
         self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
+        self.num_masked_experts = change.num_masked_experts
         self.num_survivable_deaths = change.num_survivable_deaths
         self._gone = change.gone
         self.moves = change.moves
