@@ -28,7 +28,7 @@ def load(num_questions: int, texts: Sequence[str], tokenizer: Tokenizer) -> "Har
     if not num_questions:
         return None
     try:
-        evaluator: Any = importlib.import_module("lm_eval")
+        evaluator: Any = importlib.import_module("lm_eval.evaluator")
     except ImportError:
         print("lm-eval is not installed: no task, only perplexity")
         return None
@@ -66,15 +66,14 @@ class Harness:
         self._directory = tempfile.TemporaryDirectory(prefix="everserve-bench-mask-")
         self._data = Path(self._directory.name) / "questions.jsonl"
         self._data.write_text("".join(json.dumps(question) + "\n" for question in asked))
+        tasks: Any = importlib.import_module("lm_eval.tasks")
+        with contextlib.redirect_stderr(io.StringIO()):  # bars of its own
+            self._tasks = tasks.get_task_dict([self._task()], tasks.TaskManager(include_defaults=False))
 
     def score(self, model: MaskedModel) -> dict[str, float]:
-        with contextlib.redirect_stderr(io.StringIO()):  # bars of its own
-            found = self._evaluator.simple_evaluate(
-                model=_language_model(model, self._tokenizer),
-                tasks=[self._task()],
-                task_manager=importlib.import_module("lm_eval.tasks").TaskManager(include_defaults=False),
-                bootstrap_iters=0,
-                verbosity="ERROR",
+        with contextlib.redirect_stderr(io.StringIO()):
+            found = self._evaluator.evaluate(
+                lm=_language_model(model, self._tokenizer), task_dict=self._tasks, bootstrap_iters=0
             )
         return {"accuracy": float(found["results"][TASK]["acc,none"])}
 
