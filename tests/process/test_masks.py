@@ -45,36 +45,40 @@ async def under_load(server, act: Callable[[], object]) -> Clients:
     return clients
 
 
-def test_masked_until_the_experts_are_back(start_server):
+def lose_and_bring_back(server) -> None:
     """Twice; the second time an attention worker dies while experts are masked, and others continue its streams."""
+
+    def num_masked() -> float:
+        return c.metric(server, "everserve_masked_tokens_total")
+
+    def goes_on_exactly() -> None:
+        c.wait_until(lambda: c.is_whole(server), 60, "full strength")
+        began = c.metric(server, "vllm:generation_tokens_total")
+        c.wait_until(lambda: c.metric(server, "vllm:generation_tokens_total") > began + 200, 60, "exact tokens")
+
+    expert = c.Fault(server, 3, signal.SIGKILL)
+    expert()
+    c.wait_until(lambda: num_masked() > 0, what="a masked token")
+    expert.assert_landed()
+    goes_on_exactly()
+    assert c.metric(server, "everserve_unmasked_tokens_total") > 0, "KV was computed again"
+    before = num_masked()
+    expert, attention = (c.Fault(server, rank, signal.SIGKILL) for rank in (2, 0))
+    expert()
+    c.wait_until(lambda: num_masked() > before, what="a masked token")
+    attention()
+    expert.assert_landed()
+    attention.assert_landed()
+    goes_on_exactly()
+
+
+def check_masks(server) -> None:
+    tally = asyncio.run(under_load(server, lambda: lose_and_bring_back(server))).tally
+    assert tally.num_masked > 0 and tally.continuations, "streams were masked, and went on afterwards"
+    assert c.metric(server, "everserve_stream_divergences_total") == 0
+    assert "Traceback" not in server.log_text(), server.log_text()
+
+
+def test_masked_until_the_experts_are_back(start_server):
     with start_server(*FLAGS, *MASK, *c.PATIENT) as server:
-
-        def num_masked() -> float:
-            return c.metric(server, "everserve_masked_tokens_total")
-
-        def goes_on_exactly() -> None:
-            before = c.metric(server, "everserve_unmasked_tokens_total")
-            c.wait_whole(server)
-            c.wait_until(lambda: c.metric(server, "everserve_unmasked_tokens_total") > before or before, what="a lift")
-            began = c.metric(server, "vllm:generation_tokens_total")
-            c.wait_until(lambda: c.metric(server, "vllm:generation_tokens_total") > began + 200, what="exact tokens")
-
-        def act() -> None:
-            expert = c.Fault(server, 3, signal.SIGKILL)
-            expert()
-            c.wait_until(lambda: num_masked() > 0, what="a masked token")
-            expert.assert_landed()
-            goes_on_exactly()
-            before = num_masked()
-            expert, attention = (c.Fault(server, rank, signal.SIGKILL) for rank in (2, 0))
-            expert()
-            c.wait_until(lambda: num_masked() > before, what="a masked token")
-            attention()
-            expert.assert_landed()
-            attention.assert_landed()
-            goes_on_exactly()
-
-        tally = asyncio.run(under_load(server, act)).tally
-        assert tally.num_masked > 0 and tally.continuations, "streams were masked, and went on afterwards"
-        assert c.metric(server, "everserve_stream_divergences_total") == 0
-        assert "Traceback" not in server.log_text(), server.log_text()
+        check_masks(server)

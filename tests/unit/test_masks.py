@@ -127,18 +127,18 @@ def test_blocks_are_shared_under_the_same_mask(first: int, then: int, num_shared
 
 
 @pytest.mark.parametrize(
-    ("heir_mask", "label", "num_restored"),
+    ("heir_mask", "label", "num_restored", "num_broken"),
     [
-        (1, Masked(12, 1), 16),  # under the same mask, and told: all of it
-        (2, Masked(12, 1), 16),  # under another one: neither is exact
-        (1, None, 12),  # not told: what is exact
-        (0, Masked(12, 1), 12),
-        (0, None, 12),
-        (1, Masked(12, 7), 12),  # another mask than that of the log
-        (1, Masked(8, 1), 8),  # another position
+        (1, Masked(12, 1), 16, 0),  # under the same mask, and told: all of it
+        (2, Masked(12, 1), 16, 0),  # under another one: neither is exact
+        (1, None, 12, 4),  # not told: what is exact
+        (0, Masked(12, 1), 12, 0),  # told that the rest is of no use
+        (0, None, 12, 4),
+        (1, Masked(12, 7), 12, 4),  # another mask than that of the log
+        (1, Masked(8, 1), 8, 8),  # another position
     ],
 )
-def test_what_a_log_certifies(heir_mask: int, label: Masked | None, num_restored: int):
+def test_what_a_log_certifies(heir_mask: int, label: Masked | None, num_restored: int, num_broken: int):
     config = make_config(num_blocks=64)
     old, new = LoggedToy(config, False), LoggedToy(config, False)
     request = spec("a", PROMPT, max_tokens=12)
@@ -150,7 +150,7 @@ def test_what_a_log_certifies(heir_mask: int, label: Masked | None, num_restored
     resumed = msgspec.structs.replace(request, known=tokens(outputs), masked=label)
     new.engine.add(resumed, new.find(old.log, "a"))
     (restored,) = new.engine.step().restored
-    assert restored.num_restored == num_restored
+    assert (restored.num_restored, new.engine.stats().num_broken_tokens) == (num_restored, num_broken)
     new.engine.log_step()
     new.engine.check()
     new.engine.use_mask(0)

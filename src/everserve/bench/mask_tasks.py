@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from everserve.bench.masked_model import MaskedModel
 
 TASK = "everserve_held_out"
-_CONTEXT, _ENDING = 48, 16  # words
+_CONTEXT, _ENDING = 24, 8  # words
 _NUM_CHOICES = 4
 
 

@@ -268,6 +268,7 @@ class ExpertView(msgspec.Struct, kw_only=True):
     load: float  # rows per second, lately
     places: list[ExpertPlaceView]  # active ones first
     moving: bool  # it is being loaded into another slot
+    masked: bool  # streams go on without it
 
 
 class LayerView(msgspec.Struct, kw_only=True):
@@ -299,6 +300,7 @@ class ExpertsMapView(msgspec.Struct, kw_only=True):
     places: list[list[int]]  # how many
     active: list[list[int]]  # how many of them are active
     moving: list[tuple[int, int]]  # index of the layer, expert
+    masked: list[tuple[int, int]]  # likewise
     imbalance: ImbalanceView
 
 
