@@ -233,7 +233,7 @@ class Seat:
     def worker(self) -> Worker:
         """The seat as the members table shows it."""
         note = self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s"
-        if self.goal.wanted is not Wanted.STAY and self.state is not WorkerState.LEAVING:
+        if self.goal.wanted is not Wanted.STAY and self.state not in (WorkerState.LEAVING, WorkerState.GONE):
             becomes = "retires" if self.goal.wanted is Wanted.RETIRE else f"becomes an {self.goal.next_role} worker"
             note = f"{becomes}: leaves when other workers have taken over its work"
         return Worker(

@@ -67,7 +67,7 @@ class Metrics(Collector):
         fleet = self._gateway.fleet
         engines = {str(rank): engine for rank, engine in fleet.engines.items()}
         stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
-        present = [str(rank) for rank in fleet.engines if self._gateway.cluster.is_member(rank)]
+        present = [str(rank) for rank in fleet.engines if self._gateway.cluster.has_streams(rank)]
         for field, name, text in _ENGINE_GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
             for rank in present:
