@@ -1,7 +1,8 @@
 """A model whose next token is a hash of every token before it, read back through the block tables.
 
-It computes nothing, but it notices everything: a wrong block, slot, position or reused block changes the stream. Its KV
-pool is shaped like a real one, so that it can be logged, and lie in a log.
+It computes nothing, but it notices everything: a wrong block, slot, position or reused block changes the stream, and so
+does KV that was computed under a mask. Its KV pool is shaped like a real one, so that it can be logged, and lie in a
+log.
 """
 
 import ctypes
@@ -42,8 +43,12 @@ class ToyModel:
         shape = (num_blocks, NUM_LAYERS, NUM_PLANES, block_size)
         self.pool = np.full(shape, -1, np.int64) if memory is None else np.frombuffer(memory, np.int64).reshape(shape)
         self.fail_next = False
+        self.mask = 0
         self.on_write: Callable[[], None] = lambda: None  # called again and again while a step writes KV
         self.meanwhile: Callable[[int], None] = lambda layer: None  # called when a layer is written
+
+    def use_mask(self, masked: bytes) -> None:
+        self.mask = int.from_bytes(masked, "little")
 
     def __call__(self, batch: StepBatch) -> torch.Tensor:
         self._write(batch)
@@ -62,7 +67,7 @@ class ToyModel:
 
     def _write(self, batch: StepBatch) -> None:
         blocks, slots = np.divmod(batch.kv_slots_T.numpy(), self.block_size)
-        tokens, half = batch.tokens_T.numpy(), len(blocks) // 2
+        tokens, half = batch.tokens_T.numpy() + VOCAB * self.mask, len(blocks) // 2
         for layer in range(NUM_LAYERS):
             for rows in (slice(half), slice(half, None)):
                 for plane in range(NUM_PLANES):
@@ -123,7 +128,9 @@ def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) 
     model = ToyModel(num_blocks, block_size)
     config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
     return Engine(
-        *config, ReferenceOps(), EagerForward(lambda batch, experts: model(batch), torch.device("cpu"))
+        *config,
+        ReferenceOps(),
+        EagerForward(lambda batch, experts: model(batch), torch.device("cpu"), use_mask=model.use_mask),
     ), model
 
 
@@ -151,7 +158,7 @@ class LoggedToy:
         self.engine = Engine(
             *config,
             ReferenceOps(),
-            EagerForward(lambda batch, experts: self.model(batch), torch.device("cpu")),
+            EagerForward(lambda batch, experts: self.model(batch), torch.device("cpu"), use_mask=self.model.use_mask),
             journal=self.journal,
         )
 
@@ -182,6 +189,11 @@ class LoggedToy:
         self.model.pool = np.empty(0, np.int64)
         self.log.close()
         os.close(self.memory)
+
+
+def mask(mask_id: int) -> tuple[int, bytes]:
+    """For `Engine.use_mask`: a mask that changes what the toy computes."""
+    return mask_id, mask_id.to_bytes(4, "little") if mask_id else b""
 
 
 def spec(id: str, prompt: list[int], max_tokens: int = 8, **params: object) -> RequestSpec:

@@ -50,6 +50,27 @@ def test_what_is_not_allowed_is_as_if_it_were_not_there(stop):
     assert (weights - some_weights).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("masked", [[1, 4, 5], [0], [*range(1, 14)], [*range(14)]])
+def test_a_mask_is_a_router_that_gives_no_chance(stop, renormalise, masked):
+    """The same bits. The table of a layer may begin at any word."""
+    logits, num_left = torch.randn(7, 14) * 3, min(4, 14 - len(masked))
+    tables = torch.ones(3, 14, dtype=torch.int32)
+    tables[1, masked] = 0
+    ids, weights = run(stop, logits, 4, renormalise, allowed=tables[1].tolist())
+    again = route(
+        Sums(logits.to(stop.device)), torch.zeros(7, dtype=torch.int32, device=stop.device),
+        tables.to(stop.device)[1], 4, renormalise, stop,
+    )  # fmt: skip
+    assert torch.equal(again[0].cpu(), ids) and torch.equal(again[1].cpu(), weights)
+    logits[:, masked] = -1e30
+    expected_ids, expected = run(stop, logits, 4, renormalise)
+    assert torch.equal(ids[:, :num_left], expected_ids[:, :num_left])
+    assert (ids[:, num_left:] == -1).all() and (weights[:, num_left:] == 0).all()
+    if num_left:
+        assert torch.equal(weights, expected)
+
+
 def test_fewer_experts_than_wanted(stop):
     ids, weights = run(stop, torch.randn(2, 5), 3, allowed=[0, 0, 0, 1, 0])
     assert ids.tolist() == [[3, -1, -1]] * 2 and weights.tolist() == [[1.0, 0.0, 0.0]] * 2

@@ -28,7 +28,7 @@ from everserve.kvlog.log import Log
 from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import words_address
 from tests.kernels.test_kvlog_writer import Late
-from tests.property import test_restore
+from tests.property import test_masks, test_restore
 from tests.toy import LoggedToy, StepAbandoned, ToyConfig, make_config, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
@@ -223,5 +223,18 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
     @given(test_restore.rounds, test_restore.configs, st.booleans())
     def run(rounds: list, config: ToyConfig, two: bool) -> None:
         inner(rounds, config, is_in_place, two)
+
+    run()
+
+
+@pytest.mark.parametrize("is_in_place", [False, True], ids=["mirror", "anchor"])
+def test_masks_come_and_go(stand_ins, is_in_place):
+    """Also while what the last step has computed is not in the log yet (tests/property/test_masks.py)."""
+    stand_ins(is_in_place)
+
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(test_masks.lives, test_masks.configs, st.booleans())
+    def run(life: list, config: ToyConfig, is_late: bool) -> None:
+        test_masks.check_life(test_masks.World(config, is_in_place, is_late), life)
 
     run()

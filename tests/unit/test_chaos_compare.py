@@ -8,7 +8,8 @@ import pytest
 
 from everserve.chaos.answers import Answer, Choice, Usage
 from everserve.chaos.compare import Kind, classify, compare, first_difference
-from everserve.chaos.requests import make_catalogue
+from everserve.chaos.continuations import can_ask, continuations
+from everserve.chaos.requests import Request, make_catalogue
 from everserve.gateway.http.requests import CompletionRequest
 
 TOKENS = [5, 6, 7, 7, 8]
@@ -171,3 +172,55 @@ def test_the_catalogue_is_servable_and_mixed(max_model_len):
     if max_model_len == 4096:
         assert max(len(body["prompt"]) for body in bodies) > 700
         assert max(body["max_tokens"] for body in bodies) > 200
+
+
+# -- masks ---------------------------------------------------------------------------------------
+
+
+def test_only_what_comes_before_a_mask_is_compared_with_the_expected_answer():
+    wrong_after = answer([5, 6, 1, 2], masked=[(2, 4)], finish_reason="stop", text="?")
+    wrong_after.usage = Usage(3, 4, 7)
+    assert compare(wrong_after, answer()) == []
+    wrong_before = answer([5, 9, 1, 2], masked=[(2, 4)])
+    (found,) = compare(wrong_before, answer())
+    assert (found.kind, found.index) == (Kind.DIVERGENCE, 1)
+    assert compare(answer([1, 2], masked=[(0, 2)]), answer()) == []
+    other_numbers = scored([-1.0, -9.0], [{"a": -1.0}, {}])
+    right = scored([-1.0, -2.0], [{"a": -1.0}, {"b": -0.5}])
+    other_numbers.choices[0].masked = [(1, 2)]
+    assert compare(other_numbers, right) == []
+    other_numbers.choices[0].masked = []
+    assert [found.kind for found in compare(other_numbers, right)] == [Kind.LOGPROBS]
+
+
+def test_marks_of_events_and_of_whole_answers_are_the_same():
+    streamed, whole = Choice(), Choice()
+    for i, is_masked in enumerate([False, True, True, False, True, False]):
+        marks = {"degraded": {"masked_ranges": [[i, i + 1]]}} if is_masked else {}
+        streamed.add({"token_ids": [i], "text": "x", **marks})
+    whole.add({"token_ids": [*range(6)], "text": "x" * 6, "degraded": {"masked_ranges": [[1, 3], [4, 5]]}})
+    assert streamed == whole and whole.masked == [(1, 3), (4, 5)] and whole.num_masked == 3
+    assert whole.exact_again == [(3, 4), (5, 6)]
+    assert Choice(token_ids=[1, 2], masked=[(0, 2)]).exact_again == []
+
+
+def test_a_continuation_is_asked_for_with_the_tokens_before_it():
+    body = {
+        "model": "m",
+        "prompt": [7, 8],
+        "max_tokens": 9,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "n": 1,
+        "stop": ["x"],
+    }
+    request = Request(3, body)
+    (found,) = continuations(request, answer([1, 2, 3, 4], masked=[(1, 2)]), "here")
+    assert found.tokens == (3, 4) and "token 2" in found.where
+    assert found.request.body == {
+        "model": "m", "prompt": [7, 8, 1, 2], "max_tokens": 2, "temperature": 0.0, "ignore_eos": True,
+    }  # fmt: skip
+    assert can_ask(request)
+    assert not can_ask(Request(0, body | {"temperature": 0.7})) and not can_ask(
+        Request(0, body | {"presence_penalty": 1})
+    )

@@ -11,7 +11,7 @@ from everserve.wire.messages import ExpertsChanged
 from tests.unit.gateway_toy import member, toy_server, until
 
 PLACES = [[(Rank(4), SlotId(0)), (Rank(5), SlotId(1))], [(Rank(5), SlotId(0))]]
-ROUTES = Routes.of(Epoch(3), [PLACES, [[], PLACES[1]]], [[2, 1], [1, 1]])
+ROUTES = Routes.of(Epoch(3), [PLACES, [[], PLACES[1]]], [[2, 1], [1, 1]]).with_mask([(1, 0)], mask_id=1)
 
 
 def change(*load: float, routes: Routes | None = ROUTES, ratio: float = 1.25) -> ExpertsChanged:
@@ -36,15 +36,15 @@ def test_load_and_places() -> None:
                     {
                         "layer": 0,
                         "experts": [
-                            {"expert": 0, "load": 8.0, "places": [first, second], "moving": False},
-                            {"expert": 1, "load": 2.0, "places": shadowless, "moving": False},
+                            {"expert": 0, "load": 8.0, "places": [first, second], "moving": False, "masked": False},
+                            {"expert": 1, "load": 2.0, "places": shadowless, "moving": False, "masked": False},
                         ],
                     },
                     {
                         "layer": 2,
                         "experts": [
-                            {"expert": 0, "load": 0.0, "places": [], "moving": True},
-                            {"expert": 1, "load": 5.0, "places": shadowless, "moving": False},
+                            {"expert": 0, "load": 0.0, "places": [], "moving": True, "masked": True},
+                            {"expert": 1, "load": 5.0, "places": shadowless, "moving": False, "masked": False},
                         ],
                     },
                 ],
@@ -56,7 +56,7 @@ def test_load_and_places() -> None:
             compact = (await server.request("GET", "/cluster/experts?form=map")).json
             assert compact["load"] == [[8.0, 2.0], [0.0, 5.0]] and compact["layers"] == [0, 2]
             assert compact["places"] == [[2, 1], [0, 1]] and compact["active"] == [[2, 1], [1, 1]]
-            assert compact["moving"] == [[1, 0]]
+            assert compact["moving"] == compact["masked"] == [[1, 0]]
             metrics = (await server.request("GET", "/metrics")).body.decode()
             assert "everserve_expert_load_max_over_mean 1.25" in metrics
 

@@ -40,6 +40,8 @@ EXPECTED = {
     "everserve_kv_log_lag_tokens": "gauge",
     "everserve_tokens_restored": "counter",
     "everserve_log_broken_tokens": "counter",
+    "everserve_masked_tokens": "counter",
+    "everserve_unmasked_tokens": "counter",
     "everserve_streams_moved": "counter",
     "everserve_stream_divergences": "counter",
     "everserve_client_resumes": "counter",
@@ -109,6 +111,8 @@ def test_what_losing_a_worker_has_cost() -> None:
                 num_stale=7,
                 num_restored_tokens=9,
                 num_broken_tokens=3,
+                num_masked_tokens=12,
+                num_unmasked_tokens=17,
                 log_lag_tokens=2,
             )
             second.send(Output(id=id, index=0, token=51), Output(id=id, index=1, token=50), stats=stats)
@@ -133,6 +137,8 @@ def test_what_losing_a_worker_has_cost() -> None:
             "everserve_streams_moved_total 0.0",
             "everserve_tokens_restored_total 9.0",
             "everserve_log_broken_tokens_total 3.0",
+            "everserve_masked_tokens_total 12.0",
+            "everserve_unmasked_tokens_total 17.0",
             "everserve_kv_log_lag_tokens 2.0",
             "everserve_epoch 2.0",
             "everserve_validity_violations 1.0",

@@ -16,7 +16,7 @@ from torch import Tensor
 from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.model.batch import StepBatch
-from everserve.model.ops import RowIndices, RowMemory
+from everserve.model.ops import NO_EXPERT, RowIndices, RowMemory
 from everserve.model.rope import Rotation
 from everserve.native import BuildError, library
 
@@ -169,6 +169,37 @@ def test_route_of_nan_names_real_experts(ops):
     assert len({*ids[0].tolist()} & {*range(6)}) == 3 and weights.isnan().all()
 
 
+@pytest.mark.parametrize("ops_", [native.NativeOps(2), ReferenceOps(batch_invariant=True)], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("masked", [[], [0], [1, 4, 5], [*range(1, 14)], [*range(14)]])
+def test_a_mask_is_a_router_that_gives_no_chance(ops_, renormalise, masked):
+    """The same bits; but where fewer than K are left, no expert is named, and none is asked."""
+    num_experts, top_k = 14, 4
+    x, router = torch.randn(30, 33), torch.randn(num_experts, 33)
+    x[:, -1], router[:, -1] = 1.0, 0.0
+    allowed = torch.ones(num_experts, dtype=torch.int32)
+    allowed[masked] = 0
+    ids, weights = ops_.route(x, router, top_k, renormalise, allowed)
+    router[masked] = 0.0
+    router[masked, -1] = -1e30
+    expected_ids, expected = ops_.route(x, router, top_k, renormalise)
+    num_left = min(top_k, num_experts - len(masked))
+    assert torch.equal(ids[:, :num_left], expected_ids[:, :num_left])
+    assert (ids[:, num_left:] == NO_EXPERT).all() and (weights[:, num_left:] == 0).all()
+    if num_left:
+        assert torch.equal(weights, expected)
+
+
+def test_rows_without_an_expert_are_zeros(ops):
+    slots, _ = experts(3, 16, 16, torch.float32)
+    x, token = torch.randn(2, 16), torch.tensor([0, 1, 1], dtype=torch.int32)
+    y = ops.expert_rows(x, token, torch.tensor([2, NO_EXPERT, 0], dtype=torch.int32), slots)
+    both = ops.expert_rows(x, token[[0, 2]], torch.tensor([2, 0], dtype=torch.int32), slots)
+    assert torch.equal(y[[0, 2]], both) and not y[1].any()
+    nothing = ops.expert_rows(x, token, torch.full((3,), NO_EXPERT, dtype=torch.int32), slots)
+    assert not nothing.any()
+
+
 # experts
 
 
@@ -236,7 +267,7 @@ def test_empty_and_unknown_slots_are_refused(ops):
     x, token = torch.randn(2, 16), torch.tensor([0, 1], dtype=torch.int32)
     with pytest.raises(LookupError, match="row 1: expert slot 1 is empty"):
         ops.expert_rows(x, token, torch.tensor([0, 1], dtype=torch.int32), slots)
-    for slot in (3, -1):
+    for slot in (3, -2):
         with pytest.raises(IndexError, match=f"row 0: expert slot {slot} of 3"):
             ops.expert_rows(x, token, torch.tensor([slot, 0], dtype=torch.int32), slots)
     with pytest.raises(IndexError, match="row 0: token 2 of 2"):

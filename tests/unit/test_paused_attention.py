@@ -27,12 +27,20 @@ class _Engine:
 
     def __init__(self, in_the_middle: list[Callable[[], None]]) -> None:
         self._in_the_middle = iter(in_the_middle)
+        self.mask_id = 0
+        self.began_under: list[int] = []  # the masks of its steps
+
+    def use_mask(self, mask_id: int, masked: bytes) -> None:
+        assert masked == bytes([mask_id])
+        self.mask_id = mask_id
 
     def step(self, meanwhile: Callable[[], None]) -> Any:
         happens = next(self._in_the_middle, None)
         if happens is None:
             raise _Over
+        self.began_under.append(self.mask_id)
         happens()
+        assert self.mask_id == self.began_under[-1], "a step runs under one mask"
         raise StepAbandoned(2, (5,))
 
 
@@ -43,8 +51,12 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
     orchestrator, control, _lifeline, our_lifeline, _gateway, our_gateway = (
         Channel(end) for _ in range(3) for end in Channel.pair()
     )
-    peers = SimpleNamespace(epoch=3)
-    engine = _Engine([lambda: setattr(peers, "epoch", 7), lambda: setattr(peers, "epoch", 8)])
+    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"")
+
+    def use(epoch: int, mask_id: int) -> None:
+        peers.epoch, peers.mask_id, peers.masked = epoch, mask_id, bytes([mask_id])
+
+    engine = _Engine([lambda: use(7, 1), lambda: use(8, 1), lambda: use(9, 2)])
     around = SimpleNamespace(
         start=SimpleNamespace(rank=0),
         control=ControlEnd(control, our_lifeline),
@@ -56,4 +68,5 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
     parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=False)
     with pytest.raises(_Over):
         AttentionLoop(around, parts, our_gateway).run()
-    assert [*orchestrator.receive_all()] == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8)]
+    assert [*orchestrator.receive_all()] == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8, 9)]
+    assert engine.began_under == [0, 1, 1], "a mask is used from the next step on, without a message in between"

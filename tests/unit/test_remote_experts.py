@@ -14,6 +14,7 @@ from everserve.control import events
 from everserve.control.effects import Lost
 from everserve.control.machine import Machine, Policy
 from everserve.errors import StepAbandoned
+from everserve.model.ops import NO_EXPERT
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
 from tests.held_slots import goal_of
@@ -219,6 +220,25 @@ def test_both_boxes_busy(make):
     assert cluster.members[Rank(2)].num_requests == 3 and cluster.suspected == []
     cluster.check(MOE_LAYERS[1])
     assert cluster.peers.num_stale == 2, "both came in the end, and neither was used"
+
+
+# masked experts
+
+
+@pytest.mark.parametrize("fault", [None, Fault.DIE_BEFORE_ANSWER, Fault.REFUSE])
+@pytest.mark.parametrize("num_left", [2, 1, 0])
+def test_what_is_masked_needs_no_place(make, fault, num_left):
+    """Fewer experts are left than a row wants: nothing is sent for the rest, whatever else happens to the layer."""
+    places = {rank: [expert for expert in (2, 5) if expert < 5 or num_left > 1] for rank in (1, 2)}
+    cluster = make(places, {2: {1: fault}} if fault else None)
+    rows = Rows(9, seed=1)
+    rows.ids_TK[:] = torch.tensor([2, 5, NO_EXPERT] if num_left == 2 else [2, NO_EXPERT, NO_EXPERT])
+    if num_left == 0:
+        rows.ids_TK[:] = NO_EXPERT
+    rows.weights_TK[rows.ids_TK == NO_EXPERT] = 0.0
+    expected = rows.through(cluster.local, LAYER)
+    assert torch.equal(rows.through(cluster.expert_io, LAYER), expected)
+    assert torch.equal(expected, rows.residual_TD) == (num_left == 0)
 
 
 # no place

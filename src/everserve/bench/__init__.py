@@ -10,6 +10,7 @@ overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails?
 balance.py   what does moving experts by their load give under skewed traffic, next to not moving them?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
+mask.py      what do answers lose while experts are masked, next to none? (mask_tasks.py: asked by lm-eval)
 
 kill.py      one worker is killed under load (instance.py: the server that it belongs to; restart.py: everything is)
 lose.py      devices are lost under load (repair_cases.py: how many, how, and with how many shadow experts)
@@ -18,11 +19,12 @@ baseline.py  transformers, measured in a process of its own
 shapes.py    model directories with random weights, of any shape (device_shapes.py: as large as a GPU is for)
 variants.py  variants of one server, side by side or one after the other (slices.py: one of them, under load)
 restore_stage.py  workers that lose a stream and go on with it, in one process (restore_cpu.py, restore_gpu.py)
+masked_model.py  the bundled model in this process, with a mask (held_out.py: text that it was not trained on)
 load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time
 incident.py  one killed worker, told from the typed events (repaired.py: lost devices)
 analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
 report.py    where and with what it ran; tables and files (show.py: the tables of earlier results once more)
 decode_report.py, failover_report.py, repair_report.py, scaling_report.py, scale_report.py, overhead_report.py,
-restore_report.py, balance_report.py, plot.py   summaries, tables, pictures
+restore_report.py, balance_report.py, mask_report.py, plot.py   summaries, tables, pictures
 """

@@ -1,6 +1,8 @@
-"""Pictures: tokens/s and inter-token times around a kill; how gaps grow with load. They need matplotlib."""
+"""Pictures: tokens/s and inter-token times around a kill; how gaps grow with load; what masked experts cost. They need
+matplotlib."""
 
 import importlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,32 @@ def write_scaling(result: dict[str, Any], path: Path) -> Path | None:
     if panels[0].lines:
         panels[0].legend(loc="best", fontsize=8)
     figure.suptitle(f"{result['model']}: what clients see, by streams and length of their prompts")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path
+
+
+def write_masks(result: dict[str, Any], draws: dict[str, dict[str, list[float]]], path: Path) -> Path | None:
+    """Perplexity over the share of experts that are masked, a line per choice; bars: best to worst draw. None if there
+    is no matplotlib."""
+    pyplot = _pyplot()
+    if pyplot is None:
+        return None
+    base = result["base"]["perplexity"]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), constrained_layout=True)
+    for choice, found in draws.items():
+        shares, ratios = [float(Fraction(name)) for name in found], [[v / base for v in vs] for vs in found.values()]
+        means = [sum(values) / len(values) for values in ratios]
+        below = [middle - min(values) for middle, values in zip(means, ratios, strict=True)]
+        above = [max(values) - middle for middle, values in zip(means, ratios, strict=True)]
+        axes.errorbar(shares, means, yerr=(below, above), fmt=".-", capsize=3, label=choice)
+    names = list(dict.fromkeys(case["fraction"] for case in result["cases"]))
+    axes.set(xscale="log", yscale="log", xlabel="experts masked in each layer", ylabel="perplexity over no mask")
+    axes.set_xticks([float(Fraction(name)) for name in names], labels=names)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", fontsize=8)
+    axes.set_title(f"{result['model']}, {result['num_experts']} experts per layer, held-out text")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return path

@@ -9,6 +9,7 @@ from everserve.bench import (
     checkpoint,
     decode_report,
     failover_report,
+    mask_report,
     overhead_report,
     repair_report,
     report,
@@ -29,6 +30,7 @@ _SHOW: dict[str, Show] = {
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
     "restore": restore_report.show,
     "balance": balance_report.show,
+    "mask": mask_report.show,
 }
 
 

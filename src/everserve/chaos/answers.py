@@ -1,6 +1,7 @@
 """One answer, put together from the events of a stream or from one JSON object: both must come to the same."""
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 
@@ -14,6 +15,7 @@ class Choice:
     stop_reason: int | str | None = None
     logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
+    masked: list[tuple[int, int]] = field(default_factory=list)  # tokens that are marked as not exact: first, end
 
     def add(self, data: dict[str, Any]) -> None:
         """One event's part, or all of it at once."""
@@ -24,6 +26,19 @@ class Choice:
         logprobs = data.get("logprobs") or {}
         self.logprobs += logprobs.get("token_logprobs") or []
         self.top_logprobs += logprobs.get("top_logprobs") or []
+        for first, end in (data.get("degraded") or {}).get("masked_ranges") or []:
+            follows = bool(self.masked) and self.masked[-1][1] == first
+            self.masked.append((self.masked.pop()[0] if follows else first, end))
+
+    @property
+    def num_masked(self) -> int:
+        return sum(end - first for first, end in self.masked)
+
+    @property
+    def exact_again(self) -> list[tuple[int, int]]:
+        """Where marked tokens are followed by others: these must be what an exact run gives, given all before."""
+        bounds = [*self.masked, (len(self.token_ids), 0)]
+        return [(end, until) for (_, end), (until, _) in pairwise(bounds) if end < until]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from everserve.chaos.answers import Answer
-from everserve.chaos.compare import Kind, compare
+from everserve.chaos.compare import Kind, compare, first_difference
+from everserve.chaos.continuations import Continuation
 from everserve.chaos.findings import Findings
 from everserve.chaos.requests import Request
 from everserve.chaos.talk import Break, Talk, Trouble
@@ -77,6 +78,23 @@ class Clients:
                 self.on_answer()
 
         await asyncio.gather(*(ask(number) for number in numbers))
+
+    async def verify(self, found: Sequence[Continuation], num_clients: int) -> None:
+        """What followed marked tokens, against runs that begin with the same tokens. Nothing is disturbed."""
+        places = asyncio.Semaphore(num_clients)
+
+        async def ask(continuation: Continuation) -> None:
+            async with places:
+                talk = self._talk(continuation.request, Manner.STREAM)
+                await talk.stream()
+                tokens = talk.answer.choices[0].token_ids
+                at = first_difference(continuation.tokens, tokens)
+                if at is not None:
+                    what = f"token {at} of it: expected {tokens[at : at + 4]}, got {continuation.tokens[at : at + 4]}"
+                    self._findings.add(Kind.DIVERGENCE, continuation.where, what)
+                self.on_answer()
+
+        await asyncio.gather(*(ask(continuation) for continuation in found))
 
     async def storm(self, known: Known, seed: int, num_clients: int, until: asyncio.Event) -> None:
         """Each client asks again as soon as it has its answer. Returns when all have their last."""

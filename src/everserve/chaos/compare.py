@@ -1,4 +1,8 @@
-"""One answer beside the expected one: what is missing, what came twice, what differs, and where first."""
+"""One answer beside the expected one: what is missing, what came twice, what differs, and where first.
+
+Tokens that are marked as computed under a mask of experts may be any. What comes before the first of them is compared
+with the expected answer as always; what comes after them is another matter (continuations.py).
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,12 +47,15 @@ def compare(answer: Answer, expected: Answer, is_complete: bool = True) -> list[
         for i, (choice, right) in enumerate(zip(answer.choices, expected.choices, strict=True))
         if (difference := _compare_choice(i, choice, right, is_complete)) is not None
     ]
-    if is_complete and not found and answer.usage != expected.usage:
+    is_masked = any(choice.masked for choice in answer.choices)
+    if is_complete and not found and not is_masked and answer.usage != expected.usage:
         found.append(Difference(Kind.ENDING, 0, answer.num_tokens, expected.usage, answer.usage))
     return found
 
 
 def _compare_choice(number: int, choice: Choice, expected: Choice, is_complete: bool) -> Difference | None:
+    if choice.masked:
+        choice, is_complete = _before_mask(choice), False
     tokens, right = choice.token_ids, expected.token_ids
     at = first_difference(tokens, right)
     if at is not None and not (at == len(tokens) and not is_complete):
@@ -63,6 +70,12 @@ def _compare_choice(number: int, choice: Choice, expected: Choice, is_complete: 
         at = first_difference(text, right_text) or 0
         return Difference(Kind.ENDING, number, len(tokens), _around(right_text, at), _around(text, at))
     return None
+
+
+def _before_mask(choice: Choice) -> Choice:
+    """The tokens before the first that is marked, and their numbers. Which text is theirs is not known."""
+    end = choice.masked[0][0]
+    return Choice(choice.token_ids[:end], logprobs=choice.logprobs[:end], top_logprobs=choice.top_logprobs[:end])
 
 
 def first_difference(tokens: Sequence[object], expected: Sequence[object]) -> int | None:

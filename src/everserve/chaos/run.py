@@ -262,6 +262,12 @@ class Run:
         self._progress.begin("recheck", len(known.requests))
         await self._repeat(known, range(len(known.requests)), Manner.STREAM)
         self._progress.end()
+        found = self._clients.tally.continuations
+        if found:
+            self._progress.say(f"{len(found)} continuations after masks, against runs that begin with the same tokens")
+            self._progress.begin("after masks", len(found))
+            await self._clients.verify(found, self._settings.num_clients)
+            self._progress.end()
 
     async def _look_idle(self) -> None:
         """Nothing runs any more, so no stream may hold anything."""

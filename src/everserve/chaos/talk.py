@@ -48,7 +48,7 @@ class Talk:
         self.num_resumes = 0
         self.num_without_id = 0  # events
         self._target = target
-        self._request = request
+        self.request = request
         self._stall_limit_s = stall_limit_s
         self._request_id = request_id
         self._last_id: int | None = None
@@ -58,7 +58,7 @@ class Talk:
         limit_s = _WHOLE_IS_LONGER * self._stall_limit_s
         with _troubles(limit_s):
             async with asyncio.timeout(limit_s):
-                connection = await self._open(self._request.body)
+                connection = await self._open(self.request.body)
                 try:
                     await _check_status(connection)
                     self._add(_parse(await connection.read_body()))
@@ -78,7 +78,7 @@ class Talk:
         """One connection: until so many events have arrived in all, or to the end. Returns whether that was the end."""
         is_over = False
         with _troubles(self._stall_limit_s):
-            body = self._request.body | {"stream": True, "stream_options": {"include_usage": True}}
+            body = self.request.body | {"stream": True, "stream_options": {"include_usage": True}}
             async with asyncio.timeout(self._stall_limit_s) as limit:
                 connection = await self._open(body)
                 sent_s, before_s = time.perf_counter(), None

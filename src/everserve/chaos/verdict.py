@@ -52,9 +52,11 @@ class Verdict:
     def line(self) -> str:
         """In one sentence."""
         num_hit = sum(fault.is_injected for fault in self.faults)
-        what = f"{num_hit} faults, {self.tally.num_streams} requests, {self.tally.num_tokens} tokens compared"
+        num_tokens = self.tally.num_tokens - self.tally.num_masked
+        what = f"{num_hit} faults, {self.tally.num_streams} requests, {num_tokens} tokens compared"
         if self.is_good:
-            return f"every stream is exact: {what}, seed {self.seed}"
+            but = f" ({self.tally.num_masked} tokens under a mask are marked)" if self.tally.num_masked else ""
+            return f"every stream is exact{but}: {what}, seed {self.seed}"
         return f"FAILED with {len(self.findings)} findings: {what}, seed {self.seed}"
 
     def as_json(self) -> dict[str, Any]:
@@ -65,7 +67,10 @@ class Verdict:
             "seconds": round(self.seconds, 1),
             "faults": self._faults_by_kind(),
             "requests": dict(self.tally.manners),
-            "tokens_compared": self.tally.num_tokens,
+            "tokens_compared": self.tally.num_tokens - self.tally.num_masked,
+            "tokens_masked": self.tally.num_masked,
+            "continuations_compared": len(self.tally.continuations),
+            "continuations_not_compared": self.tally.num_unasked,
             "undisturbed_answers_compared": self.num_undisturbed,
             "resumes": self.tally.num_resumes,
             "gaps_between_events_ms": spread_ms(self.tally.gaps_s),
@@ -114,7 +119,11 @@ class Verdict:
         whole = "not reached" if self.whole_after_s is None else f"{self.whole_after_s:.1f} s after the storm"
         table = _table(f"Streams, {self.seconds:.0f} s", "", "")
         table.add_row("requests", f"{tally.num_streams}: {manners}" if manners else "0")
-        table.add_row("tokens compared", str(tally.num_tokens))
+        table.add_row("tokens compared", str(tally.num_tokens - tally.num_masked))
+        if tally.num_masked:
+            num = len(tally.continuations)
+            table.add_row("tokens under a mask, marked", str(tally.num_masked))
+            table.add_row("continuations after a mask, compared", f"{num} of {num + tally.num_unasked}")
         table.add_row("resumes", str(tally.num_resumes))
         table.add_row("answers compared before and after", str(self.num_undisturbed))
         table.add_row("gaps between events, p50 / p99 / max", _spread(between))

@@ -13,7 +13,7 @@ The free list is linked through two arrays. Unlinking a block leaves its own two
 back in reverse order (the undo log's order) restores the list exactly, wherever the block stood.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from everserve.engine.undo import UndoLog
 
@@ -113,6 +113,11 @@ class BlockPool:
         chain_hash = self.hash_of[block]
         if chain_hash is not None:
             self._forget(block, chain_hash)
+
+    def withdraw_all(self, is_outdated: Callable[[bytes], bool]) -> None:
+        """No block is found any more by such a hash."""
+        for block in [block for chain_hash, block in self.block_of.items() if is_outdated(chain_hash)]:
+            self.withdraw(block)
 
     def find(self, chain_hash: bytes) -> int | None:
         """The block that holds these tokens, if one does."""

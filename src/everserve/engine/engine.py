@@ -28,14 +28,15 @@ from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
-from everserve.tables.requests import RequestSpec
+from everserve.tables.requests import Masked, RequestSpec
 
 _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
 
 
 # A stream that has one more token, or has ended without one: it, the token's index, the token, why it has ended (or
-# None), by which stop id, and logprobs. Plain tuples, since they are made between two tokens of every stream.
-_Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogprobs | None]
+# None), by which stop id, logprobs, and from where on its KV is not exact.
+# Plain tuples, since they are made between two tokens of every stream.
+_Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogprobs | None, Masked | None]
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def _output(
     finish_reason: str | None,
     stop_id: int | None,
     logprobs: TokenLogprobs | None,
+    masked: Masked | None,
 ) -> Output:
     is_first = index == 0
     wants_scores = is_first and sequence.params.prompt_logprobs is not None
@@ -74,6 +76,7 @@ def _output(
         prompt_logprobs=sequence.prompt_logprobs if wants_scores else None,
         num_cached=sequence.num_cached if is_first else 0,
         queued_s=sequence.queued_s if is_first else 0.0,
+        masked=masked,
     )
 
 
@@ -102,6 +105,8 @@ class Engine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_known_tokens = 0
+        self._num_masked_tokens = 0
+        self._num_unmasked_tokens = 0
         pool = BlockPool(limits.num_blocks, config.block_size, self._undo)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
@@ -199,7 +204,29 @@ class Engine:
         for sequence in self.scheduler.started:
             sequence.note_start(began_s)
         advanced, failed = self._advance(results)
+        if self.scheduler.mask_id:
+            self._num_masked_tokens += len(advanced)
         return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
+
+    def use_mask(self, mask_id: int, masked: bytes = b"") -> None:
+        """Between two steps: the router leaves these experts out from now on (`Routes.masked`). 0: no experts are
+        masked. Then streams give up all KV that is not exact, and compute it again."""
+        scheduler, journal = self.scheduler, self._journal
+        if mask_id == scheduler.mask_id:
+            return
+        if journal is not None:
+            journal.settle()  # blocks are given up
+        self._forward.use_mask(masked)
+        before = {sequence.id: sequence.num_computed for sequence in scheduler.running}
+        cut = scheduler.use_mask(mask_id)
+        self._num_unmasked_tokens += sum(before[sequence.id] - sequence.num_computed for sequence in cut)
+        if journal is not None:
+            journal.cut(cut)
+
+    @property
+    def mask_id(self) -> int:
+        """Of the experts that are masked; 0: none are."""
+        return self.scheduler.mask_id
 
     def log_step(self) -> None:
         """Say in the log how far streams have come. After each step, as soon as its outputs are on their way; that may
@@ -234,6 +261,8 @@ class Engine:
             num_broken_tokens=restorer.num_broken if restorer is not None else 0,
             log_lag_tokens=journal.lag(scheduler.running) if journal is not None else 0,
             num_captures=self._forward.num_captures,
+            num_masked_tokens=self._num_masked_tokens,
+            num_unmasked_tokens=self._num_unmasked_tokens,
         )
 
     def _count(self, chunks: list[Chunk]) -> None:
@@ -326,7 +355,7 @@ class Engine:
             params, num_tokens = sequence.params, len(sequence.tokens)
             index = num_tokens - sequence.num_prompt
             if params.max_tokens == 0:
-                advanced.append((sequence, index, None, "length", None, logprobs))
+                advanced.append((sequence, index, None, "length", None, logprobs, sequence.masked))
                 self._end(sequence, is_delivered=False)
                 continue
             sequence.append(token)
@@ -336,7 +365,7 @@ class Engine:
                 finish, stop_id = "stop", token
             elif index + 1 >= params.max_tokens or num_tokens + 1 >= max_model_len:
                 finish = "length"
-            advanced.append((sequence, index, token, finish, stop_id, logprobs))
+            advanced.append((sequence, index, token, finish, stop_id, logprobs, sequence.masked))
             if finish is not None:
                 self._end(sequence, is_delivered=False)
         return advanced, failed

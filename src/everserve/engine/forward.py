@@ -18,6 +18,9 @@ class Forward(Protocol):
     def num_captures(self) -> int:
         """Graphs captured so far."""
 
+    def use_mask(self, masked: bytes) -> None:
+        """The router leaves these experts out from now on: `Routes.masked`. Between two steps."""
+
     def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
         """`meanwhile` is called once, when the host has nothing else to do: at the latest before this returns."""
 
@@ -29,11 +32,16 @@ class EagerForward:
     num_captures = 0
 
     def __init__(
-        self, compute: Callable[[StepBatch, Experts], Tensor], device: torch.device, experts: Experts | None = None
+        self,
+        compute: Callable[[StepBatch, Experts], Tensor],
+        device: torch.device,
+        experts: Experts | None = None,
+        use_mask: Callable[[bytes], None] = lambda masked: None,
     ) -> None:
         self.experts: Experts = experts or NoExperts()
         self._compute = compute
         self._device = device
+        self.use_mask = use_mask
 
     def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
         meanwhile()

@@ -5,12 +5,13 @@ from collections import Counter
 from everserve.engine.blocks import BlockPool
 from everserve.engine.journal import Journal
 from everserve.engine.scheduler import Scheduler
-from everserve.engine.sequence import Sequence, Status
+from everserve.engine.sequence import Sequence, Status, is_of_masked
 
 
 def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str]:
     """Every way in which pool, tables, queues and log contradict each other."""
     found = [*_pool_violations(scheduler.pool), *_queue_violations(scheduler), *_ref_violations(scheduler)]
+    found += _mask_violations(scheduler)
     if journal is not None:
         found += _index_violations(journal)
         for sequence in scheduler.waiting:
@@ -60,6 +61,20 @@ def _ref_violations(scheduler: Scheduler) -> list[str]:
     held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
     refs = {block: count for block, count in enumerate(scheduler.pool.refs) if count}
     return [] if refs == dict(held) else [f"reference counts {refs} differ from the block tables {dict(held)}"]
+
+
+def _mask_violations(scheduler: Scheduler) -> list[str]:
+    """KV that is not exact is known as such, and there is none if no experts are masked."""
+    found = []
+    for sequence in scheduler.running:
+        masked, num_computed = sequence.masked, sequence.num_computed
+        if not scheduler.mask_id and masked is not None:
+            found.append(f"{sequence.id}: {num_computed} tokens, not exact from {masked.position} on, and no mask")
+        if scheduler.mask_id and sequence.saved is None and (masked is None or masked.position > num_computed):
+            found.append(f"{sequence.id} would be computed under mask {scheduler.mask_id} without a note")
+    if not scheduler.mask_id and any(map(is_of_masked, scheduler.pool.block_of)):
+        found.append("the prefix cache has blocks that are not exact, and no mask")
+    return found
 
 
 def _index_violations(journal: Journal) -> list[str]:

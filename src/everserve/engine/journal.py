@@ -29,9 +29,10 @@ from numpy.typing import NDArray
 
 from everserve.engine.batching import Rows
 from everserve.engine.sequence import Chunk, Sequence
-from everserve.kvlog.chains import START, chains, key_of
+from everserve.kvlog.chains import START, chain_before, chains, key_of, marked_chains
 from everserve.kvlog.log import Record
 from everserve.kvlog.writer import Commit, Writer
+from everserve.tables.requests import Masked
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ class JournalEntry:
     num_listed: int = 0  # blocks; what the record's list says
     chain: int = START  # after `num_chained` tokens. Tokens are never taken back, so this stays true
     num_chained: int = 0
+    chained_for: Masked | None = None  # what the stream's KV was when the chain was computed
 
 
 class _Part(NamedTuple):
@@ -93,7 +95,7 @@ class Journal:
             end = first + chunk.num_tokens
             blocks = sequence.blocks[first // self._block_size : -(-end // self._block_size)]
             self._step.append(_Part(entry, first, end, blocks))
-            is_chained = entry.num_chained == first
+            is_chained = entry.num_chained == first and entry.chained_for is sequence.masked
             chains_S.append(entry.chain if is_chained else self._chain(entry, sequence))
             if entry.index is None and first and entry.key not in self.adopted:
                 starting.append(sequence)
@@ -139,13 +141,17 @@ class Journal:
 
     def chains(self, sequence: Sequence, end: int) -> NDArray[np.uint64]:
         """Of the tokens that are not computed, up to this one."""
+        if sequence.masked is not None:
+            return marked_chains(sequence.tokens[:end], sequence.masked)[sequence.num_computed :]
         before = self._chain(self._entry(sequence), sequence)
         return chains(sequence.tokens[sequence.num_computed : end], before)
 
     def note_chain(self, sequence: Sequence, num_tokens: int, chain: int) -> None:
         """The chain after so many tokens, to be used when so many are computed."""
         entry = self._entry(sequence)
-        entry.chain, entry.num_chained = chain, num_tokens
+        entry.chain, entry.num_chained, entry.chained_for = chain, num_tokens, sequence.masked
+        if sequence.masked is not None and sequence.masked.position == num_tokens:
+            entry.num_chained = -1  # the mask begins right behind it, and is not in this chain yet
 
     def note_logged(self, block: int, num_slots: int) -> None:
         """The log has the first slots of this block, if it is in the writer's reach."""
@@ -166,7 +172,9 @@ class Journal:
     def count_intact(self, sequence: Sequence, num_tokens: int) -> int:
         """How many of its first tokens are in the log, as they should be."""
         blocks = sequence.blocks[: sequence.num_blocks_for(num_tokens)]
-        return self.writer.count_intact(blocks, num_tokens, chains(sequence.tokens[:num_tokens]))
+        return self.writer.count_intact(
+            blocks, num_tokens, marked_chains(sequence.tokens[:num_tokens], sequence.masked)
+        )
 
     def lag(self, running: Iterable[Sequence]) -> int:
         """How many tokens are computed and not committed."""
@@ -179,6 +187,25 @@ class Journal:
             if entry is not None and entry.index is not None:
                 self._give_back(entry.index)
                 entry.index, entry.num_committed, entry.num_listed = None, 0, 0
+
+    def cut(self, sequences: Iterable[Sequence]) -> None:
+        """These streams have given up the end of their KV, with its blocks. Their records say so at once: the rest of
+        it must not be lost if this worker dies now."""
+        commits: list[Commit] = []
+        for sequence in sequences:
+            entry = self.entries.get(sequence.id)
+            if entry is None or entry.index is None:
+                continue
+            if not sequence.num_computed:
+                self.clear([sequence])
+                continue
+            entry.num_committed = min(entry.num_committed, sequence.num_computed)
+            num_blocks = sequence.num_blocks_for(entry.num_committed)
+            entry.num_listed = min(entry.num_listed, num_blocks)
+            blocks = sequence.blocks[:num_blocks]
+            commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
+        if commits:
+            self.writer.commit_many(commits)
 
     def end(self, sequence: Sequence, is_delivered: bool) -> None:
         """This stream has ended. Until its client can know that, another worker may have to continue it: its record
@@ -217,9 +244,9 @@ class Journal:
     def _chain(self, entry: JournalEntry, sequence: Sequence) -> int:
         """After the computed tokens."""
         num_computed = sequence.num_computed
-        if entry.num_chained != num_computed:
-            entry.chain = int(chains(sequence.tokens[:num_computed])[-1]) if num_computed else START
-            entry.num_chained = num_computed
+        if entry.num_chained != num_computed or entry.chained_for is not sequence.masked:
+            entry.chain = chain_before(sequence.tokens[:num_computed], sequence.masked)
+            entry.num_chained, entry.chained_for = num_computed, sequence.masked
         return entry.chain
 
     def _commit(self, sequences: Iterable[Sequence]) -> None:

@@ -22,7 +22,7 @@ from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
-from everserve.kvlog.chains import chains as chains_of
+from everserve.kvlog.chains import marked_chains
 from everserve.kvlog.writer import Copy
 
 
@@ -70,7 +70,7 @@ class Restorer:
         self._journal.settle()
         began_s, saved, first = self._clock(), sequence.saved, sequence.num_computed
         assert saved is not None and first % self._pool.block_size == 0
-        num_promised = min(saved.num_tokens, len(sequence.tokens) - 1) if not saved.log.closed else 0
+        num_promised = _num_useful(sequence, saved) if not saved.log.closed else 0
         room = first + self._pool.num_free * self._pool.block_size
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
         if sequence.id not in self._ahead and not first and self._journal.writer.is_on_device:
@@ -102,13 +102,13 @@ class Restorer:
             saved, tokens = sequence.saved, sequence.tokens
             if saved is None or saved.log.closed or saved.is_own or sequence.id in self._ahead:
                 break
-            num_tokens = min(saved.num_tokens, len(tokens) - 1)
+            num_tokens = _num_useful(sequence, saved)
             num_blocks = -(-num_tokens // self._pool.block_size)
             if num_tokens > max_tokens or num_blocks > room:
                 break
             max_tokens, room = max_tokens - num_tokens, room - num_blocks
             blocks = self._pool.allocate_many(num_blocks)
-            sources, chains = saved.blocks[:num_blocks], chains_of(tokens[:num_tokens])
+            sources, chains = saved.blocks[:num_blocks], marked_chains(tokens[:num_tokens], sequence.masked)
             copies[sequence.id] = Copy(saved.log, sources, num_tokens, chains, blocks)
         num_right = self._journal.writer.copy_in_many(list(copies.values()))
         for (id, copy), num in zip(copies.items(), num_right, strict=True):
@@ -213,6 +213,13 @@ class Restorer:
         if self._enable_prefix_caching:
             full = slice(first // self._pool.block_size, end // self._pool.block_size)
             self._pool.publish_many(sequence.blocks[full], sequence.block_hashes()[full])
+
+
+def _num_useful(sequence: Sequence, saved: Saved) -> int:
+    """How many of its first tokens should come back: at least one stays pending; and if no experts are masked now, what
+    its last worker computed under a mask is of no use."""
+    num_tokens, masked = min(saved.num_tokens, len(sequence.tokens) - 1), sequence.spec.masked
+    return num_tokens if masked is None or sequence.masked is not None else min(num_tokens, masked.position)
 
 
 def _cut(blocks: list[int], length: int) -> None:

@@ -11,6 +11,10 @@ always fits (checked when it is added): so at least one stream always advances.
 A stream that another worker had is brought back from a log when it is admitted, as far as possible (restoring.py).
 While others are served, a step does only so much of that; a long stream comes back in several steps.
 
+While experts are masked every stream that is computed notes from which position on its KV is not exact. Such KV is
+shared among streams under the same mask only. When the mask is lifted it is given up, and computed again in chunks, as
+prompts are.
+
 Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
 back is the content of blocks that were taken from another stream: see `abandon`.
 """
@@ -23,8 +27,9 @@ from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
 from everserve.engine.limits import EngineLimits
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored
-from everserve.engine.sequence import Chunk, Sequence, Status
+from everserve.engine.sequence import Chunk, Sequence, Status, is_of_masked
 from everserve.engine.undo import UndoLog
+from everserve.tables.requests import Masked
 
 
 class Scheduler:
@@ -47,6 +52,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.mask_id = 0  # of the experts that are masked in the next steps; 0: none are
         self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
         self._restorer = restorer
@@ -59,7 +65,50 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence."""
+        self._expect(sequence)
         self.waiting.append(sequence)
+
+    def use_mask(self, mask_id: int) -> list[Sequence]:
+        """Between two steps: what is computed from now on is computed under this mask (0: exactly). Returns the streams
+        that have lost KV.
+
+        From one mask to another no KV is given up: it is not exact before, and not after.
+        """
+        assert len(self._undo) == 0, "masks change between steps only"
+        self.mask_id, self._round = mask_id, []
+        self.pool.withdraw_all(is_of_masked)
+        cut = [] if mask_id else [sequence for sequence in self.running if self._cut(sequence)]
+        for sequence in self.running:
+            if sequence.saved is None:
+                self._note_masked(sequence)
+        for sequence in self.waiting:
+            self._expect(sequence)
+        self._undo.commit()
+        return cut
+
+    def _cut(self, sequence: Sequence) -> bool:
+        """Give up what is not exact, in whole blocks: they may be shared. Returns whether there was such KV."""
+        masked, sequence.masked = sequence.masked, None
+        if masked is None or masked.position >= sequence.num_computed:
+            return False
+        num_kept = masked.position // self.pool.block_size
+        for block in reversed(sequence.blocks[num_kept:]):
+            self.pool.release(block)
+        del sequence.blocks[num_kept:]
+        sequence.num_computed, sequence.saved = num_kept * self.pool.block_size, None
+        sequence.forget_prompt_scores()
+        return True
+
+    def _expect(self, sequence: Sequence) -> None:
+        """What a log has of a waiting sequence is not exact from a position on that the last worker has named. If no
+        experts are masked now, that part is of no use."""
+        sequence.masked = sequence.spec.masked if self.mask_id and sequence.saved is not None else None
+
+    def _note_masked(self, sequence: Sequence) -> None:
+        """What is computed next is not exact, if experts are masked."""
+        masked = sequence.masked
+        if self.mask_id and (masked is None or masked.position > sequence.num_computed):
+            self._undo.assign(sequence, masked=Masked(sequence.num_computed, self.mask_id))
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence between steps: finished or cancelled. Its full blocks stay findable in the cache."""
@@ -170,6 +219,7 @@ class Scheduler:
         num_tokens = min(self._chunk_limit(sequence), budget)
         if num_tokens == 0:
             return 0
+        self._note_masked(sequence)
         while (room := self._grow(sequence, num_tokens)) == 0:
             scheduled = {chunk.sequence.id for chunk in chunks}
             victim = next((s for s in reversed(self.running) if s.id not in scheduled), None)
@@ -259,7 +309,7 @@ class Scheduler:
         self._undo.record(self.running.insert, index, sequence)
         self.waiting.appendleft(sequence)
         self._undo.record(self.waiting.popleft)
-        self._undo.assign(sequence, status=Status.WAITING, num_computed=0)
+        self._undo.assign(sequence, status=Status.WAITING, num_computed=0, masked=None)
         self._release_all(sequence)
         self.preempted.append(sequence)
         self._undo.assign(self, num_preemptions=self.num_preemptions + 1)
@@ -298,16 +348,28 @@ class Scheduler:
         return limit
 
     def _cached_blocks(self, sequence: Sequence) -> list[int]:
-        """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed."""
+        """The blocks of the longest cached prefix. At least one token stays pending: its logits are needed.
+
+        While experts are masked, first exact blocks, then those that were computed behind them under the same mask.
+        """
         cached: list[int] = []
+        if self.mask_id and sequence.saved is None:
+            sequence.masked = None  # it has no KV: what the last look at it assumed is of no interest
         if self._config.enable_prefix_caching and not sequence.wants_prompt_logprobs:
-            usable = (len(sequence.tokens) - 1) // self.pool.block_size
-            for chain_hash in sequence.block_hashes()[:usable]:
-                block = self.pool.find(chain_hash)
-                if block is None:
-                    break
-                cached.append(block)
+            self._find_blocks(sequence, cached)
+            if self.mask_id and sequence.saved is None:
+                sequence.masked = Masked(len(cached) * self.pool.block_size, self.mask_id)
+                self._find_blocks(sequence, cached)
         return cached
+
+    def _find_blocks(self, sequence: Sequence, cached: list[int]) -> None:
+        """The blocks that follow these in the cache."""
+        usable = (len(sequence.tokens) - 1) // self.pool.block_size
+        for chain_hash in sequence.block_hashes()[len(cached) : usable]:
+            block = self.pool.find(chain_hash)
+            if block is None:
+                return
+            cached.append(block)
 
     def _prefixes_in_flight(self) -> set[bytes]:
         """Hashes of the full blocks that running prompts are about to compute."""

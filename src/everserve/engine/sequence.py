@@ -11,6 +11,9 @@ A *resumed* stream began on a worker that is gone. Its first outputs are *known*
 count as output everywhere (token index, penalties, limits), and are computed like a prompt. Or not computed at all:
 what is `saved` of its KV in a log is brought back when it is admitted (restoring.py).
 
+While experts are *masked* a stream's KV is not exact from some position on, and `masked` says which. When the mask is
+lifted everything from there on becomes pending again: the stream goes on as an exact one would, given its tokens.
+
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
     (cancel: from anywhere, the sequence is simply forgotten)
@@ -25,7 +28,15 @@ from everserve.engine.saved import Saved
 from everserve.model.penalties import Penalties
 from everserve.model.sampling import is_plain
 from everserve.tables.outputs import TokenLogprobs
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import Masked, RequestSpec, SamplingParams
+
+_HASH_BYTES = 16
+_MASKED = b"m"  # behind a hash of KV that is not exact
+
+
+def is_of_masked(block_hash: bytes) -> bool:
+    """Whether this is a hash of KV that was computed under a mask."""
+    return len(block_hash) > _HASH_BYTES
 
 
 class Status(Enum):
@@ -36,7 +47,7 @@ class Status(Enum):
 
 class Sequence:
     """The engine's state of one stream. Only the scheduler, and the restorer for it, change `status`, `blocks`,
-    `num_computed` and `saved`."""
+    `num_computed`, `saved` and `masked`."""
 
     def __init__(self, spec: RequestSpec, block_size: int, added_s: float, saved: Saved | None = None) -> None:
         self.spec = spec
@@ -57,12 +68,15 @@ class Sequence:
         self.saved = saved  # KV to be brought back; None once that was tried
         self.num_restored = 0  # tokens brought back since admission
         self.restoring_s = 0.0
+        self.masked: Masked | None = None  # what is computed from there on is not exact; None: all of it is
         self.blocks: list[int] = []
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.penalties = Penalties.of(spec)
         self._block_size = block_size
-        self._hashes: list[bytes] = []
+        self._hashes: list[bytes] = []  # of exact KV
+        self._masked_hashes: list[bytes] = []  # from the block on in which `_hashed_for` begins
+        self._hashed_for: Masked | None = None
 
     @property
     def num_output(self) -> int:
@@ -85,15 +99,37 @@ class Sequence:
         return -(-num_tokens // self._block_size)
 
     def block_hashes(self) -> list[bytes]:
-        """One hash per full block of tokens, each over everything before it too."""
+        """One hash per full block of tokens, each over everything before it too, and over the mask under which it is
+        computed."""
+        exact, masked = self.exact_hashes(), self.masked
+        if masked is None:
+            return exact
+        first, block_size = masked.position // self._block_size, self._block_size
+        if masked != self._hashed_for:
+            self._masked_hashes, self._hashed_for = [], masked
+        hashes = exact[:first] + self._masked_hashes
+        for start in range(len(hashes) * block_size, len(exact) * block_size, block_size):
+            marked = (hashes[-1] if hashes else b"") + self.tokens[start : start + block_size].tobytes()
+            marked += masked.mask_id.to_bytes(8, "little") + max(masked.position - start, 0).to_bytes(4, "little")
+            hashes.append(hashlib.blake2b(marked, digest_size=_HASH_BYTES).digest() + _MASKED)
+        self._masked_hashes = hashes[first:]
+        return hashes
+
+    def exact_hashes(self) -> list[bytes]:
+        """The same for KV that is computed without a mask."""
         num_hashed, num_full, block_size = len(self._hashes), len(self.tokens) // self._block_size, self._block_size
         if num_hashed < num_full:
             parent = self._hashes[-1] if self._hashes else b""
             for start in range(num_hashed * block_size, num_full * block_size, block_size):
                 tokens = self.tokens[start : start + block_size].tobytes()
-                parent = hashlib.blake2b(parent + tokens, digest_size=16).digest()
+                parent = hashlib.blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
                 self._hashes.append(parent)
         return self._hashes
+
+    def forget_prompt_scores(self) -> None:
+        """Prompt rows from `num_computed` on are computed again. Once the first output is made its scores are final."""
+        if self.num_output == 0:
+            del self.prompt_logprobs[self.num_computed + 1 :]
 
     def note_start(self, now_s: float) -> None:
         """A step that began at this time has computed tokens of this sequence."""

@@ -1,4 +1,8 @@
-"""Hashes: the chain of a stream's tokens, and the key of a stream."""
+"""Hashes: the chain of a stream's tokens, and the key of a stream.
+
+KV that was computed under a mask of experts has another chain than exact KV of the same tokens: where it begins, the
+mask's number is mixed in, so nothing behind that passes for exact.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,9 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everserve.kvlog.library import load
+from everserve.tables.requests import Masked
 
 START = 0x9E3779B97F4A7C15  # the chain before the first token
 KEY_BYTES = 16
+_UNDER_MASK = 0xC2B2AE3D27D4EB4F  # no chain of tokens alone comes by here, but one in 2^64
 
 
 def chains(tokens: Sequence[int] | NDArray[np.int32], before: int = START) -> NDArray[np.uint64]:
@@ -21,6 +27,27 @@ def chains(tokens: Sequence[int] | NDArray[np.int32], before: int = START) -> ND
     chains_T = np.empty(len(tokens_T), np.uint64)
     load().brief.es_log_chains(tokens_T.ctypes.data, len(tokens_T), int(before), chains_T.ctypes.data)
     return chains_T
+
+
+def marked_chains(tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None) -> NDArray[np.uint64]:
+    """The chain after each token, from the first one on."""
+    if masked is None or masked.position >= len(tokens):
+        return chains(tokens)
+    exact_T = chains(tokens[: masked.position])
+    return np.concatenate([exact_T, chains(tokens[masked.position :], _under(exact_T, masked))])
+
+
+def chain_before(tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None) -> int:
+    """The chain from which that of the token after these is computed."""
+    if masked is not None and masked.position == len(tokens):
+        return _under(chains(tokens), masked)
+    return int(marked_chains(tokens, masked)[-1]) if len(tokens) else START
+
+
+def _under(exact_T: NDArray[np.uint64], masked: Masked) -> int:
+    """Behind these chains a mask begins."""
+    before = int(exact_T[-1]) if len(exact_T) else START
+    return int(chains([masked.mask_id & 0x7FFFFFFF], before ^ _UNDER_MASK)[0])
 
 
 def key_of(stream_id: str) -> bytes:

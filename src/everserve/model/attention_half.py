@@ -51,10 +51,11 @@ class AttentionHalf:
             attended_TX, self._output_DX, self._output_bias_D, hidden_TD, self._post_norm_D, eps
         )
 
-    def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, normed_TD: Tensor, allowed_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Which experts each row goes to: ids_TK, weights_TK. Only for layers with experts."""
         assert self._router_ND is not None, f"layer {self.layer} has no experts"
-        return self._ops.route(normed_TD, self._router_ND, self._config.experts_per_token, self._config.renormalise)
+        config = self._config
+        return self._ops.route(normed_TD, self._router_ND, config.experts_per_token, config.renormalise, allowed_N)
 
     def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """The rest of a layer without experts: hidden_TD."""

@@ -12,6 +12,7 @@ from everserve.model.attention_half import AttentionHalf
 from everserve.model.batch import StepBatch
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
+from everserve.model.masks import ExpertMasks
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
 from everserve.seam.experts import Experts
@@ -38,6 +39,7 @@ class Decoder:
         self.ops = ops
         self.max_model_len = max_model_len
         self.kv_dtype = weights.dtype
+        self.masks = ExpertMasks(config.moe_layers, config.num_experts, ops.device, ops.is_captured)
         rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device)
 
         self._embedding_VD = weights.load(weights.layout.embedding)
@@ -66,7 +68,7 @@ class Decoder:
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
             if half.is_moe:
-                ids_TK, weights_TK = half.route(normed_TD)
+                ids_TK, weights_TK = half.route(normed_TD, self.masks.allowed(half.layer))
                 hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:
                 hidden_TD = half.feed_forward(normed_TD, residual_TD)

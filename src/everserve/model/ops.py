@@ -22,6 +22,8 @@ from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.rope import Rotation
 
+NO_EXPERT = -1
+
 
 class ExpertSlots(Protocol):
     """The expert weights of one layer, by slot; slots are filled and emptied one by one."""
@@ -62,6 +64,7 @@ class Ops(Protocol):
     device: torch.device
     activation_dtype: torch.dtype
     batch_invariant: bool
+    is_captured: bool  # calls may be recorded, and replayed in later steps: what changes is read from tables
 
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits: x @ weight.T, float32."""
@@ -96,8 +99,14 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """x @ weight.T (+ bias) + residual, and the norm of that."""
 
-    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over experts, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32."""
+    def route(
+        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Softmax over experts, the best K per row (ties: lower expert first): ids_TK int32, weights_TK float32.
+
+        allowed_N, int32: experts where it is 0 are left out, as if the router gave them -inf. NO_EXPERT, with weight 0,
+        where fewer than K are allowed.
+        """
 
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         """An empty set of slots for one layer."""
@@ -121,7 +130,7 @@ class ExpertOps(Protocol):
     def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
         """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]], down(silu(gate x) * up x).
 
-        Both index tensors are int32.
+        Both index tensors are int32. NO_EXPERT: zeros.
         """
 
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:

@@ -94,6 +94,7 @@ class Peers(ABC):
         self.moe_layers = tuple(moe_layers)
         self.num_experts = num_experts
         self.epoch = 0
+        self.mask_id, self.masked = 0, b""  # of the latest routes. A step that runs may have begun under another mask
         cell.position = -1  # no expert worker should wait for us yet
         self._peers: dict[Rank, Peer] = {}
         self._word = life_word(rank, incarnation)
@@ -167,6 +168,7 @@ class Peers(ABC):
         if candidates[..., 0].max(initial=NO_RANK) >= MAX_RANKS:
             raise ValueError(f"routes name a rank beyond {MAX_RANKS - 1}")
         self.epoch = routes.epoch
+        self.mask_id, self.masked = routes.mask_id, routes.masked
         self._candidates = candidates
         self._is_moved_LNC = np.zeros(candidates.shape[:3], bool)
         for peer in self._peers.values():

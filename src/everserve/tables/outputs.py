@@ -2,6 +2,8 @@
 
 import msgspec
 
+from everserve.tables.requests import Masked
+
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """The chosen token's log probability and rank, and the best alternatives, best first.
@@ -32,6 +34,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; first entry None
     num_cached: int = 0  # with the first output: prompt tokens found in the prefix cache
     queued_s: float = 0.0  # with the first output: how long the stream waited before it was first scheduled
+    masked: Masked | None = None  # this token was sampled under a mask of experts, and so is not exact
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -53,6 +56,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_broken_tokens: int = 0  # missing in a log: it had a gap, or a wrong checksum
     log_lag_tokens: int = 0  # gauge: computed, and not in this worker's log yet
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
+    num_masked_tokens: int = 0  # sampled under a mask of experts
+    num_unmasked_tokens: int = 0  # whose KV was dropped when a mask was lifted, to be computed again exactly
 
 
 class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -31,6 +31,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # the same for each prompt token (`echo`)
 
 
+class Masked(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """From which position on a stream's KV is not exact: it was computed under a mask, or from KV that was.
+
+    `mask_id` is the mask under which that began, and part of what certifies the KV in logs and caches: it never passes
+    for exact KV.
+    """
+
+    position: int
+    mask_id: int
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token stream: its id, its prompt, what it has produced so far and how to continue it."""
 
@@ -38,3 +49,4 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prompt: list[int]
     params: SamplingParams
     known: list[int] = []  # output tokens that the client has already; never sampled again
+    masked: Masked | None = None  # what its last worker has said of its KV

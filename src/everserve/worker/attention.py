@@ -4,7 +4,8 @@ It never blocks while it has work; without work it sleeps until a message comes.
 engine's integrity, and then sends its gauges once a second.
 
 A step that needs an expert without a place is abandoned: the engine keeps its state, and the step is tried again when
-the tables have changed. Clients see a pause, never a wrong token.
+the tables have changed. Clients see a pause, never a wrong token. If the new tables mask that expert, the step is
+repeated without it, and its tokens are marked.
 
 After each step the new KV is committed to the log (kvlog/), from which other workers restore the streams if this one
 dies. Leaving uses the same log: a worker that is asked to leave gives its streams back and exits.
@@ -125,10 +126,17 @@ class AttentionLoop:
             self._gateway.wait(0.1)
 
     def _acknowledge(self) -> None:
-        """Between two steps: report the routes in use, if they are new. No request in flight follows older routes."""
+        """Between two steps: use the mask of the latest routes, and report these, if they are new. No request in flight
+        follows older routes, and no step runs under two masks."""
         if self._seam is not None and self._has_new_routes:
+            self._use_mask(self._seam.peers)
             self._acknowledged = self._seam.peers.epoch
             self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
+
+    def _use_mask(self, peers: Peers) -> None:
+        if peers.mask_id != self._engine.mask_id:
+            self._engine.use_mask(peers.mask_id, peers.masked)
+            log.warning("%d experts are masked (mask %d)", sum(peers.masked), peers.mask_id)
 
     @property
     def _has_new_routes(self) -> bool:

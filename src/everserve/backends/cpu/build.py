@@ -144,7 +144,11 @@ class EngineBuilder:
         kv_pool = self._make_pool(decoder)
         if self.log is not None:
             self.writer = LogWriter(self.log, kv_pool.data_ptr())
-        forward = EagerForward(lambda batch, experts: decoder.forward(batch, kv_pool, experts), ops.device)
+        forward = EagerForward(
+            lambda batch, experts: decoder.forward(batch, kv_pool, experts),
+            ops.device,
+            use_mask=decoder.masks.use,
+        )
         engine = Engine(
             settings.engine,
             EngineLimits(

@@ -50,7 +50,7 @@ _linear_args = Struct("5P6q").pack
 _rms_norm_args = Struct("3P3qd").pack
 _rotate_args = Struct("P6q8P4qd").pack
 _attend_args = Struct("P6q5P4qd").pack
-_route_args = Struct("4P7q").pack
+_route_args = Struct("5P7q").pack
 _expert_rows_args = Struct("6P6q").pack
 _combine_args = Struct("5P3q").pack
 _choose_args = Struct("3P2q").pack
@@ -172,6 +172,7 @@ class NativeOps(Composed):
     device = torch.device("cpu")
     activation_dtype = torch.float32
     batch_invariant = True
+    is_captured = False
 
     def __init__(self, num_threads: int = 1, spin_us: float | None = None) -> None:
         lib = _load()
@@ -281,16 +282,22 @@ class NativeOps(Composed):
         )
         return out_TX
 
-    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         num_rows, size = x_TD.shape
         num_experts, router_size, stride, dtype = _matrix(router_ND)
         assert size == router_size and x_TD.dtype is _float32 and x_TD.is_contiguous()
         assert 0 < top_k <= num_experts <= MAX_EXPERTS
+        allowed_ptr = 0
+        if allowed_N is not None:
+            assert allowed_N.dtype is _int32 and allowed_N.is_contiguous() and allowed_N.numel() == num_experts
+            allowed_ptr = allowed_N.data_ptr()
         ids_TK = _empty(num_rows, top_k, dtype=_int32)
         weights_TK = _empty(num_rows, top_k, dtype=_float32)
         self._route(
             _route_args(
-                x_TD.data_ptr(), router_ND.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(),
+                x_TD.data_ptr(), router_ND.data_ptr(), ids_TK.data_ptr(), weights_TK.data_ptr(), allowed_ptr,
                 num_rows, num_experts, size, top_k, stride, dtype, renormalise,
             )
         )  # fmt: skip

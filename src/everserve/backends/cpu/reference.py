@@ -7,6 +7,7 @@ row is therefore computed by itself: slow, but then a row's bits depend on that 
 """
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -17,7 +18,7 @@ from torch.nn.functional import linear, silu
 from everserve.backends.cpu.composed import Composed
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw, choose
-from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops import NO_EXPERT, ExpertSlots, RowIndices, RowMemory
 from everserve.model.rope import Rotation
 
 
@@ -47,6 +48,7 @@ class ReferenceOps(Composed):
 
     name = "reference"
     activation_dtype = torch.float32
+    is_captured = False
 
     def __init__(self, device: str | torch.device = "cpu", batch_invariant: bool = False) -> None:
         self.device = torch.device(device)
@@ -106,8 +108,12 @@ class ReferenceOps(Composed):
                 outputs.append(_attend(q_THE[rows], batch.positions_T[rows], k_GLE, v_GLE, scale))
         return torch.cat(outputs)
 
-    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    def route(
+        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         router = router_ND.float()
+        if allowed_N is not None:
+            return self._route_among(x_TD, router, top_k, renormalise, allowed_N != 0)
         probabilities_TN = self._by_rows(lambda x: linear(x, router).softmax(dim=-1), x_TD)
         # A stable sort, not topk: equal experts in order of their ids.
         values_TN, ids_TN = probabilities_TN.sort(dim=-1, descending=True, stable=True)
@@ -116,6 +122,23 @@ class ReferenceOps(Composed):
             weights_TK = self._by_rows(lambda x: x / x.sum(dim=-1, keepdim=True), weights_TK)
         return ids_TN[:, :top_k].to(torch.int32).contiguous(), weights_TK
 
+    def _route_among(
+        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, is_allowed_N: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`route` among some of the experts; -1, with no weight, where there are fewer than K."""
+        logits_TN = self._by_rows(lambda x: linear(x, router_ND), x_TD).masked_fill(~is_allowed_N, -math.inf)
+        probabilities_TN = self._by_rows(lambda x: x.softmax(dim=-1), logits_TN)
+        # Below all others, so that an expert that is allowed comes first however unlikely it is.
+        ranked_TN = probabilities_TN.masked_fill(~is_allowed_N, -1.0)
+        values_TN, ids_TN = ranked_TN.sort(dim=-1, descending=True, stable=True)
+        ids_TK, weights_TK = ids_TN[:, :top_k], values_TN[:, :top_k]
+        is_chosen_TK = is_allowed_N[ids_TK]
+        weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)
+        if renormalise:
+            weights_TK = self._by_rows(lambda x: x / x.sum(dim=-1, keepdim=True), weights_TK)
+            weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)  # also where none is allowed
+        return ids_TK.masked_fill(~is_chosen_TK, -1).to(torch.int32).contiguous(), weights_TK.contiguous()
+
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         return ReferenceSlots(num_slots, self.device)
 
@@ -123,6 +146,9 @@ class ReferenceOps(Composed):
         assert isinstance(slots, ReferenceSlots)
         y_RD = x_TD.new_empty(len(token_R), x_TD.shape[1])
         for slot in sorted(set(slot_R.tolist())):
+            if slot == NO_EXPERT:
+                y_RD[slot_R == slot] = 0.0
+                continue
             rows = (slot_R == slot).nonzero().squeeze(1)
             x_rows = x_TD[token_R[rows].long()]
             y_RD[rows] = self._by_rows(partial(slots.apply, slot), x_rows)

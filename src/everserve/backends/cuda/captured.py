@@ -113,6 +113,9 @@ class CapturedForward:
     def num_captures(self) -> int:
         return self._recorder.num_captures
 
+    def use_mask(self, masked: bytes) -> None:
+        self._decoder.masks.use(masked)
+
     def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
         bucket = self._bucket_for(rows)
         with torch.cuda.stream(self._stream):

@@ -20,6 +20,7 @@ from everserve.gateway.http.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatResponse,
+    Degraded,
     Delta,
     Usage,
     encode,
@@ -71,6 +72,8 @@ class ChatRenderer:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
         )
+        if output.masked is not None:
+            rendered.degraded = Degraded(masked_ranges=[(output.index, output.index + 1)])
         if self._wants_logprobs and output.token is not None:
             rendered.logprobs = chat_logprobs([(output.token, output.logprobs)], self._tokenizer)
         if self._wants_ids and output.token is not None:
@@ -111,6 +114,7 @@ class ChatRenderer:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._wants_ids else UNSET,
+            degraded=Degraded(masked_ranges=choice.masked_ranges) if choice.masked_ranges else UNSET,
         )
 
     def _role_event(self, choice: Choice, usage: Usage | None) -> sse.Event:

@@ -15,7 +15,14 @@ from everserve.gateway.api.openapi import describe
 from everserve.gateway.http import sse
 from everserve.gateway.http.exchange import read_json
 from everserve.gateway.http.requests import CompletionRequest
-from everserve.gateway.http.responses import CompletionChoice, CompletionResponse, Usage, encode, encode_around
+from everserve.gateway.http.responses import (
+    CompletionChoice,
+    CompletionResponse,
+    Degraded,
+    Usage,
+    encode,
+    encode_around,
+)
 from everserve.gateway.streams.choices import Choice, Scores
 from everserve.gateway.text.logprobs import Scored, completion_logprobs, encode_completion_logprobs, text_offsets
 from everserve.gateway.text.prompts import completion_prompts, num_prompts
@@ -79,6 +86,8 @@ class CompletionRenderer:
         rendered = CompletionChoice(
             index=choice.index, text=text, finish_reason=choice.finish_reason, stop_reason=choice.stop_reason
         )
+        if output.masked is not None:
+            rendered.degraded = Degraded(masked_ranges=[(output.index, output.index + 1)])
         if self._wants_ids:
             rendered.token_ids = [] if output.token is None else [output.token]
             if is_first:
@@ -111,6 +120,7 @@ class CompletionRenderer:
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._wants_ids else UNSET,
             prompt_token_ids=choice.prompt.ids if self._wants_ids else UNSET,
+            degraded=Degraded(masked_ranges=choice.masked_ranges) if choice.masked_ranges else UNSET,
         )
 
     def _pieces(

@@ -39,6 +39,8 @@ _LOG_COUNTERS = (
     ("num_restored_tokens", "tokens_restored", "Tokens of resumed streams whose KV came from a log."),
     ("num_known_tokens", "tokens_recomputed", "Tokens of resumed streams that were computed a second time."),
     ("num_broken_tokens", "log_broken_tokens", "Tokens that a log should have had: a gap, or a wrong checksum."),
+    ("num_masked_tokens", "masked_tokens", "Tokens sampled while experts were masked: they are not exact."),
+    ("num_unmasked_tokens", "unmasked_tokens", "Tokens whose KV was computed again because a mask was lifted."),
 )
 
 

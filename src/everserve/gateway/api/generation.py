@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import msgspec
+from msgspec import UNSET
 
 from everserve.errors import EverserveError
 from everserve.gateway.gateway import Gateway
@@ -73,6 +74,7 @@ class Generation:
         self.num_open = 0  # choices that have not ended
         self._num_prompt_tokens = 0
         self._num_completion_tokens = 0  # of all choices, so far
+        self._num_masked_tokens = 0  # of these, sampled while experts were masked
         self._num_cached_tokens = 0  # of all prompts, each counted once
 
     @property
@@ -140,7 +142,9 @@ class Generation:
     def on_text(self, choice: Choice, text: str, output: Output) -> None:
         """A choice has one more token."""
         self._trace.token(choice, output)
-        self._num_completion_tokens += output.token is not None
+        if output.token is not None:
+            self._num_completion_tokens += 1
+            self._num_masked_tokens += output.masked is not None
         if output.index == 0 and choice.index % (self._request.n or 1) == 0:
             self._num_cached_tokens += output.num_cached
         if choice.finish_reason is not None:
@@ -187,6 +191,7 @@ class Generation:
             completion_tokens=self._num_completion_tokens,
             total_tokens=self.num_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=self._num_cached_tokens),
+            masked_tokens=self._num_masked_tokens or UNSET,
         )
 
     def _stream_id(self, index: int) -> str:

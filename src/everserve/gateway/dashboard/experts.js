@@ -66,16 +66,17 @@ export class ExpertMap {
     const colors = Object.fromEntries(["sunk", "ink", "warn", "bad", "largest"].map((name) => [name, colorOf(canvas, `--${name}`)]));
     pen.clearRect(0, 0, width, height);
     const most = Math.max(1e-9, ...map.load.map((row) => Math.max(...row)));
-    const moving = new Set(map.moving.map(([layer, expert]) => layer * numExperts + expert));
+    const [moving, masked] = [map.moving, map.masked].map((pairs) => new Set(pairs.map(([layer, expert]) => layer * numExperts + expert)));
     for (let layer = 0; layer < numLayers; layer++) {
       for (let expert = 0; expert < numExperts; expert++) {
-        this.#drawCell(pen, colors, layer, expert, map.load[layer][expert] / most, moving.has(layer * numExperts + expert));
+        const at = layer * numExperts + expert;
+        this.#drawCell(pen, colors, layer, expert, map.load[layer][expert] / most, moving.has(at), masked.has(at));
       }
     }
     this.#describe(most);
   }
 
-  #drawCell(pen, colors, layer, expert, share, isMoving) {
+  #drawCell(pen, colors, layer, expert, share, isMoving, isMasked) {
     const { width, height } = this.cell;
     const gap = Math.min(GAP, width / 4, height / 4);
     const [x, y, w, h] = [expert * width + gap, layer * height + gap, width - 2 * gap, height - 2 * gap];
@@ -87,8 +88,8 @@ export class ExpertMap {
     pen.fillRect(x, y, w, h);
     pen.globalAlpha = 1;
     const size = Math.max(1, Math.min(w, h));
-    if (this.map.places[layer][expert] === 0) {
-      pen.strokeStyle = colors.bad;
+    if (isMasked || this.map.places[layer][expert] === 0) {
+      pen.strokeStyle = isMasked ? colors.warn : colors.bad;
       pen.beginPath();
       pen.moveTo(x, y);
       pen.lineTo(x + w, y + h);
@@ -110,7 +111,7 @@ export class ExpertMap {
   }
 
   #describe(most) {
-    const { layers, load, active, moving, imbalance } = this.map;
+    const { layers, load, active, moving, masked, imbalance } = this.map;
     if (!layers.length) return say(this.words, "no experts are known yet");
     const dealt = active.flat().filter((num) => num > 1).length;
     const ratio = imbalance.max_over_mean;
@@ -120,6 +121,7 @@ export class ExpertMap {
       layer >= 0 && ratio !== null ? `busiest expert ${load[layer].indexOf(most)} of layer ${layers[layer]}, ${number(most)} rows/s` : "",
       dealt ? `${dealt} with several active places` : "",
       moving.length ? `${moving.length} moving` : "",
+      masked.length ? `${masked.length} masked` : "",
     ];
     say(this.words, parts.filter(Boolean).join("; "));
     const label = `Load of ${load[0].length} experts in ${layers.length} layers: ${this.words.textContent}`;

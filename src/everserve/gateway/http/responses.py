@@ -40,6 +40,14 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    masked_tokens: int | UnsetType = UNSET  # of the completion, sampled while experts were masked
+
+
+class Degraded(msgspec.Struct, kw_only=True):
+    """In every choice, or part of one, that was computed while experts were masked: it is not what the whole model
+    gives."""
+
+    masked_ranges: list[tuple[int, int]]  # of its tokens, counted from 0: first, end
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -59,6 +67,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None  # the stop token or stop string that ended the text, if it was one
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    degraded: Degraded | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -98,6 +107,7 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    degraded: Degraded | UnsetType = UNSET
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -122,6 +132,7 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
+    degraded: Degraded | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct, kw_only=True):
@@ -268,6 +279,7 @@ class ExpertView(msgspec.Struct, kw_only=True):
     load: float  # rows per second, lately
     places: list[ExpertPlaceView]  # active ones first
     moving: bool  # it is being loaded into another slot
+    masked: bool  # streams go on without it
 
 
 class LayerView(msgspec.Struct, kw_only=True):
@@ -299,6 +311,7 @@ class ExpertsMapView(msgspec.Struct, kw_only=True):
     places: list[list[int]]  # how many
     active: list[list[int]]  # how many of them are active
     moving: list[tuple[int, int]]  # index of the layer, expert
+    masked: list[tuple[int, int]]  # likewise
     imbalance: ImbalanceView
 
 

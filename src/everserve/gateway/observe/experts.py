@@ -43,6 +43,7 @@ class Experts:
             return ExpertsView(layers=[], imbalance=self._imbalance())
         load_LE, num_active_LE = self._load(change, routes), routes.num_active().tolist()
         moving = {(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}
+        masked = set(routes.masked_experts())
         layers = []
         for index, number in enumerate(change.moe_layers):
             experts = [
@@ -50,6 +51,7 @@ class Experts:
                     expert=expert,
                     load=load_LE[index][expert],
                     moving=(index, expert) in moving,
+                    masked=(index, expert) in masked,
                     places=[
                         ExpertPlaceView(rank=rank, slot=slot, active=i < num_active_LE[index][expert])
                         for i, (rank, slot) in enumerate(places)
@@ -65,13 +67,16 @@ class Experts:
         """The same as tables of numbers, for the dashboard: large models have thousands of experts."""
         change, routes = self._change, self._routes
         if change is None or routes is None:
-            return ExpertsMapView(layers=[], load=[], places=[], active=[], moving=[], imbalance=self._imbalance())
+            return ExpertsMapView(
+                layers=[], load=[], places=[], active=[], moving=[], masked=[], imbalance=self._imbalance()
+            )
         return ExpertsMapView(
             layers=list(change.moe_layers),
             load=self._load(change, routes),
             places=np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2).tolist(),
             active=routes.num_active().tolist(),
             moving=sorted({(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}),
+            masked=list(routes.masked_experts()),
             imbalance=self._imbalance(),
         )
 

@@ -80,6 +80,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.num_tokens = 0
         self.num_cached = 0
+        self.masked_ranges: list[tuple[int, int]] = []  # of tokens that were sampled under a mask: first, end
         self.stream = Stream(spec, self)
         self.texts: list[str] = []  # these two are filled only where the whole answer is needed at the end
         self.scores = Scores()
@@ -172,9 +173,18 @@ class Choice:
         else:
             metrics.inter_token_latency_s.observe(now_s - self.last_s)
         self.last_s = now_s
+        if output.masked is not None:
+            self._note_masked(output.index)
         if output.token is not None:
             self.num_tokens += 1
             metrics.num_generation_tokens += 1
+
+    def _note_masked(self, index: int) -> None:
+        ranges = self.masked_ranges
+        if ranges and ranges[-1][1] == index:
+            ranges[-1] = (ranges[-1][0], index + 1)
+        else:
+            ranges.append((index, index + 1))
 
     def _end(self, reason: str) -> None:
         if self.has_ended:

@@ -146,7 +146,9 @@ class WorkerLink:
         """Each says how many come behind it: the worker begins with all of them at once."""
         unsent, self._unsent = self._unsent, []
         for num_sent, stream in enumerate(unsent, start=1):
-            spec = msgspec.structs.replace(stream.spec, known=stream.tokens) if stream.tokens else stream.spec
+            spec = stream.spec
+            if stream.tokens:
+                spec = msgspec.structs.replace(spec, known=stream.tokens, masked=stream.masked)
             self._send(Submit(spec=spec, source=stream.source, num_following=len(unsent) - num_sent))
 
     def cancel(self, stream: Stream) -> None:

@@ -21,7 +21,7 @@ from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.outputs import Output
-from everserve.tables.requests import RequestSpec
+from everserve.tables.requests import Masked, RequestSpec
 
 if TYPE_CHECKING:
     from everserve.gateway.streams.links import WorkerLink
@@ -43,7 +43,7 @@ class Stream:
     """One token stream, from its client's request to its end."""
 
     __slots__ = (
-        *("group", "is_first", "last_s", "link", "listener", "lost_s", "metrics", "moved_s", "num_losses"),
+        *("group", "is_first", "last_s", "link", "listener", "lost_s", "masked", "metrics", "moved_s", "num_losses"),
         *("num_unanswered", "parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
@@ -51,6 +51,7 @@ class Stream:
         self.spec = spec
         self.listener = listener
         self.tokens: list[int] = []  # what the client has
+        self.masked: Masked | None = None  # what its worker said of its KV with the last token
         self.group = 0  # siblings have the same number
         self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
         self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; set by the fleet
@@ -158,7 +159,7 @@ class StreamTable:
             if output.index != len(tokens):
                 if output.index < len(tokens):
                     self._totals.num_stale += 1
-                    if token is not None and token != tokens[output.index]:
+                    if token is not None and token != tokens[output.index] and output.masked is stream.masked is None:
                         self._on_divergence(stream, output)
                     continue
                 broken.append(output.id)
@@ -166,6 +167,7 @@ class StreamTable:
                 continue
             if stream.num_unanswered:
                 self._note_answer(stream, now_s)
+            stream.masked = output.masked
             if token is not None:
                 tokens.append(token)
                 self.num_owed -= 1

@@ -57,6 +57,7 @@ class CudaOps:
     name = "cuda"
     activation_dtype = torch.float32
     batch_invariant = True
+    is_captured = True
 
     def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int, share: int = 1) -> None:
         self.device = device
@@ -65,7 +66,6 @@ class CudaOps:
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._share = share
         self._linears: dict[int, Linear] = {}
-        self._allowed: dict[int, Tensor] = {}
         self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
         self._workspace: attention.Workspace | None = None
         self._positions_T = torch.empty(0)  # of the batch at hand
@@ -116,12 +116,12 @@ class CudaOps:
         sums = self._linear(weight_DX, bias_D).sums(x_TX, self.words.stop, residual_TO=residual_TD)
         return rows.add_and_norm(sums, norm_D, eps, self.words.stop)
 
-    def route(self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-        num_experts = router_ND.shape[0]
-        if num_experts not in self._allowed:
-            self._allowed[num_experts] = torch.ones(num_experts, dtype=torch.int32, device=self.device)
+    def route(
+        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        assert allowed_N is not None, "what is captured reads a table: nothing may be left out of a graph"
         logits = self._linear(router_ND, None).sums(x_TD, self.words.stop, out_dtype=torch.float32)
-        return gating.route(logits, self._positions_T, self._allowed[num_experts], top_k, renormalise, self.words.stop)
+        return gating.route(logits, self._positions_T, allowed_N, top_k, renormalise, self.words.stop)
 
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         return ArenaSlots(num_slots, self.device)

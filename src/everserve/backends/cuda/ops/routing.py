@@ -32,7 +32,7 @@ def route(
     return ids_TK, weights_TK
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["allowed"])
 def _route(
     logits, positions, allowed, ids_out, weights_out, stop, num_rows,
     N: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, N2: tl.constexpr, K2: tl.constexpr,

@@ -16,6 +16,7 @@
 #define MAX_PARTS 512 /* of one layer; more than two per rank only if peers fail again and again */
 #define MAX_MISSING 16
 #define NO_PART (-1)
+#define NO_EXPERT (-1) /* fewer experts are allowed than a row wants (ops/route.c): nothing is sent for it */
 
 enum part_state { OPEN = 0, ARRIVED = 1, LOST = 2, REFUSED = 3 };
 
@@ -114,6 +115,7 @@ static void begin(struct exchange *e) {
 
 static bool needs_a_place(const struct exchange *e, int64_t r) {
     int32_t p = e->row_part[r];
+    if (e->ids[r] == NO_EXPERT) return false;
     return p == NO_PART || e->parts[p].state == LOST || e->parts[p].state == REFUSED;
 }
 
@@ -203,6 +205,8 @@ static int64_t send_rows(struct exchange *e) {
     int64_t top_k = e->layout.top_k, num_rows = e->num_tokens * top_k;
     e->num_missing = e->num_blocked = 0;
     for (int64_t r = 0; r < num_rows; r++) {
+        /* It has no weight in the sum; any row will do. */
+        if (e->ids[r] == NO_EXPERT) e->row_at[r] = e->x + r / top_k * e->layout.hidden_size;
         if (!needs_a_place(e, r)) continue;
         int32_t expert = e->ids[r];
         bool is_known = expert >= 0 && expert < e->num_experts;

@@ -9,7 +9,9 @@
    write y through index arrays. So x and y may also be scattered over the memory of several peers, as long as every
    row is a whole number of rows away from one base; then `order` holds y's own numbers instead of r. */
 
+#include <stdbool.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "exp.h"
 #include "gemm.h"
@@ -99,12 +101,18 @@ struct expert_rows_args {
     int64_t num_rows, num_tokens, num_y, num_slots, hidden_size, inner_size;
 };
 
+/* Whether row r has no expert at all (route.c). Its answer is zeros. Rows in shared memory always have one. */
+static bool is_nowhere(const struct expert_rows_args *args, int64_t r) {
+    return args->slot_of[r] == -1 && !args->y_index;
+}
+
 /* 0, or why nothing was computed: 1 + r when slot_R[r] is out of range or empty, -(1 + r) when token_R[r] or y_R[r] is
    out of range. */
 EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
     const int32_t *tokens = args->tokens, *slot_of = args->slot_of, *y_index = args->y_index;
     int64_t num_rows = args->num_rows, num_slots = args->num_slots;
     for (int64_t r = 0; r < num_rows; r++) {
+        if (is_nowhere(args, r)) continue;
         if (slot_of[r] < 0 || slot_of[r] >= num_slots || !args->slots[slot_of[r]].gate) return 1 + r;
         if (tokens[r] < 0 || tokens[r] >= args->num_tokens) return -(1 + r);
         if (y_index && (y_index[r] < 0 || y_index[r] >= args->num_y)) return -(1 + r);
@@ -120,12 +128,17 @@ EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
 
     /* Counting sort. While rows are placed, starts[s + 1] is where the next row of slot s goes. */
     size_t num_busy = 0;
-    for (int64_t r = 0; r < num_rows; r++) starts[slot_of[r] + 2]++;
+    for (int64_t r = 0; r < num_rows; r++)
+        if (!is_nowhere(args, r)) starts[slot_of[r] + 2]++;
     for (int64_t s = 0; s < num_slots; s++) {
         if (starts[s + 2]) busy[num_busy++] = (int32_t)s;
         starts[s + 2] += starts[s + 1];
     }
     for (int64_t r = 0; r < num_rows; r++) {
+        if (is_nowhere(args, r)) {
+            memset(args->y + r * args->hidden_size, 0, (size_t)args->hidden_size * sizeof(float));
+            continue;
+        }
         int32_t at = starts[slot_of[r] + 1]++;
         order[at] = y_index ? y_index[r] : (int32_t)r;
         sorted_tokens[at] = tokens[r];

@@ -1,4 +1,4 @@
-/* The experts of each row: router logits, softmax over all experts, the best K. */
+/* The experts of each row: router logits, softmax over all experts that are allowed, the best K of these. */
 
 #include "exp.h"
 #include "gemm.h"
@@ -12,6 +12,7 @@ struct route_args {
     const void *router;
     int32_t *ids;
     float *weights;
+    const int32_t *allowed; /* by expert; NULL: all are */
     int64_t num_rows, num_experts, size, top_k, router_stride, dtype, renormalise;
 };
 
@@ -30,16 +31,24 @@ static void softmax(float *logits, size_t n) {
     for (size_t i = 0; i < n; i += VW) store_f32(logits + i, load_f32(logits + i) / divisor);
 }
 
-/* The K largest, largest first; of equal ones the lower id first. Ids are valid even when all are NaN. */
-static void best(const float *p, size_t n, size_t top_k, int32_t *ids, float *weights) {
+/* As if the router gave experts that are not allowed no chance at all: e^that is 0. */
+static void exclude(float *logits, size_t n, const int32_t *allowed) {
+    for (size_t i = 0; i < n; i++)
+        if (!allowed[i]) logits[i] = -1e30f;
+}
+
+/* The K largest, largest first; of equal ones the lower id first. Ids are valid even when all are NaN; -1, with no
+   weight, where fewer than K are allowed. */
+static void best(const float *p, size_t n, const int32_t *allowed, size_t top_k, int32_t *ids, float *weights) {
     uint8_t taken[MAX_EXPERTS] = {0};
+    for (size_t i = 0; allowed && i < n; i++) taken[i] = !allowed[i];
     for (size_t k = 0; k < top_k; k++) {
         size_t at = n;
         for (size_t i = 0; i < n; i++)
             if (!taken[i] && (at == n || p[i] > p[at])) at = i;
-        taken[at] = 1;
-        ids[k] = (int32_t)at;
-        weights[k] = p[at];
+        ids[k] = at < n ? (int32_t)at : -1;
+        weights[k] = at < n ? p[at] : 0.0f;
+        if (at < n) taken[at] = 1;
     }
 }
 
@@ -54,12 +63,13 @@ static void route_task(void *job, size_t task) {
     gemm(x, m, router, num_experts, size, logits);
     for (size_t t = 0; t < m; t++) {
         float *weights = args->weights + (first + t) * top_k;
+        if (args->allowed) exclude(row(&logits, t), num_experts, args->allowed);
         softmax(row(&logits, t), num_experts);
-        best(row(&logits, t), num_experts, top_k, args->ids + (first + t) * top_k, weights);
+        best(row(&logits, t), num_experts, args->allowed, top_k, args->ids + (first + t) * top_k, weights);
         if (args->renormalise) {
             float total = 0.0f;
             for (size_t k = 0; k < top_k; k++) total += weights[k];
-            for (size_t k = 0; k < top_k; k++) weights[k] /= total;
+            for (size_t k = 0; k < top_k && total != 0.0f; k++) weights[k] /= total;
         }
     }
 }
