@@ -22,6 +22,7 @@ from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Chunk, Sequence
+from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
 from everserve.kvlog.log import Log
@@ -95,6 +96,7 @@ class Engine:
         self._forward = forward
         self._clock = clock
         self._journal = journal
+        self.times = StepTimes(clock)
         self._undo = UndoLog()
         self._layout = BatchLayout(config.block_size)
         self._sequences: dict[str, Sequence] = {}
@@ -199,6 +201,7 @@ class Engine:
         for sequence in self.scheduler.started:
             sequence.note_start(began_s)
         advanced, failed = self._advance(results)
+        self.times.end()
         return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
 
     def log_step(self) -> None:
@@ -247,6 +250,8 @@ class Engine:
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
         """Compute the chunks, logging what is computed."""
         rows, journal = self._layout(chunks), self._journal
+        num_rows = len(rows.positions_T)
+        self.times.begin(num_rows, int(rows.positions_T.sum()) + num_rows)
         if journal is None:
             return self._read_logits(chunks, self._forward(rows, meanwhile))
         if journal.writer.is_on_device:

@@ -4,10 +4,10 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   WeightsJoined, WeightsLeft, Leave, Fenced, Shutdown
+                                   WeightsJoined, WeightsLeft, Leave, Hang, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, LoadReported, RoutesUsed, SlotsReported,
-                                   EventHappened
+                                   Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
+                                   SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
                                    DeviceAnswered, ScaleAnswered, EventHappened
@@ -57,6 +57,7 @@ from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
 from everserve.tables.validity import Conditions
+from everserve.tables.work import Work
 from everserve.wire.events import AnyEvent
 
 
@@ -205,6 +206,11 @@ class Leave(Message, frozen=True):
     """Orchestrator to worker: give all streams back and exit; a new process takes the seat. SIGTERM does the same."""
 
 
+class Hang(Message, frozen=True):
+    """Orchestrator to worker, an injected fault (only with --enable-chaos): the main thread blocks for good; all other
+    threads go on."""
+
+
 class Fenced(Message, frozen=True):
     """Orchestrator to worker: this incarnation was declared gone. Its messages are dropped; it must exit."""
 
@@ -245,6 +251,14 @@ class ExpertReport(Message, frozen=True):
     """Expert worker to orchestrator, about once a second while something changes: its counters."""
 
     stats: ExpertStats
+
+
+class PaceReported(Message, frozen=True):
+    """Attention worker to orchestrator, twice a second while it has steps: how long its own work took since the last
+    report (steps, rows, keys), and the answers of each expert worker (answers, rows), where that is measured."""
+
+    own: Work
+    peers: list[tuple[WorkerId, Work]] = []
 
 
 class LoadReported(Message, frozen=True):
@@ -346,11 +360,12 @@ class ScaleAnswered(Message, frozen=True):
 
 
 class InjectFault(Message, frozen=True):
-    """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
+    """Gateway to orchestrator: an operator asks for this signal, or for a main thread that hangs (`signal` None); only
+    with --enable-chaos."""
 
     id: str
     rank: Rank
-    signal: int
+    signal: int | None
 
 
 class LoseDevice(Message, frozen=True):
@@ -673,12 +688,14 @@ AnyMessage = (
     | WeightsJoined
     | WeightsLeft
     | Leave
+    | Hang
     | Fenced
     | Leaving
     | Report
     | Suspected
     | ExpertReport
     | LoadReported
+    | PaceReported
     | RoutesUsed
     | ClusterChanged
     | ExpertsChanged
