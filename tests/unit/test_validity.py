@@ -243,3 +243,21 @@ def test_routes_must_agree_with_what_is_held():
     other[Rank(1)] = msgspec.structs.replace(other[Rank(1)], experts=experts)
     found = conditions(members(), PLACEMENT, other, routes(), {Rank(0): Epoch(5)})
     assert found.coverage == ("2 experts of layer 3 are routed to a slot of rank 1 that does not hold them: 0, 1",)
+
+
+def test_a_masked_expert_is_covered_and_degraded():
+    two_dead = [worker(rank, Role.EXPERT, state=WorkerState.GONE) for rank in (2, 3)]
+    bare = routes(1)
+    lost = [(layer, e) for layer in range(len(LAYERS)) for e in range(12) if not bare.candidates(layer, e)]
+    assert bare.num_without_place == len(lost) > 0 and bare.masked_experts() == ()
+    masked = bare.with_mask(lost, 3)
+    assert masked.masked_experts() == tuple(lost) and masked.mask_id == 3
+    assert (masked.num_without_place, masked.num_survivable) == (0, 0)
+    assert violations(members(*two_dead), PLACEMENT, masked) == ()
+    (sentence,) = [one for one in degraded(members(*two_dead), PLACEMENT, masked) if "masked" in one]
+    assert sentence.startswith(f"{len(lost) // len(LAYERS)} experts of layers 2-4, 6 are masked")
+    all_but_one = bare.with_mask(lost[1:], 4)
+    assert violations(members(*two_dead), PLACEMENT, all_but_one) == (f"expert {lost[0][1]} of layer 2 has no place",)
+    assert masked.with_mask((), 5) == bare
+    with pytest.raises(ValueError, match="mask 0"):
+        msgspec.structs.replace(masked, mask_id=0)

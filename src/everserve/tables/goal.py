@@ -31,6 +31,18 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
     wanted: Wanted = Wanted.STAY
 
 
+class Mask(msgspec.Struct, frozen=True, kw_only=True):
+    """Experts that are masked while they have no place."""
+
+    last_id: int = 0  # the highest number that any set of masked experts has had
+    experts: tuple[tuple[int, int], ...] = ()  # (layer index, expert) in order
+
+    @property
+    def id(self) -> int:
+        """Of this set, as routes name it."""
+        return self.last_id if self.experts else 0
+
+
 class Goal(msgspec.Struct, frozen=True, kw_only=True):
     """One version of the plan. Without expert workers there is no placement: every worker has both roles."""
 
@@ -39,6 +51,7 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
     placement: Placement | None
     scaling_since_s: float | None = None  # on the machine's monotonic clock; None: there are the workers asked for
     gone: tuple[int, ...] = ()  # devices that were lost and have not come back: seats on them stay empty
+    mask: Mask = Mask()
 
     def __post_init__(self) -> None:
         ranks = [seat.rank for seat in self.seats]

@@ -3,8 +3,12 @@
 An expert may have several *active* candidates, the first `num_active` ones. Its rows are dealt among them by attention
 worker: rank r asks active candidate (r + expert) mod num_active first, then the active ones after it, then the others.
 So each attention worker still has one place for each expert, and results do not depend on which.
+
+An expert may be *masked*: it has no place, and attention workers exclude it before they choose the top k experts of a
+token. What was computed under a mask differs from what would have been computed without it.
 """
 
+from collections.abc import Collection
 from enum import StrEnum
 
 import msgspec
@@ -21,7 +25,9 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
     `table` is int16 [layer index][expert][candidate][rank, slot]; where there are fewer candidates than
     `num_candidates`, the last ones are (-1, -1). `active` is uint8 [layer index][expert]: how many of the candidates
-    are active; empty if no expert has more than one.
+    are active; empty if no expert has more than one. `masked` is uint8 [layer index][expert]: 1 if the expert is
+    excluded before top-k; empty if none is. `mask_id` numbers the sets of masked experts of an instance: 0 if none is
+    masked, otherwise a higher number for each different set that follows.
     """
 
     epoch: Epoch
@@ -30,8 +36,14 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     num_candidates: int
     table: bytes
     active: bytes = b""
+    masked: bytes = b""
+    mask_id: int = 0
 
     def __post_init__(self) -> None:
+        if self.masked and len(self.masked) != self.num_layers * self.num_experts:
+            raise ValueError(f"a mask of {len(self.masked)} experts for another number of experts")
+        if bool(self.masked) != bool(self.mask_id):
+            raise ValueError(f"mask {self.mask_id} with {sum(self.masked)} masked experts")
         if self.active and len(self.active) != self.num_layers * self.num_experts:
             raise ValueError(f"{len(self.active)} numbers of active candidates for another number of experts")
         expected = self.num_layers * self.num_experts * self.num_candidates * 2 * _DTYPE.itemsize
@@ -82,19 +94,41 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         source_LEC = np.where(candidate_C < num_active_LE1, (candidate_C + first_LE1) % num_active_LE1, candidate_C)
         return np.take_along_axis(self.array(), source_LEC[..., None], axis=2)
 
+    def with_mask(self, experts: Collection[tuple[int, int]], mask_id: int) -> "Routes":
+        """The same routes with these (layer index, expert) masked."""
+        mask_LE = np.zeros((self.num_layers, self.num_experts), np.uint8)
+        for layer, expert in experts:
+            mask_LE[layer, expert] = 1
+        masked = mask_LE.tobytes() if experts else b""
+        return msgspec.structs.replace(self, masked=masked, mask_id=mask_id if experts else 0)
+
+    def mask(self) -> "np.ndarray[tuple[int, int], np.dtype[np.uint8]]":
+        """[layer index][expert], read-only: 1 where an expert is masked."""
+        shape = (self.num_layers, self.num_experts)
+        return np.frombuffer(self.masked, np.uint8).reshape(shape) if self.masked else np.zeros(shape, np.uint8)
+
+    def masked_experts(self) -> tuple[tuple[int, int], ...]:
+        """(layer index, expert) of every masked expert, in order."""
+        if not self.masked:
+            return ()
+        return tuple((int(layer), int(expert)) for layer, expert in np.argwhere(self.mask()))
+
     @property
     def num_without_place(self) -> int:
-        """Experts that no worker can compute now, over all layers."""
+        """Experts that no worker can compute now and that tokens may need, over all layers: a masked one is not
+        asked for."""
+        needed_LE = self.mask() == 0
         if self.num_candidates == 0:
-            return self.num_layers * self.num_experts
-        return int((self.array()[:, :, 0, 0] == NO_RANK).sum())
+            return int(needed_LE.sum())
+        return int((needed_LE & (self.array()[:, :, 0, 0] == NO_RANK)).sum())
 
     @property
     def num_survivable(self) -> int:
         """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
         if self.num_candidates == 0:
             return 0
-        return max(0, int((self.array()[..., 0] != NO_RANK).sum(-1).min()) - 1)
+        num_places_LE = (self.array()[..., 0] != NO_RANK).sum(-1)
+        return max(0, int(num_places_LE[self.mask() == 0].min(initial=self.num_candidates)) - 1)
 
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()

@@ -4,7 +4,8 @@ An instance is valid if three conditions hold:
 
     peers      at least one ready worker has the attention role; routes lead only to ready workers with the expert role
                (where no ready worker holds the expert, to one that is leaving); all tables are of one epoch
-    coverage   every expert of every layer has a place that really holds it, and no place is listed twice
+    coverage   every expert of every layer has a place that really holds it, and no place is listed twice; a masked
+               expert needs none, because no token is sent to it
     epochs     every attention worker uses the routes of the published epoch
 
 The first two depend on the published tables alone: together they are the *violations*, and streams may have to wait
@@ -87,13 +88,15 @@ def behind(members: Members, acknowledged: Mapping[Rank, Epoch]) -> tuple[str, .
 
 
 def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
-    """What is degraded without breaking the contract: workers that are not ready, experts with too few places."""
+    """What is degraded without breaking the contract: workers that are not ready, masked experts, experts with too few
+    places."""
     found = []
     for worker in members.workers:
         if worker.state is not WorkerState.READY:
             note = f": {worker.note}" if worker.note else ""
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
     if placement is not None and routes is not None and not _wrong_shape(placement, routes):
+        found += _sentences(placement, routes.mask() != 0, "{are} masked: tokens are computed without {them}")
         planned_LE = _num_planned(placement)
         have_LE = np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2)
         short_LE = (have_LE > 0) & (have_LE < planned_LE)  # no place at all is a violation
@@ -147,7 +150,7 @@ def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]
     found += _sentences(placement, twice_LE, "{have} the same worker twice among {their} places")
     gap_LE = (~named_LEC[..., :-1] & named_LEC[..., 1:]).any(axis=2)  # readers stop at the first NO_RANK
     found += _sentences(placement, gap_LE, "{have} a gap among {their} places")
-    found += _sentences(placement, ~named_LEC.any(axis=2), "{have} no place")
+    found += _sentences(placement, ~named_LEC.any(axis=2) & (routes.mask() == 0), "{have} no place")
     return found
 
 

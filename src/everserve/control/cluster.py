@@ -1,0 +1,156 @@
+"""The state that the machine's decisions read and change: seats, goal, published tables.
+
+The machine (machine.py) owns one Cluster. What becomes of one incarnation (membership.py), of the places of experts
+(moving.py) and of what operators ask for (operations.py) are functions that change it and return a Step.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+
+from everserve.control.balance import Balancer
+from everserve.control.effects import AnyEffect, Provision, Publish
+from everserve.control.places import LastNamed, slots_given_up, what_is_held, without
+from everserve.control.seats import Policy, Seat
+from everserve.plan.balance import BalancePolicy
+from everserve.plan.moves import GivenUp
+from everserve.plan.routing import make_routes
+from everserve.tables.goal import Capacity, Goal
+from everserve.tables.ids import Epoch, Rank, WorkerId
+from everserve.tables.members import Members, WorkerState
+from everserve.tables.routes import Routes
+from everserve.tables.validity import conditions, degraded
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The result of one event, before the tables are compared."""
+
+    reason: str
+    effects: tuple[AnyEffect, ...] = ()
+    publish_anyway: bool = False  # a new epoch though the members are the same
+    publish_soon: bool = False  # the same, with the next tick: other workers may report at the same time
+
+
+class Cluster:
+    """All seats, what they should be, and what was published about them."""
+
+    def __init__(
+        self, goal: Goal, policy: Policy, capacity: Capacity | None = None, balance: BalancePolicy | None = None
+    ) -> None:
+        self.policy = policy
+        self.goal = goal
+        if capacity is None:
+            num_planned = goal.placement.num_slots if goal.placement is not None else 0
+            capacity = Capacity(max_workers=1 + max(seat.rank for seat in goal.seats), slots_per_layer=num_planned)
+        self.capacity = capacity
+        moe_layers = goal.placement.moe_layers if goal.placement is not None else ()
+        num_experts = goal.placement.num_experts if goal.placement is not None else 0
+        self.balancer = Balancer(len(moe_layers), num_experts, balance)
+        self.given_up: GivenUp = {}  # slots that routes do not lead to any more
+        self.last_named = LastNamed()
+        self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
+        self.is_moving = True  # there may be slots to fill
+        self.num_stale = 0  # messages of lost or unknown incarnations
+        self.was_all_ready = False  # at some time since the instance started: it is not given up any more
+        self.ending = ""  # non-empty: why no process is started any more
+        assert goal.seats, "an instance has seats"
+        self.seats = {seat.rank: Seat(seat) for seat in goal.seats}
+        self.kill_at: dict[WorkerId, float] = {}  # lost, and its exit has not been seen
+        self._count_slots()
+        self.tables = self.tables_of(Epoch(0))  # published last
+
+    # -- the goal --------------------------------------------------------------------------------
+
+    def set_goal(self, **changes: object) -> None:
+        """The next version of the goal, with these changes."""
+        self.goal = msgspec.structs.replace(self.goal, version=self.goal.version + 1, **changes)
+        for seat in self.goal.seats:
+            self.seats[seat.rank].goal = seat
+        self._count_slots()
+
+    def _count_slots(self) -> None:
+        """As the members table shows them."""
+        placement = self.goal.placement
+        for seat in self.seats.values():
+            seat.slots = seat.goal.own_experts
+            planned = placement.seat(seat.rank) if placement is not None else None
+            if placement is not None and planned is not None:
+                seat.slots = self.capacity.slots_per_layer
+                seat.shadow_slots = max(map(len, planned.shadows), default=0)
+
+    # -- the tables ------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> Epoch:
+        return self.tables.members.epoch
+
+    @property
+    def routes(self) -> Routes | None:
+        return self.tables.routes
+
+    def members_of(self, epoch: Epoch) -> Members:
+        seats = (seat for seat in self.seats.values() if not seat.is_retired)
+        return Members(epoch=epoch, goal=self.goal.version, workers=tuple(seat.worker() for seat in seats))
+
+    def tables_of(self, epoch: Epoch) -> Publish:
+        """What there is to publish now."""
+        members, placement = self.members_of(epoch), self.goal.placement
+        have = what_is_held(self.seats.values())
+        routes = None
+        if placement is not None:
+            self.given_up = slots_given_up(placement, self.seats.values())
+            have = without(have, self.given_up)  # what a slot holds that is about to be filled does not count
+            serving = [seat for seat in self.seats.values() if seat.can_serve]
+            leaving = {seat.rank for seat in serving if seat.state is WorkerState.LEAVING}
+            ready = {seat.rank for seat in serving} - leaving
+            routes = make_routes(epoch, placement, have, ready, leaving)
+        return Publish(
+            members=members,
+            routes=routes,
+            conditions=conditions(members, placement, have, routes, self.acknowledged()),
+            degraded=degraded(members, placement, routes),
+            gone=self.goal.gone,
+        )
+
+    def publish(self) -> None:
+        """Tables of the next epoch."""
+        self.tables = self.tables_of(Epoch(self.epoch + 1))
+        self.is_moving = self.routes is not None
+        if self.routes is not None:
+            self.last_named.note(self.routes)
+
+    def acknowledged(self) -> dict[Rank, Epoch]:
+        """The epoch of the routes that each attention worker uses, by its report."""
+        return {seat.rank: seat.acknowledged for seat in self.seats.values() if seat.acknowledged}
+
+    def overtake(self, epoch: Epoch, who: str) -> Step:
+        """Publish a later epoch than the one of this process, because processes drop tables that are not newer."""
+        if epoch < self.epoch:
+            return Step(f"epoch {epoch}, which {who} has, is past")
+        self.tables = self.tables_of(epoch)
+        self.first_epoch = Epoch(epoch + 1)
+        return Step(f"{who} has tables of epoch {epoch} from the orchestrator before", publish_anyway=True)
+
+    # -- processes -------------------------------------------------------------------------------
+
+    def has_process(self, rank: Rank) -> bool:
+        return rank in self.seats and self.seats[rank].state is not WorkerState.GONE
+
+    def end_for(self, why: str) -> None:
+        """No process is started any more."""
+        self.ending = self.ending or why
+        for seat in self.seats.values():
+            if seat.state is WorkerState.GONE:
+                seat.leave_empty(self.ending)
+
+
+def provision(seat: Seat) -> Provision:
+    """The next incarnation of this seat."""
+    seat.begin()
+    return Provision(seat.rank, seat.incarnation)
+
+
+def who(seat: Seat) -> str:
+    """For reasons."""
+    return f"rank {seat.rank} incarnation {seat.incarnation}"

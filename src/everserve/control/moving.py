@@ -1,0 +1,126 @@
+"""The places of experts: what workers hold, which slots they fill next, and when other places become the goal."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from everserve.control.cluster import Cluster, Step, who
+from everserve.control.effects import FillSlots, Show
+from everserve.control.places import balanced_placement, is_settled, new_placement, next_fills, what_is_held
+from everserve.control.seats import Seat
+from everserve.tables.ids import Epoch, Rank, Role
+from everserve.tables.slots import FailedFill, HeldSlots, Place
+from everserve.tables.validity import behind
+
+# -- what workers hold and use -----------------------------------------------------------------------
+
+
+def hold(
+    cluster: Cluster,
+    seat: Seat,
+    slots: HeldSlots,
+    failed: Sequence[FailedFill] = (),
+    num_left: int = 0,
+    now: float = 0.0,
+) -> Step:
+    """Routes follow what workers hold."""
+    has_changed = seat.held is None or seat.held.experts != slots.experts
+    seat.held, seat.filling = slots, seat.filling[len(seat.filling) - num_left :]
+    cluster.is_moving = cluster.routes is not None
+    if failed:
+        seat.fill_at = now + cluster.policy.fill_again_s
+        return Step(
+            f"{who(seat)} could not load {len(failed)} experts (last: {failed[-1].reason})",
+            publish_soon=has_changed and seat.can_serve,
+        )
+    return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve)
+
+
+def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
+    """Update the gateway if this changes which workers are behind the published routes."""
+    seat.acknowledged = max(seat.acknowledged, epoch)
+    cluster.is_moving = cluster.routes is not None
+    step, tables = Step(f"{who(seat)} uses the routes of epoch {epoch}"), cluster.tables
+    epochs = behind(tables.members, cluster.acknowledged()) if tables.routes is not None else ()
+    if epochs == tables.conditions.epochs:
+        return step
+    cluster.tables = replace(tables, conditions=msgspec.structs.replace(tables.conditions, epochs=epochs))
+    return replace(step, effects=(Show(cluster.tables),))
+
+
+def fill(cluster: Cluster) -> list[FillSlots]:
+    """The next slots to fill, on the way from what is held to the goal."""
+    if not cluster.is_moving or cluster.goal.placement is None or cluster.ending:
+        return []
+    cluster.is_moving = False
+    seats = tuple(cluster.seats.values())
+    attention = [seat for seat in seats if Role.ATTENTION in seat.goal.roles and seat.can_serve]
+    oldest = min((seat.acknowledged for seat in attention), default=cluster.epoch)  # that a worker may follow
+
+    def is_free(rank: Rank, place: Place) -> bool:
+        return oldest >= cluster.first_epoch and cluster.last_named.epoch(rank, place) < oldest
+
+    told = next_fills(cluster.goal.placement, seats, cluster.given_up, is_free, cluster.policy)
+    for order in told:
+        cluster.seats[order.rank].filling = order.fills
+    return told
+
+
+# -- where they should be ------------------------------------------------------------------------
+
+
+def replan(cluster: Cluster) -> None:
+    """A new version of the goal, if other places are better for the workers that there are now."""
+    loads = cluster.balancer.loads.by_layer()
+    placement = new_placement(cluster.goal, cluster.seats.values(), cluster.capacity.slots_per_layer, loads)
+    if placement != cluster.goal.placement:
+        cluster.set_goal(placement=placement)
+
+
+def balance(cluster: Cluster, now: float) -> Iterator[Step]:
+    """Now and then: other places for experts because of their load, if that is worth it."""
+    balancer, goal, seats = cluster.balancer, cluster.goal, cluster.seats
+    if balancer.policy is None or cluster.ending or not balancer.is_due(now) or not is_settled(goal, seats):
+        return
+    loads = balancer.loads.by_layer(now)
+    verdict = balanced_placement(goal, seats, cluster.capacity.slots_per_layer, loads, balancer.policy)
+    if verdict.placement is not None:
+        cluster.set_goal(placement=verdict.placement)
+    yield Step(verdict.reason, balancer.tell(verdict, now))
+
+
+def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
+    """A worker is away. An expert without any place gets one at once. Lost redundancy can wait for the next
+    incarnation."""
+    if cluster.goal.placement is None or Role.ATTENTION in seat.goal.roles:
+        return
+    if not seat.is_replaced and seat.heal_at is None and math.isfinite(cluster.policy.heal_after_s):
+        seat.heal_at = now + cluster.policy.heal_after_s
+    replace_missed(cluster)
+
+
+def replace_missed(cluster: Cluster) -> None:
+    """Workers that are away, also those that were lost before, and of whose experts one has no place now."""
+    placement = cluster.goal.placement
+    if placement is None or not cluster.was_all_ready:
+        return
+    held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve).values()
+    served = [set().union(*(one.experts[i] for one in held)) for i in range(len(placement.moe_layers))]
+    missed = []
+    for planned in placement.seats:
+        seat = cluster.seats[planned.rank]
+        has_places = all(found.issuperset(planned.experts(layer)) for layer, found in enumerate(served))
+        if not seat.can_serve and not seat.is_replaced and not has_places:
+            missed.append(seat)
+    if missed:
+        replace_away(cluster, *missed)
+
+
+def replace_away(cluster: Cluster, *seats: Seat) -> None:
+    """The experts of workers that are away get places elsewhere. A worker keeps those that were planned for it: if it
+    comes back first, it serves them."""
+    for seat in seats:
+        seat.is_replaced, seat.heal_at = True, None
+    replan(cluster)
