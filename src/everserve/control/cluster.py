@@ -12,6 +12,7 @@ from everserve.control.balance import Balancer
 from everserve.control.effects import AnyEffect, Provision, Publish
 from everserve.control.places import LastNamed, slots_given_up, what_is_held, without
 from everserve.control.seats import Policy, Seat
+from everserve.control.slowness import Slowness
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.moves import GivenUp
 from everserve.plan.routing import make_routes
@@ -47,6 +48,7 @@ class Cluster:
         moe_layers = goal.placement.moe_layers if goal.placement is not None else ()
         num_experts = goal.placement.num_experts if goal.placement is not None else 0
         self.balancer = Balancer(len(moe_layers), num_experts, balance)
+        self.slowness = Slowness(policy.slow)
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
         self.last_named = LastNamed()
         self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
@@ -104,7 +106,8 @@ class Cluster:
             serving = [seat for seat in self.seats.values() if seat.can_serve]
             leaving = {seat.rank for seat in serving if seat.state is WorkerState.LEAVING}
             ready = {seat.rank for seat in serving} - leaving
-            routes = make_routes(epoch, placement, have, ready, leaving)
+            demoted = {seat.rank for seat in serving if seat.is_slow}
+            routes = make_routes(epoch, placement, have, ready, leaving, demoted)
         return Publish(
             members=members,
             routes=routes,

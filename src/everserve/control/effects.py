@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from everserve.control.slowness import Verdict
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
@@ -83,6 +84,14 @@ class BalanceDecided:
     max_over_mean: float  # now
     expected: float  # the same when it is done
     num_moves: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlownessDecided:
+    """A worker's level of slowness has changed (slowness.py), for the event log."""
+
+    incarnation: Incarnation
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +178,7 @@ class GiveUp:
 
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | DropDevice | Provision
+    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | SlownessDecided | DropDevice | Provision
     | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | AllReady | GiveUp
 )  # fmt: skip
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.slots import FailedFill, HeldSlots
+from everserve.tables.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,14 @@ class SaidLoads(SeatEvent):
     """An expert worker's rows since its last report, by index of the layer and expert."""
 
     rows: Mapping[int, Mapping[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class SaidPace(SeatEvent):
+    """How long an attention worker's work took since its last report, and that of the expert workers that it asked."""
+
+    own: Work
+    peers: tuple[tuple[WorkerId, Work], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +199,7 @@ Said = (
     | SaidReady
     | SaidUses
     | SaidLoads
+    | SaidPace
     | SaidReport
     | SaidLeaving
     | SaidFailed

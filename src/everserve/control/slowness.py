@@ -5,8 +5,8 @@ A worker is compared with those of its role that did the same kind of work at th
 slow for all of them, accuses none; and by the kind of unit that is kindest to it, so neither does more work. Expert
 workers are compared as one attention worker sees them: it may itself be slow, and is so for all of them alike.
 
-Each report moves a *score*, in seconds (a CUSUM test): up by ln(ratio / factor) for each second of evidence, never below
-0. The ratio that counts is the median over the peers (the lower one: a majority that is slow together is the host). So a
+Each report moves a *score* (a CUSUM test): up by ln(ratio / factor) for each second of evidence, never below 0. The
+ratio that counts is the median over the peers (the lower one: a majority that is slow together is the host). So a
 little slowness must last, a lot is believed soon, and a neighbour that takes a core for three seconds is neither.
 An expert worker is slow if half of the attention workers that ask it find so. With a single peer there is no majority:
 there the ratio to what its role was used to counts too, if that is less.
@@ -143,9 +143,9 @@ class Slowness:
     def level(self, rank: Rank) -> Level:
         return self._watched[rank].level if rank in self._watched else Level.FINE
 
-    def next_deadline(self) -> float | None:
-        demoted = (one for one in self._watched.values() if one.level is Level.DEMOTED)
-        return min((self._trial_at(one) for one in demoted), default=None)
+    def next_deadline(self, ready: Collection[Rank]) -> float | None:
+        demoted = (one for rank, one in self._watched.items() if one.level is Level.DEMOTED and rank in ready)
+        return min(map(self._trial_at, demoted), default=None)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -162,32 +162,28 @@ class Slowness:
         for rank in answers:
             self._compare(Role.EXPERT, rank, observer, answers, passed_s, now)
 
-    def decide(self, now: float, may_leave: Collection[Rank]) -> list[Verdict]:
-        """New levels, after a report or when a deadline has come. `may_leave`: workers that can be drained now."""
+    def decide(self, now: float, ready: Collection[Rank], may_leave: Collection[Rank]) -> list[Verdict]:
+        """New levels of ready workers, after a report or when a deadline has come. `may_leave`: those that can be
+        drained now."""
         if not self.policy.factor:
             return []
-        return [verdict for rank in self._watched for verdict in self._judge(rank, now, rank in may_leave)]
+        verdicts = []
+        for rank in sorted(self._watched.keys() & set(ready)):
+            verdict = self._judge(rank, now, ready, rank in may_leave)
+            if verdict is not None:
+                verdicts.append(verdict)
+        return verdicts
 
-    def begin(self, rank: Rank) -> None:
-        """Another incarnation. What its predecessor did is remembered, how fast it was is not."""
+    def end(self, rank: Rank, now: float) -> None:
+        """Its process has ended. What was decided about it is remembered for the next one, how fast it was is not."""
         one = self._watched.get(rank)
         if one is not None:
             one.scores.clear()
-            one.ratio = 1.0
-            if one.level is Level.DRAINED:
-                one.level = Level.FINE
-        self._forget(rank)
-
-    def remove(self, rank: Rank) -> None:
-        """This seat is empty for good."""
-        self._watched.pop(rank, None)
-        self._forget(rank)
-
-    def _forget(self, observer: Rank) -> None:
-        self._steps.pop(observer, None)
-        self._reported_at.pop(observer, None)
-        for one in self._watched.values():
-            one.scores.pop(observer, None)
+            one.ratio, one.level, one.since = 1.0, Level.FINE, now
+        self._steps.pop(rank, None)
+        self._reported_at.pop(rank, None)
+        for other in self._watched.values():
+            other.scores.pop(rank, None)  # as this one saw it
 
     # -- comparing -------------------------------------------------------------------------------
 
@@ -202,7 +198,9 @@ class Slowness:
         usual = self._usual.setdefault(role, _Usual())
         if len(others) == 1:
             ratio = min(ratio, usual.slowdown_of(work, self.policy))
-        one = self._watched.setdefault(rank, _Watched(role))
+        one = self._watched.get(rank)
+        if one is None or one.role is not role:
+            one = self._watched[rank] = _Watched(role)
         weight_s = passed_s * min(1.0, work.units[0] / _ENOUGH[role])
         one.ratio += (ratio - one.ratio) * (1 - math.exp(-weight_s / _SMOOTH_S))
         if self.policy.factor:
@@ -215,32 +213,32 @@ class Slowness:
 
     # -- judging ---------------------------------------------------------------------------------
 
-    def _judge(self, rank: Rank, now: float, may_leave: bool) -> Iterable[Verdict]:
+    def _judge(self, rank: Rank, now: float, ready: Collection[Rank], may_leave: bool) -> Verdict | None:
         one, policy = self._watched[rank], self.policy
+        may_leave = may_leave and not self._was_drained(one, now)
         score = one.score(now, policy)
         times = f"{one.ratio:.1f} times as long as its peers"
         is_fine = score == 0 and one.evidence_s(now, policy) >= policy.proof_s
         match one.level:
-            case Level.FINE if score >= policy.full and self._leaves_one(rank):
-                yield self._set(rank, Level.DEMOTED, now, f"it takes {times}")
+            case Level.FINE if score >= policy.full and self._leaves_one(rank, ready):
+                return self._set(rank, Level.DEMOTED, now, f"it takes {times}")
             case Level.FINE if one.num_verdicts and now - one.since >= policy.memory_s:
                 one.num_verdicts = 0
             case Level.DEMOTED | Level.TRIAL if is_fine:
-                yield self._set(rank, Level.FINE, now, "it is as fast as its peers again")
-            case Level.DEMOTED if score >= policy.full:
-                if may_leave and not self._was_drained(one, now):
-                    yield self._set(rank, Level.DRAINED, now, f"it still takes {times}, with less to do")
+                return self._set(rank, Level.FINE, now, "it is as fast as its peers again")
+            case Level.DEMOTED if score >= policy.full and may_leave:
+                return self._set(rank, Level.DRAINED, now, f"it still takes {times}, with less to do")
             case Level.DEMOTED if self._trial_at(one) <= now:
-                yield self._set(rank, Level.TRIAL, now, "a trial: there is no evidence any more that it is slow")
+                return self._set(rank, Level.TRIAL, now, "a trial: nothing has shown lately how fast it is")
             case Level.TRIAL if score >= policy.full / 2:
-                if may_leave and not self._was_drained(one, now):
-                    yield self._set(rank, Level.DRAINED, now, f"in a trial it took {times} again")
-                else:
-                    why = "; its predecessor was slow too" if self._was_drained(one, now) else ""
-                    yield self._set(rank, Level.DEMOTED, now, f"in a trial it took {times} again{why}")
+                level = Level.DRAINED if may_leave else Level.DEMOTED
+                return self._set(rank, level, now, f"in a trial it takes {times} again")
+        return None
 
     def _set(self, rank: Rank, level: Level, now: float, reason: str) -> Verdict:
         one = self._watched[rank]
+        if self._was_drained(one, now) and level is Level.DEMOTED:
+            reason += "; so did its predecessor, which was replaced: its place may be slow"
         one.level, one.since = level, now
         one.num_verdicts += level is Level.DEMOTED
         if level is Level.DRAINED:
@@ -258,10 +256,10 @@ class Slowness:
     def _was_drained(self, one: _Watched, now: float) -> bool:
         return now - one.drained_at < self.policy.memory_s
 
-    def _leaves_one(self, rank: Rank) -> bool:
-        """Whether another worker of its role is left that is not demoted."""
-        role, demoted = self._watched[rank].role, self.demoted
-        return any(one.role is role and peer != rank and peer not in demoted for peer, one in self._watched.items())
+    def _leaves_one(self, rank: Rank, ready: Collection[Rank]) -> bool:
+        """Whether another ready worker of its role is left that is not demoted."""
+        role, others = self._watched[rank].role, set(ready) - self.demoted - {rank}
+        return any(peer in others for peer, one in self._watched.items() if one.role is role)
 
 
 class _Usual:

@@ -19,6 +19,7 @@ class GatewayEnd:
     def __init__(self, channel: Channel) -> None:
         self.channel: Channel | None = channel
         self._expert_stats: dict[Rank, ExpertStats] = {}
+        self._slowness: dict[Rank, float] = {}
         self._num_stale = 0
         self._has_news = False
         self._has_changed = False
@@ -49,6 +50,7 @@ class GatewayEnd:
                 num_survivable_deaths=tables.routes.num_survivable if tables.routes is not None else None,
                 gone=tables.gone,
                 moves=moves,
+                slowness=self._slowness,
             )
         )
 
@@ -58,6 +60,10 @@ class GatewayEnd:
 
     def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
         self._expert_stats[rank] = stats
+        self._has_news = True
+
+    def count_slowness(self, ratios: dict[Rank, float]) -> None:
+        self._slowness = ratios
         self._has_news = True
 
     def count_stale(self, num: int) -> None:

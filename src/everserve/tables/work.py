@@ -1,7 +1,5 @@
 """Work that was done in some time, counted so that workers with different work can be compared."""
 
-from collections.abc import Iterable
-
 import msgspec
 
 
@@ -16,18 +14,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 def slowdown(work: Work, other: Work) -> float:
     """How many times as long `work` took as it would have taken at the pace of `other`: at least.
 
-    It is the smallest ratio over all kinds of units. Suppose that each unit has a cost, whatever these costs are: then a
-    worker that is as fast as the other one has a ratio of at most 1, also if it had more of everything, or less.
-    (Its time over the other's is at most its largest ratio of units.)
+    It is the smallest ratio over all kinds of units. Suppose that each unit has a cost, whatever these costs are: then
+    a worker that is as fast as the other one has a ratio of at most 1, also if it had more of everything, or less: its
+    time over the other's is at most the largest ratio of its units over the other's.
     """
     pairs = [(mine, its) for mine, its in zip(work.units, other.units, strict=True) if mine > 0 and its > 0]
     return min(((work.seconds / mine) / (other.seconds / its) for mine, its in pairs), default=0.0)
-
-
-def total(works: Iterable[Work]) -> Work | None:
-    """All of it together; None if there is none."""
-    found = [*works]
-    if not found:
-        return None
-    units = tuple(map(sum, zip(*(work.units for work in found), strict=True)))
-    return Work(sum(work.seconds for work in found), units)

@@ -283,6 +283,7 @@ class ClusterChanged(Message, frozen=True):
     num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
     gone: tuple[int, ...] = ()  # devices
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
+    slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
 
 
 class ExpertsChanged(Message, frozen=True):

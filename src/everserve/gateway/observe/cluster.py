@@ -39,6 +39,7 @@ class Cluster:
         self._degraded: tuple[str, ...] = ()
         self._gone: tuple[int, ...] = ()  # devices
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
+        self.slowness: dict[Rank, float] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
         self.num_survivable_deaths: int | None = None  # None: there are no expert workers
@@ -67,6 +68,7 @@ class Cluster:
         self.num_survivable_deaths = change.num_survivable_deaths
         self._gone = change.gone
         self.moves = change.moves
+        self.slowness = change.slowness
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
@@ -162,5 +164,7 @@ class Cluster:
             device=worker.device,
             slots=worker.slots,
             shadow_slots=worker.shadow_slots,
+            slow=worker.is_slow,
+            slowness=self.slowness.get(worker.rank),
             note=worker.note,
         )
