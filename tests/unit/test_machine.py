@@ -289,6 +289,19 @@ def test_a_starved_worker_is_lost_only_after_a_last_look(state):
     assert driver.only(Lost).cause == "hang"
 
 
+@pytest.mark.parametrize("state", ["R", "S"])
+def test_a_worker_whose_main_thread_hangs_is_lost_at_once(state):
+    driver = Driver()
+    driver.tell(Silent(2, 1, state, is_hung=True))
+    assert driver.only(Lost).reason == f"its main thread hangs, in a process that runs ({state})"
+    assert driver.only(Lost).cause == "hang"
+
+
+def test_a_main_thread_that_waits_for_a_disk_does_not_hang():
+    driver = Driver()
+    assert driver.tell(Silent(2, 1, "D", is_hung=True)).effects == ()
+
+
 def test_a_worker_that_waits_for_a_disk_gets_more_time():
     driver = Driver()
     driver.tell(Silent(2, 1, "D"))

@@ -124,10 +124,11 @@ class Silent(SeatEvent):
     """No pulse for the detection time; the host has read the process state.
 
     `process_state` is the letter in /proc/PID/stat: R runnable, D in the kernel, S asleep, T or t stopped, Z or X
-    dead; None where it could not be read.
+    dead; None where it could not be read. `is_hung`: its warden says that the main thread's lease is over.
     """
 
     process_state: str | None
+    is_hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)

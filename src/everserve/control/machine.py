@@ -22,6 +22,8 @@ Effects of events about the incarnation that a seat holds (events about any othe
     Died, ChannelEnded       lost at once                              crash
     Silent, Z X              lost at once                              crash
     Silent, T t or unknown   lost at once                              hang
+    Silent, main thread      lost at once                              hang
+      hangs, not in state D
     Silent, any other state  in doubt; probed again after              hang, if still
                              `starved_s` and lost if still silent;     silent
                              state D: again and again, for `blocked_s`

@@ -154,7 +154,7 @@ def _seen(cluster: Cluster, event: Seen, seat: Seat, now: float) -> Step:
         case ChannelEnded():
             return _died(cluster, seat, "its control channel ended", now)
         case Silent():
-            return _silent(cluster, seat, event.process_state, now)
+            return _silent(cluster, seat, event, now)
         case Suspected():
             return _suspected(cluster, seat, event, now)
         case _:
@@ -177,8 +177,8 @@ def _died(cluster: Cluster, seat: Seat, reason: str, now: float) -> Step:
     return lose(cluster, seat, "left" if seat.state is WorkerState.LEAVING else "crash", reason, now)
 
 
-def _silent(cluster: Cluster, seat: Seat, process_state: str | None, now: float) -> Step:
-    starved_s = cluster.policy.starved_s
+def _silent(cluster: Cluster, seat: Seat, event: Silent, now: float) -> Step:
+    starved_s, process_state = cluster.policy.starved_s, event.process_state
     seat.is_probed = False
     seat.speak()  # only workers that sent Hello are watched, but its event may still be queued
     match process_state:
@@ -188,6 +188,8 @@ def _silent(cluster: Cluster, seat: Seat, process_state: str | None, now: float)
             return _died(cluster, seat, f"silent and dead ({process_state})", now)
         case None:
             return lose(cluster, seat, "hang", "silent, and its process cannot be looked at", now)
+        case "R" | "S" if event.is_hung:
+            return lose(cluster, seat, "hang", f"its main thread hangs, in a process that runs ({process_state})", now)
     if seat.starve_at is None:
         seat.starve_at, seat.silent_since = now + starved_s, now
     is_patient = seat.state is not WorkerState.LEAVING and now < seat.silent_since + cluster.policy.blocked_s

@@ -140,7 +140,11 @@ static void look(struct warden *w, uint32_t wake) {
     int64_t now = cell_now_ns();
     bool at_pulse = now >= w->next_look_ns, timely = now - w->last_look_ns <= 2 * w->period_ns;
     if (at_pulse) {
-        if (w->cell && has_lease(w, now - w->last_look_ns)) atomic_fetch_add(&w->cell->pulse, 1);
+        if (w->cell) {
+            bool holds = has_lease(w, now - w->last_look_ns);
+            atomic_store(&w->cell->lease_over, !holds);
+            if (holds) atomic_fetch_add(&w->cell->pulse, 1);
+        }
         w->last_look_ns = now;
         w->next_look_ns = now + w->period_ns;
     }
