@@ -1,6 +1,8 @@
 """How long the main thread may be away."""
 
-from everserve.memory.liveness.lease import MARGIN, MOST_S, Lease
+import pytest
+
+from everserve.memory.liveness.lease import FORGET_S, MARGIN, MOST_S, Lease
 
 
 class _Warden:
@@ -14,14 +16,14 @@ class _Warden:
 class _World:
     def __init__(self) -> None:
         self.now, self.warden = 0.0, _Warden()
-        self.lease = Lease(self.warden, 5.0, clock=lambda: self.now)
+        self.lease = Lease(self.warden, 5.0)
 
     def operate(self, size: int, seconds: float) -> float | None:
         """The lease that it got."""
-        self.lease.begin(size)
+        self.lease.begin(size, self.now)
         given = self.warden.seconds
         self.now += seconds
-        self.lease.end()
+        self.lease.end(self.now)
         return given
 
 
@@ -46,14 +48,21 @@ def test_one_long_operation_is_forgotten() -> None:
     world = _World()
     world.operate(10, 6.0)
     assert world.operate(10, 0.01) == MOST_S
-    for _ in range(400):
-        world.operate(10, 0.01)
-    assert world.operate(10, 0.01) == 5.0
+    leases = [world.operate(10, FORGET_S / 100) for _ in range(1200)]
+    assert leases == sorted(leases, reverse=True) and leases[-1] == pytest.approx(MARGIN * FORGET_S / 100)
+
+
+def test_what_is_not_done_for_long_is_remembered() -> None:
+    world = _World()
+    world.operate(1 << 20, 8.0)
+    for _ in range(1200):
+        world.operate(10, FORGET_S / 100)
+    assert world.operate(1 << 20, 8.0) == MOST_S
 
 
 def test_an_abandoned_operation_counts_for_nothing() -> None:
     world = _World()
     world.operate(10, 0.01)
-    world.lease.begin(10)
+    world.lease.begin(10, world.now)
     world.now += 1000.0  # paused
     assert world.operate(10, 0.01) == 5.0

@@ -1,8 +1,8 @@
 """Detects dead and silent workers: a warden watches life words and pulses, and changes become the machine's events.
 
 A crash shows in the life word at once. Silence alone is ambiguous: before it is reported to the machine, the process
-state is read from the kernel, which distinguishes a stopped process from one that gets no CPU; and its cell says whether
-its warden is silent because the main thread hangs.
+state is read from the kernel, which distinguishes a stopped process from one that gets no CPU; and its cell says
+whether its warden is silent because the main thread hangs.
 """
 
 import os

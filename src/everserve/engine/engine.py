@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from time import monotonic
 
+import numpy as np
 import torch
 
 from everserve.config.engine import EngineConfig
@@ -251,7 +252,7 @@ class Engine:
         """Compute the chunks, logging what is computed."""
         rows, journal = self._layout(chunks), self._journal
         num_rows = len(rows.positions_T)
-        self.times.begin(num_rows, int(rows.positions_T.sum()) + num_rows)
+        self.times.begin(num_rows, int(np.add.reduce(rows.positions_T)) + num_rows)
         if journal is None:
             return self._read_logits(chunks, self._forward(rows, meanwhile))
         if journal.writer.is_on_device:

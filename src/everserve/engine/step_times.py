@@ -7,11 +7,11 @@ from everserve.tables.work import Work
 
 
 class StepTimes:
-    """Only complete steps count. `on_begin(size)` and `on_end()` tell the caller's lease of them."""
+    """Only complete steps count. `on_begin(size, now)` and `on_end(now)` tell the caller's lease of them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.on_begin: Callable[[int], None] = lambda size: None
-        self.on_end: Callable[[], None] = lambda: None
+        self.on_begin: Callable[[int, float], None] = lambda size, now: None
+        self.on_end: Callable[[float], None] = lambda now: None
         self.ended_s = 0.0  # the last one
         self._clock = clock
         self._seconds = 0.0
@@ -20,17 +20,18 @@ class StepTimes:
 
     def begin(self, num_rows: int, num_keys: int) -> None:
         """`num_keys`: over all rows of the step, how many keys each attends to."""
-        self._step = (self._clock(), num_rows, num_keys)
-        self.on_begin(num_keys)
+        now = self._clock()
+        self._step = (now, num_rows, num_keys)
+        self.on_begin(num_keys, now)
 
     def end(self) -> None:
         began_s, num_rows, num_keys = self._step
-        self.ended_s = self._clock()
-        self._seconds += self.ended_s - began_s
+        self.ended_s = now = self._clock()
+        self._seconds += now - began_s
         self._num_steps += 1
         self._num_rows += num_rows
         self._num_keys += num_keys
-        self.on_end()
+        self.on_end(now)
 
     def take(self) -> Work | None:
         """The work since the last call."""

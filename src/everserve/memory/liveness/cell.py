@@ -9,10 +9,10 @@ A message to the owner is: write it where it belongs, then ring. The owner waits
         do whatever has arrived
         seen = cell.wait(seen, timeout_s)       # returns at once if it rang since `seen` was read
 
-Words with one writer that only inform (position, progress, idle, pulse, lease_over) are read and written in place through a
-memoryview, without a call into C. That is safe: they are aligned, so the one load or store of 4 or 8 bytes that
-memoryview does is never torn, and nothing else is concluded from their values, so no order is needed. What orders other
-memory (doorbell, control, ring, wait) is an atomic operation in C.
+Words with one writer that only inform (position, progress, idle, pulse, lease_over) are read and written in place
+through a memoryview, without a call into C. That is safe: they are aligned, so the one load or store of 4 or 8 bytes
+that memoryview does is never torn, and nothing else is concluded from their values, so no order is needed. What orders
+other memory (doorbell, control, ring, wait) is an atomic operation in C.
 """
 
 import ctypes

@@ -9,17 +9,18 @@ lease ends for which its warden pulses. So a lease is as short as can be:
     nothing seen yet, too long    MOST_S
 
 Operations are steps and batches, whose sizes differ by orders of magnitude: sizes of one power of two are one class.
+There are many of them, so in the ordinary case nothing is computed here but a logarithm. What took long counts half as
+much after every FORGET_S in which the same class was shorter.
 """
 
-import time
-from collections.abc import Callable
 from typing import Protocol
 
 MARGIN = 20.0
 MOST_S = 120.0
 # Nothing between two steps takes long on CPUs. On a GPU the first use of a kernel may compile it.
 LEAST_S = {"cpu": 5.0, "cuda": 30.0}
-_FORGET = 0.99  # a single long operation is forgotten after some hundreds that are not
+FORGET_S = 30.0
+_NUM_CLASSES = 64
 
 
 class Renewable(Protocol):
@@ -29,43 +30,47 @@ class Renewable(Protocol):
 
 
 class Lease:
-    """Of one main thread."""
+    """Of one main thread. Times are those of any clock."""
 
-    def __init__(self, warden: Renewable, least_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._warden = warden
+    def __init__(self, warden: Renewable, least_s: float) -> None:
+        self._renew = warden.renew
         self._least_s = least_s
-        self._clock = clock
-        self._longest_s: dict[int, float] = {}  # by class of size
+        self._lately_s = [0.0] * _NUM_CLASSES  # the longest since `_forget_at` was set, by class of size
+        self._longest_s = [0.0] * _NUM_CLASSES  # 0: none was seen
+        self._leases_s = [MOST_S] * _NUM_CLASSES
+        self._forget_at = 0.0
         self._class = 0
         self._began_s = 0.0
 
     def renew(self) -> None:
         """Between two operations."""
-        self._warden.renew(self._least_s)
+        self._renew(self._least_s)
 
-    def begin(self, size: int) -> None:
+    def begin(self, size: int, now: float) -> None:
         """An operation of this size begins."""
         self._class = size.bit_length()
-        self._warden.renew(self.for_class(self._class))
-        self._began_s = self._clock()
+        self._began_s = now
+        self._renew(self._leases_s[self._class])
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """It has ended, and did what it should."""
-        took_s = self._clock() - self._began_s
-        self._longest_s[self._class] = max(took_s, _FORGET * self._longest_s.get(self._class, 0.0))
+        took_s = now - self._began_s
+        if took_s > self._lately_s[self._class]:
+            self._lately_s[self._class] = took_s
+            if took_s > self._longest_s[self._class]:
+                self._longest_s[self._class] = took_s
+                self._compute()
+        if now >= self._forget_at:
+            self._forget_at = now + FORGET_S
+            for index, lately_s in enumerate(self._lately_s):
+                if lately_s:
+                    self._longest_s[index] = max(lately_s, self._longest_s[index] / 2)
+            self._lately_s = [0.0] * _NUM_CLASSES
+            self._compute()
 
-    def for_class(self, size: int) -> float:
-        """The lease of an operation with 2**(size - 1) parts or a little more."""
-        longest_s = self._longest_s.get(size)
-        if longest_s is None:
-            longest_s = self._guess_s(size)
-        return min(MOST_S, max(self._least_s, MARGIN * longest_s))
-
-    def _guess_s(self, size: int) -> float:
-        """What takes so long for few parts takes at most proportionally longer for more of them."""
-        if not self._longest_s:
-            return MOST_S
-        smaller = [seen for seen in self._longest_s if seen < size]
-        if smaller:
-            return self._longest_s[max(smaller)] * float(2 ** (size - max(smaller)))
-        return self._longest_s[min(self._longest_s)]
+    def _compute(self) -> None:
+        """The leases of all classes. What takes so long for few parts takes at most proportionally longer for more."""
+        known_s = next((seen for seen in self._longest_s if seen), MOST_S)  # of smaller ones: at most as long
+        for index, seen in enumerate(self._longest_s):
+            known_s = seen or (2 * known_s if any(self._longest_s[:index]) else known_s)
+            self._leases_s[index] = min(MOST_S, max(self._least_s, MARGIN * known_s))
