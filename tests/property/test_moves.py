@@ -40,6 +40,7 @@ class Process:
     """A worker. What it says is on its way until it is delivered."""
 
     id: WorkerId
+    roles: tuple[Role, ...] = ()
     says: deque[AnyEvent] = field(default_factory=deque)
     is_ready: bool = False
     is_leaving: bool = False
@@ -124,7 +125,7 @@ class World:
     def start(self, id: WorkerId) -> None:
         assert id.incarnation > self.latest.get(id.rank, 0), "an incarnation is never used again"
         self.latest[id.rank] = id.incarnation
-        process = self.processes[id] = Process(id)
+        process = self.processes[id] = Process(id, self.machine.goal.seat(id.rank).roles)
         process.says.extend([Started(*id, 1000), SaidHello(*id)])
         planned = self.machine.goal.placement.seat(id.rank)
         if self.is_expert(id.rank):
@@ -221,7 +222,7 @@ class World:
             process.is_ready = True
             slots = process.held if self.is_expert(rank) else None
             one = Found(rank=rank, incarnation=incarnation, pid=1000, has_reported=True, is_ready=True, slots=slots)
-            found.append(replace(one, is_leaving=process.is_leaving))
+            found.append(replace(one, is_leaving=process.is_leaving, roles=process.roles))
             if process.uses is not None:
                 process.says.append(SaidUses(*process.id, process.uses.epoch))
         self.new_machine()

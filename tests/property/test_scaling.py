@@ -41,7 +41,7 @@ class ScalingWorld(World):
     def check_not_needed(self, rank: Rank) -> None:
         """As far as the machine can know."""
         leaving = self.machine._seats[rank]
-        assert leaving.goal.wanted is Wanted.RETIRE
+        assert leaving.goal.wanted is not Wanted.STAY
         others = [seat for seat in self.machine._seats.values() if seat.goal.wanted is Wanted.STAY]
         others = [seat for seat in others if seat.state is WorkerState.READY and seat.goal.roles == leaving.goal.roles]
         assert others, "its streams would wait"

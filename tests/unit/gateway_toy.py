@@ -23,7 +23,7 @@ from everserve.gateway.text.sampling import GenerationDefaults
 from everserve.gateway.text.tokenizer import ModelTokenizer
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process, Worker, WorkerState
-from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
+from everserve.tables.outputs import AttentionLoad, EngineStats, Output, TokenLogprobs
 from everserve.tables.requests import RequestSpec
 from everserve.tables.validity import Conditions
 from everserve.wire.channel import AsyncChannel, Channel, ChannelClosed
@@ -44,7 +44,10 @@ from everserve.wire.messages import (
     ScaleCluster,
     SignalProcess,
     StepOutput,
+    StreamsReported,
     Submit,
+    SwitchAnswered,
+    SwitchWorker,
     WorkerLost,
     WorkerReady,
 )
@@ -211,7 +214,9 @@ class ToyOrchestrator:
         self.channel = channel
         self.report: GatewayReport | None = None  # what the gateway knew at the beginning
         self.settled: list[WorkerId] = []
-        self.asked: list[InjectFault | DrainWorker | ScaleCluster] = []
+        self.asked: list[InjectFault | DrainWorker | ScaleCluster | SwitchWorker] = []
+        self.loads: dict[Rank, AttentionLoad] = {}  # that the gateway reported last
+        self.switch_refused = ""
         self.scaled = ScaleAnswered(id="", refused="there is no room")
         self.answers = True
         self.pid: int | None = 4242  # of whoever gets an injected fault
@@ -232,13 +237,18 @@ class ToyOrchestrator:
         if isinstance(message, LogSettled):
             self.settled.append((message.rank, message.incarnation))
             return
-        assert isinstance(message, InjectFault | DrainWorker | ScaleCluster)
+        if isinstance(message, StreamsReported):
+            self.loads = message.loads
+            return
+        assert isinstance(message, InjectFault | DrainWorker | ScaleCluster | SwitchWorker)
         self.asked.append(message)
         if self.answers and isinstance(message, InjectFault):
             incarnation, reason = Incarnation(1), "nobody sits there"
             self.channel.send(FaultInjected(id=message.id, pid=self.pid, incarnation=incarnation, reason=reason))
         elif self.answers and isinstance(message, ScaleCluster):
             self.channel.send(msgspec.structs.replace(self.scaled, id=message.id))
+        elif self.answers and isinstance(message, SwitchWorker):
+            self.channel.send(SwitchAnswered(id=message.id, refused=self.switch_refused))
         elif self.answers:
             reason = "it has not started yet"
             self.channel.send(DrainAnswered(id=message.id, incarnation=self.incarnation, reason=reason))

@@ -78,6 +78,9 @@ class ToyWorker:
     orchestrator: "ToyOrchestrator" = field(repr=False)
     got: list[AnyMessage] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.slots = held_at_start(self.start) if self.start.slots is not None else None
+
     @property
     def id(self) -> WorkerId:
         return WorkerId(self.start.rank, self.start.incarnation)
@@ -94,8 +97,8 @@ class ToyWorker:
 
     def report(self, epoch: int, peers: list[WorkerId], is_leaving: bool = False) -> Report:
         """To a new orchestrator."""
-        slots = held_at_start(self.start) if Role.ATTENTION not in self.start.roles else None
-        return Report(is_ready=True, is_leaving=is_leaving, epoch=Epoch(epoch), peers=peers, logs=[], slots=slots)
+        report = Report(is_ready=True, is_leaving=is_leaving, epoch=Epoch(epoch), peers=peers, logs=[])
+        return msgspec.structs.replace(report, slots=self.slots)
 
     def heard(self, kind: type[Message]) -> list[Message]:
         return [message for message in self.got if isinstance(message, kind)]
@@ -155,6 +158,8 @@ class ToyOrchestrator:
     def exit(self, worker: ToyWorker, status: int = -9) -> None:
         """Its process ends: its channel does, and the supervisor says so."""
         worker.control.close()
+        for fd in worker.memory:
+            os.close(fd)
         del self.workers[worker.id]
         gone = WorkerExited(rank=worker.start.rank, incarnation=worker.start.incarnation, exit_status=status)
         self.supervisor.send(gone)
@@ -258,7 +263,10 @@ def succeed(
     """The orchestrator has died, and these workers with it. The next one is told what the supervisor has, and hears
     from all workers that live but the late ones, and from the gateway, whose streams need these logs."""
     workers = {id: worker for id, worker in before.workers.items() if id not in gone}
-    found = [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=w.pid) for id, w in workers.items()]
+    found = [
+        FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=worker.pid, roles=worker.start.roles)
+        for id, worker in workers.items()
+    ]
     found += [FoundProcess(rank=id.rank, incarnation=id.incarnation, pid=-1) for id in gone]
     goal = before.said(KeepGoal)[-1].goal
     start = msgspec.structs.replace(before.start, found=tuple(found), goal=goal, is_serving=True)

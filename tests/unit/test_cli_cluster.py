@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from everserve import __version__
-from everserve.cli import app, drain, kill, scale, status, version
+from everserve.cli import app, drain, kill, scale, status, switch, version
 from everserve.errors import ConfigError
 
-assert drain and kill and scale and status and version  # importing them registers the commands
+assert drain and kill and scale and status and switch and version  # importing them registers the commands
 WORKER = {
     **{"rank": 0, "incarnation": 2, "pid": 11, "roles": ["attention"], "state": "ready", "note": ""},
     **{"requests": 3, "running": 2, "waiting": 1, "kv_cache_usage": 0.25, "slots": 0, "shadow_slots": 0},
@@ -194,6 +194,19 @@ def test_scale_waits_until_there_are_the_workers_asked_for(server: ScriptedServe
     assert "or --devices" in str(failure("scale", "--devices", "2", "--expert", "1", "--url", server.url))
     server.status, server.answer = 409, {"error": {"message": "Not scaled: no room.", "type": ""}}
     assert "Not scaled: no room." in str(failure("scale", "--expert", "9", "--url", server.url))
+
+
+def test_switch_waits_until_the_worker_has_its_role(server: ScriptedServer) -> None:
+    server.answer = {**CLUSTER, "workers": [WORKER, {**EXPERT, "state": "ready"}]}
+    result = invoke("switch", "1", "--role", "expert", "--url", server.url)
+    first, last = result.output.splitlines()
+    assert first == "rank 1 becomes an expert worker" and last.startswith("done after")
+    late = failure("switch", "0", "--role", "expert", "--timeout", "1", "--url", server.url)
+    assert "not done after 1 s" in str(late)
+    assert invoke("switch", "0", "--role", "expert", "--no-wait", "--url", server.url).exit_code == 0
+    assert server.asked == ("POST", "/cluster/switch", {"rank": 0, "role": "expert"}, None)
+    server.status, server.answer = 409, {"error": {"message": "Not switched: it is the last one.", "type": ""}}
+    assert "it is the last one" in str(failure("switch", "0", "--role", "expert", "--url", server.url))
 
 
 def test_a_wrong_key_is_told_that_it_is_wrong(server: ScriptedServer) -> None:

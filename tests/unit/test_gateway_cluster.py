@@ -20,6 +20,7 @@ from everserve.wire.messages import (
     ProcessesChanged,
     ScaleAnswered,
     ScaleCluster,
+    SwitchWorker,
 )
 from tests.unit.fleet_toy import engine_stats
 from tests.unit.gateway_toy import ToyServer, member, toy_server, until
@@ -493,6 +494,32 @@ def test_a_scale_is_answered_with_the_workers_that_there_will_be() -> None:
             assert isinstance(second, ScaleCluster) and (second.attention, second.expert) == (2, 3)
             server.orchestrator.scaled = ScaleAnswered(id="", attention=4, expert=4, devices=4)
             assert (await server.post("/cluster/scale", {"devices": 4})).json["devices"] == 4
+
+    run(test)
+
+
+def test_a_switch_is_answered_when_it_is_decided() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            answer = await server.post("/cluster/switch", {"rank": 1, "role": "expert"})
+            assert answer.status == 200 and answer.json == {"rank": 1, "role": "expert"}
+            server.orchestrator.switch_refused = "rank 1 is the last attention worker that is ready"
+            answer = await server.post("/cluster/switch", {"rank": 1, "role": "expert"})
+            assert answer.status == 409 and "Not switched: rank 1 is the last" in answer.error["message"]
+            for body in ({"rank": 1}, {"role": "expert"}, {"rank": 64, "role": "expert"}, {"rank": 1, "role": "both"}):
+                assert (await server.post("/cluster/switch", body)).status == 400
+            asked = server.orchestrator.asked
+            assert [(one.rank, one.role) for one in asked if isinstance(one, SwitchWorker)] == [(1, Role.EXPERT)] * 2
+
+    run(test)
+
+
+def test_the_orchestrator_hears_what_attention_workers_have() -> None:
+    async def test() -> None:
+        async with toy_server() as server:
+            await until(lambda: server.orchestrator.loads)
+            ((rank, load),) = server.orchestrator.loads.items()
+            assert rank == 0 and load.num_streams == load.num_used_blocks == 0 < load.num_free_blocks
 
     run(test)
 

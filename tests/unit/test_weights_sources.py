@@ -2,11 +2,26 @@
 
 import gc
 
+import msgspec
 import pytest
 
-from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory
-from everserve.wire.messages import DropMemory, WeightsJoined, WeightsLeft
+from everserve.wire.messages import (
+    DropMemory,
+    FillSlots,
+    Leave,
+    Leaving,
+    LogSettled,
+    PeerJoined,
+    RoutesChanged,
+    RoutesUsed,
+    SlotsReported,
+    SwitchAnswered,
+    SwitchWorker,
+    WeightsJoined,
+    WeightsLeft,
+)
 from tests.unit.orchestrator_toy import ToyOrchestrator, ToyWorker, serving, succeed
 
 NUM_EXPERT = 3
@@ -78,6 +93,64 @@ def test_the_memory_of_a_lost_device(orchestrator):
     orchestrator.exit(orchestrator.worker(lost[0]))
     orchestrator.worker(lost[0], 2).come_up()
     assert joined(orchestrator.worker(2))[-1] == lost[0], "new memory under the same name"
+
+
+def switch(orchestrator: ToyOrchestrator, rank: int, role: Role) -> str:
+    orchestrator.gateway.send(SwitchWorker(id="s", rank=Rank(rank), role=role))
+    orchestrator.settle()
+    return orchestrator.told(SwitchAnswered)[-1].refused
+
+
+def leave(worker: ToyWorker) -> None:
+    assert worker.heard(Leave)
+    worker.say(Leaving())
+    worker.orchestrator.exit(worker, status=0)
+
+
+def test_a_seat_has_the_memory_of_its_role():
+    orchestrator = serving(num_attention=2, num_expert=2, log_mode="mirror", weights="memory")
+    assert "the last attention worker" not in switch(orchestrator, 1, Role.EXPERT)
+    assert "changing its role" not in switch(orchestrator, 0, Role.ATTENTION), "it has that role"
+    log = of_kind(orchestrator.worker(1), Kind.LOG)
+    leave(orchestrator.worker(1))
+    orchestrator.gateway.send(LogSettled(rank=Rank(1), incarnation=Incarnation(1)))
+    orchestrator.settle()
+    assert log.name in orchestrator.released
+    expert = orchestrator.worker(1, 2)
+    expert.come_up()
+    weights = of_kind(expert, Kind.WEIGHTS)
+    assert expert.start.roles == (Role.EXPERT,) and not any(m.kind is Kind.LOG for m in expert.start.memory)
+    assert joined(orchestrator.worker(2))[-1] == 1 and sorted(joined(expert)) == [2, 3]
+    assert orchestrator.worker(0).heard(PeerJoined)[-1].rank == 1 and orchestrator.worker(0).routed >= {1}
+    after = succeed(orchestrator, epoch=20, gone=[])
+    assert switch(after, 1, Role.ATTENTION) == "" and weights.name not in after.released
+    fill_all(after)
+    leave(after.worker(1, 2))
+    assert weights.name in after.released and weights in {message.memory for message in after.said(DropMemory)}
+    assert left(after.worker(2))[-1] == 1
+    after.worker(1, 3).come_up()
+    assert after.worker(1, 3).start.roles == (Role.ATTENTION,)
+    assert {m.kind for m in after.worker(1, 3).start.memory} == {Kind.LOG}
+    assert {1} & after.worker(0).routed == set() and after.worker(1, 3).routed == {2, 3}
+
+
+def fill_all(orchestrator: ToyOrchestrator) -> None:
+    """Workers do what they are told, until there is nothing more to do."""
+    done: set[int] = set()
+    while True:
+        asked = [(w, m) for w in orchestrator.workers.values() for m in w.heard(FillSlots) if id(m) not in done]
+        for worker, message in asked:
+            done.add(id(message))
+            experts = [[*slots] for slots in worker.slots.experts]
+            for layer, slot, expert in message.fills:
+                experts[layer][slot] = expert
+            worker.slots = msgspec.structs.replace(worker.slots, experts=tuple(map(tuple, experts)))
+            worker.say(SlotsReported(slots=worker.slots))
+        for worker in orchestrator.workers.values():
+            if Role.ATTENTION in worker.start.roles and worker.heard(RoutesChanged):
+                worker.say(RoutesUsed(epoch=worker.heard(RoutesChanged)[-1].routes.epoch))
+        if not asked:
+            return
 
 
 def test_a_new_orchestrator_tells_it_again(orchestrator):

@@ -41,6 +41,16 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         int | None,
         Flag("Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0),
     ] = None
+    on_lost_expert: Annotated[
+        str,
+        Flag("While an expert has no place: streams that need it wait; or it is masked; or an attention worker becomes"
+             " an expert worker if the others have no room for it. Loading it again begins at once in any case.",
+             choices=("wait", "mask", "switch-role", "mask-and-switch-role")),
+    ] = "wait"  # fmt: skip
+    max_masked_experts: Annotated[
+        float,
+        Flag("Most masked experts of a layer: a number, or below 1 a share of them (at least one expert).", min=0),
+    ] = 1 / 32
     enable_eplb: Annotated[
         bool,
         Flag("Let experts change places, and hot ones have several, by their load. Costs copies of weights at times."),
@@ -59,6 +69,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     ] = 2.0  # fmt: skip
 
     def check(self) -> None:
+        if self.max_masked_experts > 1 and not float(self.max_masked_experts).is_integer():
+            raise ConfigError(f"--max-masked-experts {self.max_masked_experts:g}: a whole number, or a share below 1")
         if self.num_workers > MAX_RANKS:
             raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
         if self.devices is not None and self.data_parallel_size is None and self.devices > self.num_workers:

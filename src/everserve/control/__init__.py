@@ -1,6 +1,11 @@
 """The orchestrator: which process holds which seat, which workers are lost, and which tables are published.
 
-machine.py          events in, effects and a reason out; no I/O, the time is passed in
+machine.py          events in, effects and a reason out; no I/O, the time is passed in. Its parts:
+    cluster.py      the state: seats, goal, published tables
+    membership.py   what becomes of one incarnation
+    moving.py       what workers hold, and the slots that they fill next
+    switching.py    another role for a worker
+    operations.py   what operators ask for
 events.py           the input of the machine
 effects.py          the actions that the machine orders, and the decision that carries them
 places.py           where experts should be, and the next slots to fill on the way there

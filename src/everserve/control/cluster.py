@@ -1,24 +1,28 @@
 """The state that the machine's decisions read and change: seats, goal, published tables.
 
 The machine (machine.py) owns one Cluster. What becomes of one incarnation (membership.py), of the places of experts
-(moving.py) and of what operators ask for (operations.py) are functions that change it and return a Step.
+(moving.py), of the role of a worker (switching.py) and of what operators ask for (operations.py) are functions that
+change it and return a Step.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from everserve.control.balance import Balancer
-from everserve.control.effects import AnyEffect, Provision, Publish
+from everserve.control.effects import AnyEffect, ChangeMask, Provision, Publish
 from everserve.control.places import LastNamed, slots_given_up, what_is_held, without
 from everserve.control.seats import Policy, Seat
 from everserve.control.slowness import Slowness
 from everserve.plan.balance import BalancePolicy
+from everserve.plan.lost_experts import LostExpertPolicy, choose_mask
 from everserve.plan.moves import GivenUp
 from everserve.plan.routing import make_routes
-from everserve.tables.goal import Capacity, Goal
+from everserve.tables.goal import Capacity, Goal, Mask
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
+from everserve.tables.outputs import AttentionLoad
 from everserve.tables.routes import Routes
 from everserve.tables.validity import conditions, degraded
 
@@ -37,7 +41,12 @@ class Cluster:
     """All seats, what they should be, and what was published about them."""
 
     def __init__(
-        self, goal: Goal, policy: Policy, capacity: Capacity | None = None, balance: BalancePolicy | None = None
+        self,
+        goal: Goal,
+        policy: Policy,
+        capacity: Capacity | None = None,
+        balance: BalancePolicy | None = None,
+        lost_policy: LostExpertPolicy | None = None,
     ) -> None:
         self.policy = policy
         self.goal = goal
@@ -49,6 +58,8 @@ class Cluster:
         num_experts = goal.placement.num_experts if goal.placement is not None else 0
         self.balancer = Balancer(len(moe_layers), num_experts, balance)
         self.slowness = Slowness(policy.slow)
+        self.lost_policy = lost_policy or LostExpertPolicy()
+        self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
         self.last_named = LastNamed()
         self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
@@ -75,7 +86,7 @@ class Cluster:
         """As the members table shows them."""
         placement = self.goal.placement
         for seat in self.seats.values():
-            seat.slots = seat.goal.own_experts
+            seat.slots, seat.shadow_slots = seat.goal.own_experts, 0
             planned = placement.seat(seat.rank) if placement is not None else None
             if placement is not None and planned is not None:
                 seat.slots = self.capacity.slots_per_layer
@@ -108,6 +119,7 @@ class Cluster:
             ready = {seat.rank for seat in serving} - leaving
             demoted = {seat.rank for seat in serving if seat.is_slow}
             routes = make_routes(epoch, placement, have, ready, leaving, demoted)
+            routes = routes.with_mask(self.goal.mask.experts, self.goal.mask.id)
         return Publish(
             members=members,
             routes=routes,
@@ -116,12 +128,29 @@ class Cluster:
             gone=self.goal.gone,
         )
 
-    def publish(self) -> None:
-        """Tables of the next epoch."""
-        self.tables = self.tables_of(Epoch(self.epoch + 1))
+    def publish(self) -> Step:
+        """Tables of the next epoch, and the mask for them."""
+        epoch = Epoch(self.epoch + 1)
+        self.tables = self.tables_of(epoch)
+        masking = self._mask()
+        if masking.effects:
+            self.tables = self.tables_of(epoch)
         self.is_moving = self.routes is not None
         if self.routes is not None:
             self.last_named.note(self.routes)
+        return Step(masking.reason, (self.tables, *masking.effects))
+
+    def _mask(self) -> Step:
+        """Whether experts without a place are masked, or no longer."""
+        mask, policy = self.goal.mask, self.lost_policy
+        if self.routes is None or self.ending or not self.was_all_ready or not (policy.max_masked or mask.experts):
+            return Step("")
+        choice = choose_mask(self.routes.lost_experts(), mask.experts, policy)
+        if choice.experts == mask.experts:
+            return Step(choice.reason)
+        mask = Mask(last_id=mask.last_id + bool(choice.experts), experts=choice.experts)
+        self.set_goal(mask=mask)
+        return Step(choice.reason, (ChangeMask(mask, choice.reason),))
 
     def acknowledged(self) -> dict[Rank, Epoch]:
         """The epoch of the routes that each attention worker uses, by its report."""

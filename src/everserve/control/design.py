@@ -4,8 +4,10 @@ import logging
 from collections.abc import Sequence
 
 from everserve.backends.cpu.lane import LaneShape
+from everserve.config.cluster import ClusterConfig
 from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
+from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
 from everserve.plan.repair import Room, replan
 from everserve.tables.goal import Capacity, Goal, SeatGoal
@@ -62,6 +64,12 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
+    )
+
+
+def lost_expert_policy(cluster: ClusterConfig, model: ModelConfig) -> LostExpertPolicy:
+    return LostExpertPolicy.of(
+        cluster.on_lost_expert, cluster.max_masked_experts, model.num_experts, model.experts_per_token
     )
 
 

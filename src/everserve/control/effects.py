@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from everserve.control.slowness import Verdict
-from everserve.tables.goal import Goal
+from everserve.tables.goal import Goal, Mask
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
@@ -165,6 +165,39 @@ class EndScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginSwitch:
+    """This worker shall leave, and its seat have this role from the next process on."""
+
+    rank: Rank
+    role: Role
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRole:
+    """This seat has another role from now on: release memory that only its earlier role needs."""
+
+    rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class EndSwitch:
+    """The worker is ready in its new role."""
+
+    rank: Rank
+    role: Role
+    began_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeMask:
+    """Other experts are masked from this epoch on; none, if the mask was lifted. For the event log."""
+
+    mask: Mask
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class AllReady:
     """Every seat is ready for the first time since this orchestrator started: the instance serves. Issued once."""
 
@@ -179,7 +212,8 @@ class GiveUp:
 
 AnyEffect = (
     Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | SlownessDecided | DropDevice | Provision
-    | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | AllReady | GiveUp
+    | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch | ChangeRole | EndSwitch
+    | ChangeMask | AllReady | GiveUp
 )  # fmt: skip
 
 

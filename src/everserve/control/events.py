@@ -7,7 +7,8 @@ the incarnation was replaced.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.outputs import AttentionLoad
 from everserve.tables.slots import FailedFill, HeldSlots
 from everserve.tables.work import Work
 
@@ -159,6 +160,21 @@ class ScaleAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class SwitchAsked:
+    """An operator wants the worker in this seat to have this role."""
+
+    rank: Rank
+    role: Role
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsCounted:
+    """What the attention workers have, by the gateway's report; about once a second while it changes."""
+
+    loads: Mapping[Rank, AttentionLoad]
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayReported:
     """The gateway reports what it knows from the previous orchestrator."""
 
@@ -207,4 +223,5 @@ Said = (
     | Answered
 )
 Seen = Exited | Died | ChannelEnded | Silent | Suspected  # observed from outside
-AnyEvent = Said | Seen | DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | GatewayReported | Stopping | Tick
+Asked = DrainAsked | ScaleAsked | SwitchAsked | DeviceLost | DeviceReturned | Stopping  # by operators
+AnyEvent = Said | Seen | Asked | StreamsCounted | GatewayReported | Tick

@@ -19,7 +19,7 @@ from typing import assert_never
 
 from everserve.control import effects, events
 from everserve.control.anchor_client import AnchorClient
-from everserve.control.design import capacity_of, describe, first_goal, max_fills
+from everserve.control.design import capacity_of, describe, first_goal, lost_expert_policy, max_fills
 from everserve.control.detector import Detector
 from everserve.control.experts_view import ExpertsView
 from everserve.control.log_references import Logs
@@ -36,6 +36,7 @@ from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.model.config import ModelConfig
 from everserve.plan.balance import BalancePolicy
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import seat_owner
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
     BalanceDecided,
@@ -43,13 +44,17 @@ from everserve.wire.events import (
     DeviceReturnedEvent,
     EpochPublished,
     EventLog,
+    ExpertsMasked,
     ExpertsMoved,
     FaultDetected,
     FaultInjectedEvent,
+    MaskLifted,
     OrchestratorRecovered,
     ScaleBegan,
     ScaleDone,
     StaleDropped,
+    SwitchBegan,
+    SwitchDone,
     WorkerBackedOff,
     WorkerLeaving,
     WorkerLeft,
@@ -94,7 +99,10 @@ from everserve.wire.messages import (
     SignalWorker,
     SlotsReported,
     StartOrchestrator,
+    StreamsReported,
     Suspected,
+    SwitchAnswered,
+    SwitchWorker,
     WorkerExited,
     WorkerStarted,
 )
@@ -102,6 +110,9 @@ from everserve.wire.messages import (
 log = logging.getLogger(__name__)
 
 _NO_DETECTION_MS = 1000.0  # with --detect-ms 0 silence is not detected; the machine's other timeouts need a value
+
+
+_ASKED = DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | SwitchWorker  # by operators
 
 
 class Host:
@@ -119,7 +130,7 @@ class Host:
         policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model), slow=slow)
         self._needs = needs
         balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
-        self._machine = Machine(goal, policy, capacity, balance)
+        self._machine = Machine(goal, policy, capacity, balance, lost_expert_policy(start.cluster, model))
         self._recovery = Recovery(start.found, self._began_s) if start.found is not None else None
         self._was_serving = start.is_serving
         self._undecided: deque[events.AnyEvent] = deque()
@@ -136,7 +147,7 @@ class Host:
         self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
         self._logs = Logs(self._anchor, self._ends, supervisor)
         self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway reported during the recovery
-        self._weights = WeightsSources(self._anchor, self._ends, supervisor, lambda: self._machine.goal)
+        self._weights = WeightsSources(self._anchor, self._ends, supervisor, needs, lambda: self._machine.goal)
         self._births = Births(needs, self._anchor, self._ends, self._logs, self._weights, supervisor, self._tell)
         self._detector = Detector(detect_ms)
         self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
@@ -358,12 +369,16 @@ class Host:
     def _on_gateway_message(self, message: AnyMessage) -> None:
         if isinstance(message, InjectFault):
             self._inject(message)
-        elif self._recovery is not None and isinstance(message, DrainWorker | LoseDevice | ReturnDevice | ScaleCluster):
+        elif self._recovery is not None and isinstance(message, _ASKED):
             self._asked_early.append(message)
         elif isinstance(message, DrainWorker):
             self._drain(message)
         elif isinstance(message, ScaleCluster):
             self._scale(message)
+        elif isinstance(message, SwitchWorker):
+            self._switch(message)
+        elif isinstance(message, StreamsReported):
+            self._tell(events.StreamsCounted(message.loads))
         elif isinstance(message, LoseDevice | ReturnDevice):
             self._change_device(message)
         elif isinstance(message, LogSettled):
@@ -414,6 +429,13 @@ class Host:
             return
         size = size_of(self._machine.goal)._asdict()
         self._gateway.send(ScaleAnswered(id=message.id, **size, added=[*began.added], retired=[*began.retired]))
+
+    def _switch(self, message: SwitchWorker) -> None:
+        """An operator wants a worker to have another role. The machine decides whether that is possible."""
+        asked = events.SwitchAsked(message.rank, message.role)
+        decision = self._decide(lambda now: self._machine.handle(asked, now))
+        is_begun = any(isinstance(effect, effects.BeginSwitch) for effect in decision.effects)
+        self._gateway.send(SwitchAnswered(id=message.id, refused="" if is_begun else decision.reason))
 
     def _inject(self, message: InjectFault) -> None:
         """Have the supervisor signal a worker: only the supervisor can target exactly one incarnation, by its pid."""
@@ -518,6 +540,12 @@ class Host:
                 self._retire(effect.rank)
             case effects.BeginScaling() | effects.EndScaling():
                 self._note_scaling(effect)
+            case effects.BeginSwitch() | effects.EndSwitch():
+                self._note_switch(effect)
+            case effects.ChangeRole():
+                self._change_role(effect.rank)
+            case effects.ChangeMask():
+                self._note_mask(effect)
             case effects.Resumed():
                 self._note_resumed(effect)
             case effects.AllReady():
@@ -568,6 +596,40 @@ class Host:
             for memory in self._anchor.held_by(owner):
                 self._anchor.release(memory)
                 self._supervisor.send(DropMemory(memory=memory))
+
+    def _change_role(self, rank: Rank) -> None:
+        """What the seat had in its earlier role is not needed any more, nor what seats shared with it; workers that
+        still use it keep it mapped."""
+        goal = self._machine.goal
+        self._weights.retire(rank)
+        needed = {piece for seat in goal.seats for piece in self._needs.memory(goal, seat_owner(seat.rank))}
+        for owner in [seat_owner(seat.rank) for seat in goal.seats]:
+            for memory in self._anchor.held_by(owner):
+                if memory not in needed:
+                    self._anchor.release(memory)
+                    self._supervisor.send(DropMemory(memory=memory))
+
+    def _note_switch(self, effect: effects.BeginSwitch | effects.EndSwitch) -> None:
+        if isinstance(effect, effects.BeginSwitch):
+            log.info("%s", effect.reason)
+            began = SwitchBegan(process="orchestrator", rank=effect.rank, role=effect.role, reason=effect.reason)
+            self._event_log.append(began)
+            return
+        took_s = time.monotonic() - effect.began_s
+        log.info("rank %d is ready as %s worker, %.2f s after that was decided", effect.rank, effect.role, took_s)
+        self._event_log.append(SwitchDone(process="orchestrator", rank=effect.rank, role=effect.role, took_s=took_s))
+
+    def _note_mask(self, effect: effects.ChangeMask) -> None:
+        placement, mask = self._machine.goal.placement, effect.mask
+        if not mask.experts or placement is None:
+            log.warning("the mask is lifted: %s", effect.reason)
+            self._event_log.append(MaskLifted(process="orchestrator", reason=effect.reason))
+            return
+        experts = [(placement.moe_layers[layer], expert) for layer, expert in mask.experts]
+        log.warning("%s", effect.reason)
+        self._event_log.append(
+            ExpertsMasked(process="orchestrator", mask_id=mask.id, experts=experts, reason=effect.reason)
+        )
 
     def _note_scaling(self, effect: effects.BeginScaling | effects.EndScaling) -> None:
         size, goal = size_of(self._machine.goal), self._machine.goal

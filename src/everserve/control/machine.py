@@ -36,6 +36,9 @@ Effects of events about the incarnation that a seat holds (events about any othe
                              is dropped; if it is gone, nothing starts on it  crash
     DeviceReturned           workers start on it
     ScaleAsked               seats come, or should retire (scaling.py)
+    SwitchAsked              a seat should have the other role (switching.py)
+    StreamsCounted           remembered: which attention worker has the fewest
+                             streams, and how much KV
     GatewayReported          published again if our epoch is not later
     Tick                     what is due: starts, last probes, kills
 
@@ -49,7 +52,12 @@ ending early (a worker that left does not count). If the exit of the process was
 `fence_grace_s`; until then it may wake up, find itself fenced and exit. A loss is never revoked: a process that was
 declared gone wrongly is replaced all the same.
 
-The goal (tables/goal.py) says which seats there are. A seat that should retire is not filled again.
+The goal (tables/goal.py) says which seats there are. A seat that should retire is not filled again; one that should
+change its role is filled with a worker of the other role.
+
+After every event, as far as `--on-lost-expert` allows (plan/lost_experts.py): experts without a place are masked, or no
+longer, when tables are published; an attention worker becomes an expert worker if expert workers are gone and the
+others have too few slots, and goes back when they have returned.
 
 An orchestrator that replaces another one resumes with the goal that the supervisor has kept and with the processes that
 exist, seat by seat (a process in a seat that is not in the goal is lost):
@@ -59,6 +67,7 @@ exist, seat by seat (a process in a seat that is not in the goal is lost):
     has ended                lost (crash; left, if it was leaving), in case its end was not published; the next is
                              provisioned
     was lost, and lives      lost once more (hang); the next is provisioned
+    has another role         the same: its seat has changed its role since
     being forked             starting
     has not reported         starting; lost (hang) if it does not report within `hello_s`
     reported                 starting, ready or leaving, as reported
@@ -70,7 +79,7 @@ history is kept: neither crash counts nor doubts.
 import math
 from collections.abc import Sequence
 
-from everserve.control import membership, moving, operations, slow_workers
+from everserve.control import membership, moving, operations, slow_workers, switching
 from everserve.control.balance import Balancer
 from everserve.control.cluster import Cluster, Step, provision
 from everserve.control.effects import AllReady, AnyEffect, Decision, Keep, Lost, Probe, Publish, Resumed
@@ -82,11 +91,14 @@ from everserve.control.events import (
     GatewayReported,
     ScaleAsked,
     Stopping,
+    StreamsCounted,
+    SwitchAsked,
     Tick,
 )
 from everserve.control.places import holds_all
 from everserve.control.seats import Found, Policy
 from everserve.plan.balance import BalancePolicy
+from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
@@ -108,8 +120,9 @@ class Machine:
         policy: Policy,
         capacity: Capacity | None = None,
         balance: BalancePolicy | None = None,
+        lost_policy: LostExpertPolicy | None = None,
     ) -> None:
-        self._cluster = Cluster(goal, policy, capacity, balance)
+        self._cluster = Cluster(goal, policy, capacity, balance, lost_policy)
         self._seats = self._cluster.seats
         self._owes_routes = False  # workers hold other experts than the published routes say
         self._has_said_all_ready = False
@@ -198,7 +211,7 @@ class Machine:
         """Provision every seat."""
         starts = [provision(seat) for seat in self._seats.values()]
         reason = f"the instance starts with {len(starts)} seats"
-        return self._decide(Step(reason, tuple(starts)))
+        return self._decide(Step(reason, tuple(starts)), now)
 
     def resume(self, now: float, found: Sequence[Found], epoch: Epoch, was_all_ready: bool) -> Decision:
         """Take over from an orchestrator that has died. `epoch` is the highest that any process knows."""
@@ -224,20 +237,23 @@ class Machine:
         num_missing = sum(one.pid > 0 and not one.has_reported for one in alive)
         resumed = Resumed(num_reports=sum(one.has_reported for one in alive), num_missing=num_missing)
         reason = f"a new orchestrator goes on after epoch {epoch}; {len(alive)} processes were found"
-        return self._decide(Step(reason, (*effects, resumed), publish_anyway=True))
+        return self._decide(Step(reason, (*effects, resumed), publish_anyway=True), now)
 
     def handle(self, event: AnyEvent, now: float) -> Decision:
         """One event, at this time."""
         match event:
-            case DrainAsked() | ScaleAsked() | DeviceLost() | DeviceReturned() | Stopping():
+            case DrainAsked() | ScaleAsked() | SwitchAsked() | DeviceLost() | DeviceReturned() | Stopping():
                 step = operations.handle(self._cluster, event, now)
+            case StreamsCounted():
+                self._cluster.loads = event.loads
+                step = Step("the gateway has counted streams")
             case GatewayReported():
                 step = self._cluster.overtake(event.epoch, "the gateway")
             case Tick():
                 step = self._tick(now)
             case _:
                 step = membership.handle(self._cluster, event, now)
-        return self._decide(step)
+        return self._decide(step, now)
 
     def _tick(self, now: float) -> Step:
         steps = [step for seat in self._seats.values() for step in membership.due(self._cluster, seat, now)]
@@ -252,27 +268,28 @@ class Machine:
 
     # -- after every event -----------------------------------------------------------------------
 
-    def _decide(self, step: Step) -> Decision:
+    def _decide(self, step: Step, now: float) -> Decision:
         """Compare the tables, publish if they changed.
 
         Losses come first, so that they do not wait for slower effects. Probes come last, because the host may answer
         them before it runs the next effect.
         """
-        cluster = self._cluster
-        effects = [*step.effects, *operations.end_scaling(cluster)]
-        if cluster.goal is not self._kept_goal:
-            self._kept_goal = cluster.goal
-            effects.append(Keep(cluster.goal))
+        cluster, reasons = self._cluster, [step.reason]
+        effects = [*step.effects, *operations.end_scaling(cluster), *switching.staff_up(cluster, now)]
         self._owes_routes |= step.publish_soon
         if cluster.members_of(self.epoch) != self.members or step.publish_anyway:
             self._owes_routes = False
-            cluster.publish()
-            effects.append(cluster.tables)
+            published = cluster.publish()
+            effects += published.effects
+            reasons += [published.reason] if published.reason else []
+        if cluster.goal is not self._kept_goal:
+            self._kept_goal = cluster.goal
+            effects.append(Keep(cluster.goal))
         effects += moving.fill(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
         effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))
-        return Decision(tuple(effects), step.reason)
+        return Decision(tuple(effects), "; ".join(reasons))
 
     def _say_all_ready(self) -> list[AllReady]:
         staying = [seat for seat in self._seats.values() if seat.goal.wanted is Wanted.STAY]

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Iterator
 from typing import assert_never
 
-from everserve.control import moving, slow_workers
-from everserve.control.cluster import Cluster, Step, provision, who
+from everserve.control import moving, slow_workers, switching
+from everserve.control.cluster import Cluster, Step, who
 from everserve.control.effects import AnyEffect, BackOff, Cause, GiveUp, Kill, Lost, Probe, Retire
 from everserve.control.events import (
     Answered,
@@ -119,7 +119,7 @@ def _ready(cluster: Cluster, seat: Seat, now: float) -> Step:
     if Role.ATTENTION not in seat.goal.roles:
         seat.is_replaced = False
         moving.replan(cluster)
-    return Step(f"{who(seat)} is ready")
+    return Step(f"{who(seat)} is ready", switching.end(cluster, seat))
 
 
 def _answer(seat: Seat) -> Step:
@@ -255,7 +255,7 @@ def lose(
     if seat.is_retired:
         return Step(f"{step_reason}; its seat is retired", (lost, Retire(seat.rank)))
     if delay_s == 0:
-        return Step(step_reason, (lost, provision(seat)))
+        return Step(step_reason, (lost, *switching.start_next(cluster, seat)))
     seat.wait(delay_s, now)
     return Step(step_reason, (lost, BackOff(seat.rank, seat.num_crashes, delay_s)))
 
@@ -273,24 +273,27 @@ def _give_up(cluster: Cluster, seat: Seat, reason: str, user_error: bool) -> tup
 
 
 def take_over(cluster: Cluster, seat: Seat, latest: Found | None, now: float) -> tuple[AnyEffect, ...]:
-    """The latest incarnation keeps the seat if it is alive and was not lost; an earlier one never does."""
+    """The latest incarnation keeps the seat if it is alive, was not lost and has the role of the seat; an earlier one
+    never does."""
     is_device_gone = seat.goal.device in cluster.goal.gone
-    if latest is not None and latest.pid >= 0 and not latest.was_lost and not is_device_gone:
+    has_role = latest is None or latest.roles in ((), seat.goal.roles)
+    if latest is not None and latest.pid >= 0 and not latest.was_lost and not is_device_gone and has_role:
         seat.adopt(latest, now, cluster.policy)
         return ()
     seat.incarnation = latest.incarnation if latest is not None else seat.incarnation
     next_one: tuple[AnyEffect, ...] = ()
+    roles = seat.goal.roles  # that it had, unless something else is known
     if is_device_gone:
         seat.leave_empty(f"its device {seat.goal.device} is gone")
     else:
-        next_one = (Retire(seat.rank) if seat.is_retired else provision(seat),)
+        next_one = (Retire(seat.rank),) if seat.is_retired else switching.start_next(cluster, seat)
     if latest is None:
         return next_one
-    if latest.was_lost or (is_device_gone and latest.pid >= 0):
-        return (*fence_again(cluster, latest, seat.goal.roles, now), *next_one)
+    if latest.was_lost or (latest.pid >= 0 and (is_device_gone or not has_role)):
+        return (*fence_again(cluster, latest, roles, now), *next_one)
     cause: Cause = "left" if latest.is_leaving else "crash"
     reason, is_expected = "ended while there was no orchestrator", cause == "left"
-    lost = Lost(seat.rank, latest.incarnation, seat.goal.roles, cause, reason, is_expected)
+    lost = Lost(seat.rank, latest.incarnation, latest.roles or roles, cause, reason, is_expected)
     return lost, *next_one
 
 
@@ -300,7 +303,7 @@ def fence_again(cluster: Cluster, old: Found, roles: tuple[Role, ...], now: floa
         return ()
     cluster.kill_at[WorkerId(old.rank, old.incarnation)] = now + cluster.policy.fence_grace_s
     reason = "was lost to the orchestrator before this one, and lives"
-    return (Lost(old.rank, old.incarnation, roles, "hang", reason, is_expected=True),)
+    return (Lost(old.rank, old.incarnation, old.roles or roles, "hang", reason, is_expected=True),)
 
 
 # -- what is due -------------------------------------------------------------------------------------
@@ -322,8 +325,8 @@ def due(cluster: Cluster, seat: Seat, now: float) -> Iterator[Step]:
     if seat.state is WorkerState.GONE:
         if seat.start_at is None or seat.start_at > now:
             return
-        start = provision(seat)
-        yield Step(f"{who(seat)} starts after a delay", (start,))
+        starts = switching.start_next(cluster, seat)
+        yield Step(f"{who(seat)} starts after a delay", starts)
         return
     if seat.hello_by is not None and seat.hello_by <= now:
         yield lose(cluster, seat, "hang", f"has not said a word in {policy.hello_s:g} s", now)

@@ -35,7 +35,7 @@ class Needs:
             incarnation=worker.incarnation,
             roles=seat.roles,
             settings=self.settings,
-            num_workers=max(sum(other.wanted is Wanted.STAY for other in goal.seats), 1),
+            num_workers=max(sum(other.wanted is not Wanted.RETIRE for other in goal.seats), 1),
             slots=self._slots(goal, worker.rank),
             detect_ms=self.detect_ms,
             capacity=self.capacity,
@@ -55,10 +55,7 @@ class Needs:
             # After its blocks: the log completes the set. A mirror is in the host's memory, which outlives devices.
             device = NO_DEVICE if self.settings.log.mode == "mirror" else seat.device
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
-        if seat.gpu != NO_DEVICE or self._has_experts_in_memory(seat):
-            owner, num_bytes = seat_owner(self.weights_owner(goal, worker.rank)), self.weights_bytes(goal, worker.rank)
-            needed.append(self._of(Kind.WEIGHTS, owner, num_bytes, seat.device, seat.gpu))
-            needed.append(self._of(Kind.WEIGHTS_STATE, owner, self._state_bytes(seat), seat.device))
+        needed += self._weights(goal, seat)
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
@@ -96,6 +93,20 @@ class Needs:
         owners, num_bytes = (attention, expert), self.capacity.lane_bytes
         return Memory(kind=Kind.LANE, owners=owners, num_bytes=num_bytes, device=seat.device, gpu=seat.gpu)
 
+    def expert_weights(self, goal: Goal, rank: Rank) -> tuple[Memory, ...]:
+        """The memory with the weights of this seat and their table, if it is one of an expert worker."""
+        seat = goal.seat(rank)
+        return self._weights(goal, seat) if seat is not None and Role.ATTENTION not in seat.roles else ()
+
+    def _weights(self, goal: Goal, seat: SeatGoal) -> tuple[Memory, ...]:
+        if seat.gpu == NO_DEVICE and not self._has_experts_in_memory(seat):
+            return ()
+        owner, num_bytes = seat_owner(self.weights_owner(goal, seat.rank)), self.weights_bytes(goal, seat.rank)
+        return (
+            self._of(Kind.WEIGHTS, owner, num_bytes, seat.device, seat.gpu),
+            self._of(Kind.WEIGHTS_STATE, owner, self._state_bytes(seat), seat.device),
+        )
+
     def weights_bytes(self, goal: Goal, rank: Rank) -> int:
         """The size of the memory for this seat's weights on its device."""
         seat = _seat(goal, rank)
@@ -114,7 +125,7 @@ class Needs:
 
     def seat_owners(self, goal: Goal, retired: Rank) -> list[WorkerId]:
         """The owners of memory that belongs to a seat, and that no seat needs any more after this one has retired."""
-        needed = {self.weights_owner(goal, seat.rank) for seat in goal.seats if seat.wanted is Wanted.STAY}
+        needed = {self.weights_owner(goal, seat.rank) for seat in goal.seats if seat.wanted is not Wanted.RETIRE}
         return [seat_owner(rank) for rank in {retired, self.weights_owner(goal, retired)} - needed]
 
     def _has_experts_in_memory(self, seat: SeatGoal) -> bool:

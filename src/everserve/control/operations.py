@@ -1,18 +1,17 @@
-"""What operators ask for: drain a worker, take a device away and give it back, more or fewer workers, stop.
+"""What operators ask for: drain a worker, take a device away and give it back, more or fewer workers, another role,
+stop.
 
 The reason of a Step is the answer to the operator.
 """
 
-from everserve.control import membership, moving
+from everserve.control import membership, moving, switching
 from everserve.control.cluster import Cluster, Step, provision, who
 from everserve.control.effects import AnyEffect, AskToLeave, BeginScaling, DropDevice, EndScaling, Kill, Retire
-from everserve.control.events import DeviceLost, DeviceReturned, DrainAsked, ScaleAsked, Stopping
+from everserve.control.events import Asked, DeviceLost, DeviceReturned, DrainAsked, ScaleAsked, Stopping, SwitchAsked
 from everserve.control.scaling import Refused, is_done, may_leave, scaled, size_of, staying
 from everserve.control.seats import Seat
 from everserve.tables.ids import Incarnation
 from everserve.tables.members import WorkerState
-
-Asked = DrainAsked | ScaleAsked | DeviceLost | DeviceReturned | Stopping
 
 
 def handle(cluster: Cluster, event: Asked, now: float) -> Step:
@@ -21,6 +20,8 @@ def handle(cluster: Cluster, event: Asked, now: float) -> Step:
             return _drain(cluster, event)
         case ScaleAsked():
             return _scale(cluster, event, now)
+        case SwitchAsked():
+            return switching.switch(cluster, event.rank, event.role, now)
         case DeviceLost():
             return _lose_device(cluster, event, now)
         case DeviceReturned():
@@ -70,8 +71,9 @@ def _return_device(cluster: Cluster, device: int) -> Step:
     cluster.set_goal(gone=tuple(other for other in gone if other != device))
     moving.replan(cluster)
     seats = [seat for seat in cluster.seats.values() if seat.goal.device == device]
-    starts = [provision(seat) for seat in seats if seat.state is WorkerState.GONE and not seat.is_retired]
-    return Step(f"device {device} is back: {len(starts)} workers start", tuple(starts))
+    empty = [seat for seat in seats if seat.state is WorkerState.GONE and not seat.is_retired]
+    starts = [effect for seat in empty for effect in switching.start_next(cluster, seat)]
+    return Step(f"device {device} is back: {len(empty)} workers start", tuple(starts))
 
 
 # -- more or fewer workers -----------------------------------------------------------------------
@@ -112,7 +114,7 @@ def end_scaling(cluster: Cluster) -> list[EndScaling]:
 
 
 def dismiss(cluster: Cluster) -> list[AskToLeave]:
-    """Ask workers to leave that should retire and are not needed any more."""
+    """Ask workers to leave that should retire or change their role, and are not needed any more."""
     if cluster.ending:
         return []
     seats = may_leave(cluster.goal, cluster.seats.values(), cluster.given_up)

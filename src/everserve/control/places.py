@@ -76,7 +76,7 @@ def new_placement(
         return None
     rooms, away, before = [], [], []
     for seat in seats:
-        if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is Wanted.RETIRE or seat.goal.device in goal.gone:
+        if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is not Wanted.STAY or seat.goal.device in goal.gone:
             continue
         planned = goal.placement.seat(seat.rank)
         if seat.is_replaced and planned is not None:

@@ -22,6 +22,7 @@ class Recovery:
         self.deadline = now + REPORT_S
         self.epoch = Epoch(0)  # the highest epoch that any process knows
         self._found = {WorkerId(process.rank, process.incarnation): process.pid for process in found}
+        self._roles = {WorkerId(process.rank, process.incarnation): process.roles for process in found}
         self._awaited = {worker for worker, pid in self._found.items() if pid > 0}
         self._has_gateway_reported = False
         self._spoke: set[WorkerId] = set()
@@ -75,6 +76,7 @@ class Recovery:
                 rank=worker.rank,
                 incarnation=worker.incarnation,
                 pid=-1 if worker in self._ended else pid,
+                roles=self._roles[worker],
                 has_reported=worker in self._spoke,
                 is_ready=worker in self._ready,
                 is_leaving=worker in self._leaving,

@@ -48,4 +48,4 @@ class Repairs:
     @property
     def _num_without_place(self) -> int:
         routes = self._machine.routes
-        return routes.num_without_place if routes is not None else 0
+        return len(routes.lost_experts()) if routes is not None else 0  # masked ones too

@@ -60,6 +60,9 @@ def size_of(goal: Goal) -> Size:
 
 def scaled(goal: Goal, asked: ScaleAsked, capacity: Capacity, empty: Collection[Rank]) -> Goal:
     """The goal with the seats that were asked for. `empty`: ranks without a process. Raises Refused."""
+    switching = [seat.rank for seat in goal.seats if seat.wanted is Wanted.SWITCH]
+    if switching:
+        raise Refused(f"rank {switching[0]} is changing its role: try again when it has")
     draft = _Draft(goal, capacity, empty)
     draft.retire(seat for seat in goal.seats if seat.device in goal.gone)
     if asked.devices is not None:
@@ -97,7 +100,9 @@ class _Draft:
         if placement is not None:  # a rank may have got another role
             placed = tuple(seat for seat in placement.seats if not _is_attention(self._seats[seat.rank]))
             placement = msgspec.structs.replace(placement, seats=placed)
-        return msgspec.structs.replace(self._goal, seats=tuple(self._in_order()), placement=placement)
+        # The operator knows which devices there are: a worker that stands in for another one stays what it is now.
+        seats = tuple(msgspec.structs.replace(seat, stands_in=False) for seat in self._in_order())
+        return msgspec.structs.replace(self._goal, seats=seats, placement=placement)
 
     def count(self, role: Role) -> int:
         return len(self._of(role))
@@ -154,7 +159,9 @@ class _Draft:
             )
         chosen = device if device is not None else self._device_for(like)
         gpu = chosen % self._capacity.num_gpus if self._capacity.num_gpus else NO_DEVICE
-        new = msgspec.structs.replace(like, rank=free[0], device=chosen, gpu=gpu, wanted=Wanted.STAY)
+        new = msgspec.structs.replace(
+            like, rank=free[0], device=chosen, gpu=gpu, wanted=Wanted.STAY, switch_since_s=None
+        )
         self._seats[new.rank] = new
 
     # -- inside ----------------------------------------------------------------------------------
@@ -242,9 +249,10 @@ def _is_attention(seat: SeatGoal) -> bool:
 
 
 def may_leave(goal: Goal, seats: Collection[Seat], given_up: GivenUp) -> list[Seat]:
-    """Ready workers that should retire, are not needed any more, and were not asked to leave yet."""
-    retiring = [seat for seat in seats if seat.goal.wanted is Wanted.RETIRE and seat.state is WorkerState.READY]
-    asked = [seat for seat in retiring if not seat.is_asked_to_leave]
+    """Ready workers that should retire or change their role, are not needed any more, and were not asked to leave
+    yet."""
+    parting = [seat for seat in seats if seat.goal.wanted is not Wanted.STAY and seat.state is WorkerState.READY]
+    asked = [seat for seat in parting if not seat.is_asked_to_leave]
     if not asked:
         return []
     others = [seat for seat in seats if seat.goal.wanted is Wanted.STAY and seat.state is WorkerState.READY]

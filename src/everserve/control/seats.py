@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from everserve.control.slowness import SlowPolicy
 from everserve.tables.goal import SeatGoal, Wanted
-from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Worker, WorkerState
 from everserve.tables.slots import Fill, HeldSlots
 
@@ -59,6 +59,7 @@ class Found:
     rank: Rank
     incarnation: Incarnation
     pid: int  # 0: being forked; -1: it has ended, and only its number is known
+    roles: tuple[Role, ...] = ()  # empty: those of its seat
     has_reported: bool = False  # or said hello: this orchestrator has got a message from it
     is_ready: bool = False
     is_leaving: bool = False
@@ -103,7 +104,7 @@ class Seat:
     start_at: float | None = None  # while gone: when the next incarnation may start; None: never
     ready_at: float | None = None  # None: it never was
     leave_by: float | None = None  # while leaving: when it is killed; None: it was killed
-    is_asked_to_leave: bool = False  # because its seat should retire
+    is_asked_to_leave: bool = False  # because its seat should retire, or change its role
     num_crashes: int = 0  # early ends in a row
     num_failed_starts: int = 0  # incarnations in a row that were never ready
     has_spoken: bool = False
@@ -237,8 +238,9 @@ class Seat:
     def worker(self) -> Worker:
         """The seat as the members table shows it."""
         note = self.note if self.start_at is None else f"{self.note}; next start in {self.delay_s:g} s"
-        if self.goal.wanted is Wanted.RETIRE and self.state is not WorkerState.LEAVING:
-            note = "retires: leaves when other workers have taken over its work"
+        if self.goal.wanted is not Wanted.STAY and self.state not in (WorkerState.LEAVING, WorkerState.GONE):
+            becomes = "retires" if self.goal.wanted is Wanted.RETIRE else f"becomes an {self.goal.next_role} worker"
+            note = f"{becomes}: leaves when other workers have taken over its work"
         return Worker(
             rank=self.rank,
             incarnation=self.incarnation,

@@ -51,6 +51,7 @@ class GatewayEnd:
                 gone=tables.gone,
                 moves=moves,
                 slowness=self._slowness,
+                num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
             )
         )
 

@@ -8,6 +8,7 @@ when the memory is dropped, because its device is lost or its seat has retired.
 from collections.abc import Callable
 
 from everserve.control.anchor_client import AnchorClient
+from everserve.control.needs import Needs
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
@@ -21,18 +22,24 @@ _KINDS = (Kind.WEIGHTS, Kind.WEIGHTS_STATE)
 class WeightsSources:
     """The weights of all expert seats, with their slot tables."""
 
-    def __init__(self, anchor: AnchorClient, ends: WorkerEnds, supervisor: Channel, goal: Callable[[], Goal]) -> None:
+    def __init__(
+        self, anchor: AnchorClient, ends: WorkerEnds, supervisor: Channel, needs: Needs, goal: Callable[[], Goal]
+    ) -> None:
         self._anchor = anchor
         self._ends = ends
         self._supervisor = supervisor
+        self._needs = needs
         self._goal = goal
         self._known: dict[Rank, dict[Kind, Memory]] = {}
 
     def note(self, memory: Memory) -> None:
-        """This memory is held now. Every connected expert worker learns of a seat whose memory is complete."""
+        """This memory is held now. Every connected expert worker learns of a seat whose memory is complete. Memory that
+        a seat had in an earlier role, and that other workers still use, is none."""
         if memory.kind not in _KINDS:
             return
         rank = memory.owners[0].rank
+        if memory not in self._needs.expert_weights(self._goal(), rank):
+            return
         pieces = self._known.setdefault(rank, {})
         if pieces.get(memory.kind) != memory:
             pieces[memory.kind] = memory

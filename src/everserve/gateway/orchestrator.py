@@ -15,7 +15,8 @@ from everserve.errors import ProtocolError
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.questions import Questions, Unanswered
 from everserve.gateway.streams.fleet import Fleet
-from everserve.tables.ids import Epoch, Rank, WorkerId
+from everserve.tables.ids import Epoch, Rank, Role, WorkerId
+from everserve.tables.outputs import AttentionLoad
 from everserve.wire.channel import AsyncChannel, ChannelClosed
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import (
@@ -34,12 +35,18 @@ from everserve.wire.messages import (
     ReturnDevice,
     ScaleAnswered,
     ScaleCluster,
+    StreamsReported,
+    SwitchAnswered,
+    SwitchWorker,
     WorkerLost,
 )
 
+_COUNT_S = 1.0  # between two reports of what attention workers have
+
 
 class OrchestratorLink:
-    """Reads what the orchestrator says, tells it what is settled, and asks it for faults, drains and other sizes."""
+    """Reads what the orchestrator says, tells it what is settled, and asks it for faults, drains, other sizes and other
+    roles."""
 
     def __init__(self, fleet: Fleet, cluster: Cluster, publish: Callable[[AnyEvent], None]) -> None:
         self._fleet = fleet
@@ -47,9 +54,11 @@ class OrchestratorLink:
         self._publish = publish
         self._channel: AsyncChannel | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
         self._faults: Questions[FaultInjected] = Questions("orchestrator")
         self._drains: Questions[DrainAnswered] = Questions("orchestrator")
         self._scales: Questions[ScaleAnswered] = Questions("orchestrator")
+        self._switches: Questions[SwitchAnswered] = Questions("orchestrator")
         self._devices: Questions[DeviceAnswered] = Questions("orchestrator")
 
     def attach(self, sock: socket.socket) -> None:
@@ -64,14 +73,16 @@ class OrchestratorLink:
         self._fleet.has_orchestrator = True
         self._fleet.logs.report_to(self._tell_settled)
         self._reading = asyncio.ensure_future(self._read(self._channel))
+        self._counting = asyncio.ensure_future(self._count_streams())
         self._reading.add_done_callback(lambda task: task.cancelled() or task.result())  # raises what went wrong
 
     def close(self) -> None:
         """This orchestrator is gone, or a newer one is there."""
         if self._channel is None:
             return
-        assert self._reading is not None
+        assert self._reading is not None and self._counting is not None
         self._reading.cancel()
+        self._counting.cancel()
         self._channel.close()
         self._channel = None
         self._cluster.orchestrator_is_gone = True
@@ -80,6 +91,7 @@ class OrchestratorLink:
         self._faults.give_up()
         self._drains.give_up()
         self._scales.give_up()
+        self._switches.give_up()
         self._devices.give_up()
 
     async def inject(self, rank: Rank, signal: int | None) -> FaultInjected:
@@ -99,6 +111,10 @@ class OrchestratorLink:
 
         return await self._scales.ask(send)
 
+    async def switch(self, rank: Rank, role: Role) -> SwitchAnswered:
+        """Have the worker in this seat get another role; returns when that was accepted or refused."""
+        return await self._switches.ask(lambda id: self._send(SwitchWorker(id=id, rank=rank, role=role)))
+
     async def lose_device(self, device: int, gone: bool) -> DeviceAnswered:
         """Have a device lost, with its workers and its memory; returns when that is decided."""
         return await self._devices.ask(lambda id: self._send(LoseDevice(id=id, device=device, gone=gone)))
@@ -106,6 +122,16 @@ class OrchestratorLink:
     async def return_device(self, device: int) -> DeviceAnswered:
         """A device that was gone can be used again."""
         return await self._devices.ask(lambda id: self._send(ReturnDevice(id=id, device=device)))
+
+    async def _count_streams(self) -> None:
+        """What attention workers have, now and then: by this the orchestrator chooses one for another role."""
+        told: dict[Rank, AttentionLoad] = {}
+        while True:
+            await asyncio.sleep(_COUNT_S)
+            loads = {link.rank: link.load for link in self._fleet.ready_links()}
+            if loads != told and self._channel is not None:
+                told = loads
+                self._channel.send(StreamsReported(loads=loads))
 
     async def _read(self, channel: AsyncChannel) -> None:
         while True:
@@ -132,6 +158,8 @@ class OrchestratorLink:
             self._drains.answer(message.id, message)
         elif isinstance(message, ScaleAnswered):
             self._scales.answer(message.id, message)
+        elif isinstance(message, SwitchAnswered):
+            self._switches.answer(message.id, message)
         elif isinstance(message, DeviceAnswered):
             self._devices.answer(message.id, message)
         else:
@@ -141,7 +169,9 @@ class OrchestratorLink:
         rank, incarnation = log
         self._send(LogSettled(rank=rank, incarnation=incarnation))
 
-    def _send(self, message: InjectFault | DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | LogSettled) -> None:
+    def _send(
+        self, message: InjectFault | DrainWorker | LoseDevice | ReturnDevice | ScaleCluster | SwitchWorker | LogSettled
+    ) -> None:
         if self._channel is None:
             raise Unanswered("The orchestrator is gone; this works again when a new one has started.")
         self._channel.send(message)

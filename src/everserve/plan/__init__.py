@@ -8,6 +8,7 @@ placement.py  which workers hold which experts at first, and how many deaths tha
 repair.py     where experts should be from now on (layer_plan.py: one layer, load_search.py: by load)
 moves.py      which slots to fill next, from what is held to what should be
 balance.py    whether moves for load are worth it
+lost_experts.py  what to do while experts have no place: mask them, or give a worker another role
 dealing.py    how the rows of an expert with several places are spread
 routing.py    which places of an expert are used, in which order
 spread.py     which attention worker gets which streams

@@ -96,7 +96,7 @@ class Workers:
     _births: dict[WorkerId, _Birth] = field(default_factory=dict)
     _kept: dict[Memory, int] = field(default_factory=dict)  # memory of exited workers that no live worker has
     _dropped: set[Memory] = field(default_factory=set)  # memory of live workers, to be dropped at their exit
-    _latest: dict[Rank, Incarnation] = field(default_factory=dict)
+    _latest: dict[Rank, tuple[Incarnation, tuple[Role, ...]]] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # statuses by pid, of processes not announced yet
     _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
     _parting: Parting = field(default_factory=Parting)
@@ -105,7 +105,7 @@ class Workers:
 
     def provision(self, message: Provision, memory: list[int]) -> None:
         """Make the channels and ask the zygote to fork. Takes ownership of the descriptors."""
-        self._latest[message.start.rank] = message.start.incarnation
+        self._latest[message.start.rank] = message.start.incarnation, message.start.roles
         self._ask(message.start, memory)
 
     def ask_again(self, own_pids: set[int]) -> None:
@@ -156,11 +156,14 @@ class Workers:
 
     def found(self) -> tuple[FoundProcess, ...]:
         """The worker processes that a new orchestrator starts from."""
-        found = [(seat, worker.pid) for seat, worker in self._processes.items()]
-        found += [(seat, 0) for seat in self._births]
-        known = {seat for seat, _ in found}
-        found += [(seat, -1) for seat in map(WorkerId._make, self._latest.items()) if seat not in known]
-        return tuple(FoundProcess(rank=rank, incarnation=incarnation, pid=pid) for (rank, incarnation), pid in found)
+        found = {seat: (worker.pid, worker.start.roles) for seat, worker in self._processes.items()}
+        found |= {seat: (0, birth.start.roles) for seat, birth in self._births.items()}
+        for rank, (incarnation, roles) in self._latest.items():
+            found.setdefault(WorkerId(rank, incarnation), (-1, roles))
+        return tuple(
+            FoundProcess(rank=rank, incarnation=incarnation, pid=pid, roles=roles)
+            for (rank, incarnation), (pid, roles) in found.items()
+        )
 
     def hand_over(self) -> None:
         """Send a new orchestrator a channel to every worker, and all kept memory."""

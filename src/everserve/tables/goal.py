@@ -17,6 +17,7 @@ class Wanted(StrEnum):
 
     STAY = "stay"  # its process is replaced whenever it ends
     RETIRE = "retire"  # it ends, and is not replaced
+    SWITCH = "switch"  # it ends, and its next process has the other role
 
 
 class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +30,22 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
     gpu: int = NO_DEVICE  # the machine's GPU that the device is, or has a share of; NO_DEVICE: it is a CPU
     own_experts: int = 0  # experts per layer that a worker with both roles computes itself
     wanted: Wanted = Wanted.STAY
+    stands_in: bool = (
+        False  # for an expert worker whose device is gone: it is an attention worker again when that returns
+    )
+    switch_since_s: float | None = None  # on the machine's monotonic clock; None: it has the role that it should have
+
+    @property
+    def role(self) -> Role:
+        """Of its process now. A worker with both roles counts as an attention worker."""
+        return Role.ATTENTION if Role.ATTENTION in self.roles else Role.EXPERT
+
+    @property
+    def next_role(self) -> Role:
+        """That it should have."""
+        if self.wanted is not Wanted.SWITCH:
+            return self.role
+        return Role.EXPERT if self.role is Role.ATTENTION else Role.ATTENTION
 
 
 class Mask(msgspec.Struct, frozen=True, kw_only=True):

@@ -55,6 +55,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
 
 
+class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What an attention worker has, as far as the gateway knows."""
+
+    num_streams: int
+    num_used_blocks: int  # of its KV pool, by live streams
+    num_free_blocks: int
+
+
 class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """An expert worker's counters since its start."""
 

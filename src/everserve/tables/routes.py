@@ -113,14 +113,21 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             return ()
         return tuple((int(layer), int(expert)) for layer, expert in np.argwhere(self.mask()))
 
+    def lost_experts(self) -> tuple[tuple[int, int], ...]:
+        """(layer index, expert) of every expert that no worker can compute now, masked or not."""
+        return tuple((int(layer), int(expert)) for layer, expert in np.argwhere(self._is_lost()))
+
     @property
     def num_without_place(self) -> int:
         """Experts that no worker can compute now and that tokens may need, over all layers: a masked one is not
         asked for."""
-        needed_LE = self.mask() == 0
+        return int((self._is_lost() & (self.mask() == 0)).sum())
+
+    def _is_lost(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
         if self.num_candidates == 0:
-            return int(needed_LE.sum())
-        return int((needed_LE & (self.array()[:, :, 0, 0] == NO_RANK)).sum())
+            return np.ones((self.num_layers, self.num_experts), np.bool_)
+        is_lost_LE: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = self.array()[:, :, 0, 0] == NO_RANK
+        return is_lost_LE
 
     @property
     def num_survivable(self) -> int:

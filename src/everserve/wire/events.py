@@ -175,6 +175,22 @@ class ScaleDone(Event, frozen=True):
     took_s: float  # since it was asked for
 
 
+class SwitchBegan(Event, frozen=True):
+    """A worker shall have another role: it leaves, and the next process in its seat has that role."""
+
+    rank: int
+    role: str
+    reason: str
+
+
+class SwitchDone(Event, frozen=True):
+    """The worker is ready in its new role."""
+
+    rank: int
+    role: str
+    took_s: float  # since it was decided
+
+
 # -- faults --------------------------------------------------------------------------------------
 
 
@@ -352,6 +368,20 @@ class RepairPhase(Event, frozen=True):
     num_experts_without_place: int
 
 
+class ExpertsMasked(Event, frozen=True):
+    """Experts without a place are excluded before top-k: tokens are computed without them until the mask is lifted."""
+
+    mask_id: int
+    experts: list[tuple[int, int]]  # layer, expert
+    reason: str
+
+
+class MaskLifted(Event, frozen=True):
+    """No expert is masked any more."""
+
+    reason: str
+
+
 class ExpertsMoved(Event, frozen=True):
     """A worker has filled slots from one source (tables/slots.py). `num_bytes`: copied. `took_s`: one after another."""
 
@@ -399,6 +429,10 @@ AnyEvent = (
     | WorkerExitedEvent
     | ScaleBegan
     | ScaleDone
+    | SwitchBegan
+    | SwitchDone
+    | ExpertsMasked
+    | MaskLifted
     | FaultInjectedEvent
     | SuspectedEvent
     | FaultDetected

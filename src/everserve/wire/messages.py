@@ -10,9 +10,9 @@
                                    SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
-                                   DeviceAnswered, ScaleAnswered, EventHappened
+                                   DeviceAnswered, ScaleAnswered, SwitchAnswered, EventHappened
     gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LoseDevice, ReturnDevice,
-                                   ScaleCluster, LogSettled
+                                   ScaleCluster, SwitchWorker, StreamsReported, LogSettled
 
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
@@ -52,7 +52,7 @@ from everserve.tables.goal import Capacity, Goal
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Memory
-from everserve.tables.outputs import EngineStats, ExpertStats, Output
+from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
@@ -277,13 +277,14 @@ class ClusterChanged(Message, frozen=True):
     members: Members
     conditions: Conditions
     degraded: tuple[str, ...]  # what is missing but does not break validity: lost shadows, workers being replaced
-    num_experts_without_place: int  # over all layers
+    num_experts_without_place: int  # over all layers, without masked ones
     expert_stats: dict[Rank, ExpertStats]
     num_stale: int  # messages of workers after they were declared gone, and what these report as dropped
     num_survivable_deaths: int | None = None  # of expert workers, now; None: there are none
     gone: tuple[int, ...] = ()  # devices
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
     slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
+    num_masked_experts: int = 0  # over all layers
 
 
 class ExpertsChanged(Message, frozen=True):
@@ -358,6 +359,27 @@ class ScaleAnswered(Message, frozen=True):
     devices: int = 0
     added: list[Rank] = []
     retired: list[Rank] = []
+
+
+class SwitchWorker(Message, frozen=True):
+    """Gateway to orchestrator: an operator wants the worker in this seat to have this role."""
+
+    id: str
+    rank: Rank
+    role: Role
+
+
+class SwitchAnswered(Message, frozen=True):
+    """Orchestrator to gateway: the role will change, or why it will not (`refused`)."""
+
+    id: str
+    refused: str = ""
+
+
+class StreamsReported(Message, frozen=True):
+    """Gateway to orchestrator, about once a second while something changes: what the attention workers have."""
+
+    loads: dict[Rank, AttentionLoad]
 
 
 class InjectFault(Message, frozen=True):
@@ -499,6 +521,7 @@ class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
     rank: Rank
     incarnation: Incarnation
     pid: int
+    roles: tuple[Role, ...] = ()
 
 
 class AnchorAttached(Message, frozen=True):
@@ -707,6 +730,9 @@ AnyMessage = (
     | DrainAnswered
     | ScaleCluster
     | ScaleAnswered
+    | SwitchWorker
+    | SwitchAnswered
+    | StreamsReported
     | InjectFault
     | FaultInjected
     | LoseDevice

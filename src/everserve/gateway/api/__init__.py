@@ -10,6 +10,7 @@ health.py       /health, /ping, /version, /load, /metrics, /cluster, /cluster/li
 faults.py       /cluster/fault
 drains.py       /cluster/drain
 scaling.py      /cluster/scale
+switching.py    /cluster/switch
 pages.py        / and the files of the dashboard (../dashboard)
 openapi.py      /openapi.json, from the routes and the structs they use
 exposition.py   /metrics: Prometheus, under vLLM's names

@@ -12,14 +12,26 @@ from starlette.responses import Response
 
 from everserve import __version__
 from everserve.errors import EverserveError
-from everserve.gateway.api import chat, completions, drains, faults, health, models, openapi, pages, scaling, tokenize
+from everserve.gateway.api import (
+    chat,
+    completions,
+    drains,
+    faults,
+    health,
+    models,
+    openapi,
+    pages,
+    scaling,
+    switching,
+    tokenize,
+)
 from everserve.gateway.api.exposition import Metrics
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http.errors import HttpError, from_exception
 from everserve.gateway.http.exchange import RequestIds
 from everserve.gateway.http.origins import AllowedHosts
 
-_MODULES = (completions, chat, models, tokenize, health, faults, drains, scaling, pages)
+_MODULES = (completions, chat, models, tokenize, health, faults, drains, scaling, switching, pages)
 
 
 def create_app(gateway: Gateway) -> FastAPI:

@@ -65,7 +65,7 @@ class Metrics(Collector):
         fleet = self._gateway.fleet
         engines = {str(rank): engine for rank, engine in fleet.engines.items()}
         stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
-        present = [str(rank) for rank in fleet.engines if self._gateway.cluster.is_member(rank)]
+        present = [str(rank) for rank in fleet.engines if self._gateway.cluster.has_streams(rank)]
         for field, name, text in _ENGINE_GAUGES:
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=labels)
             for rank in present:
@@ -132,7 +132,7 @@ class Metrics(Collector):
             labels=["rank"],
         )
         for rank, ratio in cluster.slowness.items():
-            if cluster.is_member(rank):
+            if cluster.worker(rank) is not None:
                 slowness.add_metric([str(rank)], ratio)
         yield slowness
         workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
@@ -195,7 +195,12 @@ class Metrics(Collector):
         )
         if (num_left := self._gateway.cluster.num_survivable_deaths) is not None:
             survivable.add_metric([], num_left)
-        yield from (restarts, slots, survivable)
+        masked = GaugeMetricFamily(
+            "everserve_degraded_experts",
+            "Experts that are masked, over all layers: tokens are computed without them.",
+            value=self._gateway.cluster.num_masked_experts,
+        )
+        yield from (restarts, slots, survivable, masked)
 
     def _survival(self) -> Iterator[Metric]:
         yield from self._losses()

@@ -317,6 +317,13 @@ class DrainView(msgspec.Struct, kw_only=True):
     incarnation: int
 
 
+class SwitchView(msgspec.Struct, kw_only=True):
+    """`POST /cluster/switch`: the worker that changes its role."""
+
+    rank: int
+    role: str
+
+
 class ScaleView(msgspec.Struct, kw_only=True):
     """`POST /cluster/scale`: the workers that there will be, and the ranks that come and go."""
 

@@ -16,7 +16,7 @@ from everserve.gateway.observe.experts import Experts
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.metrics import RestartingCounter
-from everserve.tables.ids import NO_DEVICE, Rank
+from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.slots import Fill
 from everserve.tables.validity import Conditions
@@ -42,6 +42,7 @@ class Cluster:
         self.slowness: dict[Rank, float] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
+        self.num_masked_experts = 0
         self.num_survivable_deaths: int | None = None  # None: there are no expert workers
         self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
@@ -65,6 +66,7 @@ class Cluster:
         self._conditions = change.conditions
         self._degraded = change.degraded
         self.num_experts_without_place = change.num_experts_without_place
+        self.num_masked_experts = change.num_masked_experts
         self.num_survivable_deaths = change.num_survivable_deaths
         self._gone = change.gone
         self.moves = change.moves
@@ -94,9 +96,10 @@ class Cluster:
         workers = self.members.workers if self.members is not None else ()
         return next((worker for worker in workers if worker.rank == rank), None)
 
-    def is_member(self, rank: Rank) -> bool:
-        """False for a rank that has retired. Before the first table every rank may be one."""
-        return self.members is None or self.worker(rank) is not None
+    def has_streams(self, rank: Rank) -> bool:
+        """False for a rank that has retired or changed its role. Before the first table every rank may have some."""
+        worker = self.worker(rank)
+        return self.members is None or (worker is not None and Role.ATTENTION in worker.roles)
 
     def count_workers(self) -> Counter[tuple[str, str]]:
         """How many workers there are, by role and state."""

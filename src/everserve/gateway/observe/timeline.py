@@ -61,6 +61,10 @@ class Timeline:
             ev.WorkerExitedEvent: self._exited,
             ev.ScaleBegan: self._scale_began,
             ev.ScaleDone: self._scale_done,
+            ev.SwitchBegan: self._switch_began,
+            ev.SwitchDone: self._switch_done,
+            ev.ExpertsMasked: self._masked,
+            ev.MaskLifted: self._mask_lifted,
             ev.FaultInjectedEvent: self._injected,
             ev.SuspectedEvent: self._suspected,
             ev.FaultDetected: self._detected,
@@ -229,6 +233,19 @@ class Timeline:
 
     def _scale_done(self, event: ev.ScaleDone) -> None:
         self._note(event, f"scaled to {_size(event)} in {event.took_s:.1f} s")
+
+    def _switch_began(self, event: ev.SwitchBegan) -> None:
+        self._note(event, event.reason)
+
+    def _switch_done(self, event: ev.SwitchDone) -> None:
+        self._note(event, f"rank {event.rank} is an {event.role} worker after {event.took_s:.1f} s")
+
+    def _masked(self, event: ev.ExpertsMasked) -> None:
+        note = self._note(event, f"{len(event.experts)} experts are masked")
+        note.facts.append(event.reason)
+
+    def _mask_lifted(self, event: ev.MaskLifted) -> None:
+        self._note(event, "the mask is lifted").facts.append(event.reason)
 
     def _injected(self, event: ev.FaultInjectedEvent) -> None:
         if event.signal == "CONT":

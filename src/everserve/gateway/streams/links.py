@@ -21,7 +21,7 @@ from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.streams.stream import Stream, StreamTable, count_blocks
 from everserve.plan.spread import Room
 from everserve.tables.ids import Incarnation, Rank, WorkerId
-from everserve.tables.outputs import EngineStats, Output
+from everserve.tables.outputs import AttentionLoad, EngineStats, Output
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.messages import AnyMessage, Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
 
@@ -124,6 +124,14 @@ class WorkerLink:
             num_free_blocks=round((1.0 - usage) * self.ready.num_blocks) - self._num_blocks_given,
             num_owed_tokens=self.streams.num_owed,
         )
+
+    @property
+    def load(self) -> AttentionLoad:
+        """What it has, as far as we know."""
+        assert self.ready is not None
+        num_free = max(0, self.room.num_free_blocks)
+        num_used = max(0, self.ready.num_blocks - num_free)
+        return AttentionLoad(num_streams=len(self.streams), num_used_blocks=num_used, num_free_blocks=num_free)
 
     def submit(self, siblings: Sequence[Stream]) -> None:
         """Start streams, or continue them after the tokens that their client has. They are sent by `send_submitted`."""
