@@ -63,7 +63,7 @@ class MemoryWarden:
     def alarm(self) -> int:
         return self._alarm.value
 
-    def renew(self, seconds: float) -> None:
+    def renew(self, seconds: float | None = None) -> None:
         """Nobody watches us."""
 
     def watch(self, key: int, cell: Cell, word: int) -> None:

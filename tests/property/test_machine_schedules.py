@@ -42,6 +42,7 @@ from everserve.control.events import (
     SaidHello,
     SaidHolds,
     SaidLeaving,
+    SaidPace,
     SaidReady,
     SaidReport,
     SaidUses,
@@ -56,10 +57,11 @@ from everserve.control.machine import Found, Machine, Policy
 from everserve.control.seats import Seat
 from everserve.plan.placement import place_experts
 from everserve.tables.goal import Capacity
-from everserve.tables.ids import Epoch, Incarnation, Rank
+from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.slots import Fill, HeldSlots
 from everserve.tables.validity import degraded
+from everserve.tables.work import Work
 from tests.held_slots import goal_of, held
 
 POLICY = Policy(detect_s=0.05, heal_after_s=math.inf)
@@ -303,7 +305,8 @@ class World:
                 assert effect.rank not in self.live
                 assert effect.num_crashes <= self.num_faults[effect.rank], "who left was counted as a crash"
             elif isinstance(effect, AskToLeave):
-                assert isinstance(event, DrainAsked) and self.trusted[effect.rank] == effect.incarnation
+                assert isinstance(event, DrainAsked | SaidPace | Tick)
+                assert self.trusted[effect.rank] == effect.incarnation
                 self.processes[effect.rank, effect.incarnation].was_asked = True
             elif isinstance(effect, AllReady):
                 assert not self.has_said_all_ready and not self.gave_up and not self.is_stopping
@@ -395,6 +398,7 @@ class World:
                 assert worker.state is WorkerState.GONE
         if placement is not None:
             rank_LEC = tables.routes.array()[..., 0].tolist()
+            slow = {worker.rank for worker in tables.members.workers if worker.is_slow}
             for layer, expert in product(range(len(placement.moe_layers)), range(placement.num_experts)):
                 # A slot that is needed for another expert may be in no routes, but not the last one of its expert;
                 # none that is being filled is.
@@ -402,6 +406,8 @@ class World:
                 routed = set(rank_LEC[layer][expert]) - {-1}
                 serving = places & set(self.trusted) or places & self.last_resort
                 assert routed <= serving and bool(routed) == bool(serving)
+                is_slow = [rank in slow for rank in rank_LEC[layer][expert] if rank >= 0]
+                assert is_slow == sorted(is_slow), "a slow worker is asked before another one"
         assert set(tables.conditions.peers + tables.conditions.coverage) == set(tables.violations)
         assert tables.degraded == degraded(tables.members, placement, tables.routes)
         for sentence in tables.violations:
@@ -532,6 +538,21 @@ class World:
                 return
         raise AssertionError("it never settles")
 
+    def pace(self, n: int) -> None:
+        """For some seconds one worker takes far longer than all others."""
+        slow = self.ranks[n % len(self.ranks)]
+        for _ in range(1 + n % 7):
+            self.now += 0.5
+            works = {rank: Work(10.0 if rank == slow else 1.0, (100,)) for rank in self.ranks}
+            asked = [(WorkerId(rank, i), works[rank]) for rank, i in self.live.items() if self.placed(rank)]
+            for rank, incarnation in [*self.trusted.items()]:
+                if self.trusted.get(rank) == incarnation and not self.placed(rank):
+                    self.tell(SaidPace(rank, incarnation, works[rank], tuple(asked)))
+
+    def placed(self, rank: Rank) -> bool:
+        placement = self.machine.goal.placement
+        return placement is not None and placement.seat(rank) is not None
+
     def report(self, n: int, reason: str) -> None:
         """A peer suspects it, rightly or wrongly."""
         self.tell(Suspected(*self.pick(n).key, by=self.ranks[0], reason=reason))
@@ -555,6 +576,7 @@ ACTIONS = [
     lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
     lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
     World.lose_orchestrator,
+    World.pace,
     lambda world, n: world.report(n, "silent"),
     lambda world, n: world.report(n, "deaf"),
     World.replay,

@@ -225,3 +225,19 @@ def test_a_broken_model_fails_its_streams_and_nobody_hangs():
     assert [id for id, _ in result.failed] == ["a"] and result.outputs == []
     assert not engine.has_work
     engine.check()
+
+
+def test_times_of_steps_are_counted_with_their_work_unless_they_are_abandoned():
+    engine, model = make_engine()
+    begun, ended = [], []
+    engine.times.on_begin, engine.times.on_end = (lambda size, now: begun.append(size)), ended.append
+    engine.add(spec("a", [1, 2, 3], max_tokens=2))
+    abandon(engine, model)
+    assert engine.times.take() is None and (len(begun), len(ended)) == (1, 0)
+    while engine.has_work:
+        engine.step()
+    work = engine.times.take()
+    assert work is not None and work.seconds > 0
+    assert work.units == (2, 3 + 1, 1 + 2 + 3 + 4), "steps, rows, and the keys that they attend to"
+    assert begun[1:] == [6, 4] and len(ended) == 2
+    assert engine.times.take() is None

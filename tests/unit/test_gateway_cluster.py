@@ -52,7 +52,7 @@ def test_cluster() -> None:
             )
             ill = DeviceHealth(device=1, level=Level.DRAIN, reason="a fan", note="is used on: …")
             tables = {"violations": ("v",), "degraded": ("d",), "health": (ill,), "num_health_troubles": 2}
-            server.orchestrator.publish(member(0, device=0), expert, **tables)
+            server.orchestrator.publish(member(0, device=0), expert, **tables, slowness={0: 1.1})
             task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
             await until(lambda: len(server.worker.specs) == 2)
             stats = engine_stats(num_running=1, num_waiting=1, kv_usage=0.5)
@@ -72,12 +72,13 @@ def test_cluster() -> None:
                     {
                         **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
                         **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
-                        **{"device": 0, "slots": 0, "shadow_slots": 0, "note": ""},
+                        **{"device": 0, "slots": 0, "shadow_slots": 0, "slow": False, "slowness": 1.1, "note": ""},
                     },
                     {
                         **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
                         **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
-                        **{"device": 1, "slots": 8, "shadow_slots": 2, "note": "crashed 3 times"},
+                        **{"device": 1, "slots": 8, "shadow_slots": 2, "slow": False, "slowness": None},
+                        **{"note": "crashed 3 times"},
                     },
                 ],
                 "devices": [

@@ -4,7 +4,7 @@ import pytest
 
 from everserve.errors import OverloadedError, RequestError
 from everserve.plan.spread import Room
-from everserve.tables.ids import Rank
+from everserve.tables.ids import Incarnation, Rank, WorkerId
 from tests.unit.fleet_toy import CAPACITY, ToyFleet, assert_complete, with_fleet
 
 # -- placement -----------------------------------------------------------------------------------
@@ -25,6 +25,22 @@ def test_streams_go_to_the_worker_that_owes_the_fewest_tokens() -> None:
         toy.submit(max_tokens=20)
         await toy.settle()
         assert "s4" in b.specs
+
+    with_fleet(test)
+
+
+def test_a_slow_worker_gets_no_streams_until_it_is_not_slow_or_is_another_incarnation() -> None:
+    async def test(toy: ToyFleet) -> None:
+        slow, other = await toy.join(0), await toy.join(1)
+        toy.fleet.avoid([WorkerId(Rank(0), Incarnation(1))])
+        for _ in range(3):
+            toy.submit()
+        await toy.settle()
+        assert (len(slow.specs), len(other.specs)) == (0, 3)
+        toy.fleet.avoid([WorkerId(Rank(0), Incarnation(2))])
+        toy.submit()
+        await toy.settle()
+        assert (len(slow.specs), len(other.specs)) == (1, 3)
 
     with_fleet(test)
 

@@ -28,6 +28,7 @@ EXPECTED = {
     "vllm:request_generation_tokens": "histogram",
     "everserve_epoch": "gauge",
     "everserve_workers": "gauge",
+    "everserve_worker_slowness": "gauge",
     "everserve_spares": "gauge",
     "everserve_validity_violations": "gauge",
     "everserve_stale_messages": "counter",

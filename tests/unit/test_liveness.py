@@ -221,12 +221,15 @@ def test_who_loses_the_lease_falls_silent_and_comes_back(cell, wardens):
     watcher.watch(7, cell, ORCHESTRATOR_WORD)
     assert watcher.state(7) is PeerState.ALIVE
     own.renew(3600)
+    assert not cell.lease_is_over
     own.renew(0)
     wait_until(lambda: watcher.state(7) is PeerState.SILENT)
     pulse = cell.pulse
+    assert cell.lease_is_over
+    own.renew()  # as long as before: not at all
     own.renew(3600)
     wait_until(lambda: watcher.state(7) is PeerState.ALIVE)
-    assert cell.pulse > pulse
+    assert cell.pulse > pulse and not cell.lease_is_over
     assert watcher.changes()[:2] == [(7, PeerState.SILENT), (7, PeerState.ALIVE)]
     own.stop()
     wait_until(lambda: watcher.state(7) is PeerState.SILENT)

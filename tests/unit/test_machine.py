@@ -274,7 +274,7 @@ def test_a_process_that_comes_to_be_after_its_end_was_reported_is_killed():
 # -- doubt ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state", ["R", "D", "S"])
+@pytest.mark.parametrize("state", ["R", "S"])
 def test_a_starved_worker_is_lost_only_after_a_last_look(state):
     driver = Driver()
     assert driver.tell(Silent(2, 1, state)).effects == ()
@@ -286,6 +286,42 @@ def test_a_starved_worker_is_lost_only_after_a_last_look(state):
     assert driver.machine.next_deadline() is None, "the answer decides, not the clock"
     driver.tell(Silent(2, 1, state))
     assert driver.only(Lost).reason == f"silent for 1 s though not stopped ({state})"
+    assert driver.only(Lost).cause == "hang"
+
+
+@pytest.mark.parametrize("state", ["R", "S"])
+def test_a_worker_whose_main_thread_hangs_is_lost_at_once(state):
+    driver = Driver()
+    driver.tell(Silent(2, 1, state, is_hung=True))
+    assert driver.only(Lost).reason == f"its main thread hangs, in a process that runs ({state})"
+    assert driver.only(Lost).cause == "hang"
+
+
+def test_a_main_thread_that_waits_for_a_disk_does_not_hang():
+    driver = Driver()
+    assert driver.tell(Silent(2, 1, "D", is_hung=True)).effects == ()
+
+
+def test_a_worker_that_waits_for_a_disk_gets_more_time():
+    driver = Driver()
+    driver.tell(Silent(2, 1, "D"))
+    num_looks = 0
+    while driver.worker(2).state is WorkerState.READY:
+        num_looks += 1
+        driver.pass_time(POLICY.starved_s)
+        assert driver.only(Probe) == Probe(2, 1)
+        driver.tell(Silent(2, 1, "D"))
+    assert num_looks == pytest.approx(POLICY.blocked_s / POLICY.starved_s)
+    assert driver.only(Lost).reason == "silent for 60 s though not stopped (D)"
+
+
+def test_a_worker_that_has_waited_for_a_disk_and_hangs_now_is_lost_at_the_next_look():
+    driver = Driver()
+    for state in ("D", "D"):
+        driver.tell(Silent(2, 1, state))
+        assert driver.worker(2).state is WorkerState.READY
+        driver.pass_time(POLICY.starved_s)
+    driver.tell(Silent(2, 1, "S"))
     assert driver.only(Lost).cause == "hang"
 
 

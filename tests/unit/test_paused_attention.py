@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from everserve.config.compute import ComputeConfig
+from everserve.engine.step_times import StepTimes
 from everserve.errors import StepAbandoned
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
@@ -27,6 +29,7 @@ class _Engine:
 
     def __init__(self, in_the_middle: list[Callable[[], None]]) -> None:
         self._in_the_middle = iter(in_the_middle)
+        self.times = StepTimes()
         self.mask_id = 0
         self.began_under: list[int] = []  # the masks of its steps
 
@@ -58,10 +61,10 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
 
     engine = _Engine([lambda: use(7, 1), lambda: use(8, 1), lambda: use(9, 2)])
     around = SimpleNamespace(
-        start=SimpleNamespace(rank=0),
+        start=SimpleNamespace(rank=0, settings=SimpleNamespace(compute=ComputeConfig(device="cpu"))),
         control=ControlEnd(control, our_lifeline),
         leave=SimpleNamespace(was_asked=False, fileno=lambda fd=os.eventfd(0): fd),
-        warden=SimpleNamespace(renew=lambda lease_s: None),
+        warden=SimpleNamespace(renew=lambda seconds: None),
         events=EventLog("worker-0", None),
     )
     logs = SimpleNamespace(sweep=lambda engine: None)

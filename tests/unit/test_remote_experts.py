@@ -92,6 +92,23 @@ def test_placement_does_not_change_a_bit(make, ops, num_workers):
         assert cluster.suspected == cluster.replayed == [] and cluster.peers.num_stale == 0
 
 
+def test_the_times_of_answers_are_counted_by_peer(make):
+    cluster = make(TWO_EACH, {2: {1: Fault.DIE_BEFORE_ANSWER}})
+    for seed in range(3):
+        cluster.check(seed=seed)
+    times = dict(cluster.peers.take_answer_times())
+    assert set(times) == {(rank, 1) for rank in TWO_EACH}
+    assert all(work.seconds > 0 for work in times.values())
+    num_answers, num_rows = (sum(work.units[i] for work in times.values()) for i in (0, 1))
+    assert num_rows >= 3 * 9 * TOP_K, "each row has an answer, or waited for one in vain"
+    assert num_answers >= 6 and times[Rank(2), 1].units[0] <= 2, "after its death it is not asked any more"
+    assert cluster.peers.take_answer_times() == []
+    cluster.remove(Rank(2))
+    cluster.start(2)
+    cluster.check(seed=9)
+    assert Incarnation(2) in {worker.incarnation for worker, _ in cluster.peers.take_answer_times()}
+
+
 def test_no_tokens(make):
     rows = Rows(0, 0)
     assert rows.through(make(TWO_EACH).expert_io, LAYER).shape == (0, SHAPE.hidden_size)

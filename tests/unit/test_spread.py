@@ -15,6 +15,15 @@ def test_the_one_with_the_least_to_do():
     assert choose([room(0, owed=50), room(1, owed=20), room(2, owed=30)], 1, 10) == 1
 
 
+def test_a_slow_worker_gets_streams_only_if_no_other_has_room():
+    slow = room(0)._replace(is_slow=True)
+    assert choose([slow, room(1, owed=99, blocks=-5)], 3, 10) == 1, "even without the blocks"
+    assert choose([slow, room(1, free=2)], 3, 10) == 1, "even if they must be split"
+    assert choose([slow, room(1, free=0)], 3, 10) == 0
+    assert choose([slow], 1, 1) == 0
+    assert choose([slow._replace(num_streams_free=0)], 1, 1) is None
+
+
 def test_nobody_has_room():
     assert choose([], 1, 1) is None
     assert choose([room(0, free=0), room(1, free=0)], 1, 1) is None

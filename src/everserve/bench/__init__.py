@@ -6,12 +6,14 @@ failover.py  what does a client see when a worker is killed, next to restarting 
 repair.py    what does a client see when devices are lost, next to restarting everything?
 scaling.py   how does recovery grow with the number of running streams and with their context? (grid.py: which)
 scale.py     what does a client see while devices come and go?
+grey.py      what does a client see of a worker that is only slow, with and without the mechanism that finds it?
 overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails?
 balance.py   what does moving experts by their load give under skewed traffic, next to not moving them?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
 mask.py      what do answers lose while experts are masked, next to none? (mask_tasks.py: asked by lm-eval)
 
+duty.py      take a worker's CPU away: duty cycles, quotas, busy neighbours
 kill.py      one worker is killed under load (instance.py: the server that it belongs to; restart.py: everything is)
 lose.py      devices are lost under load (repair_cases.py: how many, how, and with how many shadow experts)
 subject.py   what is served: the bundled model, or a large shape (on_gpu.py: which is for a GPU)
@@ -26,5 +28,5 @@ incident.py  one killed worker, told from the typed events (repaired.py: lost de
 analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
 report.py    where and with what it ran; tables and files (show.py: the tables of earlier results once more)
 decode_report.py, failover_report.py, repair_report.py, scaling_report.py, scale_report.py, overhead_report.py,
-restore_report.py, balance_report.py, mask_report.py, plot.py   summaries, tables, pictures
+restore_report.py, balance_report.py, mask_report.py, grey_report.py, plot.py   summaries, tables, pictures
 """

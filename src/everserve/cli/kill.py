@@ -10,7 +10,7 @@ from everserve.cli.address import server_url
 from everserve.cli.status import DEFAULT_URL, administer
 from everserve.errors import ConfigError
 
-_SIGNALS = ("KILL", "STOP", "CONT", "TERM")
+_SIGNALS = ("KILL", "STOP", "CONT", "TERM", "HANG")
 
 
 @app.command()
@@ -21,7 +21,7 @@ def kill(
             metavar="RANK", help="Rank of a worker, or orchestrator, anchor, zygote: see `everserve status`."
         ),
     ] = None,
-    signal: Annotated[str, typer.Option(help="KILL, STOP, CONT or TERM.")] = "KILL",
+    signal: Annotated[str, typer.Option(help="KILL, STOP, CONT, TERM; HANG: a worker's main thread hangs.")] = "KILL",
     device: Annotated[
         int | None, typer.Option(help="Lose a device instead: its workers, and everything in its memory.", min=0)
     ] = None,
@@ -51,7 +51,8 @@ def kill(
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
     if target.isdigit():
         sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"rank": int(target), "signal": name})
-        typer.echo(f"sent SIG{name} to rank {target} (incarnation {sent['incarnation']}, pid {sent['pid']})")
+        what = "a hang" if name == "HANG" else f"SIG{name}"
+        typer.echo(f"sent {what} to rank {target} (incarnation {sent['incarnation']}, pid {sent['pid']})")
     else:
         sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"process": target, "signal": name})
         typer.echo(f"sent SIG{name} to the {target} (pid {sent['pid']})")

@@ -139,14 +139,15 @@ def _table(rows: list[Sequence[str]]) -> list[str]:
 
 
 def _cells(worker: dict[str, Any]) -> list[str]:
-    """One row. Requests and KV belong to the attention role, slots to the expert role."""
+    """One row. Requests and KV belong to the attention role, slots to the expert role. A slow worker is
+    ready, and its note says how slow it is."""
     has_kv = "attention" in worker["roles"]
     active, shadow = worker["slots"] - worker["shadow_slots"], worker["shadow_slots"]
     slots = f"{active} + {shadow} shadow" if shadow else str(active or "")
     return [
         str(worker["rank"]),
         "+".join(worker["roles"]),
-        worker["state"],
+        "slow" if worker.get("slow") else worker["state"],
         str(worker["incarnation"]),
         str(worker["pid"] or ""),
         str(worker["requests"]) if has_kv else "",

@@ -9,6 +9,7 @@ from everserve.errors import ConfigError
 
 MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (backends/cpu/csrc/lanes/lane.h)
 
+_MIN_SLOW_FACTOR = 1.2  # equal workers differ by so much
 _MIN_DETECT_MS, _MAX_DETECT_MS = 20, 60_000  # below that, busy machines make live workers look dead
 
 
@@ -66,6 +67,11 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         float,
         Flag("A worker that shows no sign of life for this long counts as dead. 0: only those whose process ended."),
     ] = 50.0
+    slow_factor: Annotated[
+        float,
+        Flag("A worker that needs more than this times as long as others for the same work is routed around and at last"
+             " replaced. 0: only shown.", min=0),
+    ] = 2.0  # fmt: skip
 
     def check(self) -> None:
         if self.max_masked_experts > 1 and not float(self.max_masked_experts).is_integer():
@@ -78,6 +84,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--max-workers {self.max_workers}: the instance starts with {self.num_workers} workers")
         if self.detect_ms and not _MIN_DETECT_MS <= self.detect_ms <= _MAX_DETECT_MS:
             raise ConfigError(f"--detect-ms {self.detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
+        if 0 < self.slow_factor < _MIN_SLOW_FACTOR:
+            raise ConfigError(f"--slow-factor {self.slow_factor:g}: choose 0 or at least {_MIN_SLOW_FACTOR:g}")
 
     def resolved(self) -> "ClusterConfig":
         """With the workers that data and expert parallelism stand for."""

@@ -10,6 +10,7 @@ events.py           the input of the machine
 effects.py          the actions that the machine orders, and the decision that carries them
 places.py           where experts should be, and the next slots to fill on the way there
 scaling.py          the seats that an operator asks for, and when a worker that retires may leave
+slowness.py         which workers are slow; slow_workers.py: what is done about it
 balance.py          when experts move for their load; loads.py: how much each expert is used
 seats.py            one seat: its state diagram, its restart delay, its note for operators; the timeouts (Policy)
 

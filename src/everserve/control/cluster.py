@@ -14,6 +14,7 @@ from everserve.control.balance import Balancer
 from everserve.control.effects import AnyEffect, ChangeMask, Provision, Publish
 from everserve.control.places import LastNamed, slots_given_up, what_is_held, without
 from everserve.control.seats import Policy, Seat
+from everserve.control.slowness import Slowness
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.evacuation import degraded_by, health_of, quiet_devices
 from everserve.plan.lost_experts import LostExpertPolicy, choose_mask
@@ -57,6 +58,7 @@ class Cluster:
         moe_layers = goal.placement.moe_layers if goal.placement is not None else ()
         num_experts = goal.placement.num_experts if goal.placement is not None else 0
         self.balancer = Balancer(len(moe_layers), num_experts, balance)
+        self.slowness = Slowness(policy.slow)
         self.lost_policy = lost_policy or LostExpertPolicy()
         self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
@@ -118,7 +120,8 @@ class Cluster:
             serving = [seat for seat in self.seats.values() if seat.can_serve]
             leaving = {seat.rank for seat in serving if seat.state is WorkerState.LEAVING}
             ready = {seat.rank for seat in serving} - leaving
-            routes = make_routes(epoch, placement, have, ready, leaving)
+            demoted = {seat.rank for seat in serving if seat.is_slow}
+            routes = make_routes(epoch, placement, have, ready, leaving, demoted)
             routes = routes.with_mask(self.goal.mask.experts, self.goal.mask.id)
         return Publish(
             members=members,

@@ -1,7 +1,8 @@
 """Detects dead and silent workers: a warden watches life words and pulses, and changes become the machine's events.
 
 A crash shows in the life word at once. Silence alone is ambiguous: before it is reported to the machine, the process
-state is read from the kernel, which distinguishes a stopped process from one that gets no CPU.
+state is read from the kernel, which distinguishes a stopped process from one that gets no CPU; and its cell says
+whether its warden is silent because the main thread hangs.
 """
 
 import os
@@ -65,6 +66,6 @@ class Detector:
         if state is PeerState.DIED:
             return events.Died
         if state is PeerState.SILENT:
-            letter = process.state_of(end.pid)
-            return lambda rank, incarnation: events.Silent(rank, incarnation, letter)
+            letter, is_hung = process.state_of(end.pid), end.cell.lease_is_over
+            return lambda rank, incarnation: events.Silent(rank, incarnation, letter, is_hung)
         return events.Answered

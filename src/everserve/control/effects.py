@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from everserve.control.slowness import Verdict
 from everserve.tables.goal import Goal, Mask
 from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import Incarnation, Rank, Role
@@ -94,6 +95,14 @@ class LevelChanged:
     health: DeviceHealth
     before: Level
     done: str  # what follows
+
+
+@dataclass(frozen=True, slots=True)
+class SlownessDecided:
+    """A worker's level of slowness has changed (slowness.py), for the event log."""
+
+    incarnation: Incarnation
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +222,8 @@ class GiveUp:
 
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | LevelChanged | DropDevice | Provision
+    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | LevelChanged | SlownessDecided | DropDevice
+    | Provision
     | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch | ChangeRole | EndSwitch
     | ChangeMask | AllReady | GiveUp
 )  # fmt: skip

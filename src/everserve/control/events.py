@@ -11,6 +11,7 @@ from everserve.tables.health import Diagnosis
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import AttentionLoad
 from everserve.tables.slots import FailedFill, HeldSlots
+from everserve.tables.work import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class SaidLoads(SeatEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class SaidPace(SeatEvent):
+    """How long an attention worker's work took since its last report, and that of the expert workers that it asked."""
+
+    own: Work
+    peers: tuple[tuple[WorkerId, Work], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SaidReport(SeatEvent):
     """It was started before this orchestrator and reports its state. If it is ready, a SaidReady follows."""
 
@@ -117,10 +126,11 @@ class Silent(SeatEvent):
     """No pulse for the detection time; the host has read the process state.
 
     `process_state` is the letter in /proc/PID/stat: R runnable, D in the kernel, S asleep, T or t stopped, Z or X
-    dead; None where it could not be read.
+    dead; None where it could not be read. `is_hung`: its warden says that the main thread's lease is over.
     """
 
     process_state: str | None
+    is_hung: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +224,7 @@ Said = (
     | SaidReady
     | SaidUses
     | SaidLoads
+    | SaidPace
     | SaidReport
     | SaidLeaving
     | SaidFailed

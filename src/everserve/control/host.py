@@ -31,6 +31,7 @@ from everserve.control.provisioning import Births
 from everserve.control.recovery import Recovery
 from everserve.control.repairs import Repairs
 from everserve.control.scaling import size_of
+from everserve.control.slowness import SlowPolicy, Standing
 from everserve.control.to_gateway import GatewayEnd
 from everserve.control.weights_sources import WeightsSources
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
@@ -64,6 +65,8 @@ from everserve.wire.events import (
     WorkerLeaving,
     WorkerLeft,
     WorkerProvisioned,
+    WorkerRecovered,
+    WorkerSlow,
 )
 from everserve.wire.messages import (
     AnchorAttached,
@@ -79,6 +82,7 @@ from everserve.wire.messages import (
     Fenced,
     FillSlots,
     GatewayReport,
+    Hang,
     HealthAnswered,
     Hello,
     InjectFault,
@@ -89,6 +93,7 @@ from everserve.wire.messages import (
     LogSettled,
     LoseDevice,
     MemoryKept,
+    PaceReported,
     Ready,
     Report,
     ReturnDevice,
@@ -129,7 +134,8 @@ class Host:
         goal = start.goal or first
         capacity = capacity_of(start, model, first)
         needs = Needs(model, start.worker, capacity, detect_ms)
-        policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model))
+        slow = SlowPolicy(factor=start.cluster.slow_factor)
+        policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model), slow=slow)
         self._needs = needs
         balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
         self._machine = Machine(goal, policy, capacity, balance, lost_expert_policy(start.cluster, model))
@@ -322,6 +328,9 @@ class Host:
             self._tell(events.Suspected(message.rank, message.incarnation, by=rank, reason=message.reason))
         elif isinstance(message, LoadReported):
             self._tell(events.SaidLoads(rank, incarnation, message.rows))
+        elif isinstance(message, PaceReported):
+            self._tell(events.SaidPace(rank, incarnation, message.own, tuple(message.peers)))
+            self._gateway.count_slowness(self._machine.slowness)
         elif isinstance(message, ExpertReport):
             self._gateway.count_expert(rank, message.stats)
         else:
@@ -476,16 +485,21 @@ class Host:
         # A seat may have two processes for a while: a fenced one and its successor. CONT is for the stopped one.
         oldest_first = sorted(ends, key=lambda end: end.incarnation)
         end = oldest_first[0] if message.signal == signal.SIGCONT else oldest_first[-1]
-        self._victims[message.id] = end.incarnation
-        order = SignalWorker(rank=end.rank, incarnation=end.incarnation, signal=message.signal, id=message.id)
-        self._supervisor.send(order)
+        if message.signal is None:
+            end.send(Hang())
+            answer = FaultInjected(id=message.id, pid=end.pid, incarnation=end.incarnation, reason="")
+            self._gateway.send(answer)
+        else:
+            self._victims[message.id] = end.incarnation
+            order = SignalWorker(rank=end.rank, incarnation=end.incarnation, signal=message.signal, id=message.id)
+            self._supervisor.send(order)
         self._event_log.append(
             FaultInjectedEvent(
                 process="orchestrator",
                 rank=end.rank,
                 incarnation=end.incarnation,
                 victim_pid=end.pid,
-                signal=signal.Signals(message.signal).name.removeprefix("SIG"),
+                signal="HANG" if message.signal is None else signal.Signals(message.signal).name.removeprefix("SIG"),
             )
         )
 
@@ -576,6 +590,8 @@ class Host:
                 self._note_balance(effect)
             case effects.LevelChanged():
                 self._note_level(effect)
+            case effects.SlownessDecided():
+                self._note_slowness(effect)
             case effects.DropDevice():
                 self._drop_device(effect.device)
             case effects.Provision():
@@ -762,6 +778,27 @@ class Host:
                 goal=self._machine.goal.version,
             )
         )
+
+    def _note_slowness(self, effect: effects.SlownessDecided) -> None:
+        verdict, incarnation = effect.verdict, effect.incarnation
+        log.warning("worker %d, slowness: %s: %s", verdict.rank, verdict.level, verdict.reason)
+        if verdict.level is Standing.FINE:
+            self._event_log.append(
+                WorkerRecovered(
+                    process="orchestrator", rank=verdict.rank, incarnation=incarnation, reason=verdict.reason
+                )
+            )
+        elif verdict.level is not Standing.TRIAL:
+            self._event_log.append(
+                WorkerSlow(
+                    process="orchestrator",
+                    rank=verdict.rank,
+                    incarnation=incarnation,
+                    level=verdict.level,
+                    ratio=verdict.ratio,
+                    reason=verdict.reason,
+                )
+            )
 
     def _note_resumed(self, effect: effects.Resumed) -> None:
         """Clean up after workers that ended while there was no orchestrator: peers may still know them, and their logs

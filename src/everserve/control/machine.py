@@ -10,6 +10,8 @@ Effects of events about the incarnation that a seat holds (events about any othe
     SaidReady                ready; routes may lead to it
     SaidUses                 an attention worker's epoch; shown to operators
     SaidLoads                counted; with a balance policy, a new goal now and then
+    SaidPace                 compared (slowness.py): a slow worker is demoted, and
+                             then asked to leave
     SaidReport               as SaidHolds, and SaidLeaving if it is leaving;
                              published again if our epoch is not later
     SaidLeaving              leaving; routes lead to it only where no
@@ -20,8 +22,11 @@ Effects of events about the incarnation that a seat holds (events about any othe
     Died, ChannelEnded       lost at once                              crash
     Silent, Z X              lost at once                              crash
     Silent, T t or unknown   lost at once                              hang
+    Silent, main thread      lost at once                              hang
+      hangs, not in state D
     Silent, any other state  in doubt; probed again after              hang, if still
-                             `starved_s` and lost if still silent      silent
+                             `starved_s` and lost if still silent;     silent
+                             state D: again and again, for `blocked_s`
     Answered                 doubt cleared; published again if a peer had reported it
     Suspected                probed; lost if it pulses but did not
                              serve this peer `max_unserved` times
@@ -77,7 +82,7 @@ history is kept: neither crash counts nor doubts.
 import math
 from collections.abc import Sequence
 
-from everserve.control import health, membership, moving, operations, switching
+from everserve.control import health, membership, moving, operations, slow_workers, switching
 from everserve.control.balance import Balancer
 from everserve.control.cluster import Cluster, Step, provision
 from everserve.control.effects import AllReady, AnyEffect, Decision, Keep, Lost, Probe, Publish, Resumed
@@ -177,6 +182,11 @@ class Machine:
         return self._cluster.tables.degraded
 
     @property
+    def slowness(self) -> dict[Rank, float]:
+        """How many times as long as its peers each worker takes, lately."""
+        return self._cluster.slowness.ratios
+
+    @property
     def num_stale(self) -> int:
         """Messages of lost or unknown incarnations."""
         return self._cluster.num_stale
@@ -194,7 +204,8 @@ class Machine:
     def next_deadline(self) -> float | None:
         if self._owes_routes:
             return -math.inf
-        deadlines = [self.balancer.look_at, *(seat.next_deadline() for seat in self._seats.values())]
+        deadlines = [self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
+        deadlines += [seat.next_deadline() for seat in self._seats.values()]
         times = [*self._cluster.kill_at.values(), *self._cluster.isolate_at.values()]
         return min([at for at in deadlines if at is not None] + times, default=None)
 
@@ -256,6 +267,7 @@ class Machine:
         steps += [step for seat in self._seats.values() for step in membership.due(self._cluster, seat, now)]
         steps += moving.balance(self._cluster, now)
         steps += membership.kills_due(self._cluster, now)
+        steps += slow_workers.due(self._cluster, now)
         if self._owes_routes:
             steps.append(Step("workers hold other experts"))
         reason = "; ".join(step.reason for step in steps)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 from typing import assert_never
 
-from everserve.control import moving, switching
+from everserve.control import moving, slow_workers, switching
 from everserve.control.cluster import Cluster, Step, who
 from everserve.control.effects import AnyEffect, BackOff, Cause, GiveUp, Kill, Lost, Probe, Retire
 from everserve.control.events import (
@@ -21,6 +21,7 @@ from everserve.control.events import (
     SaidHolds,
     SaidLeaving,
     SaidLoads,
+    SaidPace,
     SaidReady,
     SaidReport,
     SaidUses,
@@ -88,6 +89,8 @@ def _said(cluster: Cluster, event: Said, seat: Seat, now: float) -> Step:
         case SaidLoads():
             cluster.balancer.add(event.rows, now)
             return Step(f"{who(seat)} has computed rows")
+        case SaidPace():
+            return slow_workers.compare(cluster, seat, event, now)
         case SaidUses():
             return moving.acknowledge(cluster, seat, event.epoch)
         case SaidReport():
@@ -152,7 +155,7 @@ def _seen(cluster: Cluster, event: Seen, seat: Seat, now: float) -> Step:
         case ChannelEnded():
             return _died(cluster, seat, "its control channel ended", now)
         case Silent():
-            return _silent(cluster, seat, event.process_state, now)
+            return _silent(cluster, seat, event, now)
         case Suspected():
             return _suspected(cluster, seat, event, now)
         case _:
@@ -175,8 +178,8 @@ def _died(cluster: Cluster, seat: Seat, reason: str, now: float) -> Step:
     return lose(cluster, seat, "left" if seat.state is WorkerState.LEAVING else "crash", reason, now)
 
 
-def _silent(cluster: Cluster, seat: Seat, process_state: str | None, now: float) -> Step:
-    starved_s = cluster.policy.starved_s
+def _silent(cluster: Cluster, seat: Seat, event: Silent, now: float) -> Step:
+    starved_s, process_state = cluster.policy.starved_s, event.process_state
     seat.is_probed = False
     seat.speak()  # only workers that sent Hello are watched, but its event may still be queued
     match process_state:
@@ -186,11 +189,18 @@ def _silent(cluster: Cluster, seat: Seat, process_state: str | None, now: float)
             return _died(cluster, seat, f"silent and dead ({process_state})", now)
         case None:
             return lose(cluster, seat, "hang", "silent, and its process cannot be looked at", now)
+        case "R" | "S" if event.is_hung:
+            return lose(cluster, seat, "hang", f"its main thread hangs, in a process that runs ({process_state})", now)
     if seat.starve_at is None:
+        seat.starve_at, seat.silent_since = now + starved_s, now
+    is_patient = seat.state is not WorkerState.LEAVING and now < seat.silent_since + cluster.policy.blocked_s
+    if process_state == "D" and is_patient and now >= seat.starve_at:
         seat.starve_at = now + starved_s
+        return Step(f"{who(seat)} is silent and in the kernel (D): it may wait for a disk")
     if now < seat.starve_at:
         return Step(f"{who(seat)} is silent but not stopped ({process_state}): it may only be starved")
-    return lose(cluster, seat, "hang", f"silent for {starved_s:g} s though not stopped ({process_state})", now)
+    silent_s = now - seat.silent_since
+    return lose(cluster, seat, "hang", f"silent for {silent_s:.3g} s though not stopped ({process_state})", now)
 
 
 def _suspected(cluster: Cluster, seat: Seat, event: Suspected, now: float) -> Step:
@@ -233,6 +243,7 @@ def lose(
     if not has_ended:
         cluster.kill_at[seat.id] = now + cluster.policy.fence_grace_s
     seat.end(reason, now, cluster.policy, has_left)
+    cluster.slowness.end(seat.rank, now)
     give_up = _give_up(cluster, seat, reason, user_error)
     delay_s = 0.0 if has_left else cluster.policy.delay_s(seat.num_crashes)
     if cluster.ending:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from everserve.control.slowness import SlowPolicy
 from everserve.tables.goal import SeatGoal, Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Worker, WorkerState
@@ -14,6 +15,7 @@ class Policy:
     """The timeouts, which depend on each other: detect_s < starved_s = 10 detect_s < unserved_s = 200 detect_s (for one
     suspicion a peer on a device takes 20 detect_s), and first_delay_s <= max_delay_s."""
 
+    slow: SlowPolicy = field(default_factory=SlowPolicy)
     detect_s: float  # without a pulse, until the detector reports silence
     hello_s: float = 10.0  # from the fork to its first message; until then a hang cannot be detected
     fence_grace_s: float = 10.0  # how long a lost process may take to exit, before it is killed
@@ -26,6 +28,7 @@ class Policy:
     heal_after_s: float = 30.0  # away for so long: its experts get other places, for redundancy; inf: never
     fill_again_s: float = 2.0  # after a fill that failed
     max_fills: int = 8  # in one message to a worker: routes follow when all of them are done
+    blocked_s: float = 60.0  # how long a silent process may wait for a disk (state D), before it is lost
     max_unserved: int = 3  # reports by one peer within unserved_s: a worker with a pulse is lost after so many
 
     def __post_init__(self) -> None:
@@ -110,8 +113,10 @@ class Seat:
     has_spoken: bool = False
     hello_by: float | None = None  # it exists and has sent nothing: lost if still so at this time
     starve_at: float | None = None  # silent but not stopped: lost if still so at this time
+    silent_since: float = 0.0  # while `starve_at` is set
     is_probed: bool = False  # a probe is not answered yet
     is_reported: bool = False  # a peer routes around it
+    is_slow: bool = False  # slowness.py
     unserved_at: dict[Rank, list[float]] = field(default_factory=dict)  # by peer: when it did not serve that peer
 
     @property
@@ -140,7 +145,7 @@ class Seat:
         self.incarnation = Incarnation(self.incarnation + 1)
         self.pid = 0
         self.held, self.acknowledged, self.filling, self.fill_at = None, Epoch(0), (), None
-        self.has_spoken = self.is_asked_to_leave = False
+        self.has_spoken = self.is_asked_to_leave = self.is_slow = False
         self.start_at = self.ready_at = None
         self.unserved_at = {}
         self.clear_doubt()
@@ -249,5 +254,6 @@ class Seat:
             device=self.goal.device,
             slots=self.slots,
             shadow_slots=self.shadow_slots,
+            is_slow=self.is_slow,
             note=note,
         )

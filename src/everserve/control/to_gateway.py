@@ -19,6 +19,7 @@ class GatewayEnd:
     def __init__(self, channel: Channel) -> None:
         self.channel: Channel | None = channel
         self._expert_stats: dict[Rank, ExpertStats] = {}
+        self._slowness: dict[Rank, float] = {}
         self._num_stale = 0
         self._num_health_troubles = 0
         self._has_news = False
@@ -52,6 +53,7 @@ class GatewayEnd:
                 health=tables.health,
                 num_health_troubles=self._num_health_troubles,
                 moves=moves,
+                slowness=self._slowness,
                 num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
             )
         )
@@ -62,6 +64,10 @@ class GatewayEnd:
 
     def count_expert(self, rank: Rank, stats: ExpertStats) -> None:
         self._expert_stats[rank] = stats
+        self._has_news = True
+
+    def count_slowness(self, ratios: dict[Rank, float]) -> None:
+        self._slowness = ratios
         self._has_news = True
 
     def count_stale(self, num: int) -> None:

@@ -10,6 +10,7 @@ journal.py     what of each stream is in this engine's KV log, and the records t
 saved.py       one stream's KV in a log, for the worker that continues the stream
 restoring.py   bringing it back, when the stream is admitted
 forward.py     what a step is computed with: rows in, logits out
+step_times.py  how long steps take, and how much work was in them
 warm_up.py     its first steps
 integrity.py   what must hold between steps; runs whenever the engine is idle
 limits.py      what model, KV cache and device allow, besides the config (config/engine.py)

@@ -9,6 +9,7 @@ from functools import cached_property, partial
 from itertools import repeat
 from time import monotonic
 
+import numpy as np
 import torch
 
 from everserve.config.engine import EngineConfig
@@ -22,6 +23,7 @@ from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Chunk, Sequence
+from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
 from everserve.errors import RequestError
 from everserve.kvlog.log import Log
@@ -98,6 +100,7 @@ class Engine:
         self._forward = forward
         self._clock = clock
         self._journal = journal
+        self.times = StepTimes(clock)
         self._undo = UndoLog()
         self._layout = BatchLayout(config.block_size)
         self._sequences: dict[str, Sequence] = {}
@@ -206,6 +209,7 @@ class Engine:
         advanced, failed = self._advance(results)
         if self.scheduler.mask_id:
             self._num_masked_tokens += len(advanced)
+        self.times.end()
         return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
 
     def use_mask(self, mask_id: int, masked: bytes = b"") -> None:
@@ -276,6 +280,8 @@ class Engine:
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
         """Compute the chunks, logging what is computed."""
         rows, journal = self._layout(chunks), self._journal
+        num_rows = len(rows.positions_T)
+        self.times.begin(num_rows, int(np.add.reduce(rows.positions_T)) + num_rows)
         if journal is None:
             return self._read_logits(chunks, self._forward(rows, meanwhile))
         if journal.writer.is_on_device:

@@ -99,8 +99,9 @@ class OrchestratorLink:
         self._devices.give_up()
         self._healths.give_up()
 
-    async def inject(self, rank: Rank, signal: int) -> FaultInjected:
-        """Have a signal sent to the worker in this seat; returns when it was sent, or could not be."""
+    async def inject(self, rank: Rank, signal: int | None) -> FaultInjected:
+        """Have a signal sent to the worker in this seat (None: have its main thread hang); returns when it was sent, or
+        could not be."""
         return await self._faults.ask(lambda id: self._send(InjectFault(id=id, rank=rank, signal=signal)))
 
     async def drain(self, rank: Rank) -> DrainAnswered:
@@ -158,6 +159,7 @@ class OrchestratorLink:
             self._fleet.lose(message.rank, message.incarnation, message.roles, message.cause)
         elif isinstance(message, ClusterChanged):
             self._cluster.on_changed(message)
+            self._fleet.avoid(WorkerId(one.rank, one.incarnation) for one in message.members.workers if one.is_slow)
         elif isinstance(message, ExpertsChanged):
             self._cluster.experts.on_changed(message)
         elif isinstance(message, EventHappened):

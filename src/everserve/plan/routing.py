@@ -19,26 +19,35 @@ Have = Mapping[Rank, HeldSlots]  # what workers report
 
 
 def make_routes(
-    epoch: Epoch, placement: Placement, have: Have, ready: Collection[Rank], leaving: Collection[Rank] = ()
+    epoch: Epoch,
+    placement: Placement,
+    have: Have,
+    ready: Collection[Rank],
+    leaving: Collection[Rank] = (),
+    demoted: Collection[Rank] = (),
 ) -> Routes:
     """The active places first, as far as their workers are ready, in the order of ranks; then the other places on ready
-    workers. Experts that no ready worker holds are routed to leaving workers.
+    workers; then, in the same order, those on ready workers that are `demoted`. Experts that no ready worker holds are
+    routed to leaving workers.
 
     Layers with the same pattern are computed once: this runs while streams wait for the new table.
     """
-    stay = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in ready]
-    leave = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in leaving]
+    seats = [_Seat(rank, held, placement) for rank, held in sorted(have.items())]
+    fast = [seat for seat in seats if seat.rank in ready and seat.rank not in demoted]
+    slow = [seat for seat in seats if seat.rank in ready and seat.rank in demoted]
+    leave = [seat for seat in seats if seat.rank in leaving]
     patterns: dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     num_active: list[list[int]] = []
     for layer in range(len(placement.moe_layers)):
-        pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in stay + leave)
+        pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in fast + slow + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
-            first, last = (_places(seats, layer, placement.num_experts) for seats in (stay, leave))
-            distinct.append([places or others for places, others in zip(first, last, strict=True)])
-            num_active.append(_num_active(stay, layer, placement.num_experts))
+            first, second, last = (_places(seats, layer, placement.num_experts) for seats in (fast, slow, leave))
+            distinct.append([places + more or others for places, more, others in zip(first, second, last, strict=True)])
+            actives = (_num_active(seats, layer, placement.num_experts) for seats in (fast, slow))
+            num_active.append([a if places else b for places, a, b in zip(first, *actives, strict=True)])
         pattern_of_layer.append(patterns[pattern])
     routes = Routes.of(epoch, distinct, num_active)
     table = routes.array()[pattern_of_layer].tobytes()

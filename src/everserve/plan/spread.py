@@ -17,6 +17,7 @@ class Room(NamedTuple):
     num_streams_free: int  # more streams that it may be given now
     num_free_blocks: int  # of its KV pool; negative if overcommitted
     num_owed_tokens: int  # that its streams still have to compute, at most
+    is_slow: bool = False  # it gets streams only if no other worker has room
 
 
 def choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank | None:
@@ -24,8 +25,15 @@ def choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank 
 
     Of the workers with room for all siblings (for one of them, if none has room for all), those that have the blocks;
     of these, the one with the fewest tokens to compute. If none has the blocks, the one that lacks the fewest: its
-    scheduler queues or preempts by its own rules. It gets as many siblings as it has room for.
+    scheduler queues or preempts by its own rules. It gets as many siblings as it has room for. All of that first among
+    workers that are not slow.
     """
+    fast = [worker for worker in workers if not worker.is_slow]
+    rank = _choose(fast, num_siblings, num_blocks)
+    return rank if rank is not None or len(fast) == len(workers) else _choose(workers, num_siblings, num_blocks)
+
+
+def _choose(workers: Sequence[Room], num_siblings: int, num_blocks: int) -> Rank | None:
     num_wanted = num_siblings if any(worker.num_streams_free >= num_siblings for worker in workers) else 1
     fitting = [worker for worker in workers if worker.num_streams_free >= num_wanted]
     if not fitting:

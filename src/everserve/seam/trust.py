@@ -34,6 +34,7 @@ import numpy as np
 from everserve.memory.liveness import Cell, PeerState, life_word
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
 from everserve.tables.routes import NO_RANK, Routes, Symptom
+from everserve.tables.work import Work
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Watcher(Protocol):
 
     @property
     def alarm(self) -> int: ...
-    def renew(self, seconds: float) -> None: ...
+    def renew(self, seconds: float | None = None) -> None: ...
     def watch(self, key: int, cell: Cell, word: int) -> None: ...
     def unwatch(self, key: int) -> None: ...
     def state(self, key: int) -> PeerState: ...
@@ -123,6 +124,11 @@ class Peers(ABC):
     @abstractmethod
     def num_stale(self) -> int:
         """Answers that came too late to be used."""
+
+    def take_answer_times(self) -> list[tuple[WorkerId, Work]]:
+        """For each peer the time from requests to their answers since the last call, with the number of answers and of
+        rows. Empty where that is not measured: on a GPU the device exchanges rows by itself."""
+        return []
 
     @abstractmethod
     def sweep(self) -> None:

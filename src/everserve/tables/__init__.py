@@ -3,6 +3,7 @@
 ids.py        Rank, Incarnation, WorkerId, Epoch, SlotId, Role: what must not be mixed up
 requests.py   what a client asked for: SamplingParams, RequestSpec
 outputs.py    what a stream produces: Output, TokenLogprobs; EngineStats, ExpertStats
+work.py       work that was done in some time, to compare workers by
 members.py    the processes and workers of an instance, as `/cluster` shows them
 goal.py       which workers there should be, where, with which experts: versioned; the capacity, allocated once
 health.py     health levels of devices, and what an observation means

@@ -36,6 +36,7 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
     device: int = NO_DEVICE
     slots: int = 0  # per layer, shadows included
     shadow_slots: int = 0
+    is_slow: bool = False  # demoted: asked last, and without new streams
     note: str = ""  # what an operator should know: "crashed 3 times; next start in 4 s"
 
 

@@ -88,13 +88,15 @@ def behind(members: Members, acknowledged: Mapping[Rank, Epoch]) -> tuple[str, .
 
 
 def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
-    """What is degraded without breaking the contract: workers that are not ready, masked experts, experts with too few
-    places."""
+    """What is degraded without breaking the contract: workers that are not ready or slow, masked experts, experts
+    with too few places."""
     found = []
     for worker in members.workers:
         if worker.state is not WorkerState.READY:
             note = f": {worker.note}" if worker.note else ""
             found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is {worker.state}{note}")
+        elif worker.is_slow:
+            found.append(f"rank {worker.rank} ({'+'.join(worker.roles)}) is slow: {worker.note}")
     if placement is not None and routes is not None and not _wrong_shape(placement, routes):
         found += _sentences(placement, routes.mask() != 0, "{are} masked: tokens are computed without {them}")
         planned_LE = _num_planned(placement)

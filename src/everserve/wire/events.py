@@ -115,6 +115,25 @@ class WorkerBackedOff(Event, frozen=True):
     delay_s: float
 
 
+class WorkerSlow(Event, frozen=True):
+    """A worker takes much longer than others for the same work. `level`: "demoted", it is asked last and gets no new
+    streams; "drained", it was asked to leave and will be replaced."""
+
+    rank: int
+    incarnation: int
+    level: str
+    ratio: float  # its time over that of its peers, lately
+    reason: str
+
+
+class WorkerRecovered(Event, frozen=True):
+    """A worker that was demoted is as fast as others again."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
 class WorkerLeaving(Event, frozen=True):
     """A worker was asked to leave: it gives its streams back and exits."""
 
@@ -413,6 +432,8 @@ AnyEvent = (
     | WorkerLoading
     | WorkerBecameReady
     | WorkerBackedOff
+    | WorkerSlow
+    | WorkerRecovered
     | WorkerLeaving
     | WorkerLeft
     | WorkerExitedEvent

@@ -4,10 +4,10 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   WeightsJoined, WeightsLeft, Leave, Fenced, Shutdown
+                                   WeightsJoined, WeightsLeft, Leave, Hang, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, LoadReported, RoutesUsed, SlotsReported,
-                                   EventHappened
+                                   Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
+                                   SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
                                    DeviceAnswered, HealthAnswered, ScaleAnswered, SwitchAnswered, EventHappened
@@ -58,6 +58,7 @@ from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
 from everserve.tables.validity import Conditions
+from everserve.tables.work import Work
 from everserve.wire.events import AnyEvent
 
 
@@ -206,6 +207,11 @@ class Leave(Message, frozen=True):
     """Orchestrator to worker: give all streams back and exit; a new process takes the seat. SIGTERM does the same."""
 
 
+class Hang(Message, frozen=True):
+    """Orchestrator to worker, an injected fault (only with --enable-chaos): the main thread blocks for good; all other
+    threads go on."""
+
+
 class Fenced(Message, frozen=True):
     """Orchestrator to worker: this incarnation was declared gone. Its messages are dropped; it must exit."""
 
@@ -248,6 +254,14 @@ class ExpertReport(Message, frozen=True):
     stats: ExpertStats
 
 
+class PaceReported(Message, frozen=True):
+    """Attention worker to orchestrator, twice a second while it has steps: how long its own work took since the last
+    report (steps, rows, keys), and the answers of each expert worker (answers, rows), where that is measured."""
+
+    own: Work
+    peers: list[tuple[WorkerId, Work]] = []
+
+
 class LoadReported(Message, frozen=True):
     """Expert worker to orchestrator, about once a second if there were any: rows computed since the last report, by
     index of the layer and expert."""
@@ -272,6 +286,7 @@ class ClusterChanged(Message, frozen=True):
     health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
     num_health_troubles: int = 0  # what a health source said that could not be read
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
+    slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
     num_masked_experts: int = 0  # over all layers
 
 
@@ -371,11 +386,12 @@ class StreamsReported(Message, frozen=True):
 
 
 class InjectFault(Message, frozen=True):
-    """Gateway to orchestrator: an operator asks for this signal (only with --enable-chaos)."""
+    """Gateway to orchestrator: an operator asks for this signal, or for a main thread that hangs (`signal` None); only
+    with --enable-chaos."""
 
     id: str
     rank: Rank
-    signal: int
+    signal: int | None
 
 
 class LoseDevice(Message, frozen=True):
@@ -720,12 +736,14 @@ AnyMessage = (
     | WeightsJoined
     | WeightsLeft
     | Leave
+    | Hang
     | Fenced
     | Leaving
     | Report
     | Suspected
     | ExpertReport
     | LoadReported
+    | PaceReported
     | RoutesUsed
     | ClusterChanged
     | ExpertsChanged

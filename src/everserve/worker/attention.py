@@ -23,7 +23,7 @@ import msgspec
 from everserve.engine.engine import StepResult
 from everserve.errors import RequestError, StepAbandoned
 from everserve.memory.liveness import Cell
-from everserve.memory.liveness.warden import LEASE_S
+from everserve.memory.liveness.lease import LEAST_S, Lease
 from everserve.seam.trust import Peers
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.outputs import EngineStats
@@ -38,6 +38,7 @@ from everserve.wire.messages import (
     Leaving,
     LogJoined,
     LogLeft,
+    PaceReported,
     PeerJoined,
     PeerLeft,
     Rejected,
@@ -54,6 +55,7 @@ from everserve.worker.parts import AttentionParts, Surroundings
 log = logging.getLogger(__name__)
 
 _IDLE_REPORT_S = 1.0
+_PACE_EVERY_S = 0.5
 _TOGETHER_S = 0.03  # at most: running streams must not wait much longer than one step
 _TRY_AGAIN_S = 0.1  # retry a paused step after this time, if no message comes before
 _GIVE_BACK_S = 5.0  # how long a leaving worker waits for the gateway to take its last messages
@@ -77,7 +79,9 @@ class AttentionLoop:
         self._gateway = gateway
         self._control = control = around.control
         self._leave_request = leave = around.leave
-        self._warden = around.warden
+        self._lease = lease = Lease(around.warden, LEAST_S[around.start.settings.compute.device])
+        parts.engine.times.on_begin, parts.engine.times.on_end = lease.begin, lease.end
+        self._pace_at = 0.0
         self._events = around.events
         self._stop_at: float | None = None
         self._paused_since: float | None = None
@@ -94,7 +98,7 @@ class AttentionLoop:
         """Serve until shut down or fenced."""
         try:
             while not self._is_over():
-                self._warden.renew(LEASE_S)
+                self._lease.renew()
                 self._receive()
                 if self._leave_request.was_asked:
                     self._leave()
@@ -242,9 +246,20 @@ class AttentionLoop:
             self._pause(abandoned)
             return
         self._continue()
+        self._report_pace()
         self._late = partial(self._tell, result)
         if not self._sends_late or not self._engine.has_work:
             self._do_late()
+
+    def _report_pace(self) -> None:
+        """Now and then, after a step. The orchestrator compares this worker, and its peers, with others."""
+        now = self._engine.times.ended_s
+        if now >= self._pace_at:
+            self._pace_at = now + _PACE_EVERY_S
+            own = self._engine.times.take()
+            peers = self._seam.peers.take_answer_times() if self._seam is not None else []
+            if own is not None:
+                self._control.send(PaceReported(own=own, peers=peers))
 
     def _do_late(self) -> None:
         late, self._late = self._late, None

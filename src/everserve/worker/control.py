@@ -12,13 +12,14 @@ import logging
 import os
 import select
 import signal
+import threading
 from collections.abc import Callable
 from types import FrameType
 
 from everserve.errors import ProtocolError
 from everserve.procs.device_descriptors import entrust
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
-from everserve.wire.messages import AnyMessage, OrchestratorAttached, Report
+from everserve.wire.messages import AnyMessage, Hang, OrchestratorAttached, Report
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class ControlEnd:
             return
         try:
             for message, fds in self._channel.receive_frames():
+                if isinstance(message, Hang):
+                    log.warning("an injected fault: this thread hangs")
+                    threading.Event().wait()  # no thread sets it
                 handle(message, fds)
             self.num_dropped = max(self.num_dropped, self._channel.num_dropped)
         except (ChannelClosed, ProtocolError):  # end of file, or a corrupt stream: the channel is unusable

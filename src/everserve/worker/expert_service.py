@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
-from everserve.memory.liveness.warden import LEASE_S
+from everserve.memory.liveness.lease import LEAST_S, Lease
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.channel import Descriptors
@@ -79,6 +79,7 @@ class ExpertService(ABC):
         self._changes = SlotChanges(slots, control.send)
         self._cell = cell
         self._warden = warden
+        self._lease = Lease(warden, LEAST_S[start.settings.compute.device])
         self._control = control
         self._leave_request = leave
         self._events = events
@@ -145,7 +146,7 @@ class ExpertService(ABC):
         """Serve until fenced; or until told to stop or to leave, and no attention worker needs this worker."""
         try:
             while not self._is_over():
-                self._warden.renew(LEASE_S)
+                self._lease.renew()
                 self._wait()
                 if self._leave_request.was_asked and self._leave_at is None:
                     self._begin_to_leave()

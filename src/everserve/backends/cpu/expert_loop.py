@@ -79,7 +79,9 @@ class ExpertLoop(ExpertService):
 
     def _compute(self, choice: BatchChoice) -> None:
         self._asked_s = time.monotonic() if self._leave_at is not None else 0.0
+        self._lease.begin(sum([request.num_rows for request in choice.batch]), time.monotonic())
         self._num_rows += self._server.compute(choice.batch)
+        self._lease.end(time.monotonic())
         self._num_batches += 1
         self._num_replayed_rows += sum(request.num_rows for request in choice.batch if request.replay)
         self._pending = [request for request in self._pending if request not in choice.batch]

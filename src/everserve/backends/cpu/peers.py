@@ -8,6 +8,7 @@ from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, load, 
 from everserve.memory.liveness import Cell
 from everserve.seam.trust import Peer, Peers, Watcher
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
+from everserve.tables.work import Work
 
 _MAX_LANES = 2 * MAX_RANKS  # half of them may be retired
 _int64 = ctypes.c_int64
@@ -31,11 +32,17 @@ class End(ctypes.Structure):
         ("num_rows", _int64),
         ("last_token", _int64),
         ("replay", _int64),
+        ("answer_ns", _int64),
+        ("num_answers", _int64),
+        ("num_answered_rows", _int64),
     ]
     lane: int
     cell: int
     trusted: int
     num_stale: int
+    answer_ns: int
+    num_answers: int
+    num_answered_rows: int
 
 
 @dataclass(eq=False)
@@ -76,6 +83,16 @@ class ExpertPeers(Peers):
         for end in ends:
             load().brief.es_lane_count_stale(ctypes.byref(self._layout), ctypes.byref(end))
         return self._num_stale_before + sum(end.num_stale for end in ends)
+
+    def take_answer_times(self) -> list[tuple[WorkerId, Work]]:
+        taken: list[tuple[WorkerId, Work]] = []
+        for rank, peer in self._peers.items():
+            end = self.ends[rank]
+            if end.num_answers:
+                work = Work(end.answer_ns * 1e-9, (end.num_answers, end.num_answered_rows))
+                taken.append((WorkerId(rank, peer.incarnation), work))
+                end.answer_ns = end.num_answers = end.num_answered_rows = 0
+        return taken
 
     def sweep(self) -> None:
         for retired in [r for r in self._retired if r.peer.cell.is_dead(self._word)]:

@@ -44,7 +44,7 @@ _layer_fields = Struct("9q").pack_into
 class _Part(ctypes.Structure):
     """struct part in csrc/exchange.c."""
 
-    _fields_ = [(name, _int64) for name in ("lane", "rank", "box", "seq", "num_rows", "state", "status")]
+    _fields_ = [(name, _int64) for name in ("lane", "rank", "box", "seq", "num_rows", "state", "status", "sent_ns")]
     lane: int
     rank: Rank
     box: int
@@ -86,10 +86,10 @@ class RemoteExperts:
     on_suspect(rank, incarnation, reason)     a peer is routed around from now on
     on_replay(suspect, layer, num_rows)       its rows were sent to other peers
 
-    The last two are called after the rows were sent: reports can wait, rows cannot. `lease_s` is renewed with the
-    warden while answers are awaited. `spin_us`: how long to spin for an answer before sleeping; 0 where processes
-    outnumber cores. `others_turn`, for peers in this very process, lets them work and says whether they did; when they
-    did not, time passes.
+    The last two are called after the rows were sent: reports can wait, rows cannot. The lease is renewed with the
+    warden while answers are awaited, for `lease_s` (None: as long as the step's). `spin_us`: how long to spin for an
+    answer before sleeping; 0 where processes outnumber cores. `others_turn`, for peers in this very process, lets them
+    work and says whether they did; when they did not, time passes.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RemoteExperts:
         ops: ExpertOps,
         *,
         detect_ms: float,
-        lease_s: float,
+        lease_s: float | None = None,
         on_control: Callable[[], None],
         on_suspect: Callable[[Rank, Incarnation, Symptom], None],
         on_replay: Callable[[Rank, int, int], None],

@@ -21,7 +21,6 @@ from everserve.backends.cpu.slots import MappedSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
-from everserve.memory.liveness.warden import LEASE_S
 from everserve.memory.weights import copying
 from everserve.model.fingerprint import check_unchanged
 from everserve.tables.ids import Role
@@ -108,7 +107,6 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
         peers,
         opened.ops,
         detect_ms=around.detect_ms,
-        lease_s=LEASE_S,
         on_control=around.on_control,
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,

@@ -31,7 +31,6 @@ from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.memory.liveness import CELL_BYTES, Cell, Warden
-from everserve.memory.liveness.warden import LEASE_S
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
@@ -118,7 +117,6 @@ def _rehearse_attention(device: Device) -> None:
         device.driver,
         recorder.cut,
         detect_ms=_DETECT_MS,
-        lease_s=LEASE_S,
         on_control=lambda: None,
         on_suspect=lambda rank, incarnation, reason: None,
         on_replay=lambda rank, layer, num_rows: None,

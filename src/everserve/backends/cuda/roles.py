@@ -22,7 +22,6 @@ from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.backends.cuda.seat_experts import SeatExperts
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
-from everserve.memory.liveness.warden import LEASE_S
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.worker.expert_service import ExpertService
@@ -99,7 +98,6 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         device.driver,
         recorder.cut,
         detect_ms=around.detect_ms,
-        lease_s=LEASE_S,
         on_control=around.on_control,
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,

@@ -128,6 +128,15 @@ class Metrics(Collector):
         if cluster.experts.max_over_mean:
             balance.add_metric([], cluster.experts.max_over_mean)
         yield balance
+        slowness = GaugeMetricFamily(
+            "everserve_worker_slowness",
+            "How many times as long as its peers a worker takes for the same work, lately.",
+            labels=["rank"],
+        )
+        for rank, ratio in cluster.slowness.items():
+            if cluster.worker(rank) is not None:
+                slowness.add_metric([str(rank)], ratio)
+        yield slowness
         workers = GaugeMetricFamily("everserve_workers", "Workers.", labels=["role", "state"])
         for (role, state), count in cluster.count_workers().items():
             workers.add_metric([role, state], count)

@@ -32,7 +32,7 @@ class FaultRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     rank: _Number | None = None
     process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    signal: Literal["KILL", "STOP", "CONT", "TERM"] | None = None
+    signal: Literal["KILL", "STOP", "CONT", "TERM", "HANG"] | None = None  # HANG: of a worker's main thread only
     device: _Number | None = None
     gone: bool = False
 
@@ -63,6 +63,8 @@ async def inject_fault(http_request: Request) -> Response:
         answer = await gateway.orchestrator.lose_device(fault.device, fault.gone)
         return JsonResponse(_check_device(fault.device, answer))
     assert fault.signal is not None
+    if fault.process is not None and fault.signal == "HANG":
+        raise RequestError("Only a worker can be told to hang.", "signal")
     if fault.process is not None:
         return JsonResponse(await _signal_process(gateway, fault.process, fault.signal))
     return JsonResponse(await _signal_worker(gateway, Rank(fault.rank or 0), fault.signal))
@@ -83,7 +85,7 @@ def _check_device(device: int, answer: DeviceAnswered) -> DeviceChangeView:
 
 async def _signal_worker(gateway: Gateway, rank: Rank, name: str) -> FaultView:
     gateway.check_rank(rank)
-    answer = await gateway.orchestrator.inject(rank, signal.Signals[f"SIG{name}"])
+    answer = await gateway.orchestrator.inject(rank, None if name == "HANG" else signal.Signals[f"SIG{name}"])
     pid = _check_pid(answer.pid, answer.reason, "rank")
     return FaultView(rank=rank, incarnation=answer.incarnation, pid=pid, signal=name)
 

@@ -196,6 +196,8 @@ class WorkerView(msgspec.Struct, kw_only=True):
     device: int  # workers on one device are lost together
     slots: int  # places for experts, per layer, shadows included
     shadow_slots: int
+    slow: bool  # demoted: asked last, and without new streams
+    slowness: float | None  # how many times as long as its peers it takes, lately; null if that is not known
     note: str  # what an operator should know
 
 

@@ -41,6 +41,7 @@ class Cluster:
         self._health: dict[int, DeviceHealth] = {}  # of devices that are not healthy
         self._health_troubles = RestartingCounter()
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
+        self.slowness: dict[Rank, float] = {}
         self.experts = Experts()
         self.num_experts_without_place = 0
         self.num_masked_experts = 0
@@ -73,6 +74,7 @@ class Cluster:
         self._health = {one.device: one for one in change.health}
         self._health_troubles.update(change.num_health_troubles)
         self.moves = change.moves
+        self.slowness = change.slowness
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
@@ -187,5 +189,7 @@ class Cluster:
             device=worker.device,
             slots=worker.slots,
             shadow_slots=worker.shadow_slots,
+            slow=worker.is_slow,
+            slowness=self.slowness.get(worker.rank),
             note=worker.note,
         )

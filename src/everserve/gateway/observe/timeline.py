@@ -55,6 +55,8 @@ class Timeline:
             ev.BalanceDecided: self._balance_decided,
             ev.WorkerBecameReady: self._became_ready,
             ev.WorkerBackedOff: self._backed_off,
+            ev.WorkerSlow: self._slow,
+            ev.WorkerRecovered: self._recovered,
             ev.WorkerLeaving: self._leaving,
             ev.WorkerLeft: self._left,
             ev.WorkerExitedEvent: self._exited,
@@ -204,6 +206,15 @@ class Timeline:
         if incident is not None and incident.is_open:
             incident.backed_off = f"ended {event.num_crashes} times while starting, next try in {event.delay_s:.1f} s"
             self._touch(incident)
+
+    def _slow(self, event: ev.WorkerSlow) -> None:
+        done = "asked last, no new streams" if event.level == "demoted" else "asked to leave"
+        self._note(
+            event, f"{self._role(event.rank)} worker {event.rank} is slow: {event.reason}", "trouble"
+        ).facts.append(done)
+
+    def _recovered(self, event: ev.WorkerRecovered) -> None:
+        self._note(event, f"{self._role(event.rank)} worker {event.rank} is not slow any more: {event.reason}")
 
     def _leaving(self, event: ev.WorkerLeaving) -> None:
         incident = self._about(event, event.rank, event.incarnation)

@@ -68,6 +68,7 @@ class Fleet:
         self._links: dict[Rank, WorkerLink] = {}
         self._unseated: set[WorkerLink] = set()  # fenced, or left; read until their ends
         self._lost: dict[Rank, Incarnation] = {}  # the latest of each rank that was declared gone
+        self._slow: frozenset[WorkerId] = frozenset()
         self._waiting = WaitingLine()
         self._groups = itertools.count(1)
 
@@ -98,6 +99,10 @@ class Fleet:
                 self._lose_link(link, cause)
         if Role.ATTENTION in roles:
             self.logs.lose(WorkerId(rank, incarnation))
+
+    def avoid(self, workers: Iterable[WorkerId]) -> None:
+        """The orchestrator's decision: these are slow, and get streams only if no other worker has room."""
+        self._slow = frozenset(workers)
 
     def on_ready(self, link: WorkerLink) -> None:
         """A worker can serve. Workers of one model hardly differ; where they do, requests must fit the smallest."""
@@ -336,7 +341,8 @@ class Fleet:
             return None
         assert self.limits is not None
         num_blocks = count_blocks(siblings, self.limits.block_size)
-        rank = spread.choose([link.room for link in links], len(siblings), num_blocks)
+        rooms = [link.room._replace(is_slow=link.log in self._slow) for link in links]
+        rank = spread.choose(rooms, len(siblings), num_blocks)
         return self._links[rank] if rank is not None else None
 
     def _count_parted(self, stream: Stream, now_s: float) -> None:

@@ -9,10 +9,10 @@ A message to the owner is: write it where it belongs, then ring. The owner waits
         do whatever has arrived
         seen = cell.wait(seen, timeout_s)       # returns at once if it rang since `seen` was read
 
-Words with one writer that only inform (position, progress, idle, pulse) are read and written in place through a
-memoryview, without a call into C. That is safe: they are aligned, so the one load or store of 4 or 8 bytes that
-memoryview does is never torn, and nothing else is concluded from their values, so no order is needed. What orders other
-memory (doorbell, control, ring, wait) is an atomic operation in C.
+Words with one writer that only inform (position, progress, idle, pulse, lease_over) are read and written in place
+through a memoryview, without a call into C. That is safe: they are aligned, so the one load or store of 4 or 8 bytes
+that memoryview does is never torn, and nothing else is concluded from their values, so no order is needed. What orders
+other memory (doorbell, control, ring, wait) is an atomic operation in C.
 """
 
 import ctypes
@@ -34,6 +34,7 @@ _OWNER_DIED = 1 << 30  # FUTEX_OWNER_DIED in linux/futex.h
 # Where the words are, counted in words of their size.
 _POSITION, _PROGRESS, _IDLE = 32, 33, 34
 _PULSE = 24  # of 8 bytes
+_LEASE_OVER = 50
 _FIRST_LIFE_WORD, _LIFE_WORD_STRIDE = 66, 4
 
 _wait_args = Struct("Pqdd").pack
@@ -143,6 +144,11 @@ class Cell:
     def pulse(self) -> int:
         """One more every period of the owner's warden."""
         return self._uint64[_PULSE]
+
+    @property
+    def lease_is_over(self) -> bool:
+        """The owner's warden runs, and does not pulse because the main thread has been away for too long."""
+        return bool(self._uint32[_LEASE_OVER])
 
     def is_dead(self, word: int) -> bool:
         """Whether the kernel has marked the owner as dead in that life word."""

@@ -16,7 +16,6 @@ given the same detect_ms.
 
 import ctypes
 import os
-import time
 from enum import Enum
 from struct import Struct
 
@@ -29,11 +28,6 @@ _MAX_CHANGES = 1024  # csrc/warden.h
 _warden_args = Struct("P3q").pack
 _watch_args = Struct("PqPq").pack
 _key_args = Struct("Pq").pack
-
-# How long the thread that a warden pulses for may be away before the pulse stops. `detect_ms`, tens of milliseconds,
-# bounds how fast a stopped process is noticed; a process that runs while its main thread is stuck is noticed when the
-# lease ends. It is longer than any single step should take.
-LEASE_S = 120.0
 
 
 class PeerState(Enum):
@@ -72,7 +66,7 @@ class Warden:
             raise MemoryError
         self.alarm_address: int = self._lib.brief.es_warden_alarm(self._handle)  # good for as long as the process
         self._alarm = words_at(self.alarm_address, 4, "I")
-        self._lease = words_at(self._lib.brief.es_warden_lease(self._handle), 8, "q")
+        self._lease = words_at(self._lib.brief.es_warden_lease(self._handle), 16, "q")
         self._changes = (ctypes.c_int64 * (2 * _MAX_CHANGES))()  # key, state, key, state, ...
         self._changes_args = Struct("PP").pack(self._handle, ctypes.addressof(self._changes))
 
@@ -110,12 +104,16 @@ class Warden:
 
     # The main thread's lease
 
-    def renew(self, seconds: float) -> None:
-        """Renew the main thread's lease: the pulse goes on for so long from now, and stops if this is not renewed.
+    def renew(self, seconds: float | None = None) -> None:
+        """Renew the main thread's lease: the pulse goes on for so long from now (None: as long as last time), and stops
+        if this is not renewed. Time in which this process hardly runs does not count (csrc/warden.c).
 
         Before the first call it has no end.
         """
-        self._lease[0] = time.monotonic_ns() + int(seconds * 1e9)  # one aligned store; the same clock as in C
+        lease = self._lease  # two aligned stores: if C sees only one of them, the other shows a period later
+        if seconds is not None:
+            lease[0] = int(seconds * 1e9)
+        lease[1] += 1
 
     # Peers
 

@@ -56,7 +56,7 @@ class CudaExperts:
         cut: Cut,
         *,
         detect_ms: float,
-        lease_s: float,
+        lease_s: float | None = None,
         on_control: Callable[[], None],
         on_suspect: Callable[[Rank, Incarnation, Symptom], None],
         on_replay: Callable[[Rank, int, int], None],

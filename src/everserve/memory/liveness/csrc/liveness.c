@@ -72,6 +72,7 @@ EXPORT struct warden *es_warden_new(const struct warden_args *args) {
 
 EXPORT void *es_warden_alarm(struct warden *w) { return &w->alarm; }
 
+/* Of two words: `lease_ns`, `num_renewals`. */
 EXPORT void *es_warden_lease(struct warden *w) { return &w->lease_ns; }
 
 EXPORT int64_t es_warden_uses_waitv(struct warden *w) { return w->use_waitv; }

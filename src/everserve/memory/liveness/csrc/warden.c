@@ -16,6 +16,9 @@
                  +------------------->  DIED  <---------------------+
                           FUTEX_OWNER_DIED, and that is final
 
+   The main thread's lease is counted in the same way: time between two looks counts up to two periods. Where the host
+   leaves this process little CPU time its warden looks late, and the lease is longer in the same proportion.
+
    A look is timely if it comes at most two periods after the one before. If the watcher itself was held up, it cannot
    tell whether its peers were too, and counts afresh. */
 
@@ -121,13 +124,29 @@ static void gather_waiters(struct warden *w, uint32_t wake) {
     }
 }
 
+/* Whether the main thread's lease holds, `passed_ns` after the last look at the pulse. */
+static bool has_lease(struct warden *w, int64_t passed_ns) {
+    uint64_t num_renewals = atomic_load(&w->num_renewals);
+    if (num_renewals != w->renewals_seen) {
+        w->renewals_seen = num_renewals;
+        w->lease_used_ns = 0;
+    } else {
+        w->lease_used_ns += passed_ns < 2 * w->period_ns ? passed_ns : 2 * w->period_ns;
+    }
+    return w->lease_used_ns < atomic_load(&w->lease_ns);
+}
+
 static void look(struct warden *w, uint32_t wake) {
     int64_t now = cell_now_ns();
     bool at_pulse = now >= w->next_look_ns, timely = now - w->last_look_ns <= 2 * w->period_ns;
     if (at_pulse) {
+        if (w->cell) {
+            bool holds = has_lease(w, now - w->last_look_ns);
+            atomic_store(&w->cell->lease_over, !holds);
+            if (holds) atomic_fetch_add(&w->cell->pulse, 1);
+        }
         w->last_look_ns = now;
         w->next_look_ns = now + w->period_ns;
-        if (w->cell && now < atomic_load(&w->lease_ns)) atomic_fetch_add(&w->cell->pulse, 1);
     }
     pthread_mutex_lock(&w->mutex);
     bool changed = look_at_peers(w, at_pulse, timely);

@@ -37,7 +37,9 @@ struct waiter {
 
 struct warden {
     _Atomic uint32_t alarm;   /* one more at every change of a peer's state; other C code reads it too */
-    _Atomic int64_t lease_ns; /* when the main thread's lease ends; on CLOCK_MONOTONIC */
+    /* The main thread's lease: how long it is, and how often it was renewed. warden.py writes both. */
+    _Atomic int64_t lease_ns;
+    _Atomic uint64_t num_renewals;
     struct cell *cell;        /* its own, or NULL */
     int64_t period_ns;
     int event_fd; /* or -1 */
@@ -62,6 +64,8 @@ struct warden {
     /* The thread's own. */
     struct robust_list_head robust;
     int64_t last_look_ns, next_look_ns;
+    uint64_t renewals_seen;
+    int64_t lease_used_ns; /* since the lease was renewed, as far as it counts */
     size_t num_waiters;
     struct waiter waiters[1 + MAX_PEERS];
 };

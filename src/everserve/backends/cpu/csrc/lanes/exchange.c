@@ -44,13 +44,15 @@ struct end { /* of the lane to one expert rank */
     int64_t num_stale;            /* such answers */
     /* while a part is being filled */
     int64_t filling, num_tokens, num_rows, last_token, replay;
+    /* from a request to its answer, since peers.py last took these */
+    int64_t answer_ns, num_answers, num_answered_rows;
 };
 
 struct part {
     char *lane;
     int64_t rank, box;
     uint64_t seq;
-    int64_t num_rows, state, status;
+    int64_t num_rows, state, status, sent_ns;
 };
 
 struct exchange {
@@ -195,6 +197,7 @@ static void publish(struct exchange *e, struct end *end) {
     box->num_tokens = (int32_t)end->num_tokens;
     box->num_rows = (int32_t)end->num_rows;
     box->replay = (int32_t)end->replay;
+    part->sent_ns = cell_now_ns();
     atomic_store_explicit(&box->request, part->seq, memory_order_release);
     cell_ring(end->cell);
 }
@@ -236,6 +239,14 @@ static int64_t send_rows(struct exchange *e) {
     return DONE;
 }
 
+/* An answer has come, or is not awaited any more. Answers that are noticed late, because this worker was held up, are
+   late from all peers alike. */
+static void count_answer(struct end *end, const struct part *part) {
+    end->answer_ns += cell_now_ns() - part->sent_ns;
+    end->num_answers++;
+    end->num_answered_rows += part->num_rows;
+}
+
 /* Note an answer, if it is there. */
 static bool has_arrived(struct exchange *e, struct part *part) {
     struct box *box = box_of(&e->layout, part->lane, part->box);
@@ -243,6 +254,7 @@ static bool has_arrived(struct exchange *e, struct part *part) {
     part->status = box->status;
     part->state = part->status == COMPUTED ? ARRIVED : REFUSED;
     if (part->state == REFUSED) forget(e, part, false);
+    else if (end_of(e, part)) count_answer(end_of(e, part), part);
     return true;
 }
 
@@ -310,6 +322,7 @@ EXPORT void es_lane_settle(struct exchange *e) {
         struct end *end = end_of(e, part);
         if (part->state != OPEN || (end && (end->trusted || has_arrived(e, part)))) continue;
         part->state = LOST;
+        if (end) count_answer(end, part);
         forget(e, part, true);
     }
 }
