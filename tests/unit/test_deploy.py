@@ -52,7 +52,7 @@ def exposition() -> dict[str, set[str]]:
             server.orchestrator.channel.send(
                 ExpertsChanged(moe_layers=(), load=b"", max_over_mean=1.5, worst_layer=0, routes=no_experts)
             )
-            server.orchestrator.publish(member(0), expert, num_survivable_deaths=1, slowness={0: 1.0})
+            server.orchestrator.publish(member(0, device=0), expert, num_survivable_deaths=1, slowness={0: 1.0})
             await until(lambda: server.gateway.cluster.epoch == 2)
             assert (await server.post("/v1/completions", {"prompt": "abcd", "max_tokens": 3})).status == 200
             return (await server.request("GET", "/metrics")).body.decode()

@@ -4,12 +4,15 @@ import os
 import selectors
 import stat
 import time
+import types
 from pathlib import Path
 
 import pytest
 
 from everserve.control import health_sources
 from everserve.control.health_sources import HealthInbox, HealthSource, command_of
+from everserve.control.nvml import Gpu, NvmlSource
+from everserve.memory.device import is_available
 from everserve.plan.health import (
     CLOCKS,
     DRIVER,
@@ -336,3 +339,55 @@ def test_what_is_a_command_and_what_is_a_file(tmp_path: Path) -> None:
     assert command_of(f"{script} --device 'a b'") == [str(script), "--device", "a b"]
     assert command_of("sh -c true") == ["sh", "-c", "true"]
     assert os.access(script, os.X_OK)
+
+
+# -- NVML where there is no GPU: its part that needs one is in tests/gpu/test_nvml.py --------------------------------
+
+
+class NvmlError(Exception):
+    pass
+
+
+class GpuIsLost(NvmlError):
+    pass
+
+
+class ResetRequired(NvmlError):
+    pass
+
+
+def nvml_that(raises: NvmlError) -> types.SimpleNamespace:
+    """A driver that answers every question with this error."""
+
+    def ask(*arguments: object) -> None:
+        raise raises
+
+    names = ("RemappedRows", "TotalEccErrors", "CurrentClocksThrottleReasons", "Temperature", "TemperatureThreshold")
+    errors = {"NVMLError": NvmlError, "NVMLError_GpuIsLost": GpuIsLost, "NVMLError_ResetRequired": ResetRequired}
+    constants = dict.fromkeys(
+        ("NVML_MEMORY_ERROR_TYPE_CORRECTED", "NVML_MEMORY_ERROR_TYPE_UNCORRECTED", "NVML_VOLATILE_ECC",
+         "NVML_TEMPERATURE_GPU", "NVML_TEMPERATURE_THRESHOLD_SLOWDOWN"), 0
+    )  # fmt: skip
+    return types.SimpleNamespace(**{f"nvmlDeviceGet{name}": ask for name in names}, **errors, **constants)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (GpuIsLost("lost"), Reading(device=3, is_lost=True)),
+        (ResetRequired("reset"), Reading(device=3, needs_reset=True)),
+        (NvmlError("not supported"), Reading(device=3)),
+    ],
+)
+def test_a_gpu_that_does_not_answer(error: NvmlError, expected: Reading) -> None:
+    assert Gpu(nvml_that(error), handle=None, index=3).read() == expected
+
+
+def test_without_a_driver_nothing_is_watched_and_one_line_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    if is_available():
+        pytest.skip("there is a driver: tests/gpu/test_nvml.py")
+    posted: list[Observation] = []
+    source = NvmlSource(["GPU-0"], lambda gpu: [0], posted.append)
+    source.start()
+    source.stop()
+    assert posted == [] and len(caplog.records) == 1 and "health of GPUs is not watched" in caplog.text
