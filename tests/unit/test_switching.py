@@ -247,6 +247,17 @@ def test_a_process_of_the_earlier_role_is_not_taken_over():
     assert driver.worker(1).state is WorkerState.STARTING and driver.worker(1).roles == (Role.EXPERT,)
 
 
+def test_a_switch_that_ended_while_there_was_no_orchestrator():
+    driver = Driver(2, 2)
+    driver.switch(1, Role.EXPERT)
+    driver.tell(Died(1, 1))
+    held = driver.machine._seats[3].held
+    ready = driver.found(1, 2, roles=(Role.EXPERT,), slots=held)
+    driver.lose_orchestrator([driver.found(0), ready, driver.found(2), driver.found(3)])
+    assert driver.only(EndSwitch) == EndSwitch(1, Role.EXPERT, 100.0)
+    assert driver.goal.seat(Rank(1)).switch_since_s is None
+
+
 # -- by itself -----------------------------------------------------------------------------------
 
 
@@ -264,8 +275,9 @@ def test_an_attention_worker_stands_in_for_a_device_that_is_gone_until_it_return
     assert driver.only(BeginSwitch).role is Role.ATTENTION
     assert driver.asked == [(0, 1)], "its experts have no other place yet"
     driver.bring_up(3, 2)
-    driver.hold(2, 1)
-    driver.tell(Tick())
+    for rank, incarnation in ((3, 2), (2, 1), (3, 2)):  # what is planned for them now
+        driver.hold(rank, incarnation)
+        driver.tell(Tick())
     assert driver.asked == [(0, 1), (0, 2)]
     driver.tell(SaidLeaving(0, 2))
     driver.tell(Exited(0, 2, 0))

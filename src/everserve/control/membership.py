@@ -279,7 +279,7 @@ def take_over(cluster: Cluster, seat: Seat, latest: Found | None, now: float) ->
     has_role = latest is None or latest.roles in ((), seat.goal.roles)
     if latest is not None and latest.pid >= 0 and not latest.was_lost and not is_device_gone and has_role:
         seat.adopt(latest, now, cluster.policy)
-        return ()
+        return switching.end(cluster, seat) if seat.state is WorkerState.READY else ()
     seat.incarnation = latest.incarnation if latest is not None else seat.incarnation
     next_one: tuple[AnyEffect, ...] = ()
     roles = seat.goal.roles  # that it had, unless something else is known
