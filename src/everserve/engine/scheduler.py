@@ -95,7 +95,7 @@ class Scheduler:
         for block in reversed(sequence.blocks[num_kept:]):
             self.pool.release(block)
         del sequence.blocks[num_kept:]
-        sequence.num_computed, sequence.saved = num_kept * self.pool.block_size, None
+        sequence.num_computed = num_kept * self.pool.block_size
         sequence.forget_prompt_scores()
         return True
 
