@@ -9,7 +9,7 @@ headers before anything starts; `Weights` reads them. Experts come in two format
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,16 @@ class AttentionSources:
     q_norm: Source | None
     k_norm: Source | None
     post_norm: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSources:
+    """One KV head of a layer with its query heads: parts of q, k and v, and what all heads of the layer share."""
+
+    qkv: tuple[Source, Source, Source]
+    qkv_bias: tuple[Source, ...]
+    q_norm: Source | None
+    k_norm: Source | None
 
 
 class Layout:
@@ -105,6 +115,23 @@ class Layout:
             q_norm=weight("self_attn.q_norm", c.head_size) if c.qk_norm else None,
             k_norm=weight("self_attn.k_norm", c.head_size) if c.qk_norm else None,
             post_norm=weight("post_attention_layernorm", c.hidden_size),
+        )
+
+    def head(self, layer: int, head: int) -> HeadSources:
+        """Consecutive query heads share a KV head, so each part is a slice of rows."""
+        c, whole = self.config, self.attention(layer)
+        group_size, size = c.num_heads // c.num_kv_heads, c.head_size
+
+        def part(sources: tuple[Source, ...]) -> Iterator[Source]:
+            for source, num_rows in zip(sources, (group_size * size, size, size), strict=True):
+                yield replace(source, rows=slice(head * num_rows, (head + 1) * num_rows))
+
+        q, k, v = part(whole.qkv)
+        return HeadSources(
+            qkv=(q, k, v),
+            qkv_bias=tuple(part(whole.qkv_bias)) if whole.qkv_bias else (),
+            q_norm=whole.q_norm,
+            k_norm=whole.k_norm,
         )
 
     def router(self, layer: int) -> Source:
