@@ -43,9 +43,7 @@ def head_half(
     kv_dtype = Weights(config, checkpoint, dtype, ops.device).dtype
     shape = (memory.shape.num_blocks, memory.shape.num_pieces, 2, BLOCK_SIZE, config.head_size)
     pool = torch.frombuffer(kv.blocks, dtype=kv_dtype).view(shape)
-    half = HeadHalf(
-        config, checkpoint, ops, config.num_kv_heads, config.max_position_embeddings, kv, pool, dtype
-    )
+    half = HeadHalf(config, checkpoint, ops, config.num_kv_heads, config.max_position_embeddings, kv, pool, dtype)
     slots: dict[int, int] = {}
     for layer, head in heads:
         half.load(layer, head, slots.setdefault(layer, 0))

@@ -15,6 +15,7 @@ from everserve.backends.cpu.build import load_experts, open_model
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.config.model import ModelSource
 from everserve.control.needs import Needs
@@ -97,13 +98,15 @@ class Instance:
             )
             self.peers.join(worker.rank, Incarnation(1), Cell(worker.cell_fd), lane_fd)
         self.remote = RemoteExperts(
-            self.peers,
+            Exchange(
+                self.peers,
+                detect_ms=DETECT_MS,
+                lease_s=30,
+                on_control=lambda: None,
+                on_suspect=lambda *suspicion: None,
+                on_replay=lambda *replay: None,
+            ),
             opened.ops,
-            detect_ms=DETECT_MS,
-            lease_s=30,
-            on_control=lambda: None,
-            on_suspect=lambda *suspicion: None,
-            on_replay=lambda *replay: None,
         )
         self.local = LocalExperts(load_experts(opened, "auto", slots=None))
         self._epoch = 0

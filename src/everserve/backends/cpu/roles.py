@@ -11,6 +11,7 @@ from everserve.backends.cpu.build import (
     load_into_memory,
     open_model,
 )
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
@@ -104,9 +105,8 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
     peers = ExpertPeers(
         start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
     )
-    experts = RemoteExperts(
+    exchange = Exchange(
         peers,
-        opened.ops,
         detect_ms=around.detect_ms,
         lease_s=LEASE_S,
         on_control=around.on_control,
@@ -114,7 +114,7 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
         on_replay=around.on_replay,
         spin_us=_spin_us(around),
     )
-    return peers, experts
+    return peers, RemoteExperts(exchange, opened.ops)
 
 
 def _spin_us(around: Surroundings) -> float:
