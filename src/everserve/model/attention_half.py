@@ -3,9 +3,9 @@
     hidden -> norm -> qkv -> rotate, store -> attend -> output + hidden -> norm -> router ... | seam | ... experts
                                                         = residual         = normed
 
-What crosses the seam is `normed` and the router's choice; what comes back is added to `residual`. A layer without
-experts does not cross it: its FFN is computed here, as a set of expert slots with a single slot, so that one kernel
-serves both.
+What crosses the seam is `normed` and the choice of shards: of experts, the router's; of a dense FFN all slices, with
+weight 1. What comes back is added to `residual`. In a model with experts a layer without does not cross it: its FFN is
+computed here, from the same slices and in the same order, so that its bits are those that others would compute.
 """
 
 from torch import Tensor
@@ -15,14 +15,19 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
+from everserve.model.shard_choice import AllSlices, sliced
 
 
 class AttentionHalf:
     """Norms, attention, router or dense FFN of one layer."""
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables) -> None:
+    def __init__(
+        self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables, all_slices: AllSlices
+    ) -> None:
         self.layer = layer
-        self.is_moe = config.is_moe_layer(layer)
+        self.crosses_seam = config.crosses_seam(layer)
+        self._cut = config.cut(layer)
+        self._all_slices = all_slices
         self._config = config
         self._ops = ops
         self._scale = config.head_size**-0.5
@@ -36,8 +41,8 @@ class AttentionHalf:
         self._output_DX = weights.load(sources.output)
         self._output_bias_D = weights.load_optional(sources.output_bias)
         self._post_norm_D = weights.load(sources.post_norm)
-        self._router_ND = weights.load(weights.layout.router(layer)) if self.is_moe else None
-        self._dense = None if self.is_moe else weights.feed_forward(layer, ops)
+        self._router_ND = weights.load(weights.layout.router(layer)) if config.is_moe_layer(layer) else None
+        self._dense = None if self.crosses_seam else weights.feed_forward(layer, ops)
 
     def attend(self, hidden_TD: Tensor, batch: StepBatch, kv_pool: Tensor) -> tuple[Tensor, Tensor]:
         """Write the rows' KV into the pool; return (residual_TD, normed_TD)."""
@@ -52,11 +57,14 @@ class AttentionHalf:
         )
 
     def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts each row goes to: ids_TK, weights_TK. Only for layers with experts."""
-        assert self._router_ND is not None, f"layer {self.layer} has no experts"
-        return self._ops.route(normed_TD, self._router_ND, self._config.experts_per_token, self._config.renormalise)
+        """Which shards each row goes to: ids_TK, weights_TK. Only for layers that cross the seam."""
+        if self._router_ND is None:
+            return self._all_slices(len(normed_TD), self._cut.num_shards)
+        config = self._config
+        ids_TK, weights_TK = self._ops.route(normed_TD, self._router_ND, config.experts_per_token, config.renormalise)
+        return sliced(ids_TK, weights_TK, self._cut.slices_per_expert)
 
     def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
-        """The rest of a layer without experts: hidden_TD."""
-        assert self._dense is not None, f"layer {self.layer} has experts"
+        """The rest of a layer that does not cross the seam: hidden_TD."""
+        assert self._dense is not None, f"layer {self.layer} crosses the seam"
         return self._ops.feed_forward(normed_TD, self._dense, residual_TD)

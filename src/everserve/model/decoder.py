@@ -14,6 +14,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
+from everserve.model.shard_choice import AllSlices
 from everserve.seam.experts import Experts
 
 
@@ -45,9 +46,10 @@ class Decoder:
         # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
         tied = config.tie_word_embeddings
         self._lm_head_VD = self._embedding_VD if tied else weights.load(weights.layout.lm_head)
+        all_slices = AllSlices(ops.device)
         self.layers: list[AttentionHalf] = []
         for layer in range(config.num_layers):
-            self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
+            self.layers.append(AttentionHalf(layer, config, weights, ops, rope, all_slices))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
 
@@ -65,7 +67,7 @@ class Decoder:
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
-            if half.is_moe:
+            if half.crosses_seam:
                 ids_TK, weights_TK = half.route(normed_TD)
                 hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:

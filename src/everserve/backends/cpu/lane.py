@@ -80,7 +80,7 @@ class LaneShape:
     """What a lane must have room for: all tokens of a step, all of their experts on one worker."""
 
     max_tokens: int
-    top_k: int
+    top_k: int  # of the call with the most
     hidden_size: int
 
     def __post_init__(self) -> None:
@@ -88,9 +88,8 @@ class LaneShape:
 
     @classmethod
     def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
-        """The anchor that allocates a lane and both of its ends compute the same shape by this. (A model without
-        experts has no lanes; its shape only has to be possible.)"""
-        return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
+        """The anchor that allocates a lane and both of its ends compute the same shape by this."""
+        return cls(max_tokens, model.max_shards_per_token, model.hidden_size)
 
     @property
     def max_rows(self) -> int:

@@ -83,7 +83,7 @@ class LaneServer:
             *(ctypes.addressof(experts.held[i]) if i in experts.held else 0 for i in range(num_layers))
         )
         # By layer and expert: how many rows were computed. C counts where it gathers them.
-        self.rows_of = {layer: (_int64 * experts.config.num_experts)() for layer in experts.held}
+        self.rows_of = {cut.layer: (_int64 * cut.num_shards)() for cut in experts.config.cuts}
         self._rows_at = (_int64 * num_layers)(
             *(ctypes.addressof(self.rows_of[i]) if i in self.rows_of else 0 for i in range(num_layers))
         )

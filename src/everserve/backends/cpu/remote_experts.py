@@ -38,7 +38,7 @@ _MAX_PARTS, _MAX_MISSING = 512, 16  # csrc/exchange.c
 _OPEN, _ARRIVED, _LOST, _REFUSED = range(4)
 _RING_AGAIN, _GIVE_UP = 2, 3  # after so many looks, detect_ms apart, at a peer that is idle although we asked
 _int64 = ctypes.c_int64
-_layer_fields = Struct("9q").pack_into
+_layer_fields = Struct("10q").pack_into
 
 
 class _Part(ctypes.Structure):
@@ -61,7 +61,7 @@ class _Exchange(ctypes.Structure):
         *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
         *((name, _int64) for name in ("num_experts", "timeout_ns", "spin_ns")),
         *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
-        *((name, _int64) for name in ("fresh", "layer", "next_layer", "epoch", "num_tokens")),
+        *((name, _int64) for name in ("fresh", "layer", "next_layer", "epoch", "num_tokens", "top_k")),
         *((name, _int64) for name in ("ids", "x", "owner", "slot_of")),
         *((name, _int64) for name in ("num_parts", "num_missing", "num_blocked")),
         ("missing", _int64 * _MAX_MISSING),
@@ -164,13 +164,13 @@ class RemoteExperts:
     ) -> Tensor:
         shape = self._peers.shape
         num_tokens, top_k = ids_TK.shape
-        assert top_k == shape.top_k and hidden_TD.shape == (num_tokens, shape.hidden_size)
+        assert top_k <= shape.top_k and hidden_TD.shape == (num_tokens, shape.hidden_size)
         assert num_tokens <= shape.max_tokens and ids_TK.dtype is torch.int32 and hidden_TD.dtype is torch.float32
         assert ids_TK.is_contiguous() and hidden_TD.is_contiguous()
         _layer_fields(
             self._bytes, self._layer_at,
-            1, layer, self._next_layer[layer], self._peers.epoch, num_tokens, ids_TK.data_ptr(), hidden_TD.data_ptr(),
-            *self._peers.owners_at[layer],
+            1, layer, self._next_layer[layer], self._peers.epoch, num_tokens, top_k,
+            ids_TK.data_ptr(), hidden_TD.data_ptr(), *self._peers.owners_at[layer],
         )  # fmt: skip
         outcome = self._run(self._address)
         if outcome:

@@ -68,6 +68,7 @@ struct exchange {
     /* the layer at hand */
     int64_t fresh; /* 1: forget the layer before */
     int64_t layer, next_layer, epoch, num_tokens;
+    int64_t top_k; /* rows per token: at most what the layout has room for */
     const int32_t *ids;
     const float *x;
     const int32_t *owner, *slot_of; /* by expert */
@@ -108,7 +109,7 @@ static void begin(struct exchange *e) {
     /* A layer that was abandoned in the middle leaves open parts behind. */
     for (int64_t p = 0; p < e->num_parts; p++) forget(e, &e->parts[p], e->parts[p].state == OPEN);
     e->num_parts = e->num_blocked = 0;
-    memset(e->row_part, 0xff, (size_t)(e->num_tokens * e->layout.top_k) * sizeof(int32_t));
+    memset(e->row_part, 0xff, (size_t)(e->num_tokens * e->top_k) * sizeof(int32_t));
     e->fresh = 0;
 }
 
@@ -126,7 +127,7 @@ static void note_missing(struct exchange *e, int64_t expert) {
 /* Copy a part's rows out of its box, so that the box can be used again. */
 static void spill(struct exchange *e, int64_t p) {
     int64_t size = e->layout.hidden_size;
-    for (int64_t r = 0; r < e->num_tokens * e->layout.top_k; r++) {
+    for (int64_t r = 0; r < e->num_tokens * e->top_k; r++) {
         if (e->row_part[r] != p) continue;
         memcpy(e->spill + r * size, e->row_at[r], (size_t)size * sizeof(float));
         e->row_at[r] = e->spill + r * size;
@@ -200,7 +201,7 @@ static void publish(struct exchange *e, struct end *end) {
 /* Send every row that needs a place to the owner of its expert. If both boxes of a rank are in use, its rows stay
    behind (`blocked`). Nothing at all is sent if an expert has no owner. */
 static int64_t send_rows(struct exchange *e) {
-    int64_t top_k = e->layout.top_k, num_rows = e->num_tokens * top_k;
+    int64_t top_k = e->top_k, num_rows = e->num_tokens * top_k;
     e->num_missing = e->num_blocked = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         if (!needs_a_place(e, r)) continue;
