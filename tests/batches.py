@@ -33,7 +33,7 @@ class PagedSequences:
         checkpoint = Checkpoint.open(str(directory))
         weights = Weights(config, checkpoint, dtype, ops.device)
         self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)
-        experts = ExpertHalf(config, checkpoint, ops, num_slots=config.num_experts, dtype=dtype)
+        experts = ExpertHalf(config, checkpoint, ops, num_slots=config.max_shards, dtype=dtype)
         experts.load_all()
         self.expert_io = LocalExperts(experts)
         self.block_size = block_size

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from struct import Struct
 
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer, Request
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.memory.liveness import CELL_BYTES, Cell, PeerState
 from everserve.memory.liveness.cell import NUM_LIFE_WORDS

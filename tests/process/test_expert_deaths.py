@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.backends.cpu.slots import MappedSlots
 from everserve.memory.liveness import Cell, Warden

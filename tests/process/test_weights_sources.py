@@ -12,10 +12,10 @@ from msgspec import structs
 
 from everserve.backends.cpu import roles
 from everserve.backends.cpu.build import load_experts, open_model
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.config.model import ModelSource
 from everserve.control.needs import Needs
@@ -26,6 +26,7 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
 from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.tables.calls import expert_calls
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, SlotId, WorkerId
 from everserve.tables.memory import Kind, Memory
@@ -69,7 +70,7 @@ def halves() -> Goal:
             SeatGoal(rank=ATTENTION, roles=(Role.ATTENTION,)),
             *(SeatGoal(rank=rank, roles=(Role.EXPERT,)) for rank in (FIRST, SECOND)),
         ),
-        placement=Placement(num_experts=MODEL.num_experts, moe_layers=MODEL.moe_layers, seats=seats),
+        placement=Placement(calls=expert_calls(MODEL.num_experts, MODEL.moe_layers), seats=seats),
     )
 
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.errors import StepAbandoned
 from everserve.memory.liveness import Cell

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, moved_place, row_word
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.memory.liveness import Cell
 from everserve.tables.ids import Incarnation, Rank

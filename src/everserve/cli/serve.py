@@ -118,11 +118,12 @@ def serve(
         event_log=events,
     )
     tracing.ask_for(otlp_traces_endpoint)
-    check_experts(workers, ModelConfig.from_directory(directory))
+    is_divided = workers.tensor_parallel_size is not None
+    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory), tensor_parallel=is_divided)
+    check_experts(workers, ModelConfig.from_source(weights))
     check_compiler()
 
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
-    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory))
     check_weights(workers, weights)
     settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)

@@ -14,7 +14,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import assert_never
 
 from everserve.control import effects, events
@@ -104,7 +103,7 @@ class Host:
 
     def __init__(self, start: StartOrchestrator, supervisor: Channel, gateway: Channel) -> None:
         self._began_s = time.monotonic()
-        model = ModelConfig.from_directory(Path(start.worker.model.directory))
+        model = ModelConfig.from_source(start.worker.model)
         detect_ms = start.cluster.detect_ms
         first = first_goal(start, model)  # the capacity is that of the start, whatever the goal has become
         goal = start.goal or first
@@ -136,7 +135,7 @@ class Host:
         self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
         self._repairs = Repairs(self._machine)
         if goal.placement is not None and self._recovery is None:
-            self._event_log.append(describe(goal, goal.placement, capacity.slots_per_layer))
+            self._event_log.append(describe(goal, goal.placement, capacity))
             needs.describe_backup()
 
     def run(self) -> None:
@@ -564,7 +563,7 @@ class Host:
         log.info("scaled to %s in %.2f s", size, took_s)
         self._event_log.append(ScaleDone(process="orchestrator", **size._asdict(), took_s=took_s))
         if goal.placement is not None:
-            self._event_log.append(describe(goal, goal.placement, self._needs.capacity.slots_per_layer))
+            self._event_log.append(describe(goal, goal.placement, self._needs.capacity))
 
     def _drop_device(self, device: int) -> None:
         """Nothing that was kept in its memory is there any more, also not for a new orchestrator."""

@@ -630,7 +630,7 @@ class Machine:
     def _replan(self) -> None:
         """A new version of the goal, if other places are better for the workers that there are now."""
         loads = self.balancer.loads.by_layer()
-        placement = new_placement(self.goal, self._seats.values(), self._capacity.slots_per_layer, loads)
+        placement = new_placement(self.goal, self._seats.values(), self._capacity, loads)
         if placement != self.goal.placement:
             self._set_goal(placement=placement)
 
@@ -640,7 +640,7 @@ class Machine:
         if policy is None or self.ending or not self.balancer.is_due(now) or not is_settled(self.goal, self._seats):
             return
         loads = self.balancer.loads.by_layer(now)
-        verdict = balanced_placement(self.goal, self._seats, self._capacity.slots_per_layer, loads, policy)
+        verdict = balanced_placement(self.goal, self._seats, self._capacity, loads, policy)
         if verdict.placement is not None:
             self._set_goal(placement=verdict.placement)
         yield _Step(verdict.reason, self.balancer.tell(verdict, now))

@@ -219,19 +219,19 @@ class _Draft:
         placement, num_expert = self._goal.placement, self.count(Role.EXPERT)
         if placement is None:
             return
-        if num_expert > placement.num_experts:
-            raise Refused(
-                f"{num_expert} expert workers: the model has {placement.num_experts} experts per layer, so at most"
-                f" {placement.num_experts}"
-            )
-        num_slots = self._capacity.slots_per_layer
-        if num_expert * num_slots < placement.num_experts:
-            fewest = -(-placement.num_experts // num_slots)
-            raise Refused(
-                f"{num_expert} expert workers with {num_slots} slots per layer cannot hold the model's"
-                f" {placement.num_experts} experts: at least {fewest} are needed, or a restart with more"
-                " --shadow-experts"
-            )
+        for call, num_slots in zip(placement.calls, self._capacity.slots(len(placement.calls)), strict=True):
+            if num_expert > call.num_shards:
+                raise Refused(
+                    f"{num_expert} expert workers: the model has {call.num_shards} {call.kind}s per layer, so at most"
+                    f" {call.num_shards}"
+                )
+            if num_expert * num_slots < call.num_shards:
+                fewest = -(-call.num_shards // num_slots)
+                raise Refused(
+                    f"{num_expert} expert workers with {num_slots} slots per layer cannot hold the model's"
+                    f" {call.num_shards} {call.kind}s: at least {fewest} are needed, or a restart with more"
+                    " --shadow-experts"
+                )
 
 
 def _is_attention(seat: SeatGoal) -> bool:

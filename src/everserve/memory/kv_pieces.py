@@ -10,9 +10,9 @@ another one, and requests that name the old one are refused. It is new
     when the memory is new, or of another shape           everything is lost
     when a piece is given to another (layer, head)        the KV of the one that had it is lost
 
-A process that was stopped, declared gone and replaced would go on to write as soon as it wakes up. So whoever uses a pool
-holds a lock that the kernel gives up when the process ends, and only then: its successor gets the pool when that process
-has ended, and not before.
+A process that was stopped, declared gone and replaced would go on to write as soon as it wakes up. So whoever uses a
+pool holds a lock that the kernel gives up when the process ends, and only then: its successor gets the pool when that
+process has ended, and not before.
 """
 
 import ctypes

@@ -1,11 +1,11 @@
 """AttentionHalf: one layer up to the seam, the half that belongs to a stream's home.
 
-    hidden -> norm -> heads: qkv -> rotate, store -> attend -> output + hidden -> norm -> router ... | seam | ... experts
-                                                               = residual         = normed
+    hidden -> norm -> heads: qkv, rotate, store, attend -> output + hidden -> norm -> router ... | seam | ... experts
+                                                           = residual         = normed
 
-What crosses the seam is `normed` and the router's choice; what comes back is added to `residual`. A layer without
-experts does not cross it: its FFN is computed here, as a set of expert slots with a single slot, so that one kernel
-serves both.
+What crosses the seam is `normed` and the choice of shards: of experts, the router's; of a dense FFN all slices, with
+weight 1. What comes back is added to `residual`. In a model with experts a layer without does not cross it: its FFN is
+computed here, from the same slices and in the same order, so that its bits are those that others would compute.
 
 Heads are reached through `Heads` (seam/heads.py): they are here (`MergedHeads`), or in other processes, and then their
 weights are not loaded here.
@@ -18,6 +18,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import AttentionSources, Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
+from everserve.model.shard_choice import AllSlices, sliced
 from everserve.seam.heads import Heads
 
 
@@ -53,10 +54,13 @@ class AttentionHalf:
         weights: Weights,
         ops: Ops,
         rope: RopeTables | None,
+        all_slices: AllSlices,
     ) -> None:
         """`rope`: None where heads are elsewhere."""
         self.layer = layer
-        self.is_moe = config.is_moe_layer(layer)
+        self.crosses_seam = config.crosses_seam(layer)
+        self._cut = config.cut(layer)
+        self._all_slices = all_slices
         self._config = config
         self._ops = ops
 
@@ -66,8 +70,8 @@ class AttentionHalf:
         self._output_DX = weights.load(sources.output)
         self._output_bias_D = weights.load_optional(sources.output_bias)
         self._post_norm_D = weights.load(sources.post_norm)
-        self._router_ND = weights.load(weights.layout.router(layer)) if self.is_moe else None
-        self._dense = None if self.is_moe else weights.feed_forward(layer, ops)
+        self._router_ND = weights.load(weights.layout.router(layer)) if config.is_moe_layer(layer) else None
+        self._dense = None if self.crosses_seam else weights.feed_forward(layer, ops)
 
     def attend(self, hidden_TD: Tensor, batch: StepBatch, heads: Heads) -> tuple[Tensor, Tensor]:
         """Attention by these heads, who store the rows' KV; (residual_TD, normed_TD)."""
@@ -78,11 +82,14 @@ class AttentionHalf:
         )
 
     def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Which experts each row goes to: ids_TK, weights_TK. Only for layers with experts."""
-        assert self._router_ND is not None, f"layer {self.layer} has no experts"
-        return self._ops.route(normed_TD, self._router_ND, self._config.experts_per_token, self._config.renormalise)
+        """Which shards each row goes to: ids_TK, weights_TK. Only for layers that cross the seam."""
+        if self._router_ND is None:
+            return self._all_slices(len(normed_TD), self._cut.num_shards)
+        config = self._config
+        ids_TK, weights_TK = self._ops.route(normed_TD, self._router_ND, config.experts_per_token, config.renormalise)
+        return sliced(ids_TK, weights_TK, self._cut.slices_per_expert)
 
     def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
-        """The rest of a layer without experts: hidden_TD."""
-        assert self._dense is not None, f"layer {self.layer} has experts"
+        """The rest of a layer that does not cross the seam: hidden_TD."""
+        assert self._dense is not None, f"layer {self.layer} crosses the seam"
         return self._ops.feed_forward(normed_TD, self._dense, residual_TD)

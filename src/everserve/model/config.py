@@ -5,13 +5,17 @@ one line that names the file, the field and what to do. Nothing here needs torch
 can read a config cheaply.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from everserve.config.model import ModelSource
 from everserve.errors import ModelError
+from everserve.model.cut import cut_dense, cut_experts, slices_per_expert
 from everserve.model.fields import Fields
+from everserve.tables.calls import FfnCut
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,6 +72,14 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str  # one of DTYPES
     eos_token_ids: tuple[int, ...]
+    tensor_parallel: bool = (
+        False  # experts are cut where there are few, and dense FFNs of MoE models cross the seam too
+    )
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> "ModelConfig":
+        """As an instance serves it."""
+        return replace(cls.from_directory(source.directory), tensor_parallel=source.tensor_parallel)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
@@ -111,6 +123,39 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         return layer in self.moe_layers
+
+    def crosses_seam(self, layer: int) -> bool:
+        """Whether the FFN of this layer is one of the calls of a step, and may be computed by other workers. In models
+        with experts the dense layers are few and stay at home, unless everything is to be divided."""
+        return self.tensor_parallel or not self.moe_layers or self.is_moe_layer(layer)
+
+    def cut(self, layer: int) -> FfnCut:
+        """How the FFN of this layer is cut into shards."""
+        if not self.is_moe_layer(layer):
+            return cut_dense(layer, self.intermediate_size)
+        num_experts, size = self.num_experts, self.expert_intermediate_size
+        slices = slices_per_expert(num_experts, size) if self.tensor_parallel else 1
+        return cut_experts(layer, num_experts, self.experts_per_token, size, slices)
+
+    @cached_property
+    def cuts(self) -> tuple[FfnCut, ...]:
+        """Of all layers that cross the seam: the calls of a step, in order."""
+        return tuple(self.cut(layer) for layer in range(self.num_layers) if self.crosses_seam(layer))
+
+    @property
+    def call_layers(self) -> tuple[int, ...]:
+        """The layer of each call."""
+        return tuple(cut.layer for cut in self.cuts)
+
+    @property
+    def max_shards(self) -> int:
+        """Of the call with the most."""
+        return max(cut.num_shards for cut in self.cuts)
+
+    @property
+    def max_shards_per_token(self) -> int:
+        """Of the call with the most."""
+        return max(cut.shards_per_token for cut in self.cuts)
 
 
 def _architecture(fields: Fields) -> Architecture:

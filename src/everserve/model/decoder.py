@@ -1,8 +1,8 @@
 """Decoder: the whole model around the seam.
 
 It holds everything but the experts. Those are reached through `Experts`, which are given to each forward pass, so that
-the decoder is the same whether experts are in this process or in others. Likewise heads, through `Heads`: by default all
-of them are here.
+the decoder is the same whether experts are in this process or in others. Likewise heads, through `Heads`: by default
+all of them are here.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
+from everserve.model.shard_choice import AllSlices
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, StepRows
 
@@ -62,9 +63,10 @@ class Decoder:
         # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
         tied = config.tie_word_embeddings
         self._lm_head_VD = self._embedding_VD if tied else weights.load(weights.layout.lm_head)
+        all_slices = AllSlices(ops.device)
         self.layers: list[AttentionHalf] = []
         for layer in range(config.num_layers):
-            self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
+            self.layers.append(AttentionHalf(layer, config, weights, ops, rope, all_slices))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
 
@@ -83,7 +85,7 @@ class Decoder:
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)
-            if half.is_moe:
+            if half.crosses_seam:
                 ids_TK, weights_TK = half.route(normed_TD)
                 hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:

@@ -3,9 +3,9 @@
     a slot       a place for the weights of one (layer, head); views of the model's files, not copied
     a piece      what each block of the KV pool has of one (layer, head)
 
-The pool is [num_blocks, num_pieces, 2, block_size, E]. A block number means the same on every worker, so a stream's block
-table, which its home keeps, holds for all heads of all workers. Which piece belongs to which (layer, head) is written
-beside the pool (memory/kv_pieces.py): a successor finds its KV again.
+The pool is [num_blocks, num_pieces, 2, block_size, E]. A block number means the same on every worker, so a stream's
+block table, which its home keeps, holds for all heads of all workers. Which piece belongs to which (layer, head) is
+written beside the pool (memory/kv_pieces.py): a successor finds its KV again.
 
 Rows come with everything that they need, and nothing but KV is kept between calls.
 """
@@ -94,7 +94,7 @@ class HeadHalf:
         return HeadWeights(*map(self._weights.load, (*sources.qkv, *sources.qkv_bias)))
 
     def clear(self, layer: int, slot: int) -> None:
-        """Empty a slot; one that is empty stays so, and keeps its generation. The KV stays until its piece is needed."""
+        """Empty a slot; one that is empty stays so, and keeps its generation. KV stays until its piece is needed."""
         head = self.held[layer][slot]
         if head == EMPTY:
             return

@@ -80,7 +80,7 @@ class HeadSlots(Protocol):
 
 
 class HeadRequest(ctypes.Structure):
-    """All rows of a step, for some heads of one layer: addresses, and how many of what (a `StepBatch` in shared memory).
+    """All rows of a step, for some heads of one layer: addresses, and how many of what (`StepBatch` in shared memory).
 
     struct head_request in backends/cpu/csrc/ops/heads.h.
     """
@@ -172,7 +172,7 @@ class Ops(Protocol):
         """An empty set of slots for one layer."""
 
     def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        """residual + the one expert of these slots applied to every row: a dense FFN."""
+        """residual + what the slices in these slots answer to every row, in the order of slots: a dense FFN."""
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

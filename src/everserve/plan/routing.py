@@ -28,22 +28,24 @@ def make_routes(
     """
     stay = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in ready]
     leave = [_Seat(rank, held, placement) for rank, held in sorted(have.items()) if rank in leaving]
-    patterns: dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], int] = {}
+    patterns: dict[tuple[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     num_active: list[list[int]] = []
-    for layer in range(len(placement.moe_layers)):
-        pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in stay + leave)
+    for layer, call in enumerate(placement.calls):
+        pattern = call.num_shards, tuple((seat.experts[layer], seat.active[layer]) for seat in stay + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
-            first, last = (_places(seats, layer, placement.num_experts) for seats in (stay, leave))
+            first, last = (_places(seats, layer, call.num_shards) for seats in (stay, leave))
             distinct.append([places or others for places, others in zip(first, last, strict=True)])
-            num_active.append(_num_active(stay, layer, placement.num_experts))
+            num_active.append(_num_active(stay, layer, call.num_shards))
         pattern_of_layer.append(patterns[pattern])
     routes = Routes.of(epoch, distinct, num_active)
     table = routes.array()[pattern_of_layer].tobytes()
     active = routes.num_active()[pattern_of_layer].tobytes() if routes.active else b""
-    return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table, active=active)
+    widths = tuple(routes.widths[pattern] for pattern in pattern_of_layer) if routes.widths else ()
+    num_layers = len(pattern_of_layer)
+    return msgspec.structs.replace(routes, num_layers=num_layers, table=table, active=active, widths=widths)
 
 
 class _Seat:

@@ -21,7 +21,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
 
     `table` is int16 [layer index][expert][candidate][rank, slot]; where there are fewer candidates than
     `num_candidates`, the last ones are (-1, -1). `active` is uint8 [layer index][expert]: how many of the candidates
-    are active; empty if no expert has more than one.
+    are active; empty if no expert has more than one. `widths`: how many experts each layer has, where that differs;
+    the others up to `num_experts` do not exist, and have no candidates.
     """
 
     epoch: Epoch
@@ -30,8 +31,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     num_candidates: int
     table: bytes
     active: bytes = b""
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.widths and (len(self.widths) != self.num_layers or max(self.widths) > self.num_experts):
+            raise ValueError(f"numbers of experts for {len(self.widths)} layers of {self.num_layers}, or too large")
         if self.active and len(self.active) != self.num_layers * self.num_experts:
             raise ValueError(f"{len(self.active)} numbers of active candidates for another number of experts")
         expected = self.num_layers * self.num_experts * self.num_candidates * 2 * _DTYPE.itemsize
@@ -46,7 +50,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         num_active: list[list[int]] | None = None,
     ) -> "Routes":
         """From nested lists [layer index][expert] -> candidates in order, and how many of them are active (one)."""
-        num_layers, num_experts = len(candidates), len(candidates[0]) if candidates else 0
+        widths = tuple(map(len, candidates))
+        num_layers, num_experts = len(candidates), max(widths, default=0)
         width = max((len(one) for layer in candidates for one in layer), default=0)
         table = np.full((num_layers, num_experts, width, 2), NO_RANK, _DTYPE)
         for i, layer in enumerate(candidates):
@@ -59,7 +64,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             num_experts=num_experts,
             num_candidates=width,
             table=table.tobytes(),
-            active=_packed(num_active) if num_active is not None else b"",
+            active=_packed(num_active, num_experts) if num_active is not None else b"",
+            widths=widths if len(set(widths)) > 1 else (),
         )
 
     def array(self) -> "np.ndarray[tuple[int, int, int, int], np.dtype[np.int16]]":
@@ -82,27 +88,31 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         source_LEC = np.where(candidate_C < num_active_LE1, (candidate_C + first_LE1) % num_active_LE1, candidate_C)
         return np.take_along_axis(self.array(), source_LEC[..., None], axis=2)
 
+    def exists(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
+        """[layer index][expert]: whether the layer has so many."""
+        widths_L = np.array(self.widths or (self.num_experts,) * self.num_layers, np.int64)
+        return np.arange(self.num_experts) < widths_L[:, None]
+
     @property
     def num_without_place(self) -> int:
         """Experts that no worker can compute now, over all layers."""
         if self.num_candidates == 0:
-            return self.num_layers * self.num_experts
-        return int((self.array()[:, :, 0, 0] == NO_RANK).sum())
+            return int(self.exists().sum())
+        return int((self.exists() & (self.array()[:, :, 0, 0] == NO_RANK)).sum())
 
     @property
     def num_survivable(self) -> int:
         """How many expert workers may die at once, whichever they are, without leaving an expert without a place."""
-        if self.num_candidates == 0:
-            return 0
-        return max(0, int((self.array()[..., 0] != NO_RANK).sum(-1).min()) - 1)
+        num_places_LE = (self.array()[..., 0] != NO_RANK).sum(-1)
+        return max(0, int(num_places_LE[self.exists()].min(initial=self.num_candidates)) - 1)
 
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()
         return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NO_RANK)
 
 
-def _packed(num_active: list[list[int]]) -> bytes:
-    table = np.array(num_active, np.uint8)
+def _packed(num_active: list[list[int]], num_experts: int) -> bytes:
+    table = np.array([row + [1] * (num_experts - len(row)) for row in num_active], np.uint8)
     return table.tobytes() if (table > 1).any() else b""
 
 

@@ -54,7 +54,7 @@ def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
     directory, compute = Path(settings.model.directory), settings.compute
-    model = ModelConfig.from_directory(directory)
+    model = ModelConfig.from_source(settings.model)
     checkpoint = Checkpoint.open(directory)
     check_unchanged(directory, settings.model.fingerprint)
     check_checkpoint(model, checkpoint)
@@ -78,7 +78,7 @@ def has_spare_cores(num_workers: int) -> bool:
 
 def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
     """The expert slots of one seat; None: every expert in the slot of its own number."""
-    num_slots = slots.num_slots if slots is not None else opened.model.num_experts
+    num_slots = [len(one) for one in slots.experts] if slots is not None else [c.num_shards for c in opened.model.cuts]
     half = ExpertHalf(opened.model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=dtype)
     progress = opened.loading.part("experts")
     if slots is None:
@@ -86,7 +86,7 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
         return half
     places = [
         (layer, expert, slot)
-        for layer, experts in zip(opened.model.moe_layers, slots.experts, strict=True)
+        for layer, experts in zip(opened.model.call_layers, slots.experts, strict=True)
         for slot, expert in enumerate(experts)
         if expert != EMPTY
     ]
@@ -102,9 +102,10 @@ def load_into_memory(
     """The expert slots of one seat in the seat's own memory. What a predecessor has left there is not loaded again."""
     source, slots, model = start.settings.model, start.slots, opened.model
     assert slots is not None
-    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=slots.num_slots, dtype=source.dtype)
+    num_slots = tuple(map(len, slots.experts))
+    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=source.dtype)
     dtype = model.dtype if source.dtype == "auto" else source.dtype
-    plan = ExpertMemoryPlan.of(model, dtype, slots.num_slots)
+    plan = ExpertMemoryPlan.of(model, dtype, num_slots)
     own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])
     identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype)
     held = MemorySlots(half, own, identity, start.incarnation, check_source)

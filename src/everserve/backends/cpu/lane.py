@@ -95,9 +95,8 @@ class LaneShape:
 
     @classmethod
     def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
-        """The anchor that allocates a lane and both of its ends compute the same shape by this. (A model without
-        experts has no lanes; its shape only has to be possible.)"""
-        return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
+        """The anchor that allocates a lane and both of its ends compute the same shape by this."""
+        return cls(max_tokens, model.max_shards_per_token, model.hidden_size)
 
     @classmethod
     def with_heads(

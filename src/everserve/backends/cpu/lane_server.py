@@ -6,7 +6,8 @@ A request is refused, with a status that says why, if its sizes or indices are i
 behind costs that peer a request, and cannot crash this worker. A request is answered *moved* if a row names another
 expert than its slot holds now: that is compared when the batch is gathered, and slots only change between batches.
 
-Several kinds of calls come through the same lanes: rows of experts, and heads. A batch is of one call, and so of one kind.
+Several kinds of calls come through the same lanes: rows of experts, and heads. A batch is of one call, and so of one
+kind.
 """
 
 import ctypes
@@ -102,10 +103,11 @@ class _Served(NamedTuple):
 
 
 def _calls_of(experts: ExpertHalf | None, heads: HeadHalf | None, calls: Sequence[Call] | None) -> dict[int, _Served]:
-    """By number. Without a list of calls each layer with experts is one, with the layer's number."""
+    """By number. Without a list of calls each layer that crosses the seam is one, with the layer's number."""
     if calls is None:
         assert experts is not None
-        return {layer: _Served(layer, experts.config.num_experts, held) for layer, held in experts.held.items()}
+        cuts = experts.config.cuts
+        return {cut.layer: _Served(cut.layer, cut.num_shards, experts.held[cut.layer]) for cut in cuts}
     served: dict[int, _Served] = {}
     for number, call in enumerate(calls):
         if call.kind is ShardKind.HEAD and heads is not None:
@@ -119,7 +121,7 @@ def _calls_of(experts: ExpertHalf | None, heads: HeadHalf | None, calls: Sequenc
 class LaneServer:
     """`changed` is True after a poll that saw the alarm or the control word change; `attend` takes note.
 
-    `calls`: all calls of a step, if they are more than one for each layer with experts.
+    `calls`: all calls of a step, if they are more than one for each layer that crosses the seam.
     """
 
     def __init__(

@@ -356,10 +356,6 @@ class NativeOps(Composed):
             raise _wrong_row(wrong, token_R, slot_R, num_tokens, slots)
         return y_RD
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        token_T = torch.arange(len(x_TD), dtype=torch.int32)
-        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
-
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         assert isinstance(slots, NativeExpertSlots)
         base, num_base_rows, size = memory

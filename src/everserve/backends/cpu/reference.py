@@ -142,10 +142,6 @@ class ReferenceOps(Composed):
             y_RD[rows] = self._by_rows(partial(slots.apply, slot), x_rows)
         return y_RD
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        token_T = torch.arange(len(x_TD), dtype=torch.int32, device=x_TD.device)
-        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
-
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         if not rows.num_rows:
             return

@@ -3,6 +3,8 @@
 Experts are pure functions and sums are in the order of k: so the result is the same, bit for bit, whatever happened.
 """
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from everserve.backends.cpu.exchange import Exchange
@@ -10,11 +12,12 @@ from everserve.model.ops import ExpertOps
 
 
 class RemoteExperts:
-    """`Experts` over lanes. A layer is the call of the same number."""
+    """`Experts` over lanes. `call_of`: the call of each layer; None: the one with the layer's number."""
 
-    def __init__(self, exchange: Exchange, ops: ExpertOps) -> None:
+    def __init__(self, exchange: Exchange, ops: ExpertOps, call_of: Mapping[int, int] | None = None) -> None:
         self.exchange = exchange
         self._ops = ops
+        self._call_of = dict(call_of) if call_of is not None else {call: call for call in exchange.peers.moe_layers}
         self._num_experts = exchange.peers.num_experts
         self._hidden_size = exchange.peers.shape.hidden_size
 
@@ -42,5 +45,5 @@ class RemoteExperts:
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
-        self.exchange.call(layer, ids_TK, hidden_TD, self._num_experts, self._hidden_size)
+        self.exchange.call(self._call_of[layer], ids_TK, hidden_TD, self._num_experts, self._hidden_size)
         return self._ops.combine_at(self.exchange.row_at, weights_TK, residual_TD)

@@ -1,15 +1,15 @@
 """RemoteHeads: heads and their KV are in other processes (exchange.py says what happens when these fail).
 
-The home of a stream keeps its block table; the workers that have its heads keep its KV, each in the blocks with the same
-numbers. A layer is one call: all rows of the step go to every head, and attended rows come back, which are put together
-in the order of heads. So bits do not depend on where heads are.
+The home of a stream keeps its block table; the workers that have its heads keep its KV, each in the blocks with the
+same numbers. A layer is one call: all rows of the step go to every head, and attended rows come back, which are put
+together in the order of heads. So bits do not depend on where heads are.
 
-What all layers of a step have in common, positions, KV slots and block tables, goes to each worker once per step, before
-its first request (the *page*, csrc/lanes/lane.h).
+What all layers of a step have in common, positions, KV slots and block tables, goes to each worker once per step,
+before its first request (the *page*, csrc/lanes/lane.h).
 
-KV is where it was computed, and in one place. `kv_at` remembers the rank for each head of each layer, `pools` the identity
-of each rank's pool. If a head would have to be asked elsewhere, or a pool is another one than before, KvLost is raised and
-all is forgotten here: from then on any place will do.
+KV is where it was computed, and in one place. `kv_at` remembers the rank for each head of each layer, `pools` the
+identity of each rank's pool. If a head would have to be asked elsewhere, or a pool is another one than before, KvLost
+is raised and all is forgotten here: from then on any place will do.
 """
 
 from collections.abc import Mapping

@@ -103,7 +103,7 @@ def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, R
     start, model = around.start, opened.model
     shape = LaneShape.of(model, start.settings.engine.max_num_batched_tokens)
     peers = ExpertPeers(
-        start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
+        start.rank, start.incarnation, around.cell, around.warden, shape, model.call_layers, model.max_shards
     )
     exchange = Exchange(
         peers,

@@ -16,20 +16,16 @@ class MappedSlots:
 
     def __init__(self, experts: ExpertHalf, check_source: Callable[[], None]) -> None:
         self._experts = experts
-        self._layers = experts.config.moe_layers
+        self._layers = experts.config.call_layers
         self._check_source = check_source
         self._result: Filled | FailedFill | None = None
 
-    @property
-    def num_experts(self) -> int:
-        return self._experts.config.num_experts
+    def num_experts(self, layer_index: int) -> int:
+        return self._experts.config.cuts[layer_index].num_shards
 
     @property
     def held(self) -> HeldSlots:
-        return HeldSlots(
-            experts=tuple(tuple(self._experts.held[layer]) for layer in self._layers),
-            generations=tuple(tuple(self._experts.generations[layer]) for layer in self._layers),
-        )
+        return self._experts.held_slots()
 
     def begin(self, fill: Fill) -> None:
         layer, began_s = self._layers[fill.layer_index], time.monotonic()
