@@ -28,8 +28,9 @@ class PagedSequences:
         block_size: int = 16,
         num_blocks: int = 64,
         seed: int = 0,
+        config: ModelConfig | None = None,
     ) -> None:
-        config = ModelConfig.from_directory(str(directory))
+        config = config or ModelConfig.from_directory(str(directory))
         checkpoint = Checkpoint.open(str(directory))
         weights = Weights(config, checkpoint, dtype, ops.device)
         self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)
