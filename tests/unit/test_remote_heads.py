@@ -12,7 +12,7 @@ from everserve.tables.ids import Rank
 from tests.in_process_heads import BLOCKS_PER_HOME, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
-from tests.unit.test_degree_invariance import STEPS, Apart, logits, together
+from tests.unit.test_head_degrees import STEPS, Apart, logits, together
 
 KIND = "qwen3-moe"
 # Each layer's two heads on different workers, the other way round in the second layer; a third worker has none.
