@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ class PagedSequences:
         block_size: int = 16,
         num_blocks: int = 64,
         seed: int = 0,
-        config: ModelConfig | None = None,
+        tensor_parallel: bool = False,
     ) -> None:
-        config = config or ModelConfig.from_directory(str(directory))
+        config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=tensor_parallel)
         checkpoint = Checkpoint.open(str(directory))
         weights = Weights(config, checkpoint, dtype, ops.device)
         self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)

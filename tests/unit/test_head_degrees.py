@@ -65,10 +65,7 @@ class Located:
 
 def together(directory) -> PagedSequences:
     """One process, with the same cut."""
-    world = HeadWorld(directory, 1)
-    sequences = PagedSequences(directory, OPS, config=world.config)
-    world.close()
-    return sequences
+    return PagedSequences(directory, OPS, tensor_parallel=True)
 
 
 def chunk(step, home: int = 0):
