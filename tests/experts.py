@@ -28,6 +28,7 @@ class RandomExperts(ExpertHalf):
         self.config = SimpleNamespace(  # type: ignore[assignment]
             cuts=tuple(cut_experts(layer, NUM_EXPERTS, TOP_K, INNER, slices=1) for layer in MOE_LAYERS),
             call_layers=MOE_LAYERS,
+            divides_heads=False,
             max_shards=NUM_EXPERTS,
             max_shards_per_token=TOP_K,
             hidden_size=HIDDEN,

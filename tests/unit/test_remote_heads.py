@@ -130,7 +130,7 @@ def test_a_worker_is_replaced_between_steps(make_world, memory_lost):
 
 
 def test_lost_memory_is_noticed_in_the_middle_of_a_step(make_world):
-    """A worker dies after the first layer, and its successor has nothing: what the first layer has stored is lost too."""
+    """A worker dies after the first layer, and its successor has nothing: what was stored there is lost too."""
     world = make_world()
     engine, expected = world.engine(), expected_streams(world)
     add_streams(engine)
@@ -269,15 +269,15 @@ def test_whole_pages_of_another_home_are_refused(make_world):
 
 
 def test_a_request_of_a_step_that_is_over_writes_nothing(make_world):
-    """A worker is slow; another dies; the step is abandoned and its blocks belong to another stream when the slow worker
-    finds the request."""
+    """A worker is slow; another dies; the step is abandoned and its blocks belong to another stream when the slow
+    worker finds the request."""
     world = make_world()
     slow, dying = world.workers
     sequences, home = Apart(world), world.homes[0]
     first_of_slow, slow.turn = slow.turn, lambda: False
     dying.fault = at_call(0)
     with pytest.raises(StepAbandoned):
-        logits(sequences, STEPS[0])
+        logits(sequences, {0: (0, 9)})
     dying.replace()
     slow.turn = first_of_slow
     num_refused = slow.server.num_refused

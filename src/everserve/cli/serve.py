@@ -20,6 +20,7 @@ from everserve.cli.serve_settings import (
     check_compiler,
     check_experts,
     check_weights,
+    divide_heads,
     resolve_model,
     start_orchestrator,
     worker_settings,
@@ -125,7 +126,7 @@ def serve(
 
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
-    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
+    settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 
     listen = listen_on(gateway_config.host, gateway_config.port)

@@ -57,7 +57,7 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) ->
     workers the same work, however many they are."""
     if model.moe_layers and not model.tensor_parallel:
         return place_experts(model.num_experts, model.moe_layers, ranks, num_shadows)
-    return place_shards([cut.call for cut in model.cuts], ranks, num_shadows)
+    return place_shards(model.calls, ranks, num_shadows)
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:
@@ -100,7 +100,7 @@ def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) ->
         top_k = model.max_shards_per_token
         shape = CudaLaneShape(settings.engine.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
         return shape.lane_bytes()
-    return LaneShape.of(model, settings.engine.max_num_batched_tokens).lane_bytes()
+    return LaneShape.for_engine(model, settings.engine).lane_bytes()
 
 
 def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:

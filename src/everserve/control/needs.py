@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from everserve.engine.sizing import KvSizes
 from everserve.memory.liveness import CELL_BYTES
 from everserve.memory.names import BELL_BYTES
 from everserve.memory.weights.slot_table import state_bytes
@@ -59,6 +60,10 @@ class Needs:
             owner, num_bytes = seat_owner(self.weights_owner(goal, worker.rank)), self.weights_bytes(goal, worker.rank)
             needed.append(self._of(Kind.WEIGHTS, owner, num_bytes, seat.device, seat.gpu))
             needed.append(self._of(Kind.WEIGHTS_STATE, owner, self._state_bytes(seat), seat.device))
+        if self.model.divides_heads and Role.ATTENTION not in seat.roles:
+            sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+            num_bytes = sizes.pieces(self.model, self.capacity).num_bytes
+            needed.append(self._of(Kind.KV_PIECES, seat_owner(worker.rank), num_bytes, seat.device))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
@@ -130,7 +135,7 @@ class Needs:
     @property
     def _num_slots(self) -> tuple[int, ...]:
         """Of an expert worker, in each call."""
-        return self.capacity.slots(len(self.model.cuts))
+        return self.capacity.slots(len(self.model.calls))
 
     @property
     def _dtype(self) -> str:

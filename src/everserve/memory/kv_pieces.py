@@ -75,7 +75,8 @@ class KvPieces:
         if words[_MAGIC_AT] != _MAGIC or words[2:] != facts or not self._id.value:
             words[_MAGIC_AT] = 0
             self._owners[:] = [_FREE] * shape.num_pieces
-            words[2:] = facts
+            for at, fact in enumerate(facts, start=2):
+                words[at] = fact
             self._id.value = _new_id()
             words[_MAGIC_AT] = _MAGIC  # last: a process that dies before leaves nothing that counts
         self._is_used = [False] * shape.num_pieces  # by this process

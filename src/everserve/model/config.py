@@ -15,7 +15,7 @@ from everserve.config.model import ModelSource
 from everserve.errors import ModelError
 from everserve.model.cut import cut_dense, cut_experts, slices_per_expert
 from everserve.model.fields import Fields
-from everserve.tables.calls import FfnCut
+from everserve.tables.calls import Call, FfnCut, ShardKind
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -76,10 +76,13 @@ class ModelConfig:
         False  # experts are cut where there are few, and dense FFNs of MoE models cross the seam too
     )
 
+    divides_heads: bool = False  # heads are shards too
+
     @classmethod
     def from_source(cls, source: ModelSource) -> "ModelConfig":
         """As an instance serves it."""
-        return replace(cls.from_directory(source.directory), tensor_parallel=source.tensor_parallel)
+        found = cls.from_directory(source.directory)
+        return replace(found, tensor_parallel=source.tensor_parallel, divides_heads=source.divides_heads)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
@@ -142,6 +145,25 @@ class ModelConfig:
         """Of all layers that cross the seam: the calls of a step, in order."""
         return tuple(self.cut(layer) for layer in range(self.num_layers) if self.crosses_seam(layer))
 
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """All calls of a step, in order. Where heads are divided a layer has two, and calls are numbered; else each FFN
+        is the call with its layer's number."""
+        if not self.divides_heads:
+            return tuple(cut.call for cut in self.cuts)
+        ffn = {cut.layer: cut.call for cut in self.cuts}
+        heads = (Call(layer=i, kind=ShardKind.HEAD, num_shards=self.num_kv_heads) for i in range(self.num_layers))
+        return tuple(call for head in heads for call in (head, ffn.get(head.layer)) if call is not None)
+
+    @property
+    def call_numbers(self) -> tuple[int, ...]:
+        return tuple(range(len(self.calls))) if self.divides_heads else self.call_layers
+
+    def numbers_of(self, *kinds: ShardKind) -> dict[int, int]:
+        """By layer, the number of its call of one of these kinds."""
+        numbered = zip(self.call_numbers, self.calls, strict=True)
+        return {call.layer: number for number, call in numbered if call.kind in kinds}
+
     @property
     def call_layers(self) -> tuple[int, ...]:
         """The layer of each call."""
@@ -150,7 +172,7 @@ class ModelConfig:
     @property
     def max_shards(self) -> int:
         """Of the call with the most."""
-        return max(cut.num_shards for cut in self.cuts)
+        return max(call.num_shards for call in self.calls)
 
     @property
     def max_shards_per_token(self) -> int:

@@ -48,10 +48,12 @@ class ExpertHalf:
 
     def held_slots(self) -> HeldSlots:
         """What all slots hold now."""
-        return HeldSlots(
-            experts=tuple(tuple(self.held[layer][: slots.num_slots]) for layer, slots in self._slots.items()),
-            generations=tuple(map(tuple, self.generations.values())),
-        )
+        held = [self.held_in(layer) for layer in self._slots]
+        return HeldSlots(experts=tuple(one for one, _ in held), generations=tuple(one for _, one in held))
+
+    def held_in(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The expert in each slot of a layer, and the slots' generations."""
+        return tuple(self.held[layer][: self._slots[layer].num_slots]), tuple(self.generations[layer])
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""

@@ -69,6 +69,10 @@ class HeadHalf:
         self.pieces = {layer: (ctypes.c_int32 * num_slots)(*[EMPTY] * num_slots) for layer in layers}
         self.generations = {layer: [0] * num_slots for layer in layers}
 
+    def held_in(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The head in each slot of a layer, and the slots' generations."""
+        return tuple(self.held[layer]), tuple(self.generations[layer])
+
     @property
     def block_size(self) -> int:
         return int(self.kv_pool.shape[3])

@@ -43,16 +43,18 @@ def place_shards(
     calls: Sequence[Call], ranks: Sequence[Rank], num_shadows: int | None, spread: Spread = Spread.DEALT
 ) -> Placement:
     """Active places for all shards, and up to `num_shadows` copies per worker and call of shards that other workers
-    serve. None: the fewest that give every shard a second place."""
+    serve. None: the fewest that give every shard a second place. Heads get no copies: a copy of a head's weights
+    has not its KV, and whoever replaces a dead worker finds that."""
     assert ranks and len(set(ranks)) == len(ranks), ranks
     _check_shadows(calls, len(ranks), num_shadows)
     offset = dict.fromkeys(ShardKind, 0)
-    found: dict[tuple[int, int], _Pattern] = {}
+    found: dict[tuple[int, int, int | None], _Pattern] = {}
     patterns = []
     for call in calls:
-        key = call.num_shards, offset[call.kind] % len(ranks)
+        copies = 0 if call.kind is ShardKind.HEAD else num_shadows
+        key = call.num_shards, offset[call.kind] % len(ranks), copies
         if key not in found:
-            found[key] = _pattern(*key, len(ranks), num_shadows, spread)
+            found[key] = _pattern(*key[:2], len(ranks), copies, spread)
         patterns.append(found[key])
         offset[call.kind] += call.num_shards
     seats = tuple(

@@ -20,7 +20,7 @@ looked at; its box is used again only once it has come.
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from struct import Struct
 
 import torch
@@ -109,11 +109,12 @@ class Exchange:
 
     on_control()                              read the control socket; may call any method of `peers`
     on_suspect(rank, incarnation, reason)     a peer is routed around from now on
-    on_replay(suspect, call, num_rows)        its rows were sent to other peers
+    on_replay(suspect, layer, num_rows)       its rows were sent to other peers
 
     The last two are called after the rows were sent: reports can wait, rows cannot. `lease_s` is renewed with the
     warden while answers are awaited. `spin_us`: how long to spin for an answer before sleeping; 0 where processes
-    outnumber cores. `others_turn`, for peers in this very process, lets them work and says whether they did; when they
+    outnumber cores. `layer_of`: the layer of each call; None: its number.
+    `others_turn`, for peers in this very process, lets them work and says whether they did; when they
     did not, time passes.
     """
 
@@ -128,6 +129,7 @@ class Exchange:
         on_replay: Callable[[Rank, int, int], None],
         spin_us: float = 0.0,
         others_turn: Callable[[], bool] | None = None,
+        layer_of: Mapping[int, int] | None = None,
     ) -> None:
         self.num_replayed_rows = 0
         self.num_moved_rows = 0  # of requests that were answered "moved"
@@ -137,6 +139,7 @@ class Exchange:
         self._on_suspect = on_suspect
         self._on_replay = on_replay
         self._others_turn = others_turn
+        self._layer_of = layer_of if layer_of is not None else {call: call for call in peers.moe_layers}
         self._next_call = dict(zip(peers.moe_layers, (*peers.moe_layers[1:], -1), strict=True))
         assert peers.num_experts <= MAX_EXPERTS
         shape = peers.shape
@@ -235,7 +238,7 @@ class Exchange:
                         self.num_moved_rows += part.num_rows
                         continue
                     self.num_replayed_rows += part.num_rows
-                    self._on_replay(part.rank, call, part.num_rows)
+                    self._on_replay(part.rank, self._layer_of[call], part.num_rows)
                 outcome = self._library.blocking.es_lane_wait(self._address)
 
     def _attend(self) -> list[Suspicion]:
@@ -307,7 +310,7 @@ class Exchange:
     def _kv_lost(self, call: int, why: str) -> KvLost:
         """As where a step is abandoned; and it is of no use to know where KV was."""
         self._leave_step()
-        return KvLost(call, why)
+        return KvLost(self._layer_of[call], why)
 
     def _leave_step(self) -> None:
         self.peers.reconsider()
@@ -318,4 +321,4 @@ class Exchange:
         missing = sorted(self._exchange.missing[: self._exchange.num_missing])
         assert all(0 <= expert < self.peers.num_experts for expert in missing), f"no such experts: {missing}"
         self._leave_step()
-        return StepAbandoned(call, tuple(missing))
+        return StepAbandoned(self._layer_of[call], tuple(missing))

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everserve.config.engine import EngineConfig
+from everserve.engine.sizing import resolve_max_model_len
 from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
@@ -97,6 +99,21 @@ class LaneShape:
     def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
         """The anchor that allocates a lane and both of its ends compute the same shape by this."""
         return cls(max_tokens, model.max_shards_per_token, model.hidden_size)
+
+    @classmethod
+    def for_engine(cls, model: ModelConfig, engine: EngineConfig) -> "LaneShape":
+        """The same for the steps of this engine, and with room for heads if they are divided."""
+        max_tokens = engine.max_num_batched_tokens
+        if not model.divides_heads:
+            return cls.of(model, max_tokens)
+        max_model_len = resolve_max_model_len(engine.max_model_len, model.max_position_embeddings)
+        return cls.with_heads(
+            model,
+            max_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_blocks=-(-max_model_len // engine.block_size),
+            per_token=model.max_shards_per_token,
+        )
 
     @classmethod
     def with_heads(
