@@ -136,6 +136,7 @@ from everserve.control.seats import Found, Policy, Seat
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.moves import GivenUp
 from everserve.plan.routing import make_routes
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, WorkerState
@@ -532,15 +533,17 @@ class Machine:
         self._replace_missed()
 
     def _replace_missed(self) -> None:
-        """Workers that are away, also those that were lost before, and of whose experts one has no place now."""
+        """Workers that are away, also those that were lost before, and of whose experts one has no place now. Heads can
+        wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed again."""
         if self.goal.placement is None or not self.was_all_ready:
             return
         held = what_is_held(seat for seat in self._seats.values() if seat.can_serve).values()
-        served = [set().union(*(one.experts[i] for one in held)) for i in range(len(self.goal.placement.moe_layers))]
+        calls = [i for i, call in enumerate(self.goal.placement.calls) if call.kind is not ShardKind.HEAD]
+        served = {i: set().union(*(one.experts[i] for one in held)) for i in calls}
         missed = []
         for planned in self.goal.placement.seats:
             seat = self._seats[planned.rank]
-            has_places = all(found.issuperset(planned.experts(layer)) for layer, found in enumerate(served))
+            has_places = all(found.issuperset(planned.experts(call)) for call, found in served.items())
             if not seat.can_serve and not seat.is_replaced and not has_places:
                 missed.append(seat)
         if missed:
