@@ -37,7 +37,7 @@ from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
-from everserve.tables.leases import Lease, lease_of
+from everserve.tables.block_ranges import BlockRange, block_range_of
 from everserve.tables.routes import Routes
 from tests.heads import BLOCK_SIZE, PoolMemory, head_half
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory
@@ -87,7 +87,7 @@ class ShardWorker:
         )
         for home in world.homes:
             lane_fd = new_memory(world.shape.lane_bytes())
-            self.server.open(home.rank, home.cell, os.dup(lane_fd), lease_of(home.rank, BLOCKS_PER_HOME))
+            self.server.open(home.rank, home.cell, os.dup(lane_fd), block_range_of(home.rank, BLOCKS_PER_HOME))
             home.peers.join(self.rank, self.incarnation, Cell(self.cell_fd), lane_fd)
 
     def turn(self) -> bool:
@@ -167,7 +167,7 @@ class Home:
         return self._world.turn()
 
 
-def make_engine(config: ModelConfig, forward: EagerForward, lease: Lease, **changes: int) -> Engine:
+def make_engine(config: ModelConfig, forward: EagerForward, blocks: BlockRange, **changes: int) -> Engine:
     told = {
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": MAX_TOKENS,
@@ -176,8 +176,8 @@ def make_engine(config: ModelConfig, forward: EagerForward, lease: Lease, **chan
     }
     limits = EngineLimits(
         max_model_len=config.max_position_embeddings,
-        num_blocks=lease.num_blocks,
-        first_block=lease.first_block,
+        num_blocks=blocks.num_blocks,
+        first_block=blocks.first_block,
         vocab_size=config.vocab_size,
     )
     return Engine(EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told), limits, OPS, forward)
@@ -239,7 +239,7 @@ class HeadWorld:
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, home.heads, experts), OPS.device, home.experts
         )
-        return make_engine(self.config, forward, lease_of(home.rank, BLOCKS_PER_HOME), **config)
+        return make_engine(self.config, forward, block_range_of(home.rank, BLOCKS_PER_HOME), **config)
 
     def engine_alone(self, decoder: Decoder) -> Engine:
         """All in one process: what all others must reproduce."""
@@ -249,7 +249,7 @@ class HeadWorld:
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, pool, experts), OPS.device, LocalExperts(half)
         )
-        return make_engine(self.config, forward, Lease(0, BLOCKS_PER_HOME))
+        return make_engine(self.config, forward, BlockRange(0, BLOCKS_PER_HOME))
 
     def publish(self) -> None:
         """Routes to all workers that live."""

@@ -258,7 +258,7 @@ def test_a_page_that_is_wrong_is_refused_and_nothing_is_written(make_world, name
 
 
 def test_whole_pages_of_another_home_are_refused(make_world):
-    """Consistent in itself, with blocks outside the lease: the sequence lies in the other home's blocks."""
+    """Consistent in itself, with blocks outside its range: the sequence lies in the other home's blocks."""
     world = make_world(num_homes=2)
     sequences = Apart(world)
     sequences._free = [BLOCKS_PER_HOME + 3]

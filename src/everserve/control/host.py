@@ -14,6 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from everserve.control import effects, events
@@ -110,6 +111,8 @@ class Host:
         capacity = capacity_of(start, model, first)
         needs = Needs(model, start.worker, capacity, detect_ms)
         policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model))
+        if model.divides_heads:  # all streams wait for the KV that a stopped process could still write to
+            policy = replace(policy, fence_grace_s=0.0)
         self._needs = needs
         balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
         self._machine = Machine(goal, policy, capacity, balance)

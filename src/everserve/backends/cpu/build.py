@@ -35,7 +35,7 @@ from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
 from everserve.tables.calls import ShardKind
-from everserve.tables.leases import lease_of
+from everserve.tables.block_ranges import block_range_of
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
@@ -202,7 +202,7 @@ class EngineBuilder:
             EngineLimits(
                 max_model_len=sizes.max_model_len,
                 num_blocks=sizes.num_blocks,
-                first_block=lease_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
+                first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
                 vocab_size=self._opened.model.vocab_size,
             ),
             ops,

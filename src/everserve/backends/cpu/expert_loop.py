@@ -9,7 +9,7 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
 from everserve.tables.ids import Rank
-from everserve.tables.leases import lease_of
+from everserve.tables.block_ranges import block_range_of
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
 from everserve.wire.messages import StartWorker
@@ -91,7 +91,7 @@ class ExpertLoop(ExpertService):
         self._pending = [request for request in self._pending if request not in choice.batch]
 
     def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
-        self._server.open(rank, cell, lane_fd, lease_of(rank, self._blocks_per_home))
+        self._server.open(rank, cell, lane_fd, block_range_of(rank, self._blocks_per_home))
 
     def _close(self, rank: Rank) -> None:
         self._drop_pending(rank)

@@ -25,7 +25,7 @@ from everserve.model.ops import HeadRequest, RowIndices, RowMemory
 from everserve.seam.batching import Request
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import MAX_RANKS, Rank
-from everserve.tables.leases import NO_LEASE, Lease
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
@@ -183,15 +183,15 @@ class LaneServer:
             *(memory.address for memory in self._head_places),
         ]
 
-    def open(self, rank: Rank, cell: Cell, lane_fd: int, lease: Lease = NO_LEASE) -> None:
-        """An attention worker is there. Takes over the descriptor; the cell must stay mapped until `drop`. `lease`: the
-        KV blocks that it may name."""
+    def open(self, rank: Rank, cell: Cell, lane_fd: int, blocks: BlockRange = NO_BLOCKS) -> None:
+        """An attention worker is there. Takes over the descriptor; the cell must stay mapped until `drop`. `blocks`: the
+        KV that it may name."""
         try:
             self.drop(rank)
             lane = self._region.map(lane_fd)
         finally:
             os.close(lane_fd)
-        first, count = lease
+        first, count = blocks
         self._lanes[rank] = _Incoming(lane=lane, cell=cell.address, position=-1, first_block=first, num_blocks=count)
         self._ranks.append(rank)
 

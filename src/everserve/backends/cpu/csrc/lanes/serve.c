@@ -24,7 +24,7 @@ struct incoming { /* the lane from one attention rank */
     int64_t num_rows[NUM_BOXES];
     /* Heads. */
     uint64_t page[NUM_BOXES];        /* that the request names */
-    int64_t first_block, num_blocks; /* the lease: blocks that this attention worker may name */
+    int64_t first_block, num_blocks; /* blocks that this attention worker may name */
     uint64_t copied;                 /* the number of the page that was copied last */
     int64_t page_status, page_pool, page_rows, page_sequences, page_width;
 };
