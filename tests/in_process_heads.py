@@ -35,9 +35,9 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights
+from everserve.tables.block_ranges import BlockRange, block_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
-from everserve.tables.block_ranges import BlockRange, block_range_of
 from everserve.tables.routes import Routes
 from tests.heads import BLOCK_SIZE, PoolMemory, head_half
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +34,8 @@ from everserve.model.layout import Weights, check_checkpoint, resolve_dtype
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
-from everserve.tables.calls import ShardKind
 from everserve.tables.block_ranges import block_range_of
+from everserve.tables.calls import ShardKind
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
@@ -86,7 +86,9 @@ def has_spare_cores(num_workers: int) -> bool:
 
 def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
     """The expert slots of one seat; None: every expert in the slot of its own number."""
-    filled = slots.experts if slots is not None else [range(cut.num_shards) for cut in opened.model.cuts]
+    filled: Sequence[Sequence[int]] = [range(cut.num_shards) for cut in opened.model.cuts]
+    if slots is not None:
+        filled = slots.experts
     if opened.model.divides_heads:
         calls = zip(opened.model.calls, filled, strict=True)
         filled = [experts for call, experts in calls if call.kind is not ShardKind.HEAD]

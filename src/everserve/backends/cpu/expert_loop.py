@@ -8,8 +8,8 @@ from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
-from everserve.tables.ids import Rank
 from everserve.tables.block_ranges import block_range_of
+from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
 from everserve.wire.messages import StartWorker

@@ -23,9 +23,9 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.ops import HeadRequest, RowIndices, RowMemory
 from everserve.seam.batching import Request
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import MAX_RANKS, Rank
-from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
@@ -184,8 +184,8 @@ class LaneServer:
         ]
 
     def open(self, rank: Rank, cell: Cell, lane_fd: int, blocks: BlockRange = NO_BLOCKS) -> None:
-        """An attention worker is there. Takes over the descriptor; the cell must stay mapped until `drop`. `blocks`: the
-        KV that it may name."""
+        """An attention worker is there, which may name these KV blocks. Takes over the descriptor; the cell must stay
+        mapped until `drop`."""
         try:
             self.drop(rank)
             lane = self._region.map(lane_fd)
