@@ -15,19 +15,16 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
-from everserve.model.shard_choice import AllSlices, sliced
+from everserve.model.shard_choice import Choice, sliced
 
 
 class AttentionHalf:
     """Norms, attention, router or dense FFN of one layer."""
 
-    def __init__(
-        self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables, all_slices: AllSlices
-    ) -> None:
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables) -> None:
         self.layer = layer
         self.crosses_seam = config.crosses_seam(layer)
         self._cut = config.cut(layer)
-        self._all_slices = all_slices
         self._config = config
         self._ops = ops
         self._scale = config.head_size**-0.5
@@ -56,10 +53,11 @@ class AttentionHalf:
             attended_TX, self._output_DX, self._output_bias_D, hidden_TD, self._post_norm_D, eps
         )
 
-    def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Which shards each row goes to: ids_TK, weights_TK. Only for layers that cross the seam."""
+    def route(self, normed_TD: Tensor, slices: Choice | None) -> Choice:
+        """Which shards each row goes to. Only for layers that cross the seam. `slices`: of a dense FFN, all of them."""
         if self._router_ND is None:
-            return self._all_slices(len(normed_TD), self._cut.num_shards)
+            assert slices is not None and slices[0].shape[1] == self._cut.num_shards
+            return slices
         config = self._config
         ids_TK, weights_TK = self._ops.route(normed_TD, self._router_ND, config.experts_per_token, config.renormalise)
         return sliced(ids_TK, weights_TK, self._cut.slices_per_expert)
