@@ -10,7 +10,7 @@ from playwright.sync_api import Page, expect
 
 from everserve.procs.local_server import LocalServer
 from tests.browser.conftest import Visitor
-from tests.process.cluster import wait_until, wait_whole, worker
+from tests.process.cluster import cluster, wait_until, wait_whole, worker
 
 TIMEOUT_MS = 20_000
 STORE = "import('/dashboard/main.js').then(({ store, chart }) => %s)"
@@ -98,28 +98,33 @@ def test_a_kill_with_the_keyboard(server: LocalServer, visitor: Visitor) -> None
     """An attention worker, whose streams go on elsewhere."""
     page = visitor.open(server.url)
     expect_whole(page)
-    reach(page, "document.activeElement.matches('[data-key=\"w0\"] .kill')")
+    reach(page, on_kill_button(0))
     page.keyboard.press("Enter")
     page.keyboard.press("Escape")
     expect(page.locator("#kill")).not_to_be_visible()
-    assert page.evaluate("document.activeElement.matches('[data-key=\"w0\"] .kill')"), "the focus is where it was"
+    assert page.evaluate(on_kill_button(0)), "the focus is where it was"
     assert ask(page, "[...store.entries.values()].filter(e => e.is_open && e.kind == 'fault').length") == 0, (
         "nothing happened"
     )
     page.evaluate("document.querySelector('#try-form').requestSubmit()")  # one text, which stays when it is complete
     until(page, "document.querySelector('#try-text').textContent.length > 120")
-    wait_until(lambda: worker(server, 0)["requests"] > 0, what="a stream at worker 0")
+    rank = next(one["rank"] for one in cluster(server)["workers"] if one["requests"])
+    reach(page, on_kill_button(rank))
     page.keyboard.press("Enter")
     expect(page.locator("#kill")).to_be_visible()
     page.keyboard.press("Enter")
-    died = entry(page, "Attention worker 0 died (SIGKILL)")
-    expect(died).to_contain_text("moved to worker 1", timeout=TIMEOUT_MS)
+    died = entry(page, f"Attention worker {rank} died (SIGKILL)")
+    expect(died).to_contain_text(f"moved to worker {1 - rank}", timeout=TIMEOUT_MS)
     expect(died).to_contain_text("0 tokens lost", timeout=TIMEOUT_MS)
     expect(died).to_contain_text("replaced after", timeout=TIMEOUT_MS)
-    expect(page.locator("#announce")).to_contain_text("attention worker 0 died")
-    expect(page.locator("#try-text mark").first).to_have_text("attention worker 0 died")
+    expect(page.locator("#announce")).to_contain_text(f"attention worker {rank} died")
+    expect(page.locator("#try-text mark").first).to_have_text(f"attention worker {rank} died")
     expect_whole(page)
     wait_whole(server)
+
+
+def on_kill_button(rank: int) -> str:
+    return f"document.activeElement.matches('[data-key=\"w{rank}\"] .kill')"
 
 
 def reach(page: Page, is_there: str, most: int = 60) -> None:

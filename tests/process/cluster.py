@@ -83,11 +83,15 @@ def run_streams(
         streams = [Stream() for _ in sends]
         work = asyncio.gather(*(send(server, stream) for send, stream in zip(sends, streams, strict=True)))
         while not await asyncio.to_thread(when, streams):
-            assert not work.done(), "all streams ended before the fault"
+            assert not work.done(), f"all streams ended before the fault: {[_outcome(stream) for stream in streams]}"
         await asyncio.to_thread(act)
         return await asyncio.wait_for(work, 120)
 
     return asyncio.run(run())
+
+
+def _outcome(stream: Stream) -> str:
+    return stream.error or f"{len(stream.token_ids)} tokens"
 
 
 def in_decode(streams: list[Stream]) -> bool:

@@ -240,7 +240,7 @@ def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
     os.pwrite(memory, words.tobytes(), 0)
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(rounds, configs, st.booleans(), st.booleans())
 def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two):
     world = World(config, is_in_place)

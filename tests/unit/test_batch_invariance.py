@@ -96,12 +96,13 @@ def content(output: Output) -> tuple:
 @pytest.mark.parametrize(("kind", "ops"), [("qwen3-moe", "native"), ("mixtral", "native"), ("qwen3-moe", "reference")])
 def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
     crowded = make_engine(kind, ops, monkeypatch)
-    specs = random_specs(14 if ops == "reference" else 20, crowded.limits.vocab_size, seed=1)
+    num_specs, num_crowds = (6, 1) if ops == "reference" else (20, 3)  # plain PyTorch row by row takes its time
+    specs = random_specs(num_specs, crowded.limits.vocab_size, seed=1)
     alone = {}
     quiet = make_engine(kind, ops, monkeypatch, enable_prefix_caching=False, max_num_batched_tokens=96)
     for spec in specs:
         alone |= run(quiet, [spec], seed=0)
-    for seed in range(3):
+    for seed in range(num_crowds):
         assert run(crowded, specs, seed) == alone
     tight = make_engine(kind, ops, monkeypatch, kv_cache_bytes=9 * kv_block_bytes(kind))
     assert run(tight, specs, seed=9) == alone

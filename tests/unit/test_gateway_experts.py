@@ -35,6 +35,7 @@ def test_load_and_places() -> None:
                 "layers": [
                     {
                         "layer": 0,
+                        "kind": "expert",
                         "experts": [
                             {"expert": 0, "load": 8.0, "places": [first, second], "moving": False},
                             {"expert": 1, "load": 2.0, "places": shadowless, "moving": False},
@@ -42,6 +43,7 @@ def test_load_and_places() -> None:
                     },
                     {
                         "layer": 2,
+                        "kind": "expert",
                         "experts": [
                             {"expert": 0, "load": 0.0, "places": [], "moving": True},
                             {"expert": 1, "load": 5.0, "places": shadowless, "moving": False},
@@ -56,7 +58,7 @@ def test_load_and_places() -> None:
             compact = (await server.request("GET", "/cluster/experts?form=map")).json
             assert compact["load"] == [[8.0, 2.0], [0.0, 5.0]] and compact["layers"] == [0, 2]
             assert compact["places"] == [[2, 1], [0, 1]] and compact["active"] == [[2, 1], [1, 1]]
-            assert compact["moving"] == [[1, 0]]
+            assert compact["moving"] == [[1, 0]] and compact["kinds"] == ["expert", "expert"]
             metrics = (await server.request("GET", "/metrics")).body.decode()
             assert "everserve_expert_load_max_over_mean 1.25" in metrics
 

@@ -12,7 +12,7 @@ kill.py     send a signal to a process
 drain.py    have workers leave in order, and be replaced
 scale.py    have more or fewer workers
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench)
+bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
@@ -64,4 +64,4 @@ def main() -> None:
 
 def _register() -> None:
     """Each module registers its command. That takes a moment, which is why it is not done above."""
-    from everserve.cli import bench, chaos, demo, drain, kill, scale, serve, status, version  # noqa: F401, PLC0415
+    from everserve.cli import bench, bench_load, chaos, demo, drain, kill, scale, serve, status, version  # noqa: F401, PLC0415

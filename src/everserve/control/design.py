@@ -8,7 +8,7 @@ from everserve.engine.sizing import KvSizes
 from everserve.model.config import ModelConfig
 from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
 from everserve.plan.repair import Room, replan
-from everserve.plan.shards import place_shards
+from everserve.plan.shards import Spread, place_shards
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
@@ -54,10 +54,11 @@ def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], num_shadows:
 
 def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) -> Placement:
     """Whole experts in even shares. What every row needs, and experts of which there are few, in a way that leaves all
-    workers the same work, however many they are."""
+    workers the same work, however many they are; without copies, if there shall be none."""
     if model.moe_layers and not model.tensor_parallel:
         return place_experts(model.num_experts, model.moe_layers, ranks, num_shadows)
-    return place_shards(model.calls, ranks, num_shadows)
+    spread = Spread.CYCLIC if num_shadows == 0 else Spread.DEALT
+    return place_shards(model.calls, ranks, num_shadows, spread)
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import AttentionSources, Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
-from everserve.model.shard_choice import AllSlices, sliced
+from everserve.model.shard_choice import Choice, sliced
 from everserve.seam.heads import Heads
 
 
@@ -47,20 +47,11 @@ class MergedHeads:
 class AttentionHalf:
     """Norms, output projection, router or dense FFN of one layer; and its heads, unless they are elsewhere."""
 
-    def __init__(
-        self,
-        layer: int,
-        config: ModelConfig,
-        weights: Weights,
-        ops: Ops,
-        rope: RopeTables | None,
-        all_slices: AllSlices,
-    ) -> None:
+    def __init__(self, layer: int, config: ModelConfig, weights: Weights, ops: Ops, rope: RopeTables | None) -> None:
         """`rope`: None where heads are elsewhere."""
         self.layer = layer
         self.crosses_seam = config.crosses_seam(layer)
         self._cut = config.cut(layer)
-        self._all_slices = all_slices
         self._config = config
         self._ops = ops
 
@@ -81,10 +72,11 @@ class AttentionHalf:
             attended_TX, self._output_DX, self._output_bias_D, hidden_TD, self._post_norm_D, eps
         )
 
-    def route(self, normed_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Which shards each row goes to: ids_TK, weights_TK. Only for layers that cross the seam."""
+    def route(self, normed_TD: Tensor, slices: Choice | None) -> Choice:
+        """Which shards each row goes to. Only for layers that cross the seam. `slices`: of a dense FFN, all of them."""
         if self._router_ND is None:
-            return self._all_slices(len(normed_TD), self._cut.num_shards)
+            assert slices is not None and slices[0].shape[1] == self._cut.num_shards
+            return slices
         config = self._config
         ids_TK, weights_TK = self._ops.route(normed_TD, self._router_ND, config.experts_per_token, config.renormalise)
         return sliced(ids_TK, weights_TK, self._cut.slices_per_expert)

@@ -16,9 +16,10 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
-from everserve.model.shard_choice import AllSlices
+from everserve.model.shard_choice import all_slices
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, StepRows
+from everserve.tables.calls import ShardKind
 
 
 class LocalHeads:
@@ -63,10 +64,10 @@ class Decoder:
         # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
         tied = config.tie_word_embeddings
         self._lm_head_VD = self._embedding_VD if tied else weights.load(weights.layout.lm_head)
-        all_slices = AllSlices(ops.device)
+        self._num_slices = max((cut.num_shards for cut in config.cuts if cut.kind is ShardKind.SLICE), default=0)
         self.layers: list[AttentionHalf] = []
         for layer in range(config.num_layers):
-            self.layers.append(AttentionHalf(layer, config, weights, ops, rope, all_slices))
+            self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
 
@@ -83,10 +84,11 @@ class Decoder:
         """All layers: hidden_TD. `kv`: the pool, or the heads that have one."""
         heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
+        slices = all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)
             if half.crosses_seam:
-                ids_TK, weights_TK = half.route(normed_TD)
+                ids_TK, weights_TK = half.route(normed_TD, slices)
                 hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:
                 hidden_TD = half.feed_forward(normed_TD, residual_TD)
