@@ -1,53 +1,39 @@
-"""Heads, their KV and FFN slices over three devices: the tokens of one process, whatever dies."""
+"""Heads, their KV and experts over three devices: the tokens of one process, whatever dies."""
 
-import shutil
 import signal
 
 import pytest
 
-from everserve.bench.load import Ask
-from everserve.model.bundled import DEMO_MODEL
-from tests.models import MAX_POSITIONS, VOCAB_SIZE, model_directory
 from tests.process import cluster as c
-from tests.process.cluster import Fault
+from tests.process.cluster import DECODE, Fault
 
-ASKS = [
-    Ask(
-        prompt=[(7 * i + 3 * j) % VOCAB_SIZE for j in range(5 + 20 * i)],
-        max_tokens=MAX_POSITIONS - 80,
-        params={"temperature": 1.0, "seed": i} if i % 2 else {},
-    )
-    for i in range(4)
-]
 HOME, SHARDS = 0, 4
+LONG = c.asks(3, num_prompt=12, max_tokens=400)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    """A dense model with two KV heads, fewer than there are workers."""
-    directory = tmp_path_factory.mktemp("llama3") / "llama3"
-    shutil.copytree(model_directory("llama3"), directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO_MODEL / name, directory / name)
-    return str(directory)
+def divided(start_server):
+    """One cluster for all losses: it must be whole again after each."""
+    with start_server("-tp", "3", "--enable-chaos", *c.PATIENT) as running:
+        yield running
+        assert running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+@pytest.fixture
+def whole(divided):
+    c.wait_whole(divided)
+    return divided
 
 
 @pytest.fixture(scope="module")
-def expected(start_server, directory):
-    with start_server("--served-model-name", "it", "-tp", "1", model=directory) as one:
-        one.model = "it"
-        return c.run_all(one, ASKS)
+def expected(server):
+    """The right answers, by one process that has everything itself."""
+    return c.run_all(server, DECODE)
 
 
-@pytest.fixture(scope="module")
-def server(start_server, directory):
-    with start_server("--served-model-name", "it", "-tp", "3", *c.PATIENT, model=directory) as server:
-        server.model = "it"
-        yield server
-
-
-def test_three_devices_answer_what_one_process_answers(server, expected):
-    assert c.run_all(server, ASKS) == expected
+def num_computed_again(server) -> float:
+    return c.metric(server, "vllm:num_preemptions_total")
 
 
 @pytest.mark.parametrize(
@@ -55,14 +41,23 @@ def test_three_devices_answer_what_one_process_answers(server, expected):
     [(SHARDS, signal.SIGKILL), (HOME, signal.SIGKILL), (SHARDS, signal.SIGSTOP)],
     ids=["shard worker dies", "home dies", "shard worker is stopped"],
 )
-def test_streams_go_on(server, expected, rank, signum):
-    """The KV of a shard worker outlives it: nothing is computed again."""
-    c.wait_whole(server)
-    before = c.metric(server, "vllm:num_preemptions_total")
-    fault = Fault(server, rank, signum)
-    streams = c.run_with(server, ASKS, lambda streams: any(stream.token_ids for stream in streams), fault)
+def test_streams_go_on(whole, expected, rank, signum):
+    """The KV of a shard worker outlives it: nothing is computed again. (Streams of a dead home are, elsewhere.)"""
+    before, fault = num_computed_again(whole), Fault(whole, rank, signum)
+    streams = c.run_with(whole, DECODE, c.in_decode, fault)
     fault.assert_landed()
     c.assert_equal(streams, expected)
-    if rank == SHARDS:
-        assert c.metric(server, "vllm:num_preemptions_total") == before
-    c.wait_whole(server)
+    assert num_computed_again(whole) == before
+
+
+def test_a_lost_device_takes_kv_with_it(whole, server):
+    """Every stream needs every head: all are computed again, and are what they would have been."""
+    before, expected = num_computed_again(whole), c.run_all(server, LONG)
+
+    def lose() -> None:
+        answer = c.post(whole, "/cluster/fault", {"device": 1, "gone": False})
+        assert answer.status_code == 200, answer.text
+
+    c.assert_equal(c.run_with(whole, LONG, c.in_decode, lose), expected)
+    assert num_computed_again(whole) > before
+    c.wait_whole(whole)

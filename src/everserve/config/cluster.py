@@ -29,7 +29,7 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     ] = False
     tensor_parallel_size: Annotated[
         int | None,
-        Flag("Divide every layer's FFN over so many devices, each with an attention and an expert worker. Any number:"
+        Flag("Divide every layer over so many devices, each with an attention and an expert worker. Any number:"
              " the bits of a stream do not depend on it.", short="-tp", min=1, max=MAX_RANKS // 2),
     ] = None  # fmt: skip
     devices: Annotated[
