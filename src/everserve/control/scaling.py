@@ -22,6 +22,7 @@ from everserve.control.events import ScaleAsked
 from everserve.control.places import what_is_held, without
 from everserve.control.seats import Seat
 from everserve.plan.moves import GivenUp
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import WorkerState
@@ -60,6 +61,8 @@ def size_of(goal: Goal) -> Size:
 
 def scaled(goal: Goal, asked: ScaleAsked, capacity: Capacity, empty: Collection[Rank]) -> Goal:
     """The goal with the seats that were asked for. `empty`: ranks without a process. Raises Refused."""
+    if goal.placement is not None and any(call.kind is ShardKind.HEAD for call in goal.placement.calls):
+        raise Refused("with --tensor-parallel-size on CPUs the number of workers is fixed: each home has its KV blocks")
     draft = _Draft(goal, capacity, empty)
     draft.retire(seat for seat in goal.seats if seat.device in goal.gone)
     if asked.devices is not None:

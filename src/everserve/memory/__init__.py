@@ -5,7 +5,7 @@ owned.py      what it owns (tables/memory.py), of the host and of devices; nothi
 names.py      sizes of memory that backends share, and what to tell a user when there is no room
 kv_pieces.py  the KV of some heads for all streams, and who it belongs to
 liveness/     cells and wardens: doorbells, pulses, life words
-device.py     libcuda through ctypes, without torch: device memory as descriptors, addresses, streams, waiting for a word
+device.py     libcuda through ctypes, without torch: device memory as descriptors, addresses, streams, waiting
 devices.py    which devices there are and how much memory they have, asked of a process that ends again
 tables.py     private memory for tables that C reads and writes
 

@@ -8,7 +8,7 @@ from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
-from everserve.tables.block_ranges import block_range_of
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
@@ -91,7 +91,12 @@ class ExpertLoop(ExpertService):
         self._pending = [request for request in self._pending if request not in choice.batch]
 
     def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
-        self._server.open(rank, cell, lane_fd, block_range_of(rank, self._blocks_per_home))
+        self._server.open(rank, cell, lane_fd, self._blocks_of(rank))
+
+    def _blocks_of(self, home: Rank) -> BlockRange:
+        """None for a worker that is not one of the homes which the pool was made for: its requests are refused."""
+        is_home = home < (self._start.capacity.devices or 0)
+        return block_range_of(home, self._blocks_per_home) if is_home else NO_BLOCKS
 
     def _close(self, rank: Rank) -> None:
         self._drop_pending(rank)
