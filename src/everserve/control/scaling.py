@@ -22,6 +22,7 @@ from everserve.control.events import ScaleAsked
 from everserve.control.places import what_is_held, without
 from everserve.control.seats import Seat
 from everserve.plan.moves import GivenUp
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import WorkerState
@@ -220,7 +221,7 @@ class _Draft:
         if placement is None:
             return
         for call, num_slots in zip(placement.calls, self._capacity.slots(len(placement.calls)), strict=True):
-            if num_expert > call.num_shards:
+            if call.kind is ShardKind.EXPERT and num_expert > call.num_shards:
                 raise Refused(
                     f"{num_expert} expert workers: the model has {call.num_shards} {call.kind}s per layer, so at most"
                     f" {call.num_shards}"
