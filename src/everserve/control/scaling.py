@@ -223,7 +223,7 @@ class _Draft:
         if placement is None:
             return
         for call, num_slots in zip(placement.calls, self._capacity.slots(len(placement.calls)), strict=True):
-            if num_expert > call.num_shards:
+            if call.kind is ShardKind.EXPERT and num_expert > call.num_shards:
                 raise Refused(
                     f"{num_expert} expert workers: the model has {call.num_shards} {call.kind}s per layer, so at most"
                     f" {call.num_shards}"

@@ -11,7 +11,8 @@ After a loss or a return the third only chooses among places that there are anyw
 alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
-another one is planned like it.
+another one is planned like it. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
+worker that has a slot left.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -111,6 +111,8 @@ def _wrong_shape(placement: Placement, routes: Routes) -> list[str]:
     planned, routed = (len(placement.calls), placement.num_experts), (routes.num_layers, routes.num_experts)
     if planned == routed and (routes.exists() == _exists(placement)).all():
         return []
+    if planned == routed:
+        return ["routes and placement are for different numbers of experts in some layers"]
     return [f"routes are for {routed[0]} layers of {routed[1]} experts, the placement for {planned[0]} of {planned[1]}"]
 
 
