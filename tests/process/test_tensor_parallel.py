@@ -8,7 +8,7 @@ from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
 HOME, SHARDS = 0, 4
-LONG = c.asks(3, num_prompt=12, max_tokens=400)
+LONG = c.asks(3, num_prompt=12, max_tokens=300)
 
 
 @pytest.fixture(scope="module")

@@ -29,20 +29,20 @@ CALLS = [
 PLACEMENT = place_shards(CALLS, RANKS, None, Spread.DEALT)
 
 
-def heads(seat, lists) -> list[tuple[int, ...]]:
+def of_heads(lists) -> list[tuple[int, ...]]:
     return [lists[i] for i, call in enumerate(CALLS) if call.kind is ShardKind.HEAD]
 
 
 def test_heads_have_no_copies_and_are_spread_evenly():
-    assert all(not any(heads(seat, seat.shadows)) for seat in PLACEMENT.seats)
+    assert all(not any(of_heads(seat.shadows)) for seat in PLACEMENT.seats)
     assert any(any(shadows) for seat in PLACEMENT.seats for shadows in seat.shadows), "slices have"
     for seat in PLACEMENT.seats:
-        assert {len(one) for one in heads(seat, seat.active)} == {2 + 8 % 3}, "as many on each, and the dealt ones"
+        assert {len(one) for one in of_heads(seat.active)} == {2 + 8 % 3}, "as many on each, and the dealt ones"
 
 
 def machine() -> Machine:
-    slots = PLACEMENT.slots_by_call if hasattr(PLACEMENT, "slots_by_call") else PLACEMENT.num_slots
-    capacity = Capacity(max_workers=6, slots_per_layer=max(slots), slots_by_call=tuple(slots), devices=3)
+    slots = PLACEMENT.slots_by_call
+    capacity = Capacity(max_workers=6, slots_per_layer=max(slots), slots_by_call=slots, devices=3)
     found = Machine(goal_of([0, 1, 2], PLACEMENT), Policy(detect_s=0.1), capacity)
     found.start(100.0)
     for rank in range(6):
@@ -70,9 +70,8 @@ def test_the_number_of_workers_is_fixed():
 
 
 def test_homes_have_different_blocks():
-    pools = [
-        BlockPool(num, 4, UndoLog(), first) for first, num in (block_range_of(Rank(home), 6) for home in (0, 1, 2))
-    ]
+    ranges = [block_range_of(Rank(home), 6) for home in (0, 1, 2)]
+    pools = [BlockPool(num, 4, UndoLog(), first) for first, num in ranges]
     taken = [[pool.allocate() for _ in range(7)] for pool in pools]
     assert [blocks[:-1] for blocks in taken] == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
     assert all(blocks[-1] == NO_BLOCKS_LEFT for blocks in taken)
