@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -28,12 +29,13 @@ class PagedSequences:
         block_size: int = 16,
         num_blocks: int = 64,
         seed: int = 0,
+        tensor_parallel: bool = False,
     ) -> None:
-        config = ModelConfig.from_directory(str(directory))
+        config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=tensor_parallel)
         checkpoint = Checkpoint.open(str(directory))
         weights = Weights(config, checkpoint, dtype, ops.device)
         self.decoder = Decoder(config, weights, ops, max_model_len=config.max_position_embeddings)
-        experts = ExpertHalf(config, checkpoint, ops, num_slots=config.num_experts, dtype=dtype)
+        experts = ExpertHalf(config, checkpoint, ops, num_slots=config.max_shards, dtype=dtype)
         experts.load_all()
         self.expert_io = LocalExperts(experts)
         self.block_size = block_size

@@ -7,6 +7,7 @@ import torch
 
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
+from everserve.model.cut import cut_experts
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import Ops
 from everserve.tables.ids import Epoch, Rank, SlotId
@@ -25,11 +26,12 @@ class RandomExperts(ExpertHalf):
     def __init__(self, ops: Ops, slots: Sequence[int]) -> None:
         """`slots[s]` is the expert in slot s of every layer."""
         self.config = SimpleNamespace(  # type: ignore[assignment]
-            num_experts=NUM_EXPERTS,
-            moe_layers=MOE_LAYERS,
-            experts_per_token=TOP_K,
+            cuts=tuple(cut_experts(layer, NUM_EXPERTS, TOP_K, INNER, slices=1) for layer in MOE_LAYERS),
+            call_layers=MOE_LAYERS,
+            divides_heads=False,
+            max_shards=NUM_EXPERTS,
+            max_shards_per_token=TOP_K,
             hidden_size=HIDDEN,
-            expert_intermediate_size=INNER,
         )
         self._make_slots(ops, len(slots))
         for layer in MOE_LAYERS:

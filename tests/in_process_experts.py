@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from struct import Struct
 
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer, Request
 from everserve.backends.cpu.peers import ExpertPeers
@@ -248,14 +249,16 @@ class MemoryExperts:
 
     def remote_experts(self, ops: Ops, on_control: Callable[[], None] = lambda: None) -> RemoteExperts:
         return RemoteExperts(
-            self.peers,
+            Exchange(
+                self.peers,
+                detect_ms=50,
+                lease_s=1,
+                on_control=on_control,
+                on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
+                on_replay=lambda *replay: self.replayed.append(replay),
+                others_turn=self.turn,
+            ),
             ops,
-            detect_ms=50,
-            lease_s=1,
-            on_control=on_control,
-            on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
-            on_replay=lambda *replay: self.replayed.append(replay),
-            others_turn=self.turn,
         )
 
     def turn(self) -> bool:

@@ -25,7 +25,7 @@ EXPERT_BYTES = 3 * HIDDEN * INNER * 4
 
 
 def plan_of(num_slots: int) -> ExpertMemoryPlan:
-    return ExpertMemoryPlan(NUM_LAYERS, num_slots, -(-EXPERT_BYTES // 64) * 64)
+    return ExpertMemoryPlan.uniform(NUM_LAYERS, num_slots, -(-EXPERT_BYTES // 64) * 64)
 
 
 class SharedWeights:

@@ -8,6 +8,7 @@
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After, or an error event; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
     └── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
+        └── KvLost           all KV of one engine        (likewise, after everything was forgotten that was computed)
 
 Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
 """
@@ -56,3 +57,15 @@ class StepAbandoned(EverserveError):
         super().__init__(f"layer {layer}: no place for the experts {', '.join(map(str, experts))}")
         self.layer = layer
         self.experts = experts
+
+
+class KvLost(StepAbandoned):
+    """The KV of some heads is gone, and every stream needs every head: all KV has to be computed again, from tokens.
+
+    Who raises this has forgotten where KV was. Who catches it must not use any KV that was computed before.
+    """
+
+    def __init__(self, layer: int, why: str) -> None:
+        EverserveError.__init__(self, f"layer {layer}: {why}; all KV is computed again")
+        self.layer = layer
+        self.experts = ()

@@ -32,3 +32,25 @@ def test_deaths_are_survived_exactly_and_nothing_is_loaded_again(tmp_path: Path,
         loading = [e for e in server.events() if e["event"] == "worker_loading" and e["what"] != "graphs"]
         assert {event["incarnation"] for event in loading} <= {1}
         assert "Traceback" not in server.log_text(), server.log_text()
+
+
+def serve_flags(*flags: str) -> list[str]:
+    return [
+        *("--device", "cuda", "--load-format", "dummy", "--max-model-len", "1024", "--enable-chaos"),
+        *("--kv-cache-memory-bytes", str(1 << 30), *flags),
+    ]
+
+
+@pytest.mark.parametrize("shape", ["llama", "mixtral"])
+def test_ffns_are_divided_over_any_number_of_workers_with_the_same_bits(tmp_path: Path, shape: str) -> None:
+    """One process, and devices that share every FFN, one of whose workers dies in between."""
+    model = write_shape(tmp_path / shape, shape, num_layers=2)
+    expected = None
+    for num in (1, 2, 3):
+        with LocalServer(str(model), *serve_flags("-tp", str(num)), start_timeout_s=240) as server:
+            found = tokens(run(server, ASKS))
+            expected = expected or found
+            assert found == expected, f"-tp {num}"
+            if num > 1:
+                assert tokens(kill_under_load(server, 2 * num - 1, ASKS)) == expected
+            assert "Traceback" not in server.log_text(), server.log_text()

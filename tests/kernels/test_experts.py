@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.ops.experts import (
     FEW_ROWS,
     MANY_ROWS,
@@ -17,6 +18,8 @@ from everserve.backends.cuda.ops.experts import (
     gate_up,
     plan_local,
 )
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.model.shard_choice import all_slices
 from tests.kernels.toy_experts import assert_close, make_arena, random_routes, reference_slots
 
 CUTS = [FEW_ROWS, SOME_ROWS, MANY_ROWS]
@@ -155,3 +158,24 @@ def test_a_slot_computes_with_the_place_that_the_table_names(device, stop) -> No
     pos_TK, y_RD = compute(x_TD, ids_TK, wide, 1, FEW_ROWS, stop)
     expected_pos_TK, expected_RD = compute(x_TD, as_if_TK, arena, 1, FEW_ROWS, stop)
     assert torch.equal(y_RD[pos_TK.long()], expected_RD[expected_pos_TK.long()])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 21])
+def test_slices_are_a_dense_ffn(device, num_tokens) -> None:
+    """Every row goes to all of them, padding nowhere; the bits of a row do not depend on its company."""
+    arena, weights = make_arena(2, 5, 64, 24, device)
+    ops = CudaOps(device, max_num_seqs=4, max_model_len=64)
+    experts = LocalCudaExperts(ops, arena, (3, 6), 5)
+    x_TD, residual_TD = torch.randn(num_tokens + 3, 64, device=device).bfloat16(), torch.randn(num_tokens + 3, 64)
+    residual_TD = residual_TD.to(device)
+    positions_T = torch.arange(num_tokens + 3, dtype=torch.int32, device=device)
+    positions_T[num_tokens:] = -1
+    out_TD = experts(6, *all_slices(positions_T, 5), x_TD, residual_TD)
+    assert torch.equal(out_TD[num_tokens:], residual_TD[num_tokens:]), "padding"
+    real = slice(0, num_tokens)
+    reference = ReferenceOps(device).feed_forward(
+        x_TD[real].float(), reference_slots(weights[1], device), residual_TD[real]
+    )
+    assert_close(out_TD[real], reference)
+    alone = experts(6, *all_slices(positions_T[:1], 5), x_TD[:1].contiguous(), residual_TD[:1].contiguous())
+    assert torch.equal(alone, out_TD[:1])

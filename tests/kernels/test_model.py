@@ -47,7 +47,7 @@ class Model:
         self.ops = CudaOps(device, max_num_seqs=3, max_model_len=BLOCK_SIZE * NUM_BLOCKS)
         self.decoder = Decoder(config, weights, self.ops, BLOCK_SIZE * NUM_BLOCKS)
         self.experts = LocalCudaExperts(
-            self.ops, _arena(config, weights, device), config.moe_layers, config.num_experts
+            self.ops, _arena(config, weights, device), config.call_layers, config.max_shards
         )
         shape = self.decoder.kv_shape(NUM_BLOCKS, BLOCK_SIZE)
         self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
@@ -93,17 +93,15 @@ class Model:
             self.num_taken += 1
 
 
-def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena | None:
-    if not config.moe_layers:
-        return None
-    layers, experts = len(config.moe_layers), config.num_experts
-    hidden, size = config.hidden_size, config.expert_intermediate_size
+def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena:
+    layers, experts = len(config.cuts), config.max_shards
+    hidden, size = config.hidden_size, config.cuts[0].shard_size
     gate_up = torch.empty(layers * experts * 2 * size, hidden, dtype=torch.bfloat16, device=device)
     down = torch.empty(layers * experts * hidden, size, dtype=torch.bfloat16, device=device)
     arena = ExpertArena(gate_up, down, layers, experts)
-    for index, layer in enumerate(config.moe_layers):
-        for expert in range(experts):
-            sources = weights.layout.expert(layer, expert)
+    for index, cut in enumerate(config.cuts):
+        for expert in range(cut.num_shards):
+            sources = weights.layout.shard(cut.layer, expert)
             arena.fill(index, expert, weights.load(sources.gate), weights.load(sources.up), weights.load(sources.down))
     return arena
 

@@ -66,9 +66,9 @@ def test_each_place_gets_its_own_weight_in_any_order(kind: str) -> None:
 
 
 def test_the_ffn_of_a_layer_without_experts_lies_in_its_place_and_nowhere_else() -> None:
-    seat = Seat(model_directory("qwen3", "bfloat16"))
+    seat = Seat(model_directory("qwen3-moe-mixed", "bfloat16"))
     ops = CudaOps(CPU, max_num_seqs=1, max_model_len=64)
-    for layer in range(seat.model.num_layers):
+    for layer in (0, 2, 3):
         slots = seat.weights(is_complete=False).feed_forward(layer, ops)
         assert isinstance(slots, ArenaSlots) and slots.arena is not None
         sources, plain = seat.weights(True).layout.dense(layer), Weights(seat.model, seat.checkpoint, "bfloat16", CPU)

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these kernels
 NUM_LAYERS, NUM_OWN, NUM_MAPPED, NUM_EXPERTS = 2, 3, 2, 8
 HIDDEN_SIZE, EXPERT_SIZE = 128, 64
 PLACE_BYTES = 3 * HIDDEN_SIZE * EXPERT_SIZE * 2
-PLAN = ExpertMemoryPlan(NUM_LAYERS, NUM_OWN, PLACE_BYTES)
-BACKUP_PLAN = ExpertMemoryPlan(NUM_LAYERS, NUM_EXPERTS, PLACE_BYTES)
+PLAN = ExpertMemoryPlan.uniform(NUM_LAYERS, NUM_OWN, PLACE_BYTES)
+BACKUP_PLAN = ExpertMemoryPlan.uniform(NUM_LAYERS, NUM_EXPERTS, PLACE_BYTES)
 IDENTITY = bytes(range(32))
 MAX_WORKERS = 4
 

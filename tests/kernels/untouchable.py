@@ -57,7 +57,7 @@ class Untouchable:
 
     def arena(self, model: ModelConfig, num_slots: int) -> ExpertArena:
         plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
-        return ExpertArena.of_experts(self.view(plan.tensor("experts")), len(model.moe_layers), num_slots)
+        return ExpertArena.of_experts(self.view(plan.tensor("experts")), len(model.cuts), num_slots)
 
 
 def run_steps(stop: int) -> None:
@@ -69,7 +69,7 @@ def run_steps(stop: int) -> None:
     checkpoint = Checkpoint.open(DEMO_MODEL)
     decoder = Decoder(model, PlacedWeights(model, checkpoint, CPU, plan, untouchable.view, True), ops, MAX_LEN)
     pool = untouchable.tensor(*decoder.kv_shape(16, BLOCK_SIZE))
-    local = LocalCudaExperts(ops, untouchable.arena(model, model.num_experts), model.moe_layers, model.num_experts)
+    local = LocalCudaExperts(ops, untouchable.arena(model, model.max_shards), model.call_layers, model.max_shards)
     shape = CudaLaneShape(64, model.experts_per_token, model.hidden_size, NUM_SLOTS)
     state = send.SendState.empty(shape, untouchable.address + (1 << 20), NUM_RANKS, ops.words.stop)
     nowhere = torch.full((NUM_RANKS * NUM_SLOTS,), send.NO_RANK, dtype=torch.int32)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
@@ -129,13 +130,15 @@ class Attention:
         self.peers.use(routes({process.rank: EVERYTHING for process in self.processes}))
         self.suspected: list[tuple[Rank, str]] = []
         self.expert_io = RemoteExperts(
-            self.peers,
+            Exchange(
+                self.peers,
+                detect_ms=DETECT_MS,
+                lease_s=30,
+                on_control=lambda: None,
+                on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
+                on_replay=lambda *replay: None,
+            ),
             ops,
-            detect_ms=DETECT_MS,
-            lease_s=30,
-            on_control=lambda: None,
-            on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
-            on_replay=lambda *replay: None,
         )
         local = local_experts(ops)
         self._cases = [(layer, Rows(1 + seed, seed)) for layer in MOE_LAYERS for seed in range(MAX_TOKENS)]

@@ -1,5 +1,6 @@
 """Clusters of other architectures: without experts, and with experts in some layers only."""
 
+import functools
 import shutil
 import signal
 
@@ -25,6 +26,7 @@ ASKS = [
 def directory_of(tmp_path_factory):
     """A random model of this kind, with the bundled model's tokenizer: prompts are token ids anyway."""
 
+    @functools.cache
     def make(kind: str):
         directory = tmp_path_factory.mktemp(kind) / kind
         shutil.copytree(model_directory(kind), directory)
@@ -35,19 +37,36 @@ def directory_of(tmp_path_factory):
     return make
 
 
+@pytest.fixture(scope="module")
+def alone(start_server, directory_of):
+    """What one process answers."""
+
+    @functools.cache
+    def answers(kind: str, *flags: str) -> list[list[int]]:
+        with start_server("--served-model-name", "it", *flags, model=str(directory_of(kind))) as one:
+            one.model = "it"
+            return c.run_all(one, ASKS)
+
+    return answers
+
+
+DIVIDED_FFN = ("--attention-workers", "2", "--expert-workers", "3", "--weights", "memory")
+
+
 @pytest.mark.parametrize(
-    ("kind", "flags", "victims"),
+    ("kind", "flags", "victims", "one"),
     [
-        ("llama3", ("--attention-workers", "2"), [0]),
-        ("qwen3-moe-mixed", ("--attention-workers", "1", "--expert-workers", "2"), [1, 0]),
+        ("llama3", ("--attention-workers", "2"), [0], ()),
+        ("llama3", DIVIDED_FFN, [3, 4], ()),
+        ("qwen3-moe-mixed", ("--attention-workers", "1", "--expert-workers", "2"), [1, 0], ()),
+        ("mixtral", ("-tp", "3"), [4], ("-tp", "1")),
     ],
 )
-def test_a_cluster_survives_and_answers_what_one_process_answers(start_server, directory_of, kind, flags, victims):
-    directory = str(directory_of(kind))
-    with start_server("--served-model-name", "it", model=directory) as one:
-        one.model = "it"
-        expected = c.run_all(one, ASKS)
-    with start_server("--served-model-name", "it", *flags, model=directory) as server:
+def test_a_cluster_survives_and_answers_what_one_process_answers(
+    start_server, directory_of, alone, kind, flags, victims, one
+):
+    expected = alone(kind, *one)
+    with start_server("--served-model-name", "it", *flags, model=str(directory_of(kind))) as server:
         server.model = "it"
         assert c.run_all(server, ASKS) == expected
         for rank in victims:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from everserve.backends.cpu import roles
 from everserve.backends.cpu.build import load_experts, open_model
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
@@ -25,6 +26,7 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
 from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.tables.calls import expert_calls
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, SlotId, WorkerId
 from everserve.tables.memory import Kind, Memory
@@ -68,7 +70,7 @@ def halves() -> Goal:
             SeatGoal(rank=ATTENTION, roles=(Role.ATTENTION,)),
             *(SeatGoal(rank=rank, roles=(Role.EXPERT,)) for rank in (FIRST, SECOND)),
         ),
-        placement=Placement(num_experts=MODEL.num_experts, moe_layers=MODEL.moe_layers, seats=seats),
+        placement=Placement(calls=expert_calls(MODEL.num_experts, MODEL.moe_layers), seats=seats),
     )
 
 
@@ -97,13 +99,15 @@ class Instance:
             )
             self.peers.join(worker.rank, Incarnation(1), Cell(worker.cell_fd), lane_fd)
         self.remote = RemoteExperts(
-            self.peers,
+            Exchange(
+                self.peers,
+                detect_ms=DETECT_MS,
+                lease_s=30,
+                on_control=lambda: None,
+                on_suspect=lambda *suspicion: None,
+                on_replay=lambda *replay: None,
+            ),
             opened.ops,
-            detect_ms=DETECT_MS,
-            lease_s=30,
-            on_control=lambda: None,
-            on_suspect=lambda *suspicion: None,
-            on_replay=lambda *replay: None,
         )
         self.local = LocalExperts(load_experts(opened, "auto", slots=None))
         self._epoch = 0

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
@@ -84,14 +85,16 @@ class AttentionWorker:
             self.peers.join(worker.rank, FIRST, Cell(worker.cell_fd), lane_fd)
         self.suspected: list[object] = []
         self.experts = RemoteExperts(
-            self.peers,
+            Exchange(
+                self.peers,
+                detect_ms=50,
+                lease_s=1,
+                on_control=self.read_control,
+                on_suspect=lambda *suspicion: self.suspected.append(suspicion),
+                on_replay=lambda *replay: self.suspected.append(replay),
+                others_turn=world.turn,
+            ),
             OPS,
-            detect_ms=50,
-            lease_s=1,
-            on_control=self.read_control,
-            on_suspect=lambda *suspicion: self.suspected.append(suspicion),
-            on_replay=lambda *replay: self.suspected.append(replay),
-            others_turn=world.turn,
         )
 
     def publish(self, routes: Routes, made_at: int) -> None:

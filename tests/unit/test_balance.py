@@ -11,6 +11,7 @@ from everserve.plan.dealing import Dealing, imbalance, work_of
 from everserve.plan.placement import place_experts
 from everserve.plan.repair import Room, replan
 from everserve.plan.routing import make_routes
+from everserve.tables.calls import expert_calls
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.placement import Placement, SeatExperts
 from everserve.tables.slots import HeldSlots
@@ -56,8 +57,7 @@ def test_shares_are_what_routes_deal(num_dealers, num_active):
     ranks = seats(num_active)
     everywhere = ((tuple(range(NUM_EXPERTS)),), ((),))
     placement = Placement(
-        num_experts=NUM_EXPERTS,
-        moe_layers=(0,),
+        calls=expert_calls(NUM_EXPERTS, (0,)),
         seats=tuple(SeatExperts(rank=rank, active=everywhere[0], shadows=everywhere[1]) for rank in ranks),
     )
     routes = make_routes(Epoch(1), placement, have(placement), ranks)
@@ -83,7 +83,7 @@ def test_every_attention_worker_has_all_candidates_active_ones_first():
         )
         for seat in placement.seats
     )
-    routes = make_routes(Epoch(1), Placement(num_experts=16, moe_layers=(0, 1), seats=split), have(placement), seats(4))
+    routes = make_routes(Epoch(1), Placement(calls=expert_calls(16, (0, 1)), seats=split), have(placement), seats(4))
     num_active = routes.num_active()
     assert num_active[0].tolist() == [1] * 16 and num_active[1, hot] == 3
     assert num_active[1].sum() == 16 + 2

@@ -111,8 +111,23 @@ def test_experts_that_are_not_there(serve):
     serve("--expert-workers", "2", "--shadow-experts", "1")
     dense = dataclasses.replace(MODEL, num_experts=0, moe_layers=())
     check_experts(ClusterConfig(), dense)
-    with pytest.raises(ConfigError, match="this model has no experts; leave the flag out"):
-        check_experts(ClusterConfig(expert_workers=2), dense)
+    check_experts(ClusterConfig(expert_workers=3), dense)  # slices of its FFNs
+    with pytest.raises(ConfigError, match="--shadow-experts 9"):
+        check_experts(ClusterConfig(expert_workers=2, shadow_experts=9), dense)
+
+
+def test_tensor_parallelism_means_workers_and_devices(serve):
+    found = serve("-tp", "3").orchestrator
+    assert (found.cluster.attention_workers, found.cluster.expert_workers, found.cluster.devices) == (3, 3, 3)
+    assert found.worker.model.tensor_parallel and found.cluster.resolved() == found.cluster
+    alone = serve("-tp", "1").orchestrator
+    assert (alone.cluster.num_workers, alone.worker.model.tensor_parallel) == (1, True)
+    assert not serve("--expert-workers", "2").worker.model.tensor_parallel
+    for flags in (("--expert-workers", "2"), ("--devices", "4"), ("--attention-workers", "2")):
+        with pytest.raises(ConfigError, match="--tensor-parallel-size 3 means 3 --attention-workers, 3 --expert-work"):
+            serve("-tp", "3", *flags)
+    with pytest.raises(ConfigError, match="choose one of them"):
+        serve("-tp", "2", "-dp", "2")
 
 
 def test_what_is_not_said_depends_on_the_device(serve, monkeypatch):

@@ -45,7 +45,7 @@ MODELS = {
 def test_a_plan_has_room_for_the_whole_model(model):
     """Both roles and all experts: as many numbers as a checkpoint of this model has."""
     sources = {source.name: source.shape for source in Layout(model, stacked_experts=False).all_sources()}
-    plan = WeightsPlan.of(model, BOTH, model.num_experts)
+    plan = WeightsPlan.of(model, BOTH, model.max_shards)
     assert sum(math.prod(tensor.shape) for tensor in plan.tensors) == sum(map(math.prod, sources.values()))
 
 

@@ -4,6 +4,8 @@ import asyncio
 import struct
 
 from everserve.cli.status import _experts_lines
+from everserve.gateway.observe.experts import Experts
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, SlotId
 from everserve.tables.routes import Routes
 from everserve.tables.slots import Fill
@@ -35,6 +37,7 @@ def test_load_and_places() -> None:
                 "layers": [
                     {
                         "layer": 0,
+                        "kind": "expert",
                         "experts": [
                             {"expert": 0, "load": 8.0, "places": [first, second], "moving": False, "masked": False},
                             {"expert": 1, "load": 2.0, "places": shadowless, "moving": False, "masked": False},
@@ -42,6 +45,7 @@ def test_load_and_places() -> None:
                     },
                     {
                         "layer": 2,
+                        "kind": "expert",
                         "experts": [
                             {"expert": 0, "load": 0.0, "places": [], "moving": True, "masked": True},
                             {"expert": 1, "load": 5.0, "places": shadowless, "moving": False, "masked": False},
@@ -56,7 +60,7 @@ def test_load_and_places() -> None:
             compact = (await server.request("GET", "/cluster/experts?form=map")).json
             assert compact["load"] == [[8.0, 2.0], [0.0, 5.0]] and compact["layers"] == [0, 2]
             assert compact["places"] == [[2, 1], [0, 1]] and compact["active"] == [[2, 1], [1, 1]]
-            assert compact["moving"] == compact["masked"] == [[1, 0]]
+            assert compact["moving"] == compact["masked"] == [[1, 0]] and compact["kinds"] == ["expert", "expert"]
             metrics = (await server.request("GET", "/metrics")).body.decode()
             assert "everserve_expert_load_max_over_mean 1.25" in metrics
 
@@ -76,3 +80,18 @@ def test_routes_are_kept_while_only_loads_change() -> None:
             assert not any(line.startswith("everserve_expert_load_max_over_mean") for line in metrics)
 
     asyncio.run(asyncio.wait_for(test(), 20))
+
+
+def test_layers_of_different_kinds_and_widths() -> None:
+    slices = [PLACES[0], PLACES[1], PLACES[1]]
+    routes = Routes.of(Epoch(3), [PLACES, slices], [[1, 1], [1, 2, 1]])
+    load = struct.pack("<6f", 1.0, 2.0, 0.0, 3.0, 4.0, 5.0)  # the third of layer 0 does not exist
+    kinds = (ShardKind.EXPERT, ShardKind.SLICE)
+    shown = Experts()
+    shown.on_changed(
+        ExpertsChanged(moe_layers=(0, 1), load=load, max_over_mean=1.0, worst_layer=0, routes=routes, kinds=kinds)
+    )
+    found = shown.map({})
+    assert found.kinds == ["expert", "slice"] and found.load == [[1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert found.places == [[2, 1], [2, 1, 1]] and found.active == [[1, 1], [1, 2, 1]]
+    assert [(layer.kind, len(layer.experts)) for layer in shown.view({}).layers] == [("expert", 2), ("slice", 3)]

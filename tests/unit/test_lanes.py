@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from everserve.backends.cpu import ops as native
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, moved_place, row_word
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.backends.cpu.peers import ExpertPeers
@@ -77,7 +78,8 @@ class Customer:
         self.lane = mmap.mmap(self.fd, SHAPE.lane_bytes())
         self.layout = SHAPE.layout()
         self.seq = 0
-        struct.pack_into("8q", self.lane, 0, 0x656E616C2D7365, SHAPE.max_tokens, TOP_K, HIDDEN, 0, 1, 9, 1)
+        sizes = (SHAPE.max_tokens, TOP_K, HIDDEN, 0, 1, 9, 1, SHAPE.y_floats, SHAPE.page_words)
+        struct.pack_into("10q", self.lane, 0, 0x656E616C2D7365, *sizes)
         x_at = self.layout.first_box + self.layout.x_at
         self.lane[x_at : x_at + 4 * HIDDEN * 2] = np.ones(2 * HIDDEN, np.float32).tobytes()
 
@@ -237,7 +239,9 @@ def test_rows_of_several_lanes_are_one_batch(ops):
         peers.join(Rank(9), Incarnation(1), Cell(cell_fd), lane_fd)
         peers.use(routes({Rank(9): EVERYTHING}))
         nothing = {"on_control": lambda: None, "on_suspect": print, "on_replay": print}
-        remote = RemoteExperts(peers, ops, detect_ms=1, lease_s=1, others_turn=lambda: run(rank + 1), **nothing)
+        remote = RemoteExperts(
+            Exchange(peers, detect_ms=1, lease_s=1, others_turn=lambda: run(rank + 1), **nothing), ops
+        )
         results[rank] = inputs[rank].through(remote, layer)
         peers.close()
         return True
@@ -275,13 +279,15 @@ def test_thousands_of_exchanges_between_two_processes():
         cluster.peers.use(routes({Rank(9): EVERYTHING}))
         told = []
         remote = RemoteExperts(
-            cluster.peers,
+            Exchange(
+                cluster.peers,
+                detect_ms=5000,
+                lease_s=1,
+                on_control=lambda: None,
+                on_suspect=lambda *suspicion: told.append(suspicion),
+                on_replay=lambda *replay: told.append(replay),
+            ),
             ops,
-            detect_ms=5000,
-            lease_s=1,
-            on_control=lambda: None,
-            on_suspect=lambda *suspicion: told.append(suspicion),
-            on_replay=lambda *replay: told.append(replay),
         )
         local = local_experts(ops)
         cases = [Rows(1 + seed % SHAPE.max_tokens, seed) for seed in range(40)]

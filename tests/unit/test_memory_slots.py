@@ -2,14 +2,29 @@
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from everserve.backends.cpu.memory_slots import MemorySlots
+from everserve.backends.cpu.reference import ReferenceOps
+from everserve.memory.owned import create_memory
 from everserve.memory.weights import copying
-from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, Place, Source
+from everserve.memory.weights.expert_memory import ExpertMemory
+from everserve.memory.weights.slot_table import state_bytes
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.expert_half import ExpertHalf
+from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.tables.calls import ShardKind
+from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.memory import Kind, Memory
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, Place, SeatSlots, Source
 from tests.experts import NUM_EXPERTS
-from tests.seats import ALL_EXPERTS, EXPERT_BYTES, NUM_LAYERS, SeatInMemory, SharedWeights
+from tests.models import model_directory
+from tests.seats import ALL_EXPERTS, EXPERT_BYTES, IDENTITY, NUM_LAYERS, SeatInMemory, SharedWeights
 
 NUM_SLOTS = 4
 FREE = 3  # the slot that is empty at first
@@ -252,3 +267,38 @@ def test_a_predecessor_that_wakes_up_can_not_change_a_slot(world):
     assert half is not world.one.half
     world.one.check()
     predecessor.close()
+
+
+def test_layers_whose_slots_are_not_alike():
+    """A model with experts and dense layers, all of it divided: other numbers of slots, other sizes, one memory."""
+    directory = model_directory("qwen3-moe-mixed", "bfloat16")
+    model = replace(ModelConfig.from_directory(directory), tensor_parallel=True)
+    assert len({cut.shard_size for cut in model.cuts}) == 2
+    slots = tuple(3 if cut.kind is ShardKind.SLICE else 5 for cut in model.cuts)
+    halves = [ExpertHalf(model, Checkpoint.open(directory), ReferenceOps(), num) for num in (slots, model.max_shards)]
+    plan = ExpertMemoryPlan.of(model, "bfloat16", slots)
+    state = state_bytes(plan.num_layers, plan.num_slots)
+    own = ExpertMemory(plan, [create_memory("weights", plan.num_bytes), create_memory("state", state)])
+    held = MemorySlots(halves[0], own, IDENTITY, Incarnation(1), lambda: None)
+    backup_plan = plan.with_slots([cut.num_shards for cut in model.cuts])
+    table_bytes = state_bytes(backup_plan.num_layers, backup_plan.num_slots)
+    fds = [create_memory("backup", backup_plan.num_bytes), create_memory("table", table_bytes)]
+    held.offer(None, Memory(kind=Kind.BACKUP, owners=(), num_bytes=backup_plan.num_bytes), fds)
+    planned = tuple((7, 1) + (EMPTY,) * (num - 2) for num in slots)
+    held.start_with(SeatSlots(rank=Rank(1), experts=planned))
+    held.begin_backup(Rank(1))
+    last = [Fill(index, num - 1, 4) for index, num in enumerate(slots)]
+    for fill in last:
+        held.begin(fill)
+        while (result := held.poll()) is None:
+            time.sleep(0.001)
+        assert isinstance(result, Filled), result
+    assert held.held.experts == tuple((7, 1) + (EMPTY,) * (num - 3) + (4,) for num in slots)
+    halves[1].load_all()
+    x_TD, tokens_R = torch.randn(3, model.hidden_size), torch.tensor([0, 1, 2], dtype=torch.int32)
+    for layer, num in zip(model.call_layers, slots, strict=True):
+        found = halves[0].rows(layer, x_TD, tokens_R, torch.tensor([0, 1, num - 1], dtype=torch.int32))
+        right = halves[1].rows(layer, x_TD, tokens_R, torch.tensor([7, 1, 4], dtype=torch.int32))
+        assert torch.equal(found, right)
+    held._backup_filling.join()  # it ends when there is every shard that exists
+    held.close()

@@ -9,6 +9,7 @@ import pytest
 from everserve.errors import ConfigError
 from everserve.plan.placement import place_experts, survivable_deaths
 from everserve.plan.routing import make_routes
+from everserve.tables.calls import expert_calls
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.placement import Placement, SeatExperts
 from everserve.tables.slots import EMPTY
@@ -173,7 +174,7 @@ def test_layers_need_not_look_alike():
         SeatExperts(rank=Rank(4), active=((0,), (1,)), shadows=((1,), (0,))),
         SeatExperts(rank=Rank(5), active=((1,), (0,)), shadows=((), (1,))),
     )
-    placement = Placement(num_experts=2, moe_layers=(0, 1), seats=seats)
+    placement = Placement(calls=expert_calls(2, (0, 1)), seats=seats)
     routes = routes_of(1, placement, [Rank(4), Rank(5)])
     assert [[candidates(routes, expert, layer) for expert in (0, 1)] for layer in (0, 1)] == [
         [[4], [5, 4]],

@@ -166,7 +166,6 @@ def test_a_new_orchestrator_finds_nothing_pending(slow):
 @pytest.mark.parametrize(
     "experts, generations",
     [
-        (((1,), (1, 2)), ((0,), (0, 0))),
         (((1, 2),), ((0,),)),
         (((1, 2),), ((0, 0), (0, 0))),
         (((1, -2),), ((0, 0),)),

@@ -154,7 +154,7 @@ def test_a_memory_without_an_owner_is_filled_by_many(fd):
 
 # copying out of a memory that changes
 
-PLAN = ExpertMemoryPlan(NUM_LAYERS, NUM_SLOTS, slot_bytes=1 << 12)
+PLAN = ExpertMemoryPlan.uniform(NUM_LAYERS, NUM_SLOTS, slot_bytes=1 << 12)
 
 
 @pytest.fixture
@@ -162,17 +162,17 @@ def memory():
     fds = [create_memory("w", PLAN.num_bytes), create_memory("s", state_bytes(NUM_LAYERS, NUM_SLOTS))]
     memory = ExpertMemory(PLAN, fds)
     memory.table.claim(IDENTITY, FIRST)
-    data = random.Random(3).randbytes(PLAN.slot_bytes)
+    data = random.Random(3).randbytes(PLAN.slot_bytes[0])
     start = PLAN.offset(PLACE)
-    memory.data[start : start + PLAN.slot_bytes] = np.frombuffer(data, dtype=np.uint8)
+    memory.data[start : start + PLAN.slot_bytes[0]] = np.frombuffer(data, dtype=np.uint8)
     fill(memory.table, PLACE, 5, checksum(data))
     yield memory
     memory.close()
 
 
 def copy_out(memory: ExpertMemory, expert: int = 5) -> tuple[int | None, bytes]:
-    to = np.zeros(PLAN.slot_bytes, dtype=np.uint8)
-    return memory.copy_out(1, expert, to.ctypes.data, PLAN.slot_bytes), to.tobytes()
+    to = np.zeros(PLAN.slot_bytes[0], dtype=np.uint8)
+    return memory.copy_out(1, expert, to.ctypes.data, PLAN.slot_bytes[0]), to.tobytes()
 
 
 def test_an_expert_is_copied_from_where_it_is(memory):

@@ -6,6 +6,8 @@ import pytest
 
 from everserve.plan.placement import place_experts
 from everserve.plan.routing import make_routes
+from everserve.plan.shards import Spread, place_shards
+from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Worker, WorkerState
 from everserve.tables.validity import conditions, degraded
@@ -261,3 +263,26 @@ def test_a_masked_expert_is_covered_and_degraded():
     assert masked.with_mask((), 5) == bare
     with pytest.raises(ValueError, match="mask 0"):
         msgspec.structs.replace(masked, mask_id=0)
+
+
+def test_layers_of_different_widths():
+    """What a layer does not have needs no place, and what it has is called by its name."""
+    calls = (
+        Call(layer=0, kind=ShardKind.HEAD, num_shards=2),
+        Call(layer=0, kind=ShardKind.SLICE, num_shards=5),
+        Call(layer=1, kind=ShardKind.HEAD, num_shards=2),
+    )
+    placement = place_shards(calls, list(EXPERTS), 0, Spread.CYCLIC)
+    table = make_routes(Epoch(5), placement, have(placement), EXPERTS)
+    assert violations(members(), placement, table) == () and degraded(members(), placement, table) == ()
+    assert table.num_without_place == 0 and table.num_survivable == 0
+    two = make_routes(Epoch(5), placement, have(placement), EXPERTS[:2])
+    gone = members(worker(3, Role.EXPERT, state=WorkerState.GONE))
+    assert violations(gone, placement, two) == (
+        "slice 2 of layer 0 has no place",
+        "head 0 of layer 1 has no place",
+    )
+    assert two.num_without_place == 2
+    wider = place_shards((calls[0], calls[1], calls[1]), list(EXPERTS), 0, Spread.CYCLIC)
+    said = "routes and placement are for different numbers of experts in some layers"
+    assert violations(members(), wider, table) == (said,)

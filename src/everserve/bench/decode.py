@@ -178,7 +178,7 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
     weights = SeatWeights(device, _memory(device.driver, SeatWeights.plan_of(device).num_bytes))
     decoder = build_decoder(device, weights)
     config = device.model
-    experts = LocalCudaExperts(device.ops, weights.arena(), config.moe_layers, config.num_experts)
+    experts = LocalCudaExperts(device.ops, weights.arena(), config.call_layers, config.max_shards)
     forward = build_forward(device, decoder, make_pool(device, decoder), experts, make_recorder(device))
     return Engine(start.settings.engine, engine_limits(device), device.ops, forward), config
 

@@ -49,7 +49,7 @@ class GpuWorkers:
         weights = SeatWeights(device, {Kind.WEIGHTS: device.driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd})
         self._decoder = build_decoder(device, weights)
         self.model = device.model
-        self._experts = LocalCudaExperts(device.ops, weights.arena(), self.model.moe_layers, self.model.num_experts)
+        self._experts = LocalCudaExperts(device.ops, weights.arena(), self.model.call_layers, self.model.max_shards)
         self.shape = device.sizes.log
 
     def build(self, kv_log: str, max_batched: int) -> Worker:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from everserve.model.bundled import DEMO_MODEL
+from everserve.model.config import ModelConfig
+from everserve.model.layout import Layout
 
 # The 61 M-parameter shape that other servers were measured with on the same 2-core machine.
 SMALL_MOE: dict[str, Any] = {
@@ -38,8 +41,43 @@ SMALL_MOE: dict[str, Any] = {
 }
 
 
+# Others of about that size, with eight KV heads as their large relatives have: for dividing them.
+_DIVISIBLE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "eos_token_id": 0,
+}
+_LLAMA3_ROPE = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SMALL_LLAMA: dict[str, Any] = _DIVISIBLE | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "rope_scaling": {"rope_type": "llama3", "original_max_position_embeddings": 1024, **_LLAMA3_ROPE},
+}
+SMALL_QWEN3: dict[str, Any] = _DIVISIBLE | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+SMALL_MIXTRAL: dict[str, Any] = _DIVISIBLE | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "intermediate_size": 768,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "sliding_window": None,
+}
+SMALL = {"moe": SMALL_MOE, "llama": SMALL_LLAMA, "qwen3": SMALL_QWEN3, "mixtral": SMALL_MIXTRAL}
+
+
 def write_random_model(directory: Path, config: dict[str, Any], seed: int = 0) -> Path:
-    """A Qwen3-MoE directory with normal weights and the bundled model's tokenizer."""
+    """A directory of any architecture that we serve, with normal weights and the bundled model's tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     for source in DEMO_MODEL.iterdir():
         if source.name.startswith(("tokenizer", "chat_template")):
@@ -58,35 +96,11 @@ def write_random_model(directory: Path, config: dict[str, Any], seed: int = 0) -
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes as the hub's Qwen3-MoE checkpoints have them."""
-    hidden, head = config["hidden_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    inner = config["moe_intermediate_size"]
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (config["vocab_size"], hidden),
-    }
-    for layer in range(config["num_hidden_layers"]):
-        base = f"model.layers.{layer}"
-        shapes |= {
-            f"{base}.input_layernorm.weight": (hidden,),
-            f"{base}.post_attention_layernorm.weight": (hidden,),
-            f"{base}.self_attn.q_proj.weight": (queries, hidden),
-            f"{base}.self_attn.k_proj.weight": (keys, hidden),
-            f"{base}.self_attn.v_proj.weight": (keys, hidden),
-            f"{base}.self_attn.o_proj.weight": (hidden, queries),
-            f"{base}.self_attn.q_norm.weight": (head,),
-            f"{base}.self_attn.k_norm.weight": (head,),
-            f"{base}.mlp.gate.weight": (config["num_experts"], hidden),
-        }
-        for expert in range(config["num_experts"]):
-            shapes |= {
-                f"{base}.mlp.experts.{expert}.gate_proj.weight": (inner, hidden),
-                f"{base}.mlp.experts.{expert}.up_proj.weight": (inner, hidden),
-                f"{base}.mlp.experts.{expert}.down_proj.weight": (hidden, inner),
-            }
-    return shapes
+    """Names and shapes as the hub's checkpoints have them."""
+    with tempfile.TemporaryDirectory(prefix="everserve-") as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config))
+        layout = Layout(ModelConfig.from_directory(directory), stacked_experts=False)
+    return {source.name: source.shape for source in layout.all_sources()}
 
 
 def bytes_per_step(config: dict[str, Any], num_streams: int, context: int, itemsize: int) -> int:
@@ -98,8 +112,10 @@ def bytes_per_step(config: dict[str, Any], num_streams: int, context: int, items
     layer = {name: size for name, size in sizes.items() if name.startswith("model.layers.0.")}
     attention = sum(size for name, size in layer.items() if ".experts." not in name)
     expert = sum(size for name, size in layer.items() if ".experts.0." in name)
-    experts, top_k = config["num_experts"], config["num_experts_per_tok"]
-    used = experts * (1 - (1 - top_k / experts) ** num_streams)
+    experts: int = config.get("num_experts") or config.get("num_local_experts") or 0
+    top_k: int = config.get("num_experts_per_tok", 0)
+    used = experts * (1 - (1 - top_k / experts) ** num_streams) if experts else 0
     kv = 2 * config["num_key_value_heads"] * config["head_dim"] * context * num_streams
     layers = config["num_hidden_layers"]
-    return int((layers * (attention + used * expert + kv) + sizes["lm_head.weight"]) * itemsize)
+    head = sizes.get("lm_head.weight", sizes["model.embed_tokens.weight"])
+    return int((layers * (attention + used * expert + kv) + head) * itemsize)

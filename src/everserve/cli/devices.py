@@ -4,7 +4,6 @@ import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import msgspec
 
@@ -81,7 +80,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     assert chosen.device == "cuda", chosen
     without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     start_without = msgspec.structs.replace(start, worker=without_kv)
-    model = ModelConfig.from_directory(Path(start.worker.model.directory))
+    model = ModelConfig.from_source(start.worker.model)
     first = first_goal(start_without, model)
     capacity = capacity_of(start_without, model, first)
     goal, needs = grown(first, capacity), Needs(model, without_kv, capacity, start.cluster.detect_ms)

@@ -20,6 +20,7 @@ from everserve.cli.serve_settings import (
     check_compiler,
     check_experts,
     check_weights,
+    divide_heads,
     resolve_model,
     start_orchestrator,
     worker_settings,
@@ -118,13 +119,14 @@ def serve(
         event_log=events,
     )
     tracing.ask_for(otlp_traces_endpoint)
-    check_experts(workers, ModelConfig.from_directory(directory))
+    is_divided = workers.tensor_parallel_size is not None
+    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory), tensor_parallel=is_divided)
+    check_experts(workers, ModelConfig.from_source(weights))
     check_compiler()
 
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
-    weights = source.make(directory=str(directory), fingerprint=fingerprint(directory))
     check_weights(workers, weights)
-    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
+    settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 
     listen = listen_on(gateway_config.host, gateway_config.port)

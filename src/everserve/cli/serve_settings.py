@@ -13,13 +13,12 @@ from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
-from everserve.control.design import capacity_of, first_goal
+from everserve.control.design import capacity_of, first_goal, place
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
-from everserve.plan.placement import place_experts
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -44,10 +43,8 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
         if cluster.shadow_experts:
             raise ConfigError("--shadow-experts needs --expert-workers: without them every worker has all experts")
         return
-    if not model.moe_layers:
-        raise ConfigError("--expert-workers: this model has no experts; leave the flag out")
     ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
-    place_experts(model.num_experts, model.moe_layers, ranks, cluster.shadow_experts)
+    place(model, ranks, cluster.shadow_experts)
 
 
 def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
@@ -89,6 +86,17 @@ def worker_settings(
     )
 
 
+def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
+    """With tensor parallelism on CPUs heads and their KV are divided too. Their KV is in memory that outlives workers,
+    and in no log."""
+    source = settings.model
+    if not (source.tensor_parallel and cluster.expert_workers and settings.compute.device == "cpu"):
+        return settings
+    if source.weights != "mapped":
+        raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
+    return structs.replace(settings, model=structs.replace(source, divides_heads=True), log=LogConfig(mode="off"))
+
+
 def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
@@ -120,7 +128,7 @@ def _expert_bytes(start: StartOrchestrator) -> int:
     start = structs.replace(
         start, worker=structs.replace(start.worker, log=LogConfig(mode="off"))
     )  # KV has no size yet
-    model = ModelConfig.from_directory(Path(source.directory))
+    model = ModelConfig.from_source(source)
     goal = first_goal(start, model)
     needs = Needs(model, start.worker, capacity_of(start, model, goal), start.cluster.detect_ms)
     pieces = {piece for seat in goal.seats for piece in needs.memory(goal, WorkerId(seat.rank, Incarnation(1)))}

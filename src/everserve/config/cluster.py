@@ -28,6 +28,11 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     enable_expert_parallel: Annotated[
         bool, Flag("An attention and an expert worker on each of --data-parallel-size devices.")
     ] = False
+    tensor_parallel_size: Annotated[
+        int | None,
+        Flag("Divide every layer over so many devices, each with an attention and an expert worker. Any number:"
+             " the bits of a stream do not depend on it.", short="-tp", min=1, max=MAX_RANKS // 2),
+    ] = None  # fmt: skip
     devices: Annotated[
         int | None,
         Flag("Failure domains: workers on one device are lost together, with all memory on it. On CPUs sets of workers"
@@ -78,7 +83,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--max-masked-experts {self.max_masked_experts:g}: a whole number, or a share below 1")
         if self.num_workers > MAX_RANKS:
             raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
-        if self.devices is not None and self.data_parallel_size is None and self.devices > self.num_workers:
+        is_resolved = self.data_parallel_size is None and self.tensor_parallel_size is None
+        if self.devices is not None and is_resolved and self.devices > self.num_workers:
             raise ConfigError(f"--devices {self.devices}: there are only {self.num_workers} workers to put on them")
         if self.max_workers is not None and self.max_workers < self.num_workers:
             raise ConfigError(f"--max-workers {self.max_workers}: the instance starts with {self.num_workers} workers")
@@ -88,7 +94,9 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--slow-factor {self.slow_factor:g}: choose 0 or at least {_MIN_SLOW_FACTOR:g}")
 
     def resolved(self) -> "ClusterConfig":
-        """With the workers that data and expert parallelism stand for."""
+        """With the workers that data, expert and tensor parallelism stand for."""
+        if self.tensor_parallel_size is not None:
+            return self._resolved_tensor_parallel(self.tensor_parallel_size)
         size = self.data_parallel_size
         if size is None:
             if self.enable_expert_parallel:
@@ -108,6 +116,21 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             self, data_parallel_size=None, enable_expert_parallel=False,
             attention_workers=size, expert_workers=num_expert, devices=devices,
         )  # fmt: skip
+        found.check()
+        return found
+
+    def _resolved_tensor_parallel(self, size: int) -> "ClusterConfig":
+        """On one device nothing is divided, and one worker does everything; the model is cut all the same."""
+        if self.data_parallel_size is not None or self.enable_expert_parallel:
+            raise ConfigError("--tensor-parallel-size and --data-parallel-size: choose one of them")
+        num_expert = size if size > 1 else 0
+        said = self.attention_workers in (1, size), self.expert_workers in (0, num_expert), self.devices in (None, size)
+        if not all(said):
+            raise ConfigError(
+                f"--tensor-parallel-size {size} means {size} --attention-workers, {num_expert} --expert-workers and"
+                f" {size} --devices: leave those flags out"
+            )
+        found = msgspec.structs.replace(self, attention_workers=size, expert_workers=num_expert, devices=size)
         found.check()
         return found
 

@@ -39,4 +39,6 @@ class ModelSource(Config, frozen=True, kw_only=True):
             choices=("off", "host"),
         ),
     ] = "off"
+    tensor_parallel: bool = False  # of --tensor-parallel-size: how the model is cut (model/cut.py)
+    divides_heads: bool = False  # attention heads and their KV are at expert workers too (seam/heads.py)
     fingerprint: str = ""  # of the files when the instance was started (model/fingerprint.py); "": any will do

@@ -10,6 +10,8 @@ from everserve.model.config import ModelConfig
 from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
 from everserve.plan.repair import Room, replan
+from everserve.plan.shards import Spread, place_shards
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
@@ -48,19 +50,40 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
 
 def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], num_shadows: int | None) -> Placement:
     """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
-    placement = place_experts(model.num_experts, model.moe_layers, [seat.rank for seat in seats], num_shadows)
-    return replan(placement, [Room(seat.rank, seat.device, placement.num_slots) for seat in seats])
+    placement = place(model, [seat.rank for seat in seats], num_shadows)
+    slots = _slots(placement)
+    return replan(placement, [Room(seat.rank, seat.device, max(slots), slots) for seat in seats])
+
+
+def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) -> Placement:
+    """Whole experts in even shares. What every row needs, and experts of which there are few, in a way that leaves all
+    workers the same work, however many they are; without copies, if there shall be none."""
+    if model.moe_layers and not model.tensor_parallel:
+        return place_experts(model.num_experts, model.moe_layers, ranks, num_shadows)
+    spread = Spread.CYCLIC if num_shadows == 0 else Spread.DEALT
+    return place_shards(model.calls, ranks, num_shadows, spread)
+
+
+def _slots(placement: Placement) -> tuple[int, ...]:
+    """Of every expert worker in each call; calls of the same kind and width have the same number."""
+    most: dict[tuple[str, int], int] = {}
+    alike = [(call.kind, call.num_shards) for call in placement.calls]
+    for key, num in zip(alike, placement.slots_by_call, strict=True):
+        most[key] = max(most.get(key, 0), num)
+    return tuple(most[key] for key in alike)
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
     """For the first goal and every later one."""
-    slots_per_layer = goal.placement.num_slots if goal.placement is not None else 0
+    slots = _slots(goal.placement) if goal.placement is not None else ()
+    slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker)
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
         devices=start.cluster.devices,
         slots_per_layer=slots_per_layer,
+        slots_by_call=slots if len(set(slots)) > 1 else (),
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
@@ -68,14 +91,19 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
 
 
 def lost_expert_policy(cluster: ClusterConfig, model: ModelConfig) -> LostExpertPolicy:
+    """Only whole experts can be left out by a router: a model that is divided further waits for what it has lost."""
+    is_divided = any(call.kind is not ShardKind.EXPERT for call in model.calls) or model.tensor_parallel
     return LostExpertPolicy.of(
-        cluster.on_lost_expert, cluster.max_masked_experts, model.num_experts, model.experts_per_token
+        "wait" if is_divided else cluster.on_lost_expert,
+        cluster.max_masked_experts,
+        model.num_experts,
+        model.experts_per_token,
     )
 
 
 def max_fills(model: ModelConfig) -> int:
     """In one message to a worker. What it was told is not taken back, so a message should not take long."""
-    expert_bytes = 3 * model.hidden_size * model.expert_intermediate_size * _ITEM_BYTES
+    expert_bytes = 3 * model.hidden_size * max(cut.shard_size for cut in model.cuts) * _ITEM_BYTES
     return max(_FEWEST_FILLS, min(_MOST_FILLS, _FILL_BYTES // max(expert_bytes, 1)))
 
 
@@ -84,10 +112,10 @@ def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) ->
     if settings.compute.device == "cuda":
         from everserve.backends.cuda.lanes.lane import CudaLaneShape  # noqa: PLC0415 (only here, and it needs torch)
 
-        top_k = max(model.experts_per_token, 1)
+        top_k = model.max_shards_per_token
         shape = CudaLaneShape(settings.engine.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
         return shape.lane_bytes()
-    return LaneShape.of(model, settings.engine.max_num_batched_tokens).lane_bytes()
+    return LaneShape.for_engine(model, settings.engine).lane_bytes()
 
 
 def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
@@ -100,13 +128,14 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
     return shape.num_bytes, 0
 
 
-def describe(goal: Goal, placement: Placement, slots_per_layer: int) -> PlacementMade:
+def describe(goal: Goal, placement: Placement, capacity: Capacity) -> PlacementMade:
     """Log which losses the placement survives, and return the same as an event."""
     device_of = {seat.rank: seat.device for seat in goal.seats}
     deaths, losses = survivable_deaths(placement), survivable_losses(placement, device_of)
     devices = {device_of[seat.rank] for seat in placement.seats}
-    per_device = slots_per_layer * len(placement.seats) // len(devices)
-    repairable = len(devices) - -(-placement.num_experts // per_device)
+    slots = zip(placement.calls, capacity.slots(len(placement.calls)), strict=True)
+    per_device = ((call, num * len(placement.seats) // len(devices)) for call, num in slots)
+    repairable = len(devices) - max(-(-call.num_shards // num) for call, num in per_device)
     num_active = max(len(experts) for seat in placement.seats for experts in seat.active)
     num_shadow = max(len(experts) for seat in placement.seats for experts in seat.shadows)
     log.info(

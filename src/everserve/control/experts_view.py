@@ -42,6 +42,7 @@ class ExpertsView:
                 max_over_mean=found.max_over_mean,
                 worst_layer=placement.moe_layers[found.worst_layer],
                 routes=routes if are_new else None,
+                kinds=tuple(call.kind for call in placement.calls),
             )
         )
         self._told_s, self._routes_told, self._had_load = now, routes.epoch, has_load

@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import assert_never
 
 from everserve.control import effects, events
@@ -128,14 +128,17 @@ class Host:
 
     def __init__(self, start: StartOrchestrator, supervisor: Channel, gateway: Channel) -> None:
         self._began_s = time.monotonic()
-        model = ModelConfig.from_directory(Path(start.worker.model.directory))
+        model = ModelConfig.from_source(start.worker.model)
         detect_ms = start.cluster.detect_ms
         first = first_goal(start, model)  # the capacity is that of the start, whatever the goal has become
         goal = start.goal or first
         capacity = capacity_of(start, model, first)
         needs = Needs(model, start.worker, capacity, detect_ms)
-        slow = SlowPolicy(factor=start.cluster.slow_factor)
+        # Where KV lies with the heads, to route around a worker is to compute it again: slowness is only shown.
+        slow = SlowPolicy(factor=0.0 if model.divides_heads else start.cluster.slow_factor)
         policy = Policy(detect_s=(detect_ms or _NO_DETECTION_MS) / 1e3, max_fills=max_fills(model), slow=slow)
+        if model.divides_heads:  # all streams wait for the KV that a stopped process could still write to
+            policy = replace(policy, fence_grace_s=0.0)
         self._needs = needs
         balance = BalancePolicy.of(model) if start.cluster.enable_eplb else None
         self._machine = Machine(goal, policy, capacity, balance, lost_expert_policy(start.cluster, model))
@@ -164,7 +167,7 @@ class Host:
         self._judge = Judge(goal.health)
         self._start_health_sources(start)
         if goal.placement is not None and self._recovery is None:
-            self._event_log.append(describe(goal, goal.placement, capacity.slots_per_layer))
+            self._event_log.append(describe(goal, goal.placement, capacity))
             needs.describe_backup()
 
     def run(self) -> None:
@@ -716,7 +719,7 @@ class Host:
         log.info("scaled to %s in %.2f s", size, took_s)
         self._event_log.append(ScaleDone(process="orchestrator", **size._asdict(), took_s=took_s))
         if goal.placement is not None:
-            self._event_log.append(describe(goal, goal.placement, self._needs.capacity.slots_per_layer))
+            self._event_log.append(describe(goal, goal.placement, self._needs.capacity))
 
     def _drop_device(self, device: int) -> None:
         """Nothing that was kept in its memory is there any more, also not for a new orchestrator."""

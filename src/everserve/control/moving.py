@@ -10,6 +10,7 @@ from everserve.control.cluster import Cluster, Step, who
 from everserve.control.effects import FillSlots, Show
 from everserve.control.places import balanced_placement, is_settled, new_placement, next_fills, what_is_held
 from everserve.control.seats import Seat
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.slots import FailedFill, HeldSlots, Place
 from everserve.tables.validity import behind
@@ -74,7 +75,7 @@ def fill(cluster: Cluster) -> list[FillSlots]:
 def replan(cluster: Cluster) -> None:
     """A new version of the goal, if other places are better for the workers that there are now."""
     loads = cluster.balancer.loads.by_layer()
-    placement = new_placement(cluster.goal, cluster.seats.values(), cluster.capacity.slots_per_layer, loads)
+    placement = new_placement(cluster.goal, cluster.seats.values(), cluster.capacity, loads)
     if placement != cluster.goal.placement:
         cluster.set_goal(placement=placement)
 
@@ -85,7 +86,7 @@ def balance(cluster: Cluster, now: float) -> Iterator[Step]:
     if balancer.policy is None or cluster.ending or not balancer.is_due(now) or not is_settled(goal, seats):
         return
     loads = balancer.loads.by_layer(now)
-    verdict = balanced_placement(goal, seats, cluster.capacity.slots_per_layer, loads, balancer.policy)
+    verdict = balanced_placement(goal, seats, cluster.capacity, loads, balancer.policy)
     if verdict.placement is not None:
         cluster.set_goal(placement=verdict.placement)
     yield Step(verdict.reason, balancer.tell(verdict, now))
@@ -102,16 +103,18 @@ def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
 
 
 def replace_missed(cluster: Cluster) -> None:
-    """Workers that are away, also those that were lost before, and of whose experts one has no place now."""
+    """Workers that are away, also those that were lost before, and of whose experts one has no place now. Heads can
+    wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed again."""
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
     held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve).values()
-    served = [set().union(*(one.experts[i] for one in held)) for i in range(len(placement.moe_layers))]
+    calls = [i for i, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
+    served = {i: set().union(*(one.experts[i] for one in held)) for i in calls}
     missed = []
     for planned in placement.seats:
         seat = cluster.seats[planned.rank]
-        has_places = all(found.issuperset(planned.experts(layer)) for layer, found in enumerate(served))
+        has_places = all(found.issuperset(planned.experts(call)) for call, found in served.items())
         if not seat.can_serve and not seat.is_replaced and not has_places:
             missed.append(seat)
     if missed:

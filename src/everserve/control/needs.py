@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 
+from everserve.engine.sizing import KvSizes
 from everserve.memory.liveness import CELL_BYTES
 from everserve.memory.names import BELL_BYTES
 from everserve.memory.weights.slot_table import state_bytes
@@ -56,6 +57,10 @@ class Needs:
             device = NO_DEVICE if self.settings.log.mode == "mirror" else seat.device
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
         needed += self._weights(goal, seat)
+        if self.model.divides_heads and Role.ATTENTION not in seat.roles:
+            sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+            num_bytes = sizes.pieces(self.model, self.capacity).num_bytes
+            needed.append(self._of(Kind.KV_PIECES, seat_owner(worker.rank), num_bytes, seat.device))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
@@ -65,7 +70,7 @@ class Needs:
     def backup(self) -> tuple[Memory, Memory]:
         """Every expert in the slot of its own number, and the table of these slots. All expert workers have it, so that
         it outlives each of them."""
-        plan = ExpertMemoryPlan.of(self.model, self._dtype, self.model.num_experts)
+        plan = ExpertMemoryPlan.of(self.model, self._dtype, [cut.num_shards for cut in self.model.cuts])
         table_bytes = state_bytes(plan.num_layers, plan.num_slots)
         return (
             Memory(kind=Kind.BACKUP, owners=(), num_bytes=plan.num_bytes),
@@ -111,8 +116,8 @@ class Needs:
         """The size of the memory for this seat's weights on its device."""
         seat = _seat(goal, rank)
         if self._has_experts_in_memory(seat):
-            return ExpertMemoryPlan.of(self.model, self._dtype, self.capacity.slots_per_layer).num_bytes
-        num_slots = seat.own_experts if Role.ATTENTION in seat.roles else self.capacity.slots_per_layer
+            return ExpertMemoryPlan.of(self.model, self._dtype, self._num_slots).num_bytes
+        num_slots = self.model.max_shards if Role.ATTENTION in seat.roles else self.capacity.slots_per_layer
         return WeightsPlan.of(self.model, seat.roles, num_slots).num_bytes
 
     def weights_owner(self, goal: Goal, rank: Rank) -> Rank:
@@ -137,7 +142,12 @@ class Needs:
     def _state_bytes(self, seat: SeatGoal) -> int:
         """A page for what is not an expert, and a table of the slots of an expert worker."""
         num_slots = self.capacity.slots_per_layer if Role.ATTENTION not in seat.roles else 0
-        return state_bytes(len(self.model.moe_layers), num_slots)
+        return state_bytes(len(self.model.cuts), num_slots)
+
+    @property
+    def _num_slots(self) -> tuple[int, ...]:
+        """Of an expert worker, in each call."""
+        return self.capacity.slots(len(self.model.calls))
 
     @property
     def _dtype(self) -> str:
@@ -152,9 +162,8 @@ class Needs:
             return None
         planned = goal.placement.seat(rank)
         if planned is None:
-            nothing = ((EMPTY,) * self.capacity.slots_per_layer,) * len(goal.placement.moe_layers)
-            return SeatSlots(rank=rank, experts=nothing)
-        return planned.slots(self.capacity.slots_per_layer)
+            return SeatSlots(rank=rank, experts=tuple((EMPTY,) * num for num in self._num_slots))
+        return planned.slots(self._num_slots)
 
     def _of(self, kind: Kind, owner: WorkerId, num_bytes: int, device: int = NO_DEVICE, gpu: int = NO_DEVICE) -> Memory:
         return Memory(kind=kind, owners=(owner,), num_bytes=num_bytes, device=device, gpu=gpu)

@@ -12,7 +12,7 @@ from everserve.plan.balance import BalancePolicy, Verdict, decide
 from everserve.plan.dealing import Dealing, Loads
 from everserve.plan.moves import GivenUp, IsFree, given_up, next_moves
 from everserve.plan.repair import Room, replan
-from everserve.tables.goal import Goal, Wanted
+from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
 from everserve.tables.placement import Placement, SeatExperts
@@ -68,13 +68,14 @@ def _emptied(held: HeldSlots, places: frozenset[Place]) -> HeldSlots:
 
 
 def new_placement(
-    goal: Goal, seats: Iterable[Seat], slots_per_layer: int, loads: Mapping[int, Loads] | None = None
+    goal: Goal, seats: Iterable[Seat], capacity: Capacity, loads: Mapping[int, Loads] | None = None
 ) -> Placement | None:
     """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
     which may come back at any moment, stays as it is."""
     if goal.placement is None:
         return None
     rooms, away, before = [], [], []
+    slots = capacity.slots(len(goal.placement.calls))
     for seat in seats:
         if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is not Wanted.STAY or seat.goal.device in goal.absent:
             continue
@@ -82,8 +83,8 @@ def new_placement(
         if seat.is_replaced and planned is not None:
             away.append(planned)
         else:
-            rooms.append(Room(seat.rank, seat.goal.device, slots_per_layer))
-            before.append(_there(seat, planned, len(goal.placement.moe_layers), slots_per_layer))
+            rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
+            before.append(_there(seat, planned, slots))
     placement = replan(
         msgspec.structs.replace(goal.placement, seats=tuple(before)), rooms, loads, Dealing(dealers(goal))
     )
@@ -104,23 +105,23 @@ def is_settled(goal: Goal, seats: Mapping[Rank, Seat]) -> bool:
 
 
 def balanced_placement(
-    goal: Goal, seats: Mapping[Rank, Seat], slots_per_layer: int, loads: Mapping[int, Loads], policy: BalancePolicy
+    goal: Goal, seats: Mapping[Rank, Seat], capacity: Capacity, loads: Mapping[int, Loads], policy: BalancePolicy
 ) -> Verdict:
     """Better places for the experts of workers that are all ready, if they are worth the moves."""
     assert goal.placement is not None
     experts = [seats[planned.rank] for planned in goal.placement.seats]
-    num_layers = len(goal.placement.moe_layers)
-    before = tuple(_there(s, goal.placement.seat(s.rank), num_layers, slots_per_layer) for s in experts)
+    slots = capacity.slots(len(goal.placement.calls))
+    before = tuple(_there(s, goal.placement.seat(s.rank), slots) for s in experts)
     placement = msgspec.structs.replace(goal.placement, seats=before)
-    rooms = [Room(seat.rank, seat.goal.device, slots_per_layer) for seat in experts]
+    rooms = [Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots) for seat in experts]
     return decide(placement, what_is_held(experts), rooms, loads, Dealing(dealers(goal)), policy)
 
 
-def _there(seat: Seat, planned: SeatExperts | None, num_layers: int, num_slots: int) -> SeatExperts:
+def _there(seat: Seat, planned: SeatExperts | None, slots: Sequence[int]) -> SeatExperts:
     """What the planner begins with: what a ready worker holds or will hold soon, then what was planned for it and has
     room. So a plan that was never carried out is not defended against what is there."""
     active, shadows = [], []
-    for layer in range(num_layers):
+    for layer, num_slots in enumerate(slots):
         wanted = planned.experts(layer) if planned is not None else ()
         held = [*seat.held.experts[layer]] if seat.held is not None and seat.state is WorkerState.READY else []
         for fill in seat.filling:

@@ -22,6 +22,7 @@ from everserve.control.events import ScaleAsked
 from everserve.control.places import what_is_held, without
 from everserve.control.seats import Seat
 from everserve.plan.moves import GivenUp
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.health import Level
 from everserve.tables.ids import NO_DEVICE, Rank, Role
@@ -64,6 +65,8 @@ def scaled(goal: Goal, asked: ScaleAsked, capacity: Capacity, empty: Collection[
     switching = [seat.rank for seat in goal.seats if seat.wanted is Wanted.SWITCH]
     if switching:
         raise Refused(f"rank {switching[0]} is changing its role: try again when it has")
+    if goal.placement is not None and any(call.kind is ShardKind.HEAD for call in goal.placement.calls):
+        raise Refused("with --tensor-parallel-size on CPUs the number of workers is fixed: each home has its KV blocks")
     draft = _Draft(goal, capacity, empty)
     draft.retire(seat for seat in goal.seats if seat.device in goal.absent)
     if asked.devices is not None:
@@ -228,19 +231,19 @@ class _Draft:
         placement, num_expert = self._goal.placement, self.count(Role.EXPERT)
         if placement is None:
             return
-        if num_expert > placement.num_experts:
-            raise Refused(
-                f"{num_expert} expert workers: the model has {placement.num_experts} experts per layer, so at most"
-                f" {placement.num_experts}"
-            )
-        num_slots = self._capacity.slots_per_layer
-        if num_expert * num_slots < placement.num_experts:
-            fewest = -(-placement.num_experts // num_slots)
-            raise Refused(
-                f"{num_expert} expert workers with {num_slots} slots per layer cannot hold the model's"
-                f" {placement.num_experts} experts: at least {fewest} are needed, or a restart with more"
-                " --shadow-experts"
-            )
+        for call, num_slots in zip(placement.calls, self._capacity.slots(len(placement.calls)), strict=True):
+            if call.kind is ShardKind.EXPERT and num_expert > call.num_shards:
+                raise Refused(
+                    f"{num_expert} expert workers: the model has {call.num_shards} {call.kind}s per layer, so at most"
+                    f" {call.num_shards}"
+                )
+            if num_expert * num_slots < call.num_shards:
+                fewest = -(-call.num_shards // num_slots)
+                raise Refused(
+                    f"{num_expert} expert workers with {num_slots} slots per layer cannot hold the model's"
+                    f" {call.num_shards} {call.kind}s: at least {fewest} are needed, or a restart with more"
+                    " --shadow-experts"
+                )
 
 
 def _is_attention(seat: SeatGoal) -> bool:

@@ -17,6 +17,7 @@ from everserve.control.cluster import Cluster, Step, provision, who
 from everserve.control.effects import AnyEffect, BeginSwitch, ChangeRole, EndSwitch
 from everserve.control.seats import Seat
 from everserve.plan.lost_experts import Candidate, Staff, choose_role
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import SeatGoal, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
@@ -31,6 +32,8 @@ def switch(cluster: Cluster, rank: Rank, role: Role, now: float) -> Step:
         return Step(f"there is no rank {rank}" if seat is None else f"rank {rank} retires")
     if cluster.goal.placement is None:
         return Step("every worker of this instance has both roles")
+    if any(call.kind is ShardKind.HEAD for call in cluster.goal.placement.calls):
+        return Step("with --tensor-parallel-size roles are fixed: each device has a home and a place for heads")
     if seat.goal.next_role is role:
         is_coming = seat.goal.wanted is Wanted.SWITCH
         return Step(f"rank {rank} {'becomes' if is_coming else 'is'} an {role} worker already")

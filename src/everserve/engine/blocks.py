@@ -21,21 +21,25 @@ NO_BLOCKS_LEFT = -1
 
 
 class BlockPool:
-    """Reference counts, free list and prefix cache over block numbers 0..num_blocks-1."""
+    """Reference counts, free list and prefix cache over `num_blocks` block numbers from `first_block` on (other numbers
+    are other pools', where several share the memory)."""
 
-    def __init__(self, num_blocks: int, block_size: int, undo: UndoLog) -> None:
-        assert num_blocks > 0 and block_size > 0
+    def __init__(self, num_blocks: int, block_size: int, undo: UndoLog, first_block: int = 0) -> None:
+        assert num_blocks > 0 and block_size > 0 and first_block >= 0
+        end = first_block + num_blocks
         self.num_blocks = num_blocks
+        self.first_block = first_block
         self.block_size = block_size
         self.num_free = num_blocks
-        self.refs = [0] * num_blocks
-        self.hash_of: list[bytes | None] = [None] * num_blocks
+        self.refs = [0] * end  # by number, as the other tables
+        self.hash_of: list[bytes | None] = [None] * end
         self.block_of: dict[bytes, int] = {}
         self.taken: set[int] = set()  # in the current step, to be written: what they held before is lost
         self._undo = undo
-        self._head = num_blocks  # the list's sentinel: next[head] is the next victim, prev[head] the last
-        self._next = [(i + 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
-        self._prev = [(i - 1) % (num_blocks + 1) for i in range(num_blocks + 1)]
+        self._head = end  # the list's sentinel: next[head] is the next victim, prev[head] the last
+        self._next = [i + 1 for i in range(end)] + [first_block]
+        self._prev = [i - 1 for i in range(end + 1)]
+        self._prev[first_block] = end
 
     @property
     def num_used(self) -> int:

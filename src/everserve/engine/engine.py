@@ -25,7 +25,7 @@ from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Chunk, Sequence
 from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
-from everserve.errors import RequestError
+from everserve.errors import KvLost, RequestError
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
@@ -44,12 +44,14 @@ _Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogpro
 @dataclass(frozen=True)
 class StepResult:
     """What one step produced: streams that advanced, streams that broke (id, reason), streams that were preempted, and
-    streams whose KV was brought back."""
+    streams whose KV was brought back. `kv_lost`: why all KV has to be computed again; all running streams were
+    preempted, and nothing else has happened."""
 
     advanced: list[_Advanced]
     failed: list[tuple[str, str]]
     preempted: list[Sequence]
     restored: list[Restored]
+    kv_lost: str | None = None
 
     @cached_property
     def outputs(self) -> list[Output]:
@@ -110,7 +112,7 @@ class Engine:
         self._num_known_tokens = 0
         self._num_masked_tokens = 0
         self._num_unmasked_tokens = 0
-        pool = BlockPool(limits.num_blocks, config.block_size, self._undo)
+        pool = BlockPool(limits.num_blocks, config.block_size, self._undo, limits.first_block)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
 
@@ -185,7 +187,7 @@ class Engine:
 
     def step(self, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
         """Advance. If the forward pass is abandoned (it raises), all streams are as they were before the call (one
-        whose blocks were taken in it waits to be computed again).
+        whose blocks were taken in it waits to be computed again). If KV was lost, all streams wait for that.
 
         `meanwhile` is called in every step, while a device computes if there is one.
         """
@@ -197,6 +199,9 @@ class Engine:
             return StepResult([], [], [], [])
         try:
             results = self._run(chunks, meanwhile)
+        except KvLost as lost:
+            self._abandon()
+            return StepResult([], [], self._forget_kv(), [], kv_lost=str(lost))
         except BaseException:
             self._abandon()
             raise
@@ -297,6 +302,13 @@ class Engine:
         self.scheduler.abandon()
         if self._journal is not None:
             self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
+
+    def _forget_kv(self) -> list[Sequence]:
+        """Everything is computed again, from tokens."""
+        preempted = self.scheduler.forget_kv()
+        if self._journal is not None:
+            self._journal.clear(preempted)
+        return preempted
 
     def _end(self, sequence: Sequence, is_delivered: bool) -> None:
         del self._sequences[sequence.id]

@@ -30,7 +30,7 @@ def _pool_violations(pool: BlockPool) -> list[str]:
     wrong = [block for block in free if pool.refs[block] != 0]
     if wrong:
         found.append(f"blocks on the free list are in use: {wrong}")
-    if sum(refs == 0 for refs in pool.refs) != pool.num_free:
+    if sum(refs == 0 for refs in pool.refs[pool.first_block :]) != pool.num_free:
         found.append("some unused blocks are not on the free list")
     hashed = {block: chain_hash for block, chain_hash in enumerate(pool.hash_of) if chain_hash is not None}
     if hashed != {block: chain_hash for chain_hash, block in pool.block_of.items()}:

@@ -12,6 +12,7 @@ class EngineLimits:
     max_model_len: int
     num_blocks: int
     vocab_size: int
+    first_block: int = 0  # the number of its first block, where others have other blocks of the same memory
     max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
     max_logits_bytes: int = 128 << 20  # in one step
     work: StepWork | None = None  # bounds what prompts may cost in one step; None: only their tokens are counted

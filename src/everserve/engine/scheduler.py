@@ -214,6 +214,18 @@ class Scheduler:
         self._undo.commit()
         self.preempted, self.restored, self.started = [], [], []
 
+    def forget_kv(self) -> list[Sequence]:
+        """All KV is lost: nothing is cached any more, and every running stream waits again, in the order in which they
+        were admitted. Returns them."""
+        assert len(self._undo) == 0, "KV is forgotten between steps only"
+        self._round, self.preempted = [], []
+        for block in list(self.pool.block_of.values()):
+            self.pool.withdraw(block)
+        for sequence in self.running[::-1]:
+            self._preempt(sequence)
+        self._undo.commit()
+        return self.preempted
+
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""
         num_tokens = min(self._chunk_limit(sequence), budget)

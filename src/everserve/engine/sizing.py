@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from everserve.config.engine import EngineConfig
 from everserve.errors import ConfigError
 from everserve.kvlog.layout import LogShape
+from everserve.memory.kv_pieces import KvShape
 from everserve.model.config import ModelConfig
 from everserve.plan.sizing import num_kv_blocks
+from everserve.tables.calls import ShardKind
+from everserve.tables.goal import Capacity
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -22,6 +25,15 @@ class KvSizes:
     @property
     def num_blocks(self) -> int:
         return self.log.num_blocks
+
+    def pieces(self, model: ModelConfig, capacity: Capacity) -> KvShape:
+        """The KV pool of a worker that has some heads, for the streams of all homes: one on each device. Every home has
+        `num_blocks` blocks, so all workers together need as much as homes with all heads would."""
+        assert capacity.devices is not None, "divided heads have devices"
+        slots = zip(model.calls, capacity.slots(len(model.calls)), strict=True)
+        num_pieces = sum(num for call, num in slots if call.kind is ShardKind.HEAD)
+        piece_bytes = 2 * self.log.block_size * self.log.piece_bytes
+        return KvShape(capacity.devices * self.num_blocks, num_pieces, piece_bytes)
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":

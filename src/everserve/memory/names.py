@@ -17,6 +17,7 @@ def bell_at(address: int, incarnation: Incarnation) -> int:
 _ADVICE = {
     Kind.LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
     Kind.KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
+    Kind.KV_PIECES: "lower --kv-cache-memory-bytes",
     KV_CACHE: "lower --kv-cache-memory-bytes",
     Kind.LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
     Kind.BACKUP: "use --expert-backup off",

@@ -8,8 +8,9 @@ layout.py          which tensor of which architecture is which weight of ours
 rope.py            rotary tables, scaled as the config says; what a layer does with them
 random_weights.py  random, untrained weights, for `--load-format dummy`
 batch.py           StepBatch: the rows of one step and where their KV lives
-attention_half.py  norms, attention, router, residual: owns KV
+attention_half.py  norms, attention, router, residual: of a stream's home
 expert_half.py     a pure function of expert slots and rows: stateless
+head_half.py       some heads of each layer, and their KV for all streams
 decoder.py         embedding, layers, final norm, logits: the whole model around the seam
 sampling.py        logits to tokens; randomness is a function of (seed, index)
 penalties.py       presence, frequency and repetition penalties

@@ -120,6 +120,20 @@ class Checkpoint:
         self.bytes_read += tensor.numel() * tensor.element_size()
         return tensor.contiguous()
 
+    def part(
+        self, name: str, plane: int | None = None, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """A view of the mapping; contiguous unless it is some of the columns."""
+        tensor = _view(self._entry(name))
+        if plane is not None:
+            tensor = tensor[plane]
+        if rows is not None:
+            tensor = tensor[rows]
+        if columns is not None:
+            tensor = tensor[:, columns]
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
     def _entry(self, name: str) -> _Entry:
         if name not in self._entries:
             raise ModelError(

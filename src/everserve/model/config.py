@@ -5,13 +5,17 @@ one line that names the file, the field and what to do. Nothing here needs torch
 can read a config cheaply.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from everserve.config.model import ModelSource
 from everserve.errors import ModelError
+from everserve.model.cut import cut_dense, cut_experts, slices_per_expert
 from everserve.model.fields import Fields
+from everserve.tables.calls import Call, FfnCut, ShardKind
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -68,6 +72,17 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str  # one of DTYPES
     eos_token_ids: tuple[int, ...]
+    tensor_parallel: bool = (
+        False  # experts are cut where there are few, and dense FFNs of MoE models cross the seam too
+    )
+
+    divides_heads: bool = False  # heads are shards too
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> "ModelConfig":
+        """As an instance serves it."""
+        found = cls.from_directory(source.directory)
+        return replace(found, tensor_parallel=source.tensor_parallel, divides_heads=source.divides_heads)
 
     @classmethod
     def from_directory(cls, path: str | Path) -> "ModelConfig":
@@ -111,6 +126,58 @@ class ModelConfig:
 
     def is_moe_layer(self, layer: int) -> bool:
         return layer in self.moe_layers
+
+    def crosses_seam(self, layer: int) -> bool:
+        """Whether the FFN of this layer is one of the calls of a step, and may be computed by other workers. In models
+        with experts the dense layers are few and stay at home, unless everything is to be divided."""
+        return self.tensor_parallel or not self.moe_layers or self.is_moe_layer(layer)
+
+    def cut(self, layer: int) -> FfnCut:
+        """How the FFN of this layer is cut into shards."""
+        if not self.is_moe_layer(layer):
+            return cut_dense(layer, self.intermediate_size)
+        num_experts, size = self.num_experts, self.expert_intermediate_size
+        slices = slices_per_expert(num_experts, size) if self.tensor_parallel else 1
+        return cut_experts(layer, num_experts, self.experts_per_token, size, slices)
+
+    @cached_property
+    def cuts(self) -> tuple[FfnCut, ...]:
+        """Of all layers that cross the seam: the calls of a step, in order."""
+        return tuple(self.cut(layer) for layer in range(self.num_layers) if self.crosses_seam(layer))
+
+    @cached_property
+    def calls(self) -> tuple[Call, ...]:
+        """All calls of a step, in order. Where heads are divided a layer has two, and calls are numbered; else each FFN
+        is the call with its layer's number."""
+        if not self.divides_heads:
+            return tuple(cut.call for cut in self.cuts)
+        ffn = {cut.layer: cut.call for cut in self.cuts}
+        heads = (Call(layer=i, kind=ShardKind.HEAD, num_shards=self.num_kv_heads) for i in range(self.num_layers))
+        return tuple(call for head in heads for call in (head, ffn.get(head.layer)) if call is not None)
+
+    @property
+    def call_numbers(self) -> tuple[int, ...]:
+        return tuple(range(len(self.calls))) if self.divides_heads else self.call_layers
+
+    def numbers_of(self, *kinds: ShardKind) -> dict[int, int]:
+        """By layer, the number of its call of one of these kinds."""
+        numbered = zip(self.call_numbers, self.calls, strict=True)
+        return {call.layer: number for number, call in numbered if call.kind in kinds}
+
+    @property
+    def call_layers(self) -> tuple[int, ...]:
+        """The layer of each call."""
+        return tuple(cut.layer for cut in self.cuts)
+
+    @property
+    def max_shards(self) -> int:
+        """Of the call with the most."""
+        return max(call.num_shards for call in self.calls)
+
+    @property
+    def max_shards_per_token(self) -> int:
+        """Of the call with the most."""
+        return max(cut.shards_per_token for cut in self.cuts)
 
 
 def _architecture(fields: Fields) -> Architecture:

@@ -1,10 +1,12 @@
 """Decoder: the whole model around the seam.
 
 It holds everything but the experts. Those are reached through `Experts`, which are given to each forward pass, so that
-the decoder is the same whether experts are in this process or in others.
+the decoder is the same whether experts are in this process or in others. Likewise heads, through `Heads`: by default
+all of them are here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 from torch import Tensor
 
@@ -15,7 +17,23 @@ from everserve.model.layout import Weights
 from everserve.model.masks import ExpertMasks
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
+from everserve.model.shard_choice import all_slices
 from everserve.seam.experts import Experts
+from everserve.seam.heads import Heads, StepRows
+from everserve.tables.calls import ShardKind
+
+
+class LocalHeads:
+    """`Heads` without a wire: the answer that all other implementations must reproduce."""
+
+    def __init__(self, layers: Sequence[AttentionHalf], kv_pool: Tensor) -> None:
+        self._layers = layers
+        self._kv_pool = kv_pool
+
+    def __call__(self, layer: int, normed_TD: Tensor, batch: StepRows) -> Tensor:
+        heads = self._layers[layer].heads
+        assert heads is not None, "this decoder has no heads of its own"
+        return heads(normed_TD, cast(StepBatch, batch), self._kv_pool)
 
 
 class Decoder:
@@ -23,7 +41,7 @@ class Decoder:
 
     Activations are what the ops compute with; the KV pool is as wide as the weights may be. Sequences may be
     `max_model_len` tokens long.
-    `progress(done, total)` counts layers as they are loaded.
+    `progress(done, total)` counts layers as they are loaded. `has_heads`: whether heads are computed here.
     """
 
     def __init__(
@@ -34,19 +52,21 @@ class Decoder:
         max_model_len: int,
         *,
         progress: Callable[[int, int], None] | None = None,
+        has_heads: bool = True,
     ) -> None:
         self.config = config
         self.ops = ops
         self.max_model_len = max_model_len
         self.kv_dtype = weights.dtype
         self.masks = ExpertMasks(config.moe_layers, config.num_experts, ops.device, ops.is_captured)
-        rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device)
+        rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device) if has_heads else None
 
         self._embedding_VD = weights.load(weights.layout.embedding)
         self._final_norm_D = weights.load(weights.layout.final_norm)
         # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
         tied = config.tie_word_embeddings
         self._lm_head_VD = self._embedding_VD if tied else weights.load(weights.layout.lm_head)
+        self._num_slices = max((cut.num_shards for cut in config.cuts if cut.kind is ShardKind.SLICE), default=0)
         self.layers: list[AttentionHalf] = []
         for layer in range(config.num_layers):
             self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
@@ -58,17 +78,19 @@ class Decoder:
         c = self.config
         return (num_blocks, c.num_layers, 2, c.num_kv_heads, block_size, c.head_size)
 
-    def forward(self, batch: StepBatch, kv_pool: Tensor, experts: Experts) -> Tensor:
-        """Compute all rows, write their KV into the pool, return logits_LV (float32) of the rows asked for."""
-        return self.logits(self.run(batch, kv_pool, experts), batch.logits_rows_L)
+    def forward(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
+        """Compute all rows, store their KV, return logits_LV (float32) of the rows asked for."""
+        return self.logits(self.run(batch, kv, experts), batch.logits_rows_L)
 
-    def run(self, batch: StepBatch, kv_pool: Tensor, experts: Experts) -> Tensor:
-        """All layers: hidden_TD."""
+    def run(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
+        """All layers: hidden_TD. `kv`: the pool, or the heads that have one."""
+        heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
         hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
+        slices = all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
         for half in self.layers:
-            residual_TD, normed_TD = half.attend(hidden_TD, batch, kv_pool)
-            if half.is_moe:
-                ids_TK, weights_TK = half.route(normed_TD, self.masks.allowed(half.layer))
+            residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)
+            if half.crosses_seam:
+                ids_TK, weights_TK = half.route(normed_TD, slices, self.masks.allowed(half.layer))
                 hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
             else:
                 hidden_TD = half.feed_forward(normed_TD, residual_TD)

@@ -6,7 +6,7 @@ expert is in which slot, and the code that gathers rows compares it with the exp
 """
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,27 +15,45 @@ from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
 from everserve.model.ops import ExpertOps, RowIndices, RowMemory
-from everserve.tables.slots import EMPTY
+from everserve.tables.slots import EMPTY, HeldSlots
 
 
 class ExpertHalf:
-    """The expert slots of all MoE layers: `num_slots` per layer, empty at first."""
+    """The slots of all layers that cross the seam, empty at first. `num_slots`: of each of them. Where there is talk of
+    experts, any shard of an FFN is meant (model/cut.py)."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: ExpertOps, num_slots: int, dtype: str = "auto"
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: ExpertOps,
+        num_slots: int | Sequence[int],
+        dtype: str = "auto",
     ) -> None:
         self.config = config
         self._weights = Weights(config, checkpoint, dtype, ops.device)
         self._make_slots(ops, num_slots)
 
-    def _make_slots(self, ops: ExpertOps, num_slots: int) -> None:
+    def _make_slots(self, ops: ExpertOps, num_slots: int | Sequence[int]) -> None:
+        layers = self.config.call_layers
+        numbers = (num_slots,) * len(layers) if isinstance(num_slots, int) else num_slots
         self.ops = ops
-        self.num_slots = num_slots
-        self._slots = {layer: ops.expert_slots(num_slots) for layer in self.config.moe_layers}
-        # By layer, the expert in each slot, or EMPTY. Code outside Python reads it too, so it never moves.
-        self.held = {layer: (ctypes.c_int32 * num_slots)(*[EMPTY] * num_slots) for layer in self.config.moe_layers}
+        self.num_slots = max(numbers)
+        self._slots = {layer: ops.expert_slots(num) for layer, num in zip(layers, numbers, strict=True)}
+        # By layer, the expert in each slot, or EMPTY. Code outside Python reads it too, so it never moves; it does not
+        # know which layers have fewer slots, and finds the others empty.
+        self.held = {layer: (ctypes.c_int32 * self.num_slots)(*[EMPTY] * self.num_slots) for layer in layers}
         # By layer, how often each slot was changed. Written last.
-        self.generations = {layer: [0] * num_slots for layer in self.config.moe_layers}
+        self.generations = {layer: [0] * slots.num_slots for layer, slots in self._slots.items()}
+
+    def held_slots(self) -> HeldSlots:
+        """What all slots hold now."""
+        held = [self.held_in(layer) for layer in self._slots]
+        return HeldSlots(experts=tuple(one for one, _ in held), generations=tuple(one for _, one in held))
+
+    def held_in(self, layer: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The expert in each slot of a layer, and the slots' generations."""
+        return tuple(self.held[layer][: self._slots[layer].num_slots]), tuple(self.generations[layer])
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""
@@ -43,13 +61,13 @@ class ExpertHalf:
 
     def tensors(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
         """gate_FD, up_FD and down_DF of an expert, from the checkpoint."""
-        sources = self._weights.layout.expert(layer, expert)
+        sources = self._weights.layout.shard(layer, expert)
         gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
         return gate_FD, up_FD, self._weights.load(sources.down)
 
     def dtype(self, layer: int, expert: int) -> torch.dtype:
         """Of these tensors. Reads headers only."""
-        return self._weights.dtype_of(self._weights.layout.expert(layer, expert).gate)
+        return self._weights.dtype_of(self._weights.layout.shard(layer, expert).gate)
 
     def fill(self, layer: int, slot: int, expert: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         """Put an expert into a slot, from wherever its weights came. If this raises, the slot is empty."""
@@ -60,13 +78,11 @@ class ExpertHalf:
 
     def load_all(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Every expert into the slot of its own number; `progress(done, total)` counts experts."""
-        assert self.num_slots >= self.config.num_experts
-        total = len(self._slots) * self.config.num_experts
-        for index, layer in enumerate(self._slots):
-            for expert in range(self.config.num_experts):
-                self.load(layer, expert, slot=expert)
-                if progress is not None:
-                    progress(index * self.config.num_experts + expert + 1, total)
+        places = [(cut.layer, expert) for cut in self.config.cuts for expert in range(cut.num_shards)]
+        for done, (layer, expert) in enumerate(places):
+            self.load(layer, expert, slot=expert)
+            if progress is not None:
+                progress(done + 1, len(places))
 
     def clear(self, layer: int, slot: int) -> None:
         """Empty a slot; one that is empty stays so, and keeps its generation."""

@@ -9,7 +9,7 @@ headers before anything starts; `Weights` reads them. Experts come in two format
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from everserve.errors import ConfigError, ModelError
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import DTYPES, Architecture, ModelConfig
 from everserve.model.ops import ExpertSlots, Ops
+from everserve.tables.calls import ShardKind
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,15 +31,36 @@ class Source:
     shape: tuple[int, ...]  # of the whole tensor
     plane: int | None = None
     rows: slice | None = None
+    columns: slice | None = None
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of what is loaded: one plane, and these rows and columns of it."""
+        shape = list(self.shape if self.plane is None else self.shape[1:])
+        for axis, part in enumerate((self.rows, self.columns)):
+            if part is not None:
+                shape[axis] = len(range(*part.indices(shape[axis])))
+        return tuple(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardSources:
-    """The three matrices of an expert or of a dense FFN."""
+    """The three matrices of an expert, of a dense FFN, or of a slice of one."""
 
     gate: Source
     up: Source
     down: Source
+
+    def slice(self, number: int, size: int) -> "FeedForwardSources":
+        """Slice `number` of slices of this size."""
+        first = number * size
+
+        def rows(source: Source) -> Source:
+            start = first + (source.rows.start if source.rows is not None else 0)
+            return replace(source, rows=slice(start, start + size))
+
+        down = replace(self.down, columns=slice(first, first + size))
+        return FeedForwardSources(gate=rows(self.gate), up=rows(self.up), down=down)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +75,16 @@ class AttentionSources:
     q_norm: Source | None
     k_norm: Source | None
     post_norm: Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSources:
+    """One KV head of a layer with its query heads: parts of q, k and v, and what all heads of the layer share."""
+
+    qkv: tuple[Source, Source, Source]
+    qkv_bias: tuple[Source, ...]
+    q_norm: Source | None
+    k_norm: Source | None
 
 
 class Layout:
@@ -107,6 +139,23 @@ class Layout:
             post_norm=weight("post_attention_layernorm", c.hidden_size),
         )
 
+    def head(self, layer: int, head: int) -> HeadSources:
+        """Consecutive query heads share a KV head, so each part is a slice of rows."""
+        c, whole = self.config, self.attention(layer)
+        group_size, size = c.num_heads // c.num_kv_heads, c.head_size
+
+        def part(sources: tuple[Source, ...]) -> Iterator[Source]:
+            for source, num_rows in zip(sources, (group_size * size, size, size), strict=True):
+                yield replace(source, rows=slice(head * num_rows, (head + 1) * num_rows))
+
+        q, k, v = part(whole.qkv)
+        return HeadSources(
+            qkv=(q, k, v),
+            qkv_bias=tuple(part(whole.qkv_bias)) if whole.qkv_bias else (),
+            q_norm=whole.q_norm,
+            k_norm=whole.k_norm,
+        )
+
     def router(self, layer: int) -> Source:
         shape = (self.config.num_experts, self.config.hidden_size)
         return Source(name=f"model.layers.{layer}.{self._moe_module}.gate.weight", shape=shape)
@@ -115,6 +164,15 @@ class Layout:
         """The FFN of a layer without experts."""
         prefix, size = f"model.layers.{layer}.mlp", self.config.intermediate_size
         return self._feed_forward(prefix, ("gate_proj", "up_proj", "down_proj"), size)
+
+    def shard(self, layer: int, shard: int) -> FeedForwardSources:
+        """One shard of a layer's FFN, as the model is cut (model/cut.py)."""
+        cut = self.config.cut(layer)
+        if cut.kind is ShardKind.SLICE:
+            return self.dense(layer).slice(shard, cut.shard_size)
+        expert, part = divmod(shard, cut.slices_per_expert)
+        whole = self.expert(layer, expert)
+        return whole.slice(part, cut.shard_size) if cut.slices_per_expert > 1 else whole
 
     def expert(self, layer: int, expert: int) -> FeedForwardSources:
         prefix, size = (
@@ -213,7 +271,7 @@ class Weights:
 
     def load_temporary(self, source: Source) -> Tensor:
         """For a caller that copies it somewhere else."""
-        tensor = self._checkpoint.read(source.name, rows=source.rows, plane=source.plane)
+        tensor = self._checkpoint.part(source.name, source.plane, source.rows, source.columns)
         return tensor.to(self._device, self.dtype_of(source))
 
     def dtype_of(self, source: Source) -> torch.dtype:
@@ -229,10 +287,13 @@ class Weights:
         return torch.cat([self.load(source) for source in sources])
 
     def feed_forward(self, layer: int, ops: Ops) -> ExpertSlots:
-        """The FFN of a layer without experts, as a set of slots with a single slot."""
-        sources, slots = self.layout.dense(layer), ops.expert_slots(1)
-        gate_FD, up_FD = self.load_temporary(sources.gate), self.load_temporary(sources.up)
-        slots.fill(0, gate_FD, up_FD, self.load_temporary(sources.down))
+        """The FFN of a layer without experts that does not cross the seam, as a set of slots with a slice in each."""
+        num_slices = self.layout.config.cut(layer).num_shards
+        slots = ops.expert_slots(num_slices)
+        for number in range(num_slices):
+            sources = self.layout.shard(layer, number)
+            gate_FD, up_FD = self.load_temporary(sources.gate), self.load_temporary(sources.up)
+            slots.fill(number, gate_FD, up_FD, self.load_temporary(sources.down))
         return slots
 
 

@@ -12,6 +12,7 @@ positions, so that prefill, chunked prefill and decode give a row the same bits.
 whether the set as a whole has this property.
 """
 
+import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -55,6 +56,74 @@ class RowIndices(NamedTuple):
     slot_R: int
     y_R: int  # where the answer goes; no x may be there
     num_rows: int
+
+
+class HeadWeights(NamedTuple):
+    """One KV head of a layer with its query heads: their rows of the three projections. M query heads, E rows each."""
+
+    q_XD: Tensor  # X = M * E
+    k_ED: Tensor
+    v_ED: Tensor
+    q_bias_X: Tensor | None = None
+    k_bias_E: Tensor | None = None
+    v_bias_E: Tensor | None = None
+
+
+class HeadSlots(Protocol):
+    """The weights of some heads of one layer, by slot; slots are filled and emptied one by one."""
+
+    num_slots: int
+
+    def fill(self, slot: int, weights: HeadWeights) -> None:
+        """Put one head's weights into a slot. They are kept alive, not copied."""
+
+    def clear(self, slot: int) -> None:
+        """Empty the slot; using it afterwards is an error."""
+
+
+class HeadRequest(ctypes.Structure):
+    """All rows of a step, for some heads of one layer: addresses, and how many of what (`StepBatch` in shared memory).
+
+    struct head_request in backends/cpu/csrc/ops/heads.h.
+    """
+
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in (
+            *("x", "y", "positions", "kv_slots", "query_starts", "block_tables", "slots", "pieces"),
+            *("num_rows", "num_sequences", "table_width", "num_heads"),
+        )
+    ]
+    x: int  # normed rows
+    y: int  # [num_rows][num_heads][M][E]: attended rows, written
+    positions: int
+    kv_slots: int
+    query_starts: int
+    block_tables: int
+    slots: int  # of the heads
+    pieces: int  # of the pool, where their KV is
+    num_rows: int
+    num_sequences: int
+    table_width: int
+    num_heads: int
+
+
+class HeadOps(Protocol):
+    """What computes heads for other processes, in host memory."""
+
+    device: torch.device
+
+    def head_slots(self, num_slots: int) -> HeadSlots:
+        """An empty set of slots for one layer."""
+
+    def head_rows_at(
+        self, requests: int, num_requests: int, slots: HeadSlots, kv_pool: Tensor, rotation: Rotation, scale: float
+    ) -> None:
+        """`project_and_store` and `attend` for some heads: `requests` is the address of an array of `HeadRequest`.
+
+        The pool is [num_blocks, num_pieces, 2, block_size, E]. The same bits as where all heads are computed at once.
+        Whoever calls this has checked that requests are consistent: a wrong index would overwrite another stream's KV.
+        """
 
 
 class Ops(Protocol):
@@ -112,7 +181,7 @@ class Ops(Protocol):
         """An empty set of slots for one layer."""
 
     def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        """residual + the one expert of these slots applied to every row: a dense FFN."""
+        """residual + what the slices in these slots answer to every row, in the order of slots: a dense FFN."""
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

@@ -1,8 +1,9 @@
 """RandomCheckpoint: random, untrained weights, for models without files on this machine (`--load-format dummy`).
 
-Speed, memory and failures are the same as with the real ones; text is not. A weight depends on its name alone, so every
-worker that asks for the same one gets the same one. Projections keep the size of what goes through them, norms do
-nothing, so that activations stay in range however many layers there are.
+Speed, memory and failures are the same as with the real ones; text is not. A weight depends on its name alone, or on
+its name and which part of it is asked for, so every worker that asks for the same one gets the same one. Projections
+keep the size of what goes through them, norms do nothing, so that activations stay in range however many layers there
+are.
 """
 
 import hashlib
@@ -43,23 +44,31 @@ class RandomCheckpoint(Checkpoint):
         columns: Selection | None = None,
         plane: int | None = None,
     ) -> Tensor:
-        assert rows is None and columns is None and plane is None, "experts are one by one here"
+        assert rows is None and columns is None, "whole matrices, or parts"
+        return self.part(name, plane)
+
+    def part(
+        self, name: str, plane: int | None = None, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        assert plane is None, "experts are one by one here"
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.full(shape, float(not name.endswith(".bias")), dtype=self._dtype, device=self._device)
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
-        self._fill(name, weight)
+        sizes = (len(range(*part.indices(n))) if part else n for part, n in zip((rows, columns), shape, strict=True))
+        weight = torch.empty(tuple(sizes), dtype=self._dtype, device=self._device)
+        self._fill(name, rows, columns, weight)
         return weight
 
-    def make(self, name: str, out: Tensor) -> None:
-        """The same matrix, in memory of the caller. Allocates nothing on the device if `out` has our dtype."""
-        assert tuple(out.shape) == self._shapes[name]
+    def make(self, name: str, out: Tensor, rows: slice | None = None, columns: slice | None = None) -> None:
+        """The same part, in memory of the caller. Allocates nothing on the device if `out` has our dtype."""
         if out.dtype == self._dtype:
-            self._fill(name, out)
+            self._fill(name, rows, columns, out)
         else:
-            out.copy_(self.read(name))
+            out.copy_(self.part(name, None, rows, columns))
 
-    def _fill(self, name: str, weight: Tensor) -> None:
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+    def _fill(self, name: str, rows: slice | None, columns: slice | None, weight: Tensor) -> None:
+        """A part has numbers of its own: nothing asks for the whole of what is cut."""
+        key = name + "".join(f" {part.start}:{part.stop}" for part in (rows, columns) if part is not None)
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
-        weight.normal_(std=1 / math.sqrt(weight.shape[-1]), generator=generator)
+        weight.normal_(std=1 / math.sqrt(self._shapes[name][-1]), generator=generator)

@@ -39,7 +39,7 @@ class BalancePolicy:
     @classmethod
     def of(cls, model: ModelSizes) -> "BalancePolicy":
         """For weights as they are stored: gate, up and down."""
-        return cls(expert_bytes=3 * model.hidden_size * model.expert_intermediate_size * ITEM_BYTES)
+        return cls(expert_bytes=3 * model.hidden_size * max(cut.shard_size for cut in model.cuts) * ITEM_BYTES)
 
 
 class Verdict(NamedTuple):
@@ -132,7 +132,7 @@ def _only(placement: Placement, index: int) -> Placement:
         SeatExperts(rank=seat.rank, active=(seat.active[index],), shadows=(seat.shadows[index],))
         for seat in placement.seats
     )
-    return Placement(num_experts=placement.num_experts, moe_layers=(placement.moe_layers[index],), seats=seats)
+    return Placement(calls=(placement.calls[index],), seats=seats)
 
 
 def _merged(before: Placement, plan: Placement, layers: Sequence[int]) -> Placement:

@@ -3,11 +3,14 @@ backup of all experts.
 
     [layer index][slot]:  gate | up | down | padding to a multiple of 64 bytes
 
-All slots have the same size, for the widest dtype that an expert may have. Experts whose file is narrower leave the end
-of their slot unused.
+All slots of a layer have the same size, for the widest dtype that an expert may have. Experts whose file is narrower
+leave the end of their slot unused. Layers may differ: slices of a dense FFN are not as large as experts.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from everserve.plan.weights import ModelSizes
 from everserve.tables.slots import Place
@@ -18,23 +21,51 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class ExpertMemoryPlan:
-    """The slots of one memory."""
+    """The slots of one memory, by index of the layer."""
 
-    num_layers: int  # with experts
-    num_slots: int  # per layer
-    slot_bytes: int
+    slots: tuple[int, ...]
+    slot_bytes: tuple[int, ...]
 
     @classmethod
-    def of(cls, model: ModelSizes, dtype: str, num_slots: int) -> "ExpertMemoryPlan":
-        """`dtype`: the widest that weights are kept in."""
-        num_weights = 3 * model.hidden_size * model.expert_intermediate_size
-        slot_bytes = -(-num_weights * _ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT
-        return cls(len(model.moe_layers), num_slots, slot_bytes)
+    def of(cls, model: ModelSizes, dtype: str, num_slots: int | Sequence[int]) -> "ExpertMemoryPlan":
+        """`dtype`: the widest that weights are kept in. `num_slots`: of every layer, or of each."""
+        weights = (3 * model.hidden_size * cut.shard_size for cut in model.cuts)
+        slot_bytes = tuple(-(-num * _ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT for num in weights)
+        return cls((), slot_bytes).with_slots(num_slots)
+
+    @classmethod
+    def uniform(cls, num_layers: int, num_slots: int, slot_bytes: int) -> "ExpertMemoryPlan":
+        """All layers are alike."""
+        return cls((num_slots,) * num_layers, (slot_bytes,) * num_layers)
+
+    def with_slots(self, num_slots: int | Sequence[int]) -> "ExpertMemoryPlan":
+        """The same experts, but other numbers of slots."""
+        slots = (num_slots,) * self.num_layers if isinstance(num_slots, int) else tuple(num_slots)
+        assert len(slots) == self.num_layers, f"slots for {len(slots)} of {self.num_layers} layers"
+        return ExpertMemoryPlan(slots, self.slot_bytes)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.slot_bytes)
+
+    @property
+    def num_slots(self) -> int:
+        """Of the layer with the most: tables of slots are as wide as that."""
+        return max(self.slots, default=0)
 
     @property
     def num_bytes(self) -> int:
-        return self.num_layers * self.num_slots * self.slot_bytes
+        return self._first[-1]
+
+    def has(self, place: Place) -> bool:
+        return 0 <= place.layer_index < self.num_layers and 0 <= place.slot < self.slots[place.layer_index]
 
     def offset(self, place: Place) -> int:
-        assert 0 <= place.layer_index < self.num_layers and 0 <= place.slot < self.num_slots, place
-        return (place.layer_index * self.num_slots + place.slot) * self.slot_bytes
+        assert self.has(place), place
+        return self._first[place.layer_index] + place.slot * self.slot_bytes[place.layer_index]
+
+    @cached_property
+    def _first(self) -> tuple[int, ...]:
+        """Where each layer begins, and the end."""
+        sizes = (num * size for num, size in zip(self.slots, self.slot_bytes, strict=True))
+        return tuple(accumulate(sizes, initial=0))

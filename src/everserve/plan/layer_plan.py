@@ -15,14 +15,24 @@ class Room(NamedTuple):
 
     rank: Rank
     device: int  # workers on one device are lost together
-    num_slots: int  # per layer
+    num_slots: int  # per layer; of the layer with the most, if they differ
+    slots: tuple[int, ...] = ()  # by index of the layer, if they differ
+
+    def of_layer(self, index: int) -> "Room":
+        return self._replace(num_slots=self.slots[index], slots=()) if self.slots else self
 
 
 class LayerPlan:
-    """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places."""
+    """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
+    The last `num_dealt` experts should be served by all workers."""
 
     def __init__(
-        self, rooms: Sequence[Room], loads: Loads, before: Sequence[SeatBefore], dealing: Dealing | None = None
+        self,
+        rooms: Sequence[Room],
+        loads: Loads,
+        before: Sequence[SeatBefore],
+        dealing: Dealing | None = None,
+        num_dealt: int = 0,
     ) -> None:
         self.rooms = rooms
         self.loads = loads
@@ -31,8 +41,10 @@ class LayerPlan:
         self.places: list[list[Rank]] = [[] for _ in loads]
         self.homes: list[list[Rank]] = [[] for _ in loads]
         self.held: dict[Rank, set[int]] = {room.rank: set() for room in rooms}
-        # Places that every expert gets before any gets more, as far as there are devices.
-        self.num_copies = max(sum(room.num_slots for room in rooms) // len(self.places), 1)
+        self.dealt = range(len(loads) - num_dealt, len(loads))
+        # Places that every other expert gets before any gets more, as far as there are devices.
+        num_left = sum(room.num_slots for room in rooms) - num_dealt * len(rooms)
+        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1)
         for rank, active, shadows in before:
             for expert in (*active, *shadows) if rank in self.by_rank else ():
                 self.put(expert, rank)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from everserve.errors import ConfigError
+from everserve.tables.calls import expert_calls
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
 
@@ -33,13 +34,13 @@ def place_experts(
             f"--shadow-experts {shadow_experts}: with {num_experts} experts on {num_seats} expert workers "
             f"it must be between 0 and {most_useful}"
         )
-    shares = _even_shares(num_experts, num_seats)
-    shadows = _place_shadows(shares, shadow_experts)
+    shares = even_shares(num_experts, num_seats)
+    shadows = place_shadows(shares, shadow_experts)
     seats = []
     for rank, active, shadow in zip(expert_ranks, shares, shadows, strict=True):
         in_all_layers = (tuple(active),) * len(moe_layers), (tuple(shadow),) * len(moe_layers)
         seats.append(SeatExperts(rank=rank, active=in_all_layers[0], shadows=in_all_layers[1]))
-    return Placement(num_experts=num_experts, moe_layers=tuple(moe_layers), seats=tuple(seats))
+    return Placement(calls=expert_calls(num_experts, moe_layers), seats=tuple(seats))
 
 
 def survivable_deaths(placement: Placement) -> int:
@@ -50,21 +51,21 @@ def survivable_deaths(placement: Placement) -> int:
 def survivable_losses(placement: Placement, device_of: Mapping[Rank, int]) -> int:
     """The same for devices, each with all workers on it."""
     fewest = placement.num_experts * len(placement.seats)
-    for layer in range(len(placement.moe_layers)):
+    for layer, call in enumerate(placement.calls):
         places = {(expert, device_of[seat.rank]) for seat in placement.seats for expert in seat.experts(layer)}
         num_places = Counter(expert for expert, _ in places)
-        fewest = min(fewest, *(num_places[expert] for expert in range(placement.num_experts)))
+        fewest = min(fewest, *(num_places[expert] for expert in range(call.num_shards)))
     return fewest - 1
 
 
-def _even_shares(num_experts: int, num_seats: int) -> list[range]:
+def even_shares(num_experts: int, num_seats: int) -> list[range]:
     """[0, num_experts) in consecutive shares whose sizes differ by at most one, the larger ones first."""
     size, num_larger = divmod(num_experts, num_seats)
     starts = [seat * size + min(seat, num_larger) for seat in range(num_seats + 1)]
     return [range(starts[seat], starts[seat + 1]) for seat in range(num_seats)]
 
 
-def _place_shadows(shares: list[range], capacity: int) -> list[list[int]]:
+def place_shadows(shares: Sequence[Sequence[int]], capacity: int) -> list[list[int]]:
     """For each seat the experts that it holds as shadows, at most `capacity`.
 
     First how many of each share go to which host, then which ones. The experts of a share are assigned to its hosts

@@ -11,7 +11,8 @@ After a loss or a return the third only chooses among places that there are anyw
 alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
-another one is planned like it.
+another one is planned like it. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
+worker that has a slot left.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,15 +44,18 @@ def replan(
         return msgspec.structs.replace(before, seats=())
     planned: dict[object, LayerPlan] = {}
     layers: dict[int, LayerPlan] = {}
-    for index in range(len(before.moe_layers)) if balanced is None else balanced:
-        load = tuple((loads or {}).get(index, ())) or (1.0,) * before.num_experts
+    for index in range(len(before.calls)) if balanced is None else balanced:
+        num_experts = before.calls[index].num_shards
+        load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
-        key = places, load
+        here = tuple(room.of_layer(index) for room in rooms)
+        num_dealt = before.num_dealt(index, len(rooms))
+        key = places, load, here, num_dealt
         if key not in planned:
-            layer = planned[key] = _Layer(rooms, load, places, dealing)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
-    seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.moe_layers)) for room in rooms)
+    seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.calls)) for room in rooms)
     return msgspec.structs.replace(before, seats=seats)
 
 
@@ -77,6 +81,7 @@ class _Layer(LayerPlan):
         self._copy()
         self._even_out()
         self._level()
+        self._deal()
         is_disturbed = any(ranks and not homes for ranks, homes in zip(self.places, self.homes, strict=True))
         self._choose_homes()
         if may_move or is_disturbed or not all(map(self.active_on, self.held)):
@@ -115,6 +120,8 @@ class _Layer(LayerPlan):
         devices = {room.device for room in self.rooms}
         for expert, places in enumerate(self.places):
             seen: set[int] = set()
+            if expert in self.dealt:
+                continue
             for rank in sorted(places, key=lambda r: (r not in self.homes[expert], r)):
                 device = self.by_rank[rank].device
                 if device in seen and len({self.by_rank[r].device for r in places}) < len(devices):
@@ -185,6 +192,13 @@ class _Layer(LayerPlan):
             expert = min(movable, key=lambda e: (fullest in self.homes[e], -self.loads[e], e))  # shadows first
             self.take(expert, fullest)
             self.put(expert, emptiest)
+
+    def _deal(self) -> None:
+        """What all should serve, wherever there is room for it."""
+        for expert in self.dealt:
+            for rank in [rank for rank in self.held if rank not in self.places[expert] and self.room_on(rank) > 0]:
+                self.put(expert, rank)
+            self.homes[expert] = sorted(self.places[expert])
 
     def _choose_homes(self) -> None:
         """Homes stay where they are. An expert without one gets it where there is least to do, the heaviest first."""

@@ -36,23 +36,25 @@ def make_routes(
     fast = [seat for seat in seats if seat.rank in ready and seat.rank not in demoted]
     slow = [seat for seat in seats if seat.rank in ready and seat.rank in demoted]
     leave = [seat for seat in seats if seat.rank in leaving]
-    patterns: dict[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...], int] = {}
+    patterns: dict[tuple[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     num_active: list[list[int]] = []
-    for layer in range(len(placement.moe_layers)):
-        pattern = tuple((seat.experts[layer], seat.active[layer]) for seat in fast + slow + leave)
+    for layer, call in enumerate(placement.calls):
+        pattern = call.num_shards, tuple((s.experts[layer], s.active[layer]) for s in fast + slow + leave)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
-            first, second, last = (_places(seats, layer, placement.num_experts) for seats in (fast, slow, leave))
+            first, second, last = (_places(seats, layer, call.num_shards) for seats in (fast, slow, leave))
             distinct.append([places + more or others for places, more, others in zip(first, second, last, strict=True)])
-            actives = (_num_active(seats, layer, placement.num_experts) for seats in (fast, slow))
+            actives = (_num_active(seats, layer, call.num_shards) for seats in (fast, slow))
             num_active.append([a if places else b for places, a, b in zip(first, *actives, strict=True)])
         pattern_of_layer.append(patterns[pattern])
     routes = Routes.of(epoch, distinct, num_active)
     table = routes.array()[pattern_of_layer].tobytes()
     active = routes.num_active()[pattern_of_layer].tobytes() if routes.active else b""
-    return msgspec.structs.replace(routes, num_layers=len(pattern_of_layer), table=table, active=active)
+    widths = tuple(routes.widths[pattern] for pattern in pattern_of_layer) if routes.widths else ()
+    num_layers = len(pattern_of_layer)
+    return msgspec.structs.replace(routes, num_layers=num_layers, table=table, active=active, widths=widths)
 
 
 class _Seat:

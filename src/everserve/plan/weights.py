@@ -1,6 +1,6 @@
 """Where each weight of a seat lies in the device memory that outlives its workers.
 
-    embedding, final norm, head | layer 0: norms, projections, router or FFN | layer 1 ... | experts of all layers
+    embedding, final norm, head | layer 0: norms, projections, router | layer 1 ... | experts or slices of all layers
 
 The orchestrator allocates by this plan, and every incarnation of the seat reads and writes by it: it depends on its
 inputs only. Everything is bfloat16. The experts are one tensor, [layer, slot] by [gate, up, down]: an expert is one
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from everserve.errors import ConfigError
+from everserve.tables.calls import FfnCut
 from everserve.tables.ids import Role
 
 ALIGNMENT = 256  # bytes; every tensor begins at a multiple: more than any kernel requires
@@ -53,6 +55,8 @@ class ModelSizes(Protocol):
     def attention_bias(self) -> bool: ...
     @property
     def tie_word_embeddings(self) -> bool: ...
+    @property
+    def cuts(self) -> tuple[FfnCut, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -119,12 +123,13 @@ def _around_layers(model: ModelSizes) -> Iterator[tuple[str, None, tuple[int, ..
 
 
 def _attention_half(model: ModelSizes, layer: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    for name, shape in _one_layer(model, is_moe=layer in model.moe_layers):
+    crosses_seam = any(cut.layer == layer for cut in model.cuts)
+    for name, shape in _one_layer(model, layer in model.moe_layers, crosses_seam):
         yield name, layer, shape
 
 
-def _one_layer(model: ModelSizes, is_moe: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """With the names of model/attention_half.py. `gate_up`, `down`: the FFN of a layer without experts."""
+def _one_layer(model: ModelSizes, is_moe: bool, crosses_seam: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """With the names of model/attention_half.py. `gate_up`, `down`: an FFN that does not cross the seam."""
     hidden, head = model.hidden_size, model.head_size
     q_size, qkv_size = model.num_heads * head, (model.num_heads + 2 * model.num_kv_heads) * head
     yield "input_norm", (hidden,)
@@ -140,25 +145,30 @@ def _one_layer(model: ModelSizes, is_moe: bool) -> Iterator[tuple[str, tuple[int
     yield "post_norm", (hidden,)
     if is_moe:
         yield "router", (model.num_experts, hidden)
-    else:
+    if not crosses_seam:
         yield "gate_up", (2 * model.intermediate_size, hidden)
         yield "down", (hidden, model.intermediate_size)
 
 
 def _experts(model: ModelSizes, num_slots: int) -> Iterator[tuple[str, None, tuple[int, ...]]]:
-    num_places = len(model.moe_layers) * num_slots
-    if num_places:
-        hidden, size = model.hidden_size, model.expert_intermediate_size
-        yield "experts", None, (num_places, MATRICES_PER_EXPERT, size, hidden)
+    yield "experts", None, (len(model.cuts) * num_slots, MATRICES_PER_EXPERT, _shard_size(model), model.hidden_size)
 
 
 def _overhang(model: ModelSizes) -> int:
     """How far kernels read beyond the last expert. They read boxes of rows, ignore what is not the expert's, and rely
     on memory being there: where kernels of other seats read this memory, nothing else may follow it."""
-    hidden, size = model.hidden_size, model.expert_intermediate_size
+    hidden, size = model.hidden_size, _shard_size(model)
     beyond_up = (_up(size, _BOX_ROWS) - 2 * size) * hidden  # `down` follows
     beyond_down = (_up(hidden, _BOX_ROWS) - hidden) * size
     return max(beyond_up, beyond_down, 0) * ITEM_BYTES
+
+
+def _shard_size(model: ModelSizes) -> int:
+    """All shards are in one tensor."""
+    sizes = {cut.shard_size for cut in model.cuts}
+    if len(sizes) > 1:
+        raise ConfigError("tensor parallelism of a model with experts and dense layers: only on CPUs")
+    return sizes.pop()
 
 
 def _up(size: int, unit: int) -> int:

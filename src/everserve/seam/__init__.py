@@ -1,6 +1,7 @@
 """The seam between attention and experts: what both kinds of devices have in common.
 
 experts.py   the one interface through which a step reaches its experts
+heads.py     the one interface through which a step reaches its attention heads
 trust.py     the expert workers, which of them are trusted, and hence where each expert is
 batching.py  when an expert worker starts computing, and what
 outcomes.py  what became of an exchange, and what an answer says

@@ -18,7 +18,9 @@ if TYPE_CHECKING:  # modules that only name the interface do not need torch
 class Experts(Protocol):
     """What a step needs of its experts."""
 
-    num_replayed_rows: int  # sent to another worker because the first one did not answer
+    @property
+    def num_replayed_rows(self) -> int:
+        """Rows that were sent to another worker because the first one did not answer."""
 
     def begin_step(self, num_rows: int) -> None:
         """A step of so many rows is about to call its first layer."""

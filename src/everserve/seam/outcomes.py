@@ -15,6 +15,7 @@ class Outcome(IntEnum):
     NO_PLACE = 4
     TOO_MANY = 5
     UNBLOCKED = 6  # a box has become free: send what was left behind
+    KV_ELSEWHERE = 7  # a head would have to be asked where its KV is not
 
 
 class Status(IntEnum):
@@ -24,6 +25,8 @@ class Status(IntEnum):
     BAD_REQUEST = 2
     NO_SUCH_SLOT = 3
     MOVED = 4  # a slot does not hold the expert that was asked for: no fault of the worker, the routes are out of date
+    NO_PAGE = 5  # the request is of a step that is over
+    POOL_CHANGED = 6  # the worker does not have the KV that the streams were computed with: it is lost
 
 
 # Why a worker that answers so is routed around; MOVED is no reason to.

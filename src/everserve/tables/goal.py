@@ -108,10 +108,16 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int = 0  # of the machine; 0: CPUs
     devices: int | None = None  # that were asked for at the start; None: each GPU is one, on CPUs each worker
     slots_per_layer: int = 0  # expert slots of every expert worker; 0: there are no expert workers
+    slots_by_call: tuple[int, ...] = ()  # where calls have different numbers; `slots_per_layer` is the largest
     mapped_slots: int = 0  # further slots per layer, without memory: for experts that lie in memory of another seat
     lane_bytes: int = 0  # of the memory between one attention worker and one expert worker
     log_bytes: int = 0  # of each attention worker's KV log in host memory; 0: no logs
     kv_bytes: int = 0  # of each KV cache in device memory that outlives its worker, beside the log; 0: none
+
+    def slots(self, num_calls: int) -> tuple[int, ...]:
+        """Of every expert worker, in each call."""
+        assert len(self.slots_by_call) in (0, num_calls), f"slots for {len(self.slots_by_call)} of {num_calls} calls"
+        return self.slots_by_call or (self.slots_per_layer,) * num_calls
 
     @property
     def lane_slots(self) -> int:

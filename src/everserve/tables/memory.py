@@ -4,6 +4,7 @@
     cell            a worker                           its life words, pulse, doorbell
     log             an attention worker                the KV log
     kv              an attention worker on a device    the blocks of that log, where the KV cache outlives its worker
+    kv-pieces       an expert seat                     the KV of its heads, for all streams (memory/kv_pieces.py)
     lane            an attention and an expert worker  requests and answers between the two
     bell            an expert seat on a device         rung when a request was sent
     weights         a seat on a device; with           shared by all seats there with the same weights; it
@@ -29,6 +30,7 @@ class Kind(StrEnum):
     CELL = "cell"
     LOG = "log"
     KV = "kv"
+    KV_PIECES = "kv-pieces"
     LANE = "lane"
     BELL = "bell"
     WEIGHTS = "weights"

@@ -1,11 +1,18 @@
-"""Which worker should hold which experts. A plan: routes follow what workers really hold (slots.py)."""
+"""Which worker should hold which shards. A plan: routes follow what workers really hold (slots.py).
+
+Where a name says *expert*, any kind of shard is meant, and where it says *layer index*, the index of a call (calls.py):
+in a model whose shards are whole experts these are the experts, and the layers that have some.
+"""
+
+from collections.abc import Sequence
 
 import msgspec
 
+from everserve.tables.calls import Call
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY, SeatSlots
 
-PerLayer = tuple[tuple[int, ...], ...]  # [index of the MoE layer] -> experts
+PerLayer = tuple[tuple[int, ...], ...]  # [index of the call] -> experts
 
 
 class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,36 +35,58 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
         """All of them, active ones first."""
         return self.active[layer] + self.shadows[layer]
 
-    @property
-    def num_slots(self) -> int:
-        """Slots per layer that this needs."""
-        return max((len(self.experts(layer)) for layer in range(len(self.active))), default=0)
-
-    def slots(self, num_slots: int) -> SeatSlots:
-        """The initial slots of a new worker in this seat: its experts in order, then empty slots up to `num_slots`."""
-        layers = (self.experts(layer) for layer in range(len(self.active)))
-        padded = tuple(experts + (EMPTY,) * (num_slots - len(experts)) for experts in layers)
-        return SeatSlots(rank=self.rank, experts=padded)
+    def slots(self, num_slots: int | Sequence[int]) -> SeatSlots:
+        """The initial slots of a new worker in this seat: its experts in order, then empty slots up to `num_slots`, of
+        every call or of each."""
+        layers = [self.experts(layer) for layer in range(len(self.active))]
+        numbers = (num_slots,) * len(layers) if isinstance(num_slots, int) else num_slots
+        padded = (experts + (EMPTY,) * (num - len(experts)) for experts, num in zip(layers, numbers, strict=True))
+        return SeatSlots(rank=self.rank, experts=tuple(padded))
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
-    """All expert seats."""
+    """All expert seats. `deals_remainder`: shards that cannot be shared evenly, the last ones of each call, should have
+    an active place on every seat, so that their rows are dealt among all."""
 
-    num_experts: int
-    moe_layers: tuple[int, ...]  # layer numbers; tables are indexed by position in this tuple
+    calls: tuple[Call, ...]  # tables are indexed by position in this tuple
     seats: tuple[SeatExperts, ...]
+    deals_remainder: bool = False
 
     def __post_init__(self) -> None:
         for seat in self.seats:
-            num_layers = len(seat.active)
-            if num_layers != len(self.moe_layers):
-                raise ValueError(f"rank {seat.rank} has experts for {num_layers} of {len(self.moe_layers)} layers")
+            if len(seat.active) != len(self.calls):
+                raise ValueError(f"rank {seat.rank} has experts for {len(seat.active)} of {len(self.calls)} layers")
+            for index, call in enumerate(self.calls):
+                if any(not 0 <= expert < call.num_shards for expert in seat.experts(index)):
+                    raise ValueError(f"rank {seat.rank} should hold an expert that layer {call.layer} does not have")
 
     def seat(self, rank: Rank) -> SeatExperts | None:
         """None: this rank should hold no experts."""
         return next((seat for seat in self.seats if seat.rank == rank), None)
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """The layer of each call."""
+        return tuple(call.layer for call in self.calls)
+
+    @property
+    def num_experts(self) -> int:
+        """Shards of the widest call: the width of tables."""
+        return max((call.num_shards for call in self.calls), default=0)
+
+    @property
     def num_slots(self) -> int:
-        """Slots per layer of the seat that needs the most."""
-        return max((seat.num_slots for seat in self.seats), default=0)
+        """Slots per layer of the seat that needs the most, in the layer where it does."""
+        return max(self.slots_by_call, default=0)
+
+    @property
+    def slots_by_call(self) -> tuple[int, ...]:
+        """Of each call, the slots of the seat that needs the most."""
+        num_calls = range(len(self.calls))
+        return tuple(max((len(seat.experts(index)) for seat in self.seats), default=0) for index in num_calls)
+
+    def num_dealt(self, index: int, num_seats: int) -> int:
+        """How many of the shards of a call should have an active place on each of so many seats. None where there are
+        more seats than shards: every seat would hold every shard."""
+        num_shards = self.calls[index].num_shards
+        return num_shards % num_seats if self.deals_remainder and num_seats <= num_shards else 0

@@ -27,7 +27,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     `num_candidates`, the last ones are (-1, -1). `active` is uint8 [layer index][expert]: how many of the candidates
     are active; empty if no expert has more than one. `masked` is uint8 [layer index][expert]: 1 if the expert is
     excluded before top-k; empty if none is. `mask_id` numbers the sets of masked experts of an instance: 0 if none is
-    masked, otherwise a higher number for each different set that follows.
+    masked, otherwise a higher number for each different set that follows. `widths`: how many experts each layer has,
+    where that differs; the others up to `num_experts` do not exist, and have no candidates.
     """
 
     epoch: Epoch
@@ -38,8 +39,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
     active: bytes = b""
     masked: bytes = b""
     mask_id: int = 0
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.widths and (len(self.widths) != self.num_layers or max(self.widths) > self.num_experts):
+            raise ValueError(f"numbers of experts for {len(self.widths)} layers of {self.num_layers}, or too large")
         if self.masked and len(self.masked) != self.num_layers * self.num_experts:
             raise ValueError(f"a mask of {len(self.masked)} experts for another number of experts")
         if bool(self.masked) != bool(self.mask_id):
@@ -58,7 +62,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         num_active: list[list[int]] | None = None,
     ) -> "Routes":
         """From nested lists [layer index][expert] -> candidates in order, and how many of them are active (one)."""
-        num_layers, num_experts = len(candidates), len(candidates[0]) if candidates else 0
+        widths = tuple(map(len, candidates))
+        num_layers, num_experts = len(candidates), max(widths, default=0)
         width = max((len(one) for layer in candidates for one in layer), default=0)
         table = np.full((num_layers, num_experts, width, 2), NO_RANK, _DTYPE)
         for i, layer in enumerate(candidates):
@@ -71,7 +76,8 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
             num_experts=num_experts,
             num_candidates=width,
             table=table.tobytes(),
-            active=_packed(num_active) if num_active is not None else b"",
+            active=_packed(num_active, num_experts) if num_active is not None else b"",
+            widths=widths if len(set(widths)) > 1 else (),
         )
 
     def array(self) -> "np.ndarray[tuple[int, int, int, int], np.dtype[np.int16]]":
@@ -117,6 +123,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         """(layer index, expert) of every expert that no worker can compute now, masked or not."""
         return tuple((int(layer), int(expert)) for layer, expert in np.argwhere(self._is_lost()))
 
+    def exists(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
+        """[layer index][expert]: whether the layer has so many."""
+        widths_L = np.array(self.widths or (self.num_experts,) * self.num_layers, np.int64)
+        return np.arange(self.num_experts) < widths_L[:, None]
+
     @property
     def num_without_place(self) -> int:
         """Experts that no worker can compute now and that tokens may need, over all layers: a masked one is not
@@ -124,9 +135,9 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         return int((self._is_lost() & (self.mask() == 0)).sum())
 
     def _is_lost(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
-        if self.num_candidates == 0:
-            return np.ones((self.num_layers, self.num_experts), np.bool_)
-        is_lost_LE: np.ndarray[tuple[int, int], np.dtype[np.bool_]] = self.array()[:, :, 0, 0] == NO_RANK
+        is_lost_LE = self.exists()
+        if self.num_candidates:
+            is_lost_LE &= self.array()[:, :, 0, 0] == NO_RANK
         return is_lost_LE
 
     @property
@@ -135,15 +146,16 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         if self.num_candidates == 0:
             return 0
         num_places_LE = (self.array()[..., 0] != NO_RANK).sum(-1)
-        return max(0, int(num_places_LE[self.mask() == 0].min(initial=self.num_candidates)) - 1)
+        is_needed_LE = self.exists() & (self.mask() == 0)
+        return max(0, int(num_places_LE[is_needed_LE].min(initial=self.num_candidates)) - 1)
 
     def candidates(self, layer_index: int, expert: int) -> tuple[tuple[Rank, SlotId], ...]:
         places = self.array()[layer_index, expert].tolist()
         return tuple((Rank(rank), SlotId(slot)) for rank, slot in places if rank != NO_RANK)
 
 
-def _packed(num_active: list[list[int]]) -> bytes:
-    table = np.array(num_active, np.uint8)
+def _packed(num_active: list[list[int]], num_experts: int) -> bytes:
+    table = np.array([row + [1] * (num_experts - len(row)) for row in num_active], np.uint8)
     return table.tobytes() if (table > 1).any() else b""
 
 

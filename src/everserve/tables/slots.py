@@ -16,7 +16,7 @@ EMPTY = -1
 class Place(NamedTuple):
     """One slot of one layer of a worker."""
 
-    layer_index: int  # among layers with experts
+    layer_index: int  # the index of the call
     slot: int
 
 
@@ -60,11 +60,9 @@ class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
     """What the slots of one worker hold."""
 
     rank: Rank
-    experts: tuple[tuple[int, ...], ...]  # [index of the MoE layer][slot] -> expert, or EMPTY
+    experts: tuple[tuple[int, ...], ...]  # [index of the call][slot] -> expert, or EMPTY
 
     def __post_init__(self) -> None:
-        if len({len(slots) for slots in self.experts}) > 1:
-            raise ValueError(f"rank {self.rank} has a different number of slots in different layers")
         for slots in self.experts:
             filled = [expert for expert in slots if expert != EMPTY]
             if len(set(filled)) != len(filled):
@@ -72,19 +70,17 @@ class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_slots(self) -> int:
-        return len(self.experts[0]) if self.experts else 0
+        """Of the call with the most."""
+        return max(map(len, self.experts), default=0)
 
 
 class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """All slots of one incarnation, [index of the MoE layer][slot]."""
+    """All slots of one incarnation, [index of the call][slot]. Calls may have different numbers of slots."""
 
     experts: tuple[tuple[int, ...], ...]  # or EMPTY
     generations: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        sizes = {len(slots) for slots in self.experts}
-        if len(sizes) > 1:
-            raise ValueError("a different number of slots in different layers")
         if [len(slots) for slots in self.experts] != [len(slots) for slots in self.generations]:
             raise ValueError("slots without a generation, or generations without a slot")
         if any(expert < EMPTY for slots in self.experts for expert in slots):
@@ -94,4 +90,5 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_slots(self) -> int:
-        return len(self.experts[0]) if self.experts else 0
+        """Of the call with the most."""
+        return max(map(len, self.experts), default=0)

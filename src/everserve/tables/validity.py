@@ -113,9 +113,11 @@ def _serves(worker: Worker, role: Role) -> bool:
 
 
 def _wrong_shape(placement: Placement, routes: Routes) -> list[str]:
-    planned, routed = (len(placement.moe_layers), placement.num_experts), (routes.num_layers, routes.num_experts)
-    if planned == routed:
+    planned, routed = (len(placement.calls), placement.num_experts), (routes.num_layers, routes.num_experts)
+    if planned == routed and (routes.exists() == _exists(placement)).all():
         return []
+    if planned == routed:
+        return ["routes and placement are for different numbers of experts in some layers"]
     return [f"routes are for {routed[0]} layers of {routed[1]} experts, the placement for {planned[0]} of {planned[1]}"]
 
 
@@ -152,8 +154,16 @@ def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]
     found += _sentences(placement, twice_LE, "{have} the same worker twice among {their} places")
     gap_LE = (~named_LEC[..., :-1] & named_LEC[..., 1:]).any(axis=2)  # readers stop at the first NO_RANK
     found += _sentences(placement, gap_LE, "{have} a gap among {their} places")
-    found += _sentences(placement, ~named_LEC.any(axis=2) & (routes.mask() == 0), "{have} no place")
+    is_lost_LE = _exists(placement) & ~named_LEC.any(axis=2) & (routes.mask() == 0)
+    found += _sentences(placement, is_lost_LE, "{have} no place")
     return found
+
+
+def _exists(placement: Placement) -> Bools:
+    """[layer index][expert]: whether there is such an expert."""
+    num_experts_L = np.array([call.num_shards for call in placement.calls], np.int64)
+    exists_LE: Bools = np.arange(placement.num_experts) < num_experts_L[:, None]
+    return exists_LE
 
 
 def _why_not(worker: Worker | None) -> str | None:
@@ -173,7 +183,8 @@ def _held(placement: Placement, have: Have, rank_LEC: Ints, slot_LEC: Ints) -> I
     experts_NLS = np.full((num_seats + 1, len(placement.moe_layers), num_slots + 1), EMPTY, np.int64)
     seat_LEC = np.full(rank_LEC.shape, num_seats)  # the last seat and the last slot stand for none
     for index, (rank, held) in enumerate(have.items()):
-        experts_NLS[index, :, : held.num_slots] = held.experts
+        for layer, experts in enumerate(held.experts):
+            experts_NLS[index, layer, : len(experts)] = experts
         seat_LEC[rank_LEC == rank] = index
     slot_LEC = np.where((slot_LEC >= 0) & (slot_LEC < num_slots), slot_LEC, num_slots)
     layer_LEC = np.arange(len(placement.moe_layers))[:, None, None]
@@ -186,9 +197,9 @@ def _num_held(placement: Placement, have: Have, ranks: Collection[Rank]) -> Ints
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
     for rank, held in have.items():
         if rank in ranks:
-            experts_LS = np.array(held.experts, np.int64)
-            layer, slot = np.nonzero(experts_LS != EMPTY)
-            num_LE[layer, experts_LS[layer, slot]] += 1  # a worker holds an expert once per layer
+            for layer, slots in enumerate(held.experts):
+                experts_S = np.array(slots, np.int64)
+                num_LE[layer, experts_S[experts_S != EMPTY]] += 1  # a worker holds an expert once per layer
     return num_LE
 
 
@@ -203,22 +214,22 @@ def _num_planned(placement: Placement) -> Ints:
 
 
 def _sentences(placement: Placement, which_LE: Bools, what: str) -> list[str]:
-    """One sentence for all layers in which the same experts are concerned."""
-    layers_of: dict[tuple[int, ...], list[int]] = {}
-    for number, row_E in zip(placement.moe_layers, which_LE, strict=True):
+    """One sentence for all layers in which the same experts, slices or heads are concerned."""
+    layers_of: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    for call, row_E in zip(placement.calls, which_LE, strict=True):
         experts = tuple(int(expert) for expert in np.flatnonzero(row_E))
         if experts:
-            layers_of.setdefault(experts, []).append(number)
+            layers_of.setdefault((call.kind, experts), []).append(call.layer)
     sentences = []
-    for experts, layers in layers_of.items():
+    for (kind, experts), layers in layers_of.items():
         one = len(experts) == 1
         words = {"have": "has", "are": "is", "them": "it", "their": "its"}
         said = what.format(**(words if one else {word: word for word in words}))
         of = f"of layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
         if one:
-            sentences.append(f"expert {experts[0]} {of} {said}")
+            sentences.append(f"{kind} {experts[0]} {of} {said}")
         else:
-            sentences.append(f"{len(experts)} experts {of} {said}: {_listed(experts)}")
+            sentences.append(f"{len(experts)} {kind}s {of} {said}: {_listed(experts)}")
     return sentences
 
 

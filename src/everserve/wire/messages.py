@@ -48,6 +48,7 @@ from everserve.config.gateway import GatewayConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal
 from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
@@ -294,7 +295,7 @@ class ExpertsChanged(Message, frozen=True):
     """Orchestrator to gateway, at most once a second: how much experts are used, and where they are.
 
     `load` is float32 [layer index][expert], in rows per second. `routes`: None if they are those of the last such
-    message to this gateway.
+    message to this gateway. `kinds`: what the experts of each layer are; empty: experts.
     """
 
     moe_layers: tuple[int, ...]
@@ -302,6 +303,7 @@ class ExpertsChanged(Message, frozen=True):
     max_over_mean: float  # the busiest expert worker's share over the mean, summed over layers; 0: no rows
     worst_layer: int  # the number of the layer with the largest max over mean
     routes: Routes | None
+    kinds: tuple[ShardKind, ...] = ()
 
 
 class WorkerLost(Message, frozen=True):

@@ -268,6 +268,8 @@ class AttentionLoop:
 
     def _tell(self, result: StepResult) -> None:
         """Publish the results of a step: first to the gateway, then to the log."""
+        if result.kv_lost is not None:
+            log.warning("%s: %d streams", result.kv_lost, len(result.preempted))
         for id, reason in result.failed:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))

@@ -55,7 +55,7 @@ class BackupFilling:
 
     def _missing(self) -> list[Place]:
         """In the order in which this worker copies them."""
-        missing = self._backup.table.missing()
+        missing = [place for place in self._backup.table.missing() if self._backup.plan.has(place)]
         return sorted(missing, key=lambda place: (place.layer_index < self._first_layer, place))
 
     def _pass(self, is_held: bool) -> int:

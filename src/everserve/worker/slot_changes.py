@@ -34,9 +34,8 @@ class ChangeableSlots(Protocol):
     def held(self) -> HeldSlots:
         """A slot that is being filled is empty."""
 
-    @property
-    def num_experts(self) -> int:
-        """Experts of the model per layer."""
+    def num_experts(self, layer_index: int) -> int:
+        """Experts, or other shards, that this layer of the model has."""
 
     def begin(self, fill: Fill) -> None:
         """Empty the slot and start to load. One fill at a time."""
@@ -131,5 +130,6 @@ class SlotChanges:
 
     def _is_there(self, change: Fill | Place) -> bool:
         held = self._slots.held
-        is_slot = 0 <= change.layer_index < len(held.experts) and 0 <= change.slot < held.num_slots
-        return is_slot and (isinstance(change, Place) or 0 <= change.expert < self._slots.num_experts)
+        index = change.layer_index
+        is_slot = 0 <= index < len(held.experts) and 0 <= change.slot < len(held.experts[index])
+        return is_slot and (isinstance(change, Place) or 0 <= change.expert < self._slots.num_experts(index))

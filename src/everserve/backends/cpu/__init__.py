@@ -11,7 +11,9 @@ select.py          which of the two
 
 lane.py            the memory between two workers, and how it is laid out
 peers.py           an attention worker's lanes
-remote_experts.py  experts in other processes, which may die: replay, and the same result bit for bit
+exchange.py        calls to other processes, which may die: replay, and the same result bit for bit
+remote_experts.py  experts in other processes
+remote_heads.py    heads and their KV in other processes
 local_experts.py   experts in this process
 lane_server.py     the expert worker's end
 csrc/lanes         both ends in C: one call per layer on either side

@@ -3,7 +3,8 @@
 import logging
 import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
+from everserve.memory.kv_pieces import KvPieces, KvShape, PoolInUseError
 from everserve.memory.names import KV_CACHE
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.model.checkpoint import Checkpoint
@@ -27,9 +29,13 @@ from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.fingerprint import check_unchanged, expert_identity
-from everserve.model.layout import Weights, check_checkpoint
+from everserve.model.head_half import HeadHalf
+from everserve.model.layout import Weights, check_checkpoint, resolve_dtype
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.seam.experts import Experts
+from everserve.seam.heads import Heads, NoHeads
+from everserve.tables.block_ranges import block_range_of
+from everserve.tables.calls import ShardKind
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
 from everserve.wire.messages import StartWorker
@@ -37,6 +43,8 @@ from everserve.worker.loading import Loading
 from everserve.worker.shortage import memory_for
 
 log = logging.getLogger(__name__)
+
+_PREDECESSOR_S, _LOOK_EVERY_S = 30.0, 0.01
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
     directory, compute = Path(settings.model.directory), settings.compute
-    model = ModelConfig.from_directory(directory)
+    model = ModelConfig.from_source(settings.model)
     checkpoint = Checkpoint.open(directory)
     check_unchanged(directory, settings.model.fingerprint)
     check_checkpoint(model, checkpoint)
@@ -78,7 +86,13 @@ def has_spare_cores(num_workers: int) -> bool:
 
 def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
     """The expert slots of one seat; None: every expert in the slot of its own number."""
-    num_slots = slots.num_slots if slots is not None else opened.model.num_experts
+    filled: Sequence[Sequence[int]] = [range(cut.num_shards) for cut in opened.model.cuts]
+    if slots is not None:
+        filled = slots.experts
+    if opened.model.divides_heads:
+        calls = zip(opened.model.calls, filled, strict=True)
+        filled = [experts for call, experts in calls if call.kind is not ShardKind.HEAD]
+    num_slots = [len(experts) for experts in filled]
     half = ExpertHalf(opened.model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=dtype)
     progress = opened.loading.part("experts")
     if slots is None:
@@ -86,7 +100,7 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
         return half
     places = [
         (layer, expert, slot)
-        for layer, experts in zip(opened.model.moe_layers, slots.experts, strict=True)
+        for layer, experts in zip(opened.model.call_layers, filled, strict=True)
         for slot, expert in enumerate(experts)
         if expert != EMPTY
     ]
@@ -96,15 +110,52 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
     return half
 
 
+def load_heads(opened: Opened, start: StartWorker, pool_fd: int) -> HeadHalf:
+    """The heads of one seat, and their KV in the seat's own memory, where a predecessor may have left some. The
+    descriptor is ours."""
+    model, slots, settings = opened.model, start.slots, start.settings
+    assert slots is not None
+    kv = _open_pool(pool_fd, opened.sizes.pieces(model, start.capacity))
+    os.close(pool_fd)
+    shape = (kv.shape.num_blocks, kv.shape.num_pieces, 2, settings.engine.block_size, model.head_size)
+    kv_pool = torch.frombuffer(kv.blocks, dtype=resolve_dtype(settings.model.dtype, model)).view(shape)
+    held = {
+        call.layer: heads for call, heads in zip(model.calls, slots.experts, strict=True) if call.kind is ShardKind.HEAD
+    }
+    num_slots = max(map(len, held.values()))
+    half = HeadHalf(
+        model, opened.checkpoint, opened.ops, num_slots, opened.sizes.max_model_len, kv, kv_pool, settings.model.dtype
+    )
+    progress = opened.loading.part("heads")
+    places = [(layer, head, slot) for layer in held for slot, head in enumerate(held[layer]) if head != EMPTY]
+    for done, place in enumerate(places):
+        half.load(*place)
+        progress(done + 1, len(places))
+    return half
+
+
+def _open_pool(fd: int, shape: KvShape) -> KvPieces:
+    """A predecessor that was stopped is killed within seconds; until then it could write to the pool."""
+    deadline = time.monotonic() + _PREDECESSOR_S
+    while True:
+        try:
+            return KvPieces(fd, shape)
+        except PoolInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_EVERY_S)
+
+
 def load_into_memory(
     opened: Opened, start: StartWorker, memory: dict[Kind, int], check_source: Callable[[], None]
 ) -> tuple[ExpertHalf, MemorySlots]:
     """The expert slots of one seat in the seat's own memory. What a predecessor has left there is not loaded again."""
     source, slots, model = start.settings.model, start.slots, opened.model
     assert slots is not None
-    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=slots.num_slots, dtype=source.dtype)
+    num_slots = tuple(map(len, slots.experts))
+    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=source.dtype)
     dtype = model.dtype if source.dtype == "auto" else source.dtype
-    plan = ExpertMemoryPlan.of(model, dtype, slots.num_slots)
+    plan = ExpertMemoryPlan.of(model, dtype, num_slots)
     own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])
     identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype)
     held = MemorySlots(half, own, identity, start.incarnation, check_source)
@@ -132,7 +183,8 @@ class EngineBuilder:
                 self.log = Log(log_fd, opened.sizes.log)
             os.close(log_fd)
 
-    def build(self, experts: Experts) -> Engine:
+    def build(self, experts: Experts, heads: Heads | None = None) -> Engine:
+        """`heads`: where they and their KV are; None: here."""
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
             self._opened.model,
@@ -140,12 +192,14 @@ class EngineBuilder:
             ops,
             sizes.max_model_len,
             progress=self._opened.loading.part("layers"),
+            has_heads=heads is None,
         )
-        kv_pool = self._make_pool(decoder)
+        kv: Tensor | Heads = self._make_pool(decoder) if heads is None else self._no_heads()
         if self.log is not None:
-            self.writer = LogWriter(self.log, kv_pool.data_ptr())
+            assert isinstance(kv, Tensor), "KV that is elsewhere is not logged here"
+            self.writer = LogWriter(self.log, kv.data_ptr())
         forward = EagerForward(
-            lambda batch, experts: decoder.forward(batch, kv_pool, experts),
+            lambda batch, experts: decoder.forward(batch, kv, experts),
             ops.device,
             use_mask=decoder.masks.use,
         )
@@ -154,15 +208,19 @@ class EngineBuilder:
             EngineLimits(
                 max_model_len=sizes.max_model_len,
                 num_blocks=sizes.num_blocks,
+                first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
                 vocab_size=self._opened.model.vocab_size,
             ),
             ops,
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
         )
-        warm_up(engine)  # alone: the experts may not be there yet
-        forward.experts = experts
+        warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
+        forward.experts, kv = experts, heads if heads is not None else kv
         return engine
+
+    def _no_heads(self) -> Heads:
+        return NoHeads(self._opened.model.num_heads * self._opened.model.head_size)
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
         """Not zeroed: pages are only touched, and paid for, as streams need them."""

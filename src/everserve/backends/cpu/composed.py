@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from everserve.model.batch import StepBatch
+from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
 
 
@@ -25,6 +27,10 @@ class _Parts(Protocol):
         rotation: Rotation,
     ) -> Tensor:
         """Split qkv rows, norm and rotate q and k, write k and v into the pool at batch.kv_slots, return q_THE."""
+
+    def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor: ...
+
+    def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor: ...
 
 
 class Composed:
@@ -54,3 +60,10 @@ class Composed:
     ) -> tuple[Tensor, Tensor]:
         residual_TD = self.linear(x_TX, weight_DX, bias_D, residual_TD)
         return residual_TD, self.rms_norm(residual_TD, norm_D, eps)
+
+    def feed_forward(self: _Parts, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+        num_tokens, num_slots = len(x_TD), slots.num_slots
+        row_R = torch.arange(num_tokens * num_slots, dtype=torch.int32, device=x_TD.device)
+        rows_RD = self.expert_rows(x_TD, row_R // num_slots, row_R % num_slots, slots)
+        ones_TK = torch.ones(num_tokens, num_slots, device=x_TD.device)
+        return self.combine(rows_RD.view(num_tokens, num_slots, -1), ones_TK, residual_TD)

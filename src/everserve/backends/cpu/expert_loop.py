@@ -6,7 +6,9 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
@@ -32,11 +34,15 @@ class ExpertLoop(ExpertService):
         *,
         policy: BatchPolicy = ON_CPUS,
         spin_us: float = 0.0,
+        heads: HeadHalf | None = None,
     ) -> None:
         super().__init__(start, slots, cell, warden, control, leave, events)
         self._policy = policy
-        shape = LaneShape.of(experts.config, start.settings.engine.max_num_batched_tokens)
-        self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us)
+        shape = LaneShape.for_engine(experts.config, start.settings.engine)
+        calls = experts.config.calls if heads is not None else None
+        self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us, heads, calls)
+        # Homes share the pool in equal parts: there is one home on each device.
+        self._blocks_per_home = len(heads.kv_pool) // (start.capacity.devices or 1) if heads is not None else 0
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
         self._timeout_s = 0.0
@@ -87,7 +93,12 @@ class ExpertLoop(ExpertService):
         self._pending = [request for request in self._pending if request not in choice.batch]
 
     def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
-        self._server.open(rank, cell, lane_fd)
+        self._server.open(rank, cell, lane_fd, self._blocks_of(rank))
+
+    def _blocks_of(self, home: Rank) -> BlockRange:
+        """None for a worker that is not one of the homes which the pool was made for: its requests are refused."""
+        is_home = home < (self._start.capacity.devices or 0)
+        return block_range_of(home, self._blocks_per_home) if is_home else NO_BLOCKS
 
     def _close(self, rank: Rank) -> None:
         self._drop_pending(rank)

@@ -1,12 +1,15 @@
 """Lanes: the memory through which one attention worker and one expert worker exchange rows.
 
-    header | box 0 | box 1                     one lane; the anchor owns it, both workers map it
+    header | page | box 0 | box 1              one lane; the anchor owns it, both workers map it
 
-    box    request, layer, epoch, sizes        the attention worker's line
+    page   positions, KV slots, block tables   of all rows of the step at hand; only where heads are asked for
+
+    box    request, call, epoch, sizes         the attention worker's line
            answer, status                      the expert worker's line
            token_R  slot_R                     for each row: which of x; which slot, and the expert expected there
            x_TD                                each token once, however many of its experts are here
-           y_RD                                the answers, written by the expert worker
+           y_RD                                the answers, written by the expert worker; those of heads have another
+                                               size, and lie there as densely
 
 A request is: fill a box, store its sequence number, ring the peer's cell; an answer likewise (csrc/lane.h). There are
 two boxes because an answer may be awaited in one, from a peer that was given up or not, while another request goes out.
@@ -27,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from everserve.config.engine import EngineConfig
+from everserve.engine.sizing import resolve_max_model_len
 from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
@@ -36,7 +41,8 @@ NUM_BOXES = 2  # csrc/lane.h
 _MAGIC = 0x656E616C2D7365
 _LINE = 64
 _WORDS_BYTES = 2 * _LINE  # struct box
-_HEADER_BYTES = _LINE
+_HEADER_BYTES = 2 * _LINE
+_PAGE_BYTES = _LINE  # struct page, before its words
 _FLOAT_BYTES = _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
 # A row's word in slot_R (csrc/lane.h).
@@ -66,6 +72,7 @@ class LaneLayout(ctypes.Structure):
             *("max_tokens", "top_k", "hidden_size"),
             *("first_box", "box_bytes"),
             *("tokens_at", "slots_at", "x_at", "y_at"),
+            *("y_floats", "page_at", "page_words"),
         )
     ]
     first_box: int
@@ -77,20 +84,55 @@ class LaneLayout(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LaneShape:
-    """What a lane must have room for: all tokens of a step, all of their experts on one worker."""
+    """What a lane must have room for: all tokens of a step, all of their experts and heads on one worker."""
 
     max_tokens: int
-    top_k: int
+    top_k: int  # most experts or heads that a token goes to in one call
     hidden_size: int
+    answer_size: int = 0  # most floats that come back for one token in one call; 0: `top_k` rows
+    page_words: int = 0  # of the largest page; 0: no heads are asked for
 
     def __post_init__(self) -> None:
         assert min(self.max_tokens, self.top_k, self.hidden_size) > 0, self
 
     @classmethod
     def of(cls, model: ModelConfig, max_tokens: int) -> "LaneShape":
-        """The anchor that allocates a lane and both of its ends compute the same shape by this. (A model without
-        experts has no lanes; its shape only has to be possible.)"""
-        return cls(max_tokens, max(model.experts_per_token, 1), model.hidden_size)
+        """The anchor that allocates a lane and both of its ends compute the same shape by this."""
+        return cls(max_tokens, model.max_shards_per_token, model.hidden_size)
+
+    @classmethod
+    def for_engine(cls, model: ModelConfig, engine: EngineConfig) -> "LaneShape":
+        """The same for the steps of this engine, and with room for heads if they are divided."""
+        max_tokens = engine.max_num_batched_tokens
+        if not model.divides_heads:
+            return cls.of(model, max_tokens)
+        max_model_len = resolve_max_model_len(engine.max_model_len, model.max_position_embeddings)
+        return cls.with_heads(
+            model,
+            max_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            max_blocks=-(-max_model_len // engine.block_size),
+            per_token=model.max_shards_per_token,
+        )
+
+    @classmethod
+    def with_heads(
+        cls, model: ModelConfig, max_tokens: int, *, max_num_seqs: int, max_blocks: int, per_token: int
+    ) -> "LaneShape":
+        """Where heads are asked for too. `per_token`: the most FFN rows of one token in one call; `max_blocks`: of the
+        longest stream."""
+        num_seqs = min(max_num_seqs, max_tokens)
+        return cls(
+            max_tokens,
+            max(per_token, model.num_kv_heads),
+            model.hidden_size,
+            answer_size=max(per_token * model.hidden_size, model.num_heads * model.head_size),
+            page_words=2 * max_tokens + num_seqs + 1 + num_seqs * max_blocks,
+        )
+
+    @property
+    def y_floats(self) -> int:
+        return self.max_tokens * (self.answer_size or self.top_k * self.hidden_size)
 
     @property
     def max_rows(self) -> int:
@@ -107,10 +149,13 @@ class LaneShape:
         slots_at = tokens_at + indices_bytes
         x_at = _up(slots_at + indices_bytes, unit)
         y_at = _up(x_at + self.max_tokens * self.row_bytes, unit)
-        box_bytes = _up(y_at + self.max_rows * self.row_bytes, unit)
-        first_box = _up(_HEADER_BYTES, unit)
+        box_bytes = _up(y_at + self.y_floats * _FLOAT_BYTES, unit)
+        first_box = _up(_HEADER_BYTES + _PAGE_BYTES + self.page_words * _INT32_BYTES, unit)
         return LaneLayout(
-            self.max_tokens, self.top_k, self.hidden_size, first_box, box_bytes, tokens_at, slots_at, x_at, y_at
+            *(self.max_tokens, self.top_k, self.hidden_size),
+            *(first_box, box_bytes),
+            *(tokens_at, slots_at, x_at, y_at),
+            *(self.y_floats, _HEADER_BYTES, self.page_words),
         )
 
     def lane_bytes(self) -> int:
@@ -163,15 +208,16 @@ class LaneRegion:
 
 def write_header(address: int, shape: LaneShape, attention: tuple[int, int], expert: tuple[int, int]) -> None:
     """Sign a lane with its shape and with the rank and incarnation of both ends."""
-    header = (ctypes.c_int64 * 8).from_address(address)
-    header[:] = [_MAGIC, shape.max_tokens, shape.top_k, shape.hidden_size, *attention, *expert]
+    header = (ctypes.c_int64 * 10).from_address(address)
+    sizes = [shape.max_tokens, shape.top_k, shape.hidden_size]
+    header[:] = [_MAGIC, *sizes, *attention, *expert, shape.y_floats, shape.page_words]
 
 
 class Library:
     """The functions of csrc/*.c."""
 
     def __init__(self) -> None:
-        path = str(library("lanes", SOURCES, headers=[CELL_SOURCES]))
+        path = str(library("lanes", SOURCES, headers=[CELL_SOURCES, SOURCES.parent / "ops"]))
         try:
             self.blocking = ctypes.CDLL(path)  # gives up the interpreter's lock around a call
             self.brief = ctypes.PyDLL(path)
@@ -187,10 +233,12 @@ class Library:
             (self.blocking.es_lane_wait, [pointer], int64),
             (self.brief.es_lane_send, [pointer], int64),
             (self.brief.es_lane_settle, [pointer], None),
+            (self.brief.es_lane_collect, [pointer, pointer], None),
             (self.brief.es_lane_retire, [pointer, pointer], None),
             (self.brief.es_lane_count_stale, [pointer, pointer], None),
             (self.blocking.es_lane_poll, [pointer], int64),
             (self.brief.es_lane_gather, [pointer, int64, int64], int64),
+            (self.brief.es_lane_gather_heads, [pointer, int64, int64], int64),
             (self.brief.es_lane_answer, [pointer, int64], None),
         ]
         for function, arguments, result in signatures:

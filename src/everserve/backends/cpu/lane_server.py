@@ -5,24 +5,33 @@
 A request is refused, with a status that says why, if its sizes or indices are invalid. So whatever a dying peer leaves
 behind costs that peer a request, and cannot crash this worker. A request is answered *moved* if a row names another
 expert than its slot holds now: that is compared when the batch is gathered, and slots only change between batches.
+
+Several kinds of calls come through the same lanes: rows of experts, and heads. A batch is of one call, and so of one
+kind.
 """
 
 import ctypes
 import os
+from collections.abc import Mapping, Sequence
 from struct import Struct
+from typing import NamedTuple
 
 from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneLayout, LaneRegion, LaneShape, load
 from everserve.memory.liveness import Cell
 from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
-from everserve.model.ops import RowIndices, RowMemory
+from everserve.model.head_half import HeadHalf
+from everserve.model.ops import HeadRequest, RowIndices, RowMemory
 from everserve.seam.batching import Request
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
+from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import MAX_RANKS, Rank
 
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
 _int64 = ctypes.c_int64
 _PerBox = _int64 * NUM_BOXES
+_INT32_BYTES = 4
 _request = Struct("6q")
 _entry = Struct("2q")
 
@@ -37,6 +46,9 @@ class _Incoming(ctypes.Structure):
         ("taken", _PerBox),
         ("num_tokens", _PerBox),
         ("num_rows", _PerBox),
+        ("page", _PerBox),
+        *((name, _int64) for name in ("first_block", "num_blocks", "copied")),
+        *((name, _int64) for name in ("page_status", "page_pool", "page_rows", "page_sequences", "page_width")),
     ]
     lane: int
     position: int
@@ -48,7 +60,9 @@ class _Server(ctypes.Structure):
     _fields_ = [
         ("layout", LaneLayout),
         *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held", "rows_of")),
-        *((name, _int64) for name in ("num_layers", "num_slots", "token_R", "slot_R", "y_R")),
+        *((name, _int64) for name in ("num_slots", "pieces", "num_calls", "token_R", "slot_R", "y_R")),
+        *((name, _int64) for name in ("pool", "num_heads", "answer_size", "num_positions", "block_size")),
+        *((name, _int64) for name in ("pages", "head_requests", "head_slots", "head_pieces")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
         ("requests", _int64 * (6 * _MAX_REQUESTS)),
@@ -61,43 +75,93 @@ class _Server(ctypes.Structure):
     num_refused: int
 
 
+class _Tables:
+    """What C knows of each call: by number, addresses, or 0 for a call that is not served here."""
+
+    def __init__(self, served: Mapping[int, "_Served"]) -> None:
+        self.num_calls = max(served) + 1
+        # By call and shard: how many rows were computed. C counts where it gathers them.
+        self.rows_of = {call: (_int64 * one.num_shards)() for call, one in served.items()}
+        self.held = self._table({call: ctypes.addressof(one.held) for call, one in served.items()})
+        self.counts = self._table({call: ctypes.addressof(rows) for call, rows in self.rows_of.items()})
+        self.num_slots = self._table({call: len(one.held) for call, one in served.items()})
+        self.pieces = self._table(
+            {call: ctypes.addressof(one.pieces) for call, one in served.items() if one.pieces is not None}
+        )
+
+    def _table(self, numbers: Mapping[int, int]) -> "ctypes.Array[ctypes.c_int64]":
+        return (_int64 * self.num_calls)(*(numbers.get(call, 0) for call in range(self.num_calls)))
+
+
+class _Served(NamedTuple):
+    """One call."""
+
+    layer: int
+    num_shards: int
+    held: "ctypes.Array[ctypes.c_int32]"
+    pieces: "ctypes.Array[ctypes.c_int32] | None" = None  # of heads
+
+
+def _calls_of(experts: ExpertHalf | None, heads: HeadHalf | None, calls: Sequence[Call] | None) -> dict[int, _Served]:
+    """By number. Without a list of calls each layer that crosses the seam is one, with the layer's number."""
+    if calls is None:
+        assert experts is not None
+        cuts = experts.config.cuts
+        return {cut.layer: _Served(cut.layer, cut.num_shards, experts.held[cut.layer]) for cut in cuts}
+    served: dict[int, _Served] = {}
+    for number, call in enumerate(calls):
+        if call.kind is ShardKind.HEAD and heads is not None:
+            pieces = heads.pieces[call.layer]
+            served[number] = _Served(call.layer, call.num_shards, heads.held[call.layer], pieces)
+        elif call.kind is not ShardKind.HEAD and experts is not None:
+            served[number] = _Served(call.layer, call.num_shards, experts.held[call.layer])
+    return served
+
+
 class LaneServer:
-    """`changed` is True after a poll that saw the alarm or the control word change; `attend` takes note."""
+    """`changed` is True after a poll that saw the alarm or the control word change; `attend` takes note.
+
+    `calls`: all calls of a step, if they are more than one for each layer that crosses the seam.
+    """
 
     def __init__(
-        self, cell: Cell, alarm_address: int, shape: LaneShape, experts: ExpertHalf, spin_us: float = 0.0
+        self,
+        cell: Cell,
+        alarm_address: int,
+        shape: LaneShape,
+        experts: ExpertHalf | None,
+        spin_us: float = 0.0,
+        heads: HeadHalf | None = None,
+        calls: Sequence[Call] | None = None,
     ) -> None:
         self.changed = False
         self._cell = cell
         self._experts = experts
+        self._heads = heads
         self._alarm = ctypes.c_uint32.from_address(alarm_address)
         self._region = LaneRegion(shape, MAX_RANKS)
         self._memory = RowMemory(self._region.base, self._region.num_rows, shape.hidden_size)
         self._lanes = (_Incoming * MAX_RANKS)()
         self._ranks: list[Rank] = []
-        self._indices = [Memory(4 * _MAX_REQUESTS * shape.max_rows) for _ in range(3)]
+        self._indices = [Memory(_INT32_BYTES * _MAX_REQUESTS * shape.max_rows) for _ in range(3)]
         self._index_addresses = [memory.address for memory in self._indices]
-        assert experts.num_slots <= MAX_SLOTS
-        num_layers = max(experts.held) + 1
-        self._held = (_int64 * num_layers)(
-            *(ctypes.addressof(experts.held[i]) if i in experts.held else 0 for i in range(num_layers))
-        )
-        # By layer and expert: how many rows were computed. C counts where it gathers them.
-        self.rows_of = {layer: (_int64 * experts.config.num_experts)() for layer in experts.held}
-        self._rows_at = (_int64 * num_layers)(
-            *(ctypes.addressof(self.rows_of[i]) if i in self.rows_of else 0 for i in range(num_layers))
-        )
+        self._served = _calls_of(experts, heads, calls)
+        assert all(len(one.held) <= MAX_SLOTS for one in self._served.values())
+        self._tables = _Tables(self._served)
+        self.rows_of = self._tables.rows_of
         self._server = _Server(
             shape.layout(),
             cell.address,
             alarm_address,
             self._region.base,
             ctypes.addressof(self._lanes),
-            ctypes.addressof(self._held),
-            ctypes.addressof(self._rows_at),
-            num_layers,
-            experts.num_slots,
+            ctypes.addressof(self._tables.held),
+            ctypes.addressof(self._tables.counts),
+            ctypes.addressof(self._tables.num_slots),
+            ctypes.addressof(self._tables.pieces),
+            self._tables.num_calls,
             *self._index_addresses,
+            *(self._head_fields(heads, shape) if heads is not None else [0] * 9),
             round(spin_us * 1e3),
         )
         self._address = ctypes.addressof(self._server)
@@ -105,16 +169,30 @@ class LaneServer:
         self._batch = memoryview(self._server.batch).cast("B")
         self._poll = load().blocking.es_lane_poll
         self._gather = load().brief.es_lane_gather
+        self._gather_heads = load().brief.es_lane_gather_heads
         self._answer = load().brief.es_lane_answer
 
-    def open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
-        """An attention worker is there. Takes over the descriptor; the cell must stay mapped until `drop`."""
+    def _head_fields(self, heads: HeadHalf, shape: LaneShape) -> list[int]:
+        num_heads = heads.config.num_kv_heads
+        self._pages = Memory(_INT32_BYTES * MAX_RANKS * shape.page_words)
+        self._head_requests = (HeadRequest * _MAX_REQUESTS)()
+        self._head_places = [Memory(_INT32_BYTES * _MAX_REQUESTS * num_heads) for _ in range(2)]
+        return [
+            *(heads.kv.id_address, num_heads, heads.answer_size, heads.max_model_len, heads.block_size),
+            *(self._pages.address, ctypes.addressof(self._head_requests)),
+            *(memory.address for memory in self._head_places),
+        ]
+
+    def open(self, rank: Rank, cell: Cell, lane_fd: int, blocks: BlockRange = NO_BLOCKS) -> None:
+        """An attention worker is there, which may name these KV blocks. Takes over the descriptor; the cell must stay
+        mapped until `drop`."""
         try:
             self.drop(rank)
             lane = self._region.map(lane_fd)
         finally:
             os.close(lane_fd)
-        self._lanes[rank] = _Incoming(lane=lane, cell=cell.address, position=-1)
+        first, count = blocks
+        self._lanes[rank] = _Incoming(lane=lane, cell=cell.address, position=-1, first_block=first, num_blocks=count)
         self._ranks.append(rank)
 
     def drop(self, rank: Rank) -> None:
@@ -131,7 +209,7 @@ class LaneServer:
 
     @property
     def positions(self) -> dict[Rank, int]:
-        """Where attention workers were at the last poll: the layer that each sends next, or -1."""
+        """Where attention workers were at the last poll: the call that each sends next, or -1."""
         return {rank: self._lanes[rank].position for rank in self._ranks}
 
     @property
@@ -153,13 +231,26 @@ class LaneServer:
         return [Request._make(_request.unpack_from(self._requests, 48 * i)) for i in range(found & _COUNT)]
 
     def compute(self, batch: list[Request]) -> int:
-        """All rows of these requests, which are of one layer, in one call of the kernel; then answer. How many rows."""
+        """All rows of these requests, which are of one call, in one call of the kernel; then answer. How many rows."""
         for i, request in enumerate(batch):
             _entry.pack_into(self._batch, 16 * i, request.rank, request.box)
-        layer = batch[0].layer
-        num_rows: int = self._gather(self._address, len(batch), layer)
+        call = batch[0].layer
+        layer, _, _, pieces = self._served[call]
+        if pieces is not None:
+            return self._compute_heads(batch, call, layer)
+        num_rows: int = self._gather(self._address, len(batch), call)
         if num_rows:
+            assert self._experts is not None
             token_R, slot_R, y_R = self._index_addresses
             self._experts.rows_at(layer, self._memory, RowIndices(token_R, slot_R, y_R, num_rows))
             self._answer(self._address, len(batch))
         return num_rows
+
+    def _compute_heads(self, batch: list[Request], call: int, layer: int) -> int:
+        num_requests: int = self._gather_heads(self._address, len(batch), call)
+        if not num_requests:
+            return 0
+        assert self._heads is not None
+        self._heads.rows_at(layer, ctypes.addressof(self._head_requests), num_requests)
+        self._answer(self._address, len(batch))
+        return sum(request.num_rows * request.num_heads for request in self._head_requests[:num_requests])

@@ -1,4 +1,4 @@
-"""LocalExperts: both halves in one process; expert e is in slot e."""
+"""LocalExperts: both halves in one process; expert (or slice) e is in slot e."""
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ class LocalExperts:
     num_replayed_rows = 0
 
     def __init__(self, expert_half: ExpertHalf) -> None:
-        assert expert_half.num_slots >= expert_half.config.num_experts
+        assert expert_half.num_slots >= expert_half.config.max_shards
         self._experts = expert_half
-        # 0 0 0 1 1 1 2 2 2 ...: the token of each row. Smaller batches use the beginning of it.
-        self._token_R = torch.empty(0, dtype=torch.int32)
+        # By the number of experts per token, 0 0 0 1 1 1 2 2 2 ...: the token of each row. Smaller batches use the
+        # beginning of it.
+        self._token_R: dict[int, Tensor] = {}
 
     def begin_step(self, num_rows: int) -> None: ...
 
@@ -28,9 +29,10 @@ class LocalExperts:
     ) -> Tensor:
         num_tokens, top_k = ids_TK.shape
         num_rows = num_tokens * top_k
-        if self._token_R.shape[0] < num_rows:
+        token_R = self._token_R.get(top_k)
+        if token_R is None or token_R.shape[0] < num_rows:
             row_R = torch.arange(num_rows, dtype=torch.int32, device=ids_TK.device)
-            self._token_R = row_R.div(top_k, rounding_mode="floor")
-        rows_RD = self._experts.rows(layer, hidden_TD, self._token_R[:num_rows], ids_TK.view(num_rows))
+            self._token_R[top_k] = token_R = row_R.div(top_k, rounding_mode="floor")
+        rows_RD = self._experts.rows(layer, hidden_TD, token_R[:num_rows], ids_TK.view(num_rows))
         rows_TKD = rows_RD.view(num_tokens, top_k, hidden_TD.shape[1])
         return self._experts.ops.combine(rows_TKD, weights_TK, residual_TD)

@@ -22,7 +22,6 @@ from everserve.memory.weights.copying import BACKUP_REST_PERCENT, FILL_NICE
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.memory.weights.slot_table import NotOwnerError
 from everserve.model.expert_half import ExpertHalf
-from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.memory import Memory
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots, Source
@@ -54,7 +53,7 @@ class MemorySlots:
         check_source: Callable[[], None],
     ) -> None:
         self._experts = experts
-        self._layers = experts.config.moe_layers
+        self._layers = experts.config.call_layers
         self._own = own
         self._identity = identity
         self._check_source = check_source
@@ -65,16 +64,12 @@ class MemorySlots:
         self._backup_filling: BackupFilling | None = None
         own.table.claim(identity, incarnation)
 
-    @property
-    def num_experts(self) -> int:
-        return self._experts.config.num_experts
+    def num_experts(self, layer_index: int) -> int:
+        return self._experts.config.cuts[layer_index].num_shards
 
     @property
     def held(self) -> HeldSlots:
-        return HeldSlots(
-            experts=tuple(tuple(self._experts.held[layer]) for layer in self._layers),
-            generations=tuple(tuple(self._experts.generations[layer]) for layer in self._layers),
-        )
+        return self._experts.held_slots()
 
     # -- the start -------------------------------------------------------------------------------
 
@@ -100,7 +95,7 @@ class MemorySlots:
         """The expert in each slot of this seat's memory, but for slots that a process changes which was declared gone,
         and may still run."""
         table, found = self._own.table, dict[int, int]()
-        for slot in range(table.num_slots):
+        for slot in range(self._own.plan.slots[layer_index]):
             place = Place(layer_index, slot)
             if not table.is_locked(place) and (entry := table.read(place)) is not None:
                 found[slot] = entry.expert
@@ -108,7 +103,7 @@ class MemorySlots:
 
     def _free(self, layer_index: int) -> Iterator[int]:
         """Slots that are empty, and not being changed."""
-        held = self._experts.held[self._layers[layer_index]]
+        held = self.held.experts[layer_index]
         free = [slot for slot, expert in enumerate(held) if expert == EMPTY]
         return (slot for slot in free if not self._own.table.is_locked(Place(layer_index, slot)))
 
@@ -140,7 +135,7 @@ class MemorySlots:
     def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
         plan = self._own.plan
         if rank is None:
-            plan = ExpertMemoryPlan(plan.num_layers, self.num_experts, plan.slot_bytes)
+            plan = plan.with_slots([cut.num_shards for cut in self._experts.config.cuts])
         try:
             memory = ExpertMemory(plan, fds, read_only=rank is not None)
         except (OSError, ValueError) as error:
@@ -216,9 +211,10 @@ class MemorySlots:
 
     def _copy_from_file(self, layer_index: int, expert: int, to: int, rest_percent: int = 0) -> int:
         checksum = end = 0
-        for tensor in self._experts.tensors(self._layers[layer_index], expert):
+        for part in self._experts.tensors(self._layers[layer_index], expert):
+            tensor = part.contiguous()  # a slice's `down` is some of the columns in the file
             num_bytes, address = tensor.nbytes, tensor.data_ptr()
-            assert num_bytes % 8 == 0 and tensor.is_contiguous(), "an expert's matrices are whole words"
+            assert num_bytes % 8 == 0, "an expert's matrices are whole words"
             checksum += copying.copy(
                 to + end, address, num_bytes, first_word=end // 8, rest_percent=rest_percent
             )  # fmt: skip
@@ -246,7 +242,7 @@ class MemorySlots:
     def _num_bytes(self, layer_index: int, expert: int) -> int:
         config = self._experts.config
         itemsize = self._experts.dtype(self._layers[layer_index], expert).itemsize
-        return 3 * config.hidden_size * config.expert_intermediate_size * itemsize
+        return 3 * config.hidden_size * config.cuts[layer_index].shard_size * itemsize
 
     def _hold(self, fill: Fill) -> None:
         """Ops read the slot where it is."""
@@ -255,7 +251,7 @@ class MemorySlots:
 
     def _views(self, fill: Fill) -> tuple[Tensor, Tensor, Tensor]:
         config, dtype = self._experts.config, self._experts.dtype(self._layers[fill.layer_index], fill.expert)
-        hidden, inner = config.hidden_size, config.expert_intermediate_size
+        hidden, inner = config.hidden_size, config.cuts[fill.layer_index].shard_size
         start = self._own.plan.offset(Place(fill.layer_index, fill.slot))
         data = self._own.data[start : start + 3 * hidden * inner * dtype.itemsize]
         gate, up, down = torch.from_numpy(data).view(dtype).view(3, inner * hidden)

@@ -33,7 +33,7 @@ from torch import Tensor
 from everserve.backends.cpu.composed import Composed
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
-from everserve.model.ops import ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops import ExpertSlots, HeadSlots, HeadWeights, RowIndices, RowMemory
 from everserve.model.rope import Rotation
 from everserve.native import BuildError, library
 
@@ -48,14 +48,16 @@ SPIN_US = 50.0
 _set_threads_args = Struct("qd").pack
 _linear_args = Struct("5P6q").pack
 _rms_norm_args = Struct("3P3qd").pack
-_rotate_args = Struct("P6q8P4qd").pack
-_attend_args = Struct("P6q5P4qd").pack
+_rotate_args = Struct("P6q9P4qd").pack
+_attend_args = Struct("P6q6P4qd").pack
 _route_args = Struct("5P7q").pack
 _expert_rows_args = Struct("6P6q").pack
 _combine_args = Struct("5P3q").pack
 _choose_args = Struct("3P2q").pack
-_check_batch_args = Struct("4P5q").pack
+_check_batch_args = Struct("4P6q").pack
+_head_rows_args = Struct("P6q7P6q2d").pack
 _slot = Struct("3P4q")
+_head_slot = Struct("6P5q")
 
 _empty = torch.empty
 _empty_like = torch.empty_like
@@ -72,7 +74,7 @@ def _load() -> ctypes.CDLL:
     for name in ("set_threads", "linear", "rms_norm", "rotate_and_store", "attend", "route", "combine", "choose"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], None
-    for name in ("expert_rows", "check_batch"):
+    for name in ("expert_rows", "head_rows", "check_batch"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return lib
@@ -165,6 +167,40 @@ class NativeExpertSlots:
         self._weights[slot] = None
 
 
+class NativeHeadSlots:
+    """Pointers to the weights of some heads of one layer."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.group_size = 0  # query heads of a slot; known from the first fill on
+        self.hidden_size = 0
+        self._weights: list[HeadWeights | None] = [None] * num_slots  # kept alive
+        self._table = ctypes.create_string_buffer(_head_slot.size * num_slots)
+        self.table_ptr = ctypes.addressof(self._table)
+
+    def fill(self, slot: int, weights: HeadWeights) -> None:
+        assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
+        matrices, biases = weights[:3], weights[3:]
+        (num_rows, hidden_size, q_stride, dtype), k, v = map(_matrix, matrices)
+        size = k[0]
+        assert num_rows % size == 0 and k[:2] == v[:2] == (size, hidden_size) and k[3] == v[3] == dtype
+        self.group_size, self.hidden_size = num_rows // size, hidden_size
+        bias_dtype = 0
+        for bias, rows in zip(biases, (num_rows, size, size), strict=True):
+            if bias is not None:
+                bias_size, bias_dtype = _vector(bias)
+                assert bias_size == rows
+        pointers = (weight.data_ptr() if weight is not None else 0 for weight in weights)
+        _head_slot.pack_into(
+            self._table, slot * _head_slot.size, *pointers, q_stride, k[2], v[2], dtype, bias_dtype
+        )  # fmt: skip
+        self._weights[slot] = weights
+
+    def clear(self, slot: int) -> None:
+        _head_slot.pack_into(self._table, slot * _head_slot.size, *[0] * 11)
+        self._weights[slot] = None
+
+
 class NativeOps(Composed):
     """Ops on the CPU, by the kernels in csrc."""
 
@@ -183,6 +219,7 @@ class NativeOps(Composed):
         self._attend = lib.es_attend
         self._route = lib.es_route
         self._expert_rows = lib.es_expert_rows
+        self._head_rows = lib.es_head_rows
         self._combine = lib.es_combine
         self._choose = lib.es_choose
         self._check_batch = lib.es_check_batch
@@ -260,7 +297,7 @@ class NativeOps(Composed):
         q_THE = _empty(num_rows, num_q_heads, head_size, dtype=_float32)
         self._rotate_and_store(
             _rotate_args(
-                *self._pool_fields, layer,
+                *self._pool_fields, layer, 0,
                 qkv_TX.data_ptr(), cos_PE.data_ptr(), sin_PE.data_ptr(), q_norm_ptr, k_norm_ptr,
                 self._positions_ptr, self._kv_slots_ptr, q_THE.data_ptr(),
                 num_rows, num_q_heads, q_norm_dtype, k_norm_dtype, eps,
@@ -277,9 +314,10 @@ class NativeOps(Composed):
         out_TX = _empty(num_rows, num_q_heads * head_size, dtype=_float32)
         self._attend(
             _attend_args(
-                *self._pool_fields, layer, q_THE.data_ptr(), out_TX.data_ptr(), *self._attend_fields, num_q_heads, scale
+                *self._pool_fields, layer, 0,
+                q_THE.data_ptr(), out_TX.data_ptr(), *self._attend_fields, num_q_heads, scale,
             )
-        )
+        )  # fmt: skip
         return out_TX
 
     def route(
@@ -325,10 +363,6 @@ class NativeOps(Composed):
             raise _wrong_row(wrong, token_R, slot_R, num_tokens, slots)
         return y_RD
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        token_T = torch.arange(len(x_TD), dtype=torch.int32)
-        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
-
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         assert isinstance(slots, NativeExpertSlots)
         base, num_base_rows, size = memory
@@ -342,6 +376,29 @@ class NativeOps(Composed):
         )  # fmt: skip
         if wrong:
             raise IndexError(f"row {abs(wrong) - 1}: no such {'slot' if wrong > 0 else 'row of memory'}")
+
+    def head_slots(self, num_slots: int) -> NativeHeadSlots:
+        return NativeHeadSlots(num_slots)
+
+    def head_rows_at(
+        self, requests: int, num_requests: int, slots: HeadSlots, kv_pool: Tensor, rotation: Rotation, scale: float
+    ) -> None:
+        assert isinstance(slots, NativeHeadSlots)
+        _, num_pieces, two, block_size, head_size = kv_pool.shape
+        assert two == 2 and kv_pool.is_contiguous() and block_size % KEY_TILE == 0
+        cos_PE, sin_PE, q_norm_E, k_norm_E, eps = rotation
+        assert cos_PE.shape == sin_PE.shape and cos_PE.shape[1] == head_size <= MAX_HEAD_SIZE
+        norms = [(norm.data_ptr(), _vector(norm)[1]) if norm is not None else (0, 0) for norm in (q_norm_E, k_norm_E)]
+        wrong = self._head_rows(
+            _head_rows_args(
+                kv_pool.data_ptr(), _dtype_code(kv_pool), num_pieces, 0, block_size, head_size, 0, 0,
+                slots.table_ptr, requests, cos_PE.data_ptr(), sin_PE.data_ptr(), norms[0][0], norms[1][0],
+                slots.num_slots, num_requests, slots.group_size, slots.hidden_size, norms[0][1], norms[1][1],
+                eps, scale,
+            )
+        )  # fmt: skip
+        if wrong:
+            raise LookupError("a head is asked for whose slot is empty, or does not exist")
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         num_rows, top_k, size = rows_TKD.shape
@@ -395,7 +452,7 @@ class NativeOps(Composed):
         assert positions.shape == kv_slots.shape == (num_rows,) and starts.shape == (num_seqs + 1,)
         assert all(t.dtype is _int32 and t.is_contiguous() for t in (positions, kv_slots, starts, tables))
         pointers = (positions.data_ptr(), kv_slots.data_ptr(), starts.data_ptr(), tables.data_ptr())
-        found = self._check_batch(_check_batch_args(*pointers, num_rows, num_seqs, width, num_blocks, block_size))
+        found = self._check_batch(_check_batch_args(*pointers, num_rows, num_seqs, width, 0, num_blocks, block_size))
         assert found >= 0, f"inconsistent batch: {_BATCH_FAULTS[found]}"
 
         self._num_rows = num_rows

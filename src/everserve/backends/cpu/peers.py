@@ -27,6 +27,7 @@ class End(ctypes.Structure):
         ("part", _PerBox),
         ("abandoned", _PerBox),
         ("num_stale", _int64),
+        ("page", _int64),
         ("filling", _int64),
         ("num_tokens", _int64),
         ("num_rows", _int64),

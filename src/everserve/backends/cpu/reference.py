@@ -18,7 +18,15 @@ from torch.nn.functional import linear, silu
 from everserve.backends.cpu.composed import Composed
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw, choose
-from everserve.model.ops import NO_EXPERT, ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops import (
+    NO_EXPERT,
+    ExpertSlots,
+    HeadRequest,
+    HeadSlots,
+    HeadWeights,
+    RowIndices,
+    RowMemory,
+)
 from everserve.model.rope import Rotation
 
 
@@ -41,6 +49,20 @@ class ReferenceSlots:
         assert weights is not None, f"slot {slot} is empty"
         gate_FD, up_FD, down_DF = (weight.float() for weight in weights)
         return linear(silu(linear(x_RD, gate_FD)) * linear(x_RD, up_FD), down_DF)
+
+
+class ReferenceHeadSlots:
+    """Weights of heads, kept as they come."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.weights: list[HeadWeights | None] = [None] * num_slots
+
+    def fill(self, slot: int, weights: HeadWeights) -> None:
+        self.weights[slot] = weights
+
+    def clear(self, slot: int) -> None:
+        self.weights[slot] = None
 
 
 class ReferenceOps(Composed):
@@ -154,10 +176,6 @@ class ReferenceOps(Composed):
             y_RD[rows] = self._by_rows(partial(slots.apply, slot), x_rows)
         return y_RD
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
-        token_T = torch.arange(len(x_TD), dtype=torch.int32, device=x_TD.device)
-        return residual_TD + self.expert_rows(x_TD, token_T, torch.zeros_like(token_T), slots)
-
     def expert_rows_at(self, memory: RowMemory, rows: RowIndices, slots: ExpertSlots) -> None:
         if not rows.num_rows:
             return
@@ -166,6 +184,29 @@ class ReferenceOps(Composed):
         x_RD = memory_MD[token_R.long()].to(self.device)
         row_R = torch.arange(rows.num_rows, dtype=torch.int32, device=self.device)
         memory_MD[y_R.long()] = self.expert_rows(x_RD, row_R, slot_R.to(self.device), slots).cpu()
+
+    def head_slots(self, num_slots: int) -> ReferenceHeadSlots:
+        return ReferenceHeadSlots(num_slots)
+
+    def head_rows_at(
+        self, requests: int, num_requests: int, slots: HeadSlots, kv_pool: Tensor, rotation: Rotation, scale: float
+    ) -> None:
+        assert isinstance(slots, ReferenceHeadSlots)
+        pool = kv_pool[:, :, :, None]  # a piece is a layer with one KV head
+        for request in (HeadRequest * num_requests).from_address(requests):
+            m, batch = request.num_heads, _batch_at(request)
+            numbers = zip(_int32s_at(request.slots, m).tolist(), _int32s_at(request.pieces, m).tolist(), strict=True)
+            attended: list[Tensor] = []
+            for slot, piece in numbers:
+                weights = slots.weights[slot]
+                assert weights is not None, f"slot {slot} is empty"
+                x_TD = _floats_at(request.x, request.num_rows, weights.q_XD.shape[1])
+                qkv_XD = torch.cat(weights[:3])
+                bias_X = torch.cat([b for b in weights[3:] if b is not None]) if weights.q_bias_X is not None else None
+                q_TME = self.project_and_store(x_TD, qkv_XD, bias_X, batch, pool, piece, rotation)
+                attended.append(self.attend(q_TME, batch, pool, piece, scale))
+            y_TX = torch.cat(attended, dim=1)
+            _floats_at(request.y, *y_TX.shape)[...] = y_TX
 
     def combine(self, rows_TKD: Tensor, weights_TK: Tensor, residual_TD: Tensor) -> Tensor:
         hidden_TD = residual_TD
@@ -196,6 +237,19 @@ def _floats_at(address: int, num_rows: int, size: int) -> Tensor:
     """Memory that torch does not own as a tensor; it must stay mapped for as long as the tensor is used."""
     return torch.frombuffer((ctypes.c_float * (num_rows * size)).from_address(address), dtype=torch.float32).view(
         num_rows, size
+    )
+
+
+def _batch_at(request: HeadRequest) -> StepBatch:
+    positions_T = _int32s_at(request.positions, request.num_rows)
+    tables = _int32s_at(request.block_tables, request.num_sequences * request.table_width)
+    return StepBatch(
+        tokens_T=positions_T,  # not used
+        positions_T=positions_T,
+        kv_slots_T=_int32s_at(request.kv_slots, request.num_rows),
+        query_starts_S=_int32s_at(request.query_starts, request.num_sequences + 1),
+        block_tables_SB=tables.view(request.num_sequences, request.table_width),
+        logits_rows_L=positions_T,
     )
 
 

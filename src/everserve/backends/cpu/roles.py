@@ -8,21 +8,25 @@ from everserve.backends.cpu.build import (
     Opened,
     has_spare_cores,
     load_experts,
+    load_heads,
     load_into_memory,
     open_model,
 )
+from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
+from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.backends.cpu.slots import MappedSlots
 from everserve.kvlog import library
 from everserve.kvlog.log import Log
 from everserve.memory import liveness
 from everserve.memory.weights import copying
 from everserve.model.fingerprint import check_unchanged
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.wire.channel import Channel
@@ -57,9 +61,9 @@ def build_attention(around: Surroundings) -> AttentionParts:
     if Role.EXPERT in start.roles:
         engine = builder.build(LocalExperts(load_experts(opened, start.settings.model.dtype, slots=None)))
     else:
-        peers, experts = _reach_experts(around, opened)
+        peers, experts, heads = _reach_shards(around, opened)
         seam = Seam(peers, experts)
-        engine = builder.build(experts)
+        engine = builder.build(experts, heads)
         if builder.writer is not None:
             experts.do_meanwhile(*builder.writer.meanwhile)
     logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
@@ -76,11 +80,12 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         check_unchanged(source.directory, source.fingerprint)
 
     slots: ChangeableSlots
+    heads = load_heads(opened, start, around.memory.pop(Kind.KV_PIECES)) if opened.model.divides_heads else None
     if source.weights == "memory":
         experts, slots = load_into_memory(opened, start, around.memory, check_source)
     else:
         experts = load_experts(opened, source.dtype, start.slots)
-        slots = MappedSlots(experts, check_source)
+        slots = MappedSlots(experts, check_source, heads)
     loop = ExpertLoop(
         start,
         experts,
@@ -91,28 +96,34 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         around.leave,
         around.events,
         spin_us=_spin_us(around),
+        heads=heads,
     )
     if isinstance(slots, MemorySlots):
         slots.begin_backup(start.rank)
     return loop, opened.ops.name
 
 
-def _reach_experts(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, RemoteExperts]:
+def _reach_shards(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, RemoteExperts, RemoteHeads | None]:
     start, model = around.start, opened.model
-    shape = LaneShape.of(model, start.settings.engine.max_num_batched_tokens)
+    shape = LaneShape.for_engine(model, start.settings.engine)
     peers = ExpertPeers(
-        start.rank, start.incarnation, around.cell, around.warden, shape, model.moe_layers, model.num_experts
+        start.rank, start.incarnation, around.cell, around.warden, shape, model.call_numbers, model.max_shards
     )
-    experts = RemoteExperts(
+    exchange = Exchange(
         peers,
-        opened.ops,
         detect_ms=around.detect_ms,
         on_control=around.on_control,
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,
         spin_us=_spin_us(around),
+        layer_of=dict(zip(model.call_numbers, (call.layer for call in model.calls), strict=True)),
     )
-    return peers, experts
+    experts = RemoteExperts(exchange, opened.ops, model.numbers_of(ShardKind.EXPERT, ShardKind.SLICE))
+    if not model.divides_heads:
+        return peers, experts, None
+    answer_size = model.num_heads // model.num_kv_heads * model.head_size
+    heads = RemoteHeads(exchange, model.numbers_of(ShardKind.HEAD), model.num_kv_heads, answer_size)
+    return peers, experts, heads
 
 
 def _spin_us(around: Surroundings) -> float:

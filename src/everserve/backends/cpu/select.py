@@ -6,13 +6,13 @@ from typing import Protocol
 
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.model.config import ModelConfig
-from everserve.model.ops import ExpertOps, Ops
+from everserve.model.ops import ExpertOps, HeadOps, Ops
 
 log = logging.getLogger(__name__)
 
 
-class HostOps(Ops, ExpertOps, Protocol):
-    """Both halves: on CPUs the same ops compute attention and experts."""
+class HostOps(Ops, ExpertOps, HeadOps, Protocol):
+    """Everything: on CPUs the same ops compute attention, experts and heads."""
 
 
 def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: bool) -> HostOps:

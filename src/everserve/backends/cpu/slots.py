@@ -1,10 +1,12 @@
-"""The slots of an expert worker on CPUs that reads experts where their file is mapped."""
+"""The slots of an expert worker on CPUs that reads experts, and heads, where their file is mapped."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.head_half import HeadHalf
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.memory import Memory
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, Source
@@ -14,29 +16,36 @@ class MappedSlots:
     """`check_source` raises if the files are not those that this instance serves. A fill touches hardly any weights, so
     it has ended when `begin` returns, and no other source can be cheaper."""
 
-    def __init__(self, experts: ExpertHalf, check_source: Callable[[], None]) -> None:
+    def __init__(self, experts: ExpertHalf, check_source: Callable[[], None], heads: HeadHalf | None = None) -> None:
+        config = experts.config
+        self._calls = [cut.call for cut in config.cuts] if heads is None else config.calls
         self._experts = experts
-        self._layers = experts.config.moe_layers
+        self._heads = heads
         self._check_source = check_source
         self._result: Filled | FailedFill | None = None
 
-    @property
-    def num_experts(self) -> int:
-        return self._experts.config.num_experts
+    def num_experts(self, layer_index: int) -> int:
+        return self._calls[layer_index].num_shards
 
     @property
     def held(self) -> HeldSlots:
-        return HeldSlots(
-            experts=tuple(tuple(self._experts.held[layer]) for layer in self._layers),
-            generations=tuple(tuple(self._experts.generations[layer]) for layer in self._layers),
-        )
+        held = [half.held_in(layer) for half, layer in map(self._at, range(len(self._calls)))]
+        return HeldSlots(experts=tuple(one for one, _ in held), generations=tuple(one for _, one in held))
+
+    def _at(self, index: int) -> tuple[ExpertHalf | HeadHalf, int]:
+        """What has the slots of this call, and the layer."""
+        call = self._calls[index]
+        if call.kind is ShardKind.HEAD:
+            assert self._heads is not None
+            return self._heads, call.layer
+        return self._experts, call.layer
 
     def begin(self, fill: Fill) -> None:
-        layer, began_s = self._layers[fill.layer_index], time.monotonic()
-        self._experts.clear(layer, fill.slot)
+        (half, layer), began_s = self._at(fill.layer_index), time.monotonic()
+        half.clear(layer, fill.slot)
         try:
             self._check_source()
-            self._experts.load(layer, fill.expert, fill.slot)
+            half.load(layer, fill.expert, fill.slot)
         except Exception as error:
             self._result = FailedFill(**fill._asdict(), reason=f"{type(error).__name__}: {error}")
         else:
@@ -48,7 +57,8 @@ class MappedSlots:
         return result
 
     def clear(self, place: Place) -> None:
-        self._experts.clear(self._layers[place.layer_index], place.slot)
+        half, layer = self._at(place.layer_index)
+        half.clear(layer, place.slot)
 
     def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
         for fd in fds:

@@ -72,12 +72,10 @@ class SeatWeights:
             device.model, device.checkpoint, device.torch_device, self.plan, self.view, self.is_complete
         )
 
-    def arena(self) -> ExpertArena | None:
-        """All experts, loaded, each in the slot of its number; None if the model has none."""
+    def arena(self) -> ExpertArena:
+        """All experts or slices, loaded, each in the slot of its number."""
         model = self._device.model
-        if not model.moe_layers:
-            return None
-        arena = ExpertArena.of_experts(self.view(self.plan.tensor("experts")), len(model.moe_layers), self.num_slots)
+        arena = ExpertArena.of_experts(self.view(self.plan.tensor("experts")), len(model.cuts), self.num_slots)
         if not self.is_complete:
             self._load(arena)
         return arena
@@ -85,10 +83,10 @@ class SeatWeights:
     def _load(self, arena: ExpertArena) -> None:
         device, model = self._device, self._device.model
         weights = Weights(model, device.checkpoint, "bfloat16", device.torch_device)
-        places = [(index, expert) for index in range(len(model.moe_layers)) for expert in range(model.num_experts)]
+        places = [(index, expert) for index, cut in enumerate(model.cuts) for expert in range(cut.num_shards)]
         progress = device.loading.part("experts")
         for done, (index, expert) in enumerate(places):
-            sources = weights.layout.expert(model.moe_layers[index], expert)
+            sources = weights.layout.shard(model.call_layers[index], expert)
             gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
             arena.fill(index, expert, gate, up, weights.load_temporary(sources.down))
             progress(done + 1, len(places))
@@ -100,15 +98,15 @@ class SeatWeights:
 
 
 def _num_slots(device: Device) -> int:
-    """Expert slots per layer, one for each expert; 0 without the expert role."""
-    return device.model.num_experts if Role.EXPERT in device.start.roles else 0
+    """Expert slots per layer, one for each expert or slice; 0 without the expert role."""
+    return device.model.max_shards if Role.EXPERT in device.start.roles else 0
 
 
 def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
     """The anchor that allocates a lane and both of its ends must compute the same shape."""
     model, engine = device.model, device.start.settings.engine
     return CudaLaneShape(
-        engine.max_num_batched_tokens, max(model.experts_per_token, 1), model.hidden_size, max(num_slots, 1)
+        engine.max_num_batched_tokens, model.max_shards_per_token, model.hidden_size, max(num_slots, 1)
     )
 
 
@@ -161,7 +159,7 @@ def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[Cu
         torch.tensor(experts.table.experts(), dtype=torch.int32),
         bell_at(bell.address, start.incarnation),
         device.torch_device,
-        model.num_experts,
+        model.max_shards,
     )
     files = ExpertFiles(device)
     copy_out = BackupCopy(
@@ -174,13 +172,13 @@ def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[Cu
     slots = CudaSlots(
         experts.table,
         start.capacity.lane_slots,
-        model.num_experts,
+        model.max_shards,
         experts.range,
         server,
         DeviceStream(device.driver, device.torch_device),
         Offers(
-            device.driver, experts.range, experts.plan, model.num_experts, experts.identity, copy_out,
-            first_layer=start.rank % len(model.moe_layers),
+            device.driver, experts.range, experts.plan, model.max_shards, experts.identity, copy_out,
+            first_layer=start.rank % len(model.cuts),
         ),
         files,
     )  # fmt: skip

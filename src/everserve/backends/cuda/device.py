@@ -35,7 +35,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
     """Check everything that can be checked from headers. Raises UserError with one clear line."""
     settings = start.settings
     directory = Path(settings.model.directory)
-    model = ModelConfig.from_directory(directory)
+    model = ModelConfig.from_source(settings.model)
     torch_device = torch.device("cuda", start.gpu)
     torch.cuda.set_device(torch_device)
     torch.set_grad_enabled(False)

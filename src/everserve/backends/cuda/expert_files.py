@@ -45,15 +45,16 @@ class ExpertFiles:
         return [self._weights.load_temporary(part) for part in (sources.gate, sources.up, sources.down)]
 
     def _sources(self, layer_index: int, expert: int) -> FeedForwardSources:
-        return self._weights.layout.expert(self._device.model.moe_layers[layer_index], expert)
+        return self._weights.layout.shard(self._device.model.call_layers[layer_index], expert)
 
     @staticmethod
     def _generated(checkpoint: RandomCheckpoint, sources: FeedForwardSources) -> tuple[Feed, Callable[[], int | None]]:
         parts: list[Source] = [sources.gate, sources.up, sources.down]
 
         def make(i: int, address: int) -> int:
-            weight = tensor_at(address, parts[i].shape)
-            checkpoint.make(parts[i].name, weight)
+            part = parts[i]
+            weight = tensor_at(address, part.part_shape)
+            checkpoint.make(part.name, weight, part.rows, part.columns)
             return weight.nbytes
 
         return GeneratedFeed(make), lambda: None

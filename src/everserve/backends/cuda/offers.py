@@ -65,7 +65,7 @@ class Offers:
         self._driver = driver
         self._range = arena_range
         self._plan = plan
-        self._backup_plan = ExpertMemoryPlan(plan.num_layers, num_experts, plan.slot_bytes)
+        self._backup_plan = plan.with_slots(num_experts)
         self._identity = identity
         self._seats: dict[Rank, _Seat] = {}
         self._copy_out, self._first_layer = copy_out, first_layer

@@ -94,8 +94,8 @@ def _rehearse_attention(device: Device) -> None:
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
     if Role.EXPERT in start.roles:
-        arena = _arena(model, model.num_experts, nowhere) if model.moe_layers else None
-        local = LocalCudaExperts(ops, arena, model.moe_layers, model.num_experts)
+        arena = _arena(model, model.max_shards, nowhere)
+        local = LocalCudaExperts(ops, arena, model.call_layers, model.max_shards)
         build_forward(device, decoder, kv_pool, local, recorder)
         return
     cell = _own_cell()
@@ -105,8 +105,8 @@ def _rehearse_attention(device: Device) -> None:
         cell,
         Warden(cell, _DETECT_MS),
         lane_shape(device, start.capacity.lane_slots),
-        model.moe_layers,
-        model.num_experts,
+        model.call_layers,
+        model.max_shards,
         device.driver,
         range(start.capacity.max_workers),
         ops.words,
@@ -137,10 +137,10 @@ def _rehearse_expert(device: Device) -> None:
         _arena(model, num_slots, nowhere),
         lane_shape(device, num_slots),
         start.capacity.max_workers,
-        torch.full((len(model.moe_layers), num_slots), EMPTY, dtype=torch.int32),
+        torch.full((len(model.cuts), num_slots), EMPTY, dtype=torch.int32),
         nowhere.address,
         device.torch_device,
-        model.num_experts,
+        model.max_shards,
     )
     DeviceStream(device.driver, device.torch_device)
     server.end()
@@ -156,7 +156,7 @@ def _first_of_each_kind(model: ModelConfig) -> ModelConfig:
 
 def _arena(model: ModelConfig, num_slots: int, nowhere: _Nowhere) -> ExpertArena:
     plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
-    return ExpertArena.of_experts(nowhere.view(plan.tensor("experts")), len(model.moe_layers), num_slots)
+    return ExpertArena.of_experts(nowhere.view(plan.tensor("experts")), len(model.cuts), num_slots)
 
 
 def _own_cell() -> Cell:

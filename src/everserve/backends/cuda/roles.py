@@ -45,7 +45,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
     experts: CapturedExperts
     if Role.EXPERT in start.roles:
         model = device.model
-        experts = LocalCudaExperts(device.ops, weights.arena(), model.moe_layers, model.num_experts)
+        experts = LocalCudaExperts(device.ops, weights.arena(), model.call_layers, model.max_shards)
     else:
         peers, experts = _reach_experts(around, device, recorder)
         seam = Seam(peers, experts)
@@ -86,8 +86,8 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         around.cell,
         around.warden,
         lane_shape(device, start.capacity.lane_slots),
-        model.moe_layers,
-        model.num_experts,
+        model.call_layers,
+        model.max_shards,
         device.driver,
         range(start.capacity.max_workers),
         device.ops.words,

@@ -35,18 +35,19 @@ class SeatExperts:
         assert start.slots is not None, "an expert worker is told its slots"
         self._device = device
         self._planned = start.slots.experts
-        num_layers, num_own = len(model.moe_layers), start.slots.num_slots
+        num_layers, num_own = len(model.cuts), start.slots.num_slots
         weights = WeightsPlan.of(model, start.roles, num_own)
         experts = weights.tensor("experts")
         assert experts.offset == 0, "the memory of an expert seat begins with its first expert"
         self.plan = ExpertMemoryPlan.of(model, "bfloat16", num_own)
-        assert self.plan.slot_bytes * experts.shape[0] == experts.num_bytes, "experts lie without gaps"
+        self._slot_bytes = self.plan.slot_bytes[0]  # of every layer: all shards are as large
+        assert self._slot_bytes * experts.shape[0] == experts.num_bytes, "experts lie without gaps"
         self.range = ArenaRange(
             device.driver,
             memory[Kind.WEIGHTS],
             weights.num_bytes,
-            self.plan.slot_bytes,
-            ITEM_BYTES * min(model.hidden_size, model.expert_intermediate_size),
+            self._slot_bytes,
+            ITEM_BYTES * min(model.hidden_size, model.cuts[0].shard_size),
             start.capacity.max_workers,
         )
         source = start.settings.model
@@ -93,7 +94,7 @@ class SeatExperts:
     def _load_one(self, fill: Fill, at: Place) -> None:
         device = self._device
         weights = Weights(device.model, device.checkpoint, "bfloat16", device.torch_device)
-        sources = weights.layout.expert(device.model.moe_layers[fill.layer_index], fill.expert)
+        sources = weights.layout.shard(device.model.call_layers[fill.layer_index], fill.expert)
         gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
         self.arena.fill(*at, gate, up, weights.load_temporary(sources.down))
         (checksum,) = self._checksums([at])
@@ -104,7 +105,7 @@ class SeatExperts:
         totals = torch.zeros(len(places), dtype=torch.int64, device=self._device.torch_device)
         for i, at in enumerate(places):
             address = self.range.place_address(self.arena.own_place(*at))
-            add_checksum(address, self.plan.slot_bytes, 0, totals[i : i + 1])
+            add_checksum(address, self._slot_bytes, 0, totals[i : i + 1])
         return [total % (1 << 64) for total in totals.tolist()]
 
 

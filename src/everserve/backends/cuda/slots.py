@@ -112,7 +112,7 @@ class CudaSlots:
         files: FileFeeds,
     ) -> None:
         assert num_slots >= table.num_slots
-        self.num_experts = num_experts
+        self._num_experts = num_experts
         self._table = table
         self._num_own = table.num_slots
         self._addresses = addresses
@@ -127,6 +127,9 @@ class CudaSlots:
         for at in table.places():
             if (entry := table.read(at)) is not None:
                 self._note(at, _Held(entry.expert, entry.checksum, self._own_place(at)))
+
+    def num_experts(self, layer_index: int) -> int:
+        return self._num_experts
 
     @property
     def held(self) -> HeldSlots:

@@ -57,7 +57,7 @@ export class ExpertMap {
     const { map, canvas, view } = this;
     if (!map || view.hidden) return;
     const numLayers = map.layers.length;
-    const numExperts = numLayers ? map.load[0].length : 0;
+    const numExperts = Math.max(0, ...map.load.map((row) => row.length)); // layers may have different numbers
     const scale = devicePixelRatio;
     const [width, height] = [Math.floor(canvas.clientWidth * scale), Math.floor(canvas.clientHeight * scale)];
     if (canvas.width !== width || canvas.height !== height) [canvas.width, canvas.height] = [width, height];
@@ -68,7 +68,7 @@ export class ExpertMap {
     const most = Math.max(1e-9, ...map.load.map((row) => Math.max(...row)));
     const [moving, masked] = [map.moving, map.masked].map((pairs) => new Set(pairs.map(([layer, expert]) => layer * numExperts + expert)));
     for (let layer = 0; layer < numLayers; layer++) {
-      for (let expert = 0; expert < numExperts; expert++) {
+      for (let expert = 0; expert < map.load[layer].length; expert++) {
         const at = layer * numExperts + expert;
         this.#drawCell(pen, colors, layer, expert, map.load[layer][expert] / most, moving.has(at), masked.has(at));
       }
@@ -111,20 +111,21 @@ export class ExpertMap {
   }
 
   #describe(most) {
-    const { layers, load, active, moving, masked, imbalance } = this.map;
+    const { layers, kinds, load, active, moving, masked, imbalance } = this.map;
     if (!layers.length) return say(this.words, "no experts are known yet");
     const dealt = active.flat().filter((num) => num > 1).length;
     const ratio = imbalance.max_over_mean;
     const layer = load.findIndex((row) => row.includes(most));
     const parts = [
       ratio === null ? "no load" : `busiest worker ${ratio.toFixed(2)} × the mean`,
-      layer >= 0 && ratio !== null ? `busiest expert ${load[layer].indexOf(most)} of layer ${layers[layer]}, ${number(most)} rows/s` : "",
+      layer >= 0 && ratio !== null ? `busiest ${kinds[layer]} ${load[layer].indexOf(most)} of layer ${layers[layer]}, ${number(most)} rows/s` : "",
       dealt ? `${dealt} with several active places` : "",
       moving.length ? `${moving.length} moving` : "",
       masked.length ? `${masked.length} masked` : "",
     ];
     say(this.words, parts.filter(Boolean).join("; "));
-    const label = `Load of ${load[0].length} experts in ${layers.length} layers: ${this.words.textContent}`;
+    const widest = load.reduce((most, row, i) => (row.length > load[most].length ? i : most), 0);
+    const label = `Load of ${load[widest].length} ${kinds[widest]}s in ${layers.length} layers: ${this.words.textContent}`;
     if (this.canvas.getAttribute("aria-label") !== label) this.canvas.setAttribute("aria-label", label);
   }
 
@@ -135,7 +136,7 @@ export class ExpertMap {
     const load = this.map.load[layer]?.[expert];
     if (load === undefined) return;
     const [places, active] = [this.map.places[layer][expert], this.map.active[layer][expert]];
-    this.canvas.title = `layer ${this.map.layers[layer]}, expert ${expert}: ${number(load)} rows/s, ${places} place${places === 1 ? "" : "s"}, ${Math.min(active, places)} active`;
+    this.canvas.title = `layer ${this.map.layers[layer]}, ${this.map.kinds[layer]} ${expert}: ${number(load)} rows/s, ${places} place${places === 1 ? "" : "s"}, ${Math.min(active, places)} active`;
   }
 }
 

@@ -285,9 +285,10 @@ class ExpertView(msgspec.Struct, kw_only=True):
 
 
 class LayerView(msgspec.Struct, kw_only=True):
-    """The experts of one layer."""
+    """The experts of one layer. `kind`: what they are: expert, slice (of a dense FFN) or head."""
 
     layer: int
+    kind: str
     experts: list[ExpertView]
 
 
@@ -309,6 +310,7 @@ class ExpertsMapView(msgspec.Struct, kw_only=True):
     """`/cluster/experts?form=map`: the same as tables [index of the layer][expert]."""
 
     layers: list[int]  # their numbers
+    kinds: list[str]  # what the experts of each are: expert, slice or head
     load: list[list[float]]
     places: list[list[int]]  # how many
     active: list[list[int]]  # how many of them are active

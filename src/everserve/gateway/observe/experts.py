@@ -12,6 +12,7 @@ from everserve.gateway.http.responses import (
     ImbalanceView,
     LayerView,
 )
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.routes import NO_RANK, Routes
 from everserve.tables.slots import Fill
@@ -42,6 +43,7 @@ class Experts:
         if change is None or routes is None:
             return ExpertsView(layers=[], imbalance=self._imbalance())
         load_LE, num_active_LE = self._load(change, routes), routes.num_active().tolist()
+        kinds, widths = self._kinds(change), _widths(routes)
         moving = {(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}
         masked = set(routes.masked_experts())
         layers = []
@@ -58,9 +60,9 @@ class Experts:
                         if rank != NO_RANK
                     ],
                 )
-                for expert, places in enumerate(routes.array()[index].tolist())
+                for expert, places in enumerate(routes.array()[index, : widths[index]].tolist())
             ]
-            layers.append(LayerView(layer=number, experts=experts))
+            layers.append(LayerView(layer=number, kind=kinds[index], experts=experts))
         return ExpertsView(layers=layers, imbalance=self._imbalance())
 
     def map(self, moves: Moves) -> ExpertsMapView:
@@ -68,17 +70,24 @@ class Experts:
         change, routes = self._change, self._routes
         if change is None or routes is None:
             return ExpertsMapView(
-                layers=[], load=[], places=[], active=[], moving=[], masked=[], imbalance=self._imbalance()
+                layers=[], kinds=[], load=[], places=[], active=[], moving=[], masked=[], imbalance=self._imbalance()
             )
+        places_LE: list[list[int]] = np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2).tolist()
+        active_LE: list[list[int]] = routes.num_active().tolist()
+        widths = _widths(routes)
         return ExpertsMapView(
             layers=list(change.moe_layers),
-            load=self._load(change, routes),
-            places=np.count_nonzero(routes.array()[..., 0] != NO_RANK, axis=2).tolist(),
-            active=routes.num_active().tolist(),
+            kinds=self._kinds(change),
+            load=[row[:width] for row, width in zip(self._load(change, routes), widths, strict=True)],
+            places=[row[:width] for row, width in zip(places_LE, widths, strict=True)],
+            active=[row[:width] for row, width in zip(active_LE, widths, strict=True)],
             moving=sorted({(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}),
             masked=list(routes.masked_experts()),
             imbalance=self._imbalance(),
         )
+
+    def _kinds(self, change: ExpertsChanged) -> list[str]:
+        return [str(kind) for kind in change.kinds or (ShardKind.EXPERT,) * len(change.moe_layers)]
 
     def _load(self, change: ExpertsChanged, routes: Routes) -> list[list[float]]:
         load_LE = np.frombuffer(change.load, np.float32).reshape(routes.num_layers, routes.num_experts)
@@ -90,3 +99,9 @@ class Experts:
             return ImbalanceView(max_over_mean=None, worst_layer=None)
         ratio = round(self._change.max_over_mean, 3)
         return ImbalanceView(max_over_mean=ratio, worst_layer=self._change.worst_layer)
+
+
+def _widths(routes: Routes) -> list[int]:
+    """How many experts each layer has."""
+    widths: list[int] = routes.exists().sum(axis=1).tolist()
+    return widths

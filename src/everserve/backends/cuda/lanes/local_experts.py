@@ -14,18 +14,12 @@ _NAP_NS = 20_000
 
 
 class LocalCudaExperts:
-    """`Experts` in one process: expert e is in slot e, and there is never anything to heal.
-
-    `arena` is None for a model without experts, which is never called.
-    """
+    """`Experts` in one process: expert or slice e is in slot e, and there is never anything to heal."""
 
     num_replayed_rows = 0
 
-    def __init__(self, ops: CudaOps, arena: ExpertArena | None, moe_layers: tuple[int, ...], num_experts: int) -> None:
-        if arena is None:
-            assert not moe_layers
-        else:
-            assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)
+    def __init__(self, ops: CudaOps, arena: ExpertArena, moe_layers: tuple[int, ...], num_experts: int) -> None:
+        assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)
         self._ops = ops
         self._arena = arena
         self._num_experts = num_experts
@@ -36,9 +30,9 @@ class LocalCudaExperts:
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
-        assert self._arena is not None, "this model has no experts"
         arena, stop, layer_at, num_rows = self._arena, self._ops.words.stop, self._layer_at[layer], ids_TK.numel()
-        cut = cut_for(-(-2 * num_rows // self._num_experts))  # experts are not asked evenly
+        is_even = ids_TK.shape[1] == self._num_experts  # slices; experts are not asked evenly
+        cut = cut_for(-(-(1 if is_even else 2) * num_rows // self._num_experts))
         plan = plan_local(ids_TK, self._slot_of_N, arena.num_slots, cut, stop)
         h_RF = hidden_TD.new_empty(num_rows, arena.expert_size)
         gate_up(hidden_TD.data_ptr(), plan.src_R, arena, layer_at, plan.tiles, h_RF, stop)

@@ -1,4 +1,4 @@
-/* The attention worker's end: rows out to their experts, answers back. One layer at a time.
+/* The attention worker's end: rows out to their shards (experts or heads), answers back. One call at a time.
 
    A *part* is what one expert worker gets in one box. A row (t, k) belongs to one part at a time:
 
@@ -28,7 +28,8 @@ enum outcome {
     REFUSAL = 3,  /* an answer says that it was not computed */
     NO_PLACE = 4, /* an expert that is needed has no owner; nothing was sent */
     TOO_MANY = 5, /* parts */
-    UNBLOCKED = 6 /* a box has become free: send again */
+    UNBLOCKED = 6, /* a box has become free: send again */
+    KV_ELSEWHERE = 7 /* a head would have to be asked in another place than where its KV is; nothing was sent */
 };
 
 /* All fields are 8 bytes wide: peers.py and remote_experts.py declare the same structs. */
@@ -42,6 +43,7 @@ struct end { /* of the lane to one expert rank */
     int64_t part[NUM_BOXES];      /* the part of this layer with rows there, or NO_PART */
     int64_t abandoned[NUM_BOXES]; /* its rows went to other peers: the answer will be counted, not used */
     int64_t num_stale;            /* such answers */
+    uint64_t page;                /* the number of the page in the lane */
     /* while a part is being filled */
     int64_t filling, num_tokens, num_rows, last_token, replay;
     /* from a request to its answer, since peers.py last took these */
@@ -55,6 +57,14 @@ struct part {
     int64_t num_rows, state, status, sent_ns;
 };
 
+/* What all rows of a step have in common, where heads are asked for. */
+struct step {
+    uint64_t page; /* its number; never 0, and only growing */
+    int64_t num_sequences, table_width;
+    const int32_t *positions, *kv_slots, *query_starts, *block_tables;
+    int64_t *pools; /* by rank: the KV pool that the streams were computed with, 0 if there is no KV yet */
+};
+
 struct exchange {
     struct layout layout;
     struct cell *own;
@@ -63,17 +73,21 @@ struct exchange {
     int32_t *row_part;
     const float **row_at;
     float *spill; /* room for every row of a layer; touched only when needed */
-    int64_t num_experts, timeout_ns, spin_ns;
+    int64_t timeout_ns, spin_ns;
     int64_t alarm_seen, control_seen;
     /* What to do once the rows of a layer are on their way, before waiting for them; NULL: nothing. */
     void (*meanwhile)(void *arg, int64_t layer);
     void *meanwhile_arg;
-    /* the layer at hand */
-    int64_t fresh; /* 1: forget the layer before */
-    int64_t layer, next_layer, epoch, num_tokens;
+    struct step step;
+    /* the call at hand */
+    int64_t fresh; /* 1: forget the call before */
+    int64_t call, next_call, epoch, num_tokens, top_k;
+    int64_t width;      /* floats of an answer to one row */
+    int64_t num_shards; /* experts or heads of this call */
     const int32_t *ids;
     const float *x;
-    const int32_t *owner, *slot_of; /* by expert */
+    const int32_t *owner, *slot_of; /* by shard */
+    int32_t *kv_at; /* by head: the rank where its KV is, -1 if there is none; NULL: this call is not about heads */
     /* what became of it */
     int64_t num_parts, num_missing, num_blocked;
     int64_t missing[MAX_MISSING]; /* experts without an owner */
@@ -111,7 +125,7 @@ static void begin(struct exchange *e) {
     /* A layer that was abandoned in the middle leaves open parts behind. */
     for (int64_t p = 0; p < e->num_parts; p++) forget(e, &e->parts[p], e->parts[p].state == OPEN);
     e->num_parts = e->num_blocked = 0;
-    memset(e->row_part, 0xff, (size_t)(e->num_tokens * e->layout.top_k) * sizeof(int32_t));
+    memset(e->row_part, 0xff, (size_t)(e->num_tokens * e->top_k) * sizeof(int32_t));
     e->fresh = 0;
 }
 
@@ -129,8 +143,8 @@ static void note_missing(struct exchange *e, int64_t expert) {
 
 /* Copy a part's rows out of its box, so that the box can be used again. */
 static void spill(struct exchange *e, int64_t p) {
-    int64_t size = e->layout.hidden_size;
-    for (int64_t r = 0; r < e->num_tokens * e->layout.top_k; r++) {
+    int64_t size = e->width;
+    for (int64_t r = 0; r < e->num_tokens * e->top_k; r++) {
         if (e->row_part[r] != p) continue;
         memcpy(e->spill + r * size, e->row_at[r], (size_t)size * sizeof(float));
         e->row_at[r] = e->spill + r * size;
@@ -184,7 +198,29 @@ static void append(struct exchange *e, struct end *end, int64_t t, int64_t r) {
     slots_of(layout, box)[i] = row_word(slot_of(e, e->ids[r]), e->ids[r]);
     end->replay |= e->row_part[r] != NO_PART;
     e->row_part[r] = (int32_t)end->filling;
-    e->row_at[r] = y_of(layout, box) + (size_t)i * size;
+    e->row_at[r] = y_of(layout, box) + (size_t)(i * e->width);
+}
+
+/* Put the step's page into the lane, unless it is there. */
+static void write_page(struct exchange *e, struct end *end, int64_t rank) {
+    const struct step *step = &e->step;
+    if (end->page == step->page) return;
+    struct page *page = page_of(&e->layout, end->lane);
+    atomic_store_explicit(&page->number, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    page->pool = step->pools[rank];
+    page->num_rows = e->num_tokens;
+    page->num_sequences = step->num_sequences;
+    page->table_width = step->table_width;
+    int32_t *words = words_of(page);
+    size_t num_rows = (size_t)e->num_tokens, num_starts = (size_t)step->num_sequences + 1;
+    memcpy(words, step->positions, num_rows * sizeof(int32_t));
+    memcpy(words += num_rows, step->kv_slots, num_rows * sizeof(int32_t));
+    memcpy(words += num_rows, step->query_starts, num_starts * sizeof(int32_t));
+    memcpy(words += num_starts, step->block_tables,
+           (size_t)(step->num_sequences * step->table_width) * sizeof(int32_t));
+    atomic_store_explicit(&page->number, step->page, memory_order_release);
+    end->page = step->page;
 }
 
 static void publish(struct exchange *e, struct end *end) {
@@ -193,29 +229,43 @@ static void publish(struct exchange *e, struct end *end) {
     part->seq = end->sent[part->box] = ++end->last_seq;
     part->num_rows = end->num_rows;
     box->epoch = e->epoch;
-    box->layer = (int32_t)e->layer;
+    box->call = (int32_t)e->call;
     box->num_tokens = (int32_t)end->num_tokens;
     box->num_rows = (int32_t)end->num_rows;
     box->replay = (int32_t)end->replay;
     part->sent_ns = cell_now_ns();
+    if (e->kv_at) {
+        write_page(e, end, part->rank);
+        box->page = e->step.page;
+    }
     atomic_store_explicit(&box->request, part->seq, memory_order_release);
     cell_ring(end->cell);
+}
+
+/* Whether every head that is to be asked, or asked again, has its KV where it will be asked. From now on it is there. */
+static bool has_kv_in_place(struct exchange *e) {
+    for (int64_t g = 0; g < e->num_shards; g++) /* the first token's rows: all tokens of a step go to every head */
+        if (needs_a_place(e, g) && e->kv_at[g] >= 0 && e->kv_at[g] != owner_of(e, (int32_t)g)) return false;
+    for (int64_t g = 0; g < e->num_shards; g++)
+        if (needs_a_place(e, g)) e->kv_at[g] = (int32_t)owner_of(e, (int32_t)g);
+    return true;
 }
 
 /* Send every row that needs a place to the owner of its expert. If both boxes of a rank are in use, its rows stay
    behind (`blocked`). Nothing at all is sent if an expert has no owner. */
 static int64_t send_rows(struct exchange *e) {
-    int64_t top_k = e->layout.top_k, num_rows = e->num_tokens * top_k;
+    int64_t top_k = e->top_k, num_rows = e->num_tokens * top_k;
     e->num_missing = e->num_blocked = 0;
     for (int64_t r = 0; r < num_rows; r++) {
         /* It has no weight in the sum; any row will do. */
         if (e->ids[r] == NO_EXPERT) e->row_at[r] = e->x + r / top_k * e->layout.hidden_size;
         if (!needs_a_place(e, r)) continue;
         int32_t expert = e->ids[r];
-        bool is_known = expert >= 0 && expert < e->num_experts;
+        bool is_known = expert >= 0 && expert < e->num_shards;
         if (!is_known || owner_of(e, expert) < 0) note_missing(e, expert);
     }
     if (e->num_missing) return NO_PLACE;
+    if (e->kv_at && !has_kv_in_place(e)) return KV_ELSEWHERE;
     if (e->num_parts + MAX_RANKS > MAX_PARTS) return TOO_MANY;
 
     int64_t ranks[MAX_RANKS], num_ranks = 0;
@@ -235,7 +285,7 @@ static int64_t send_rows(struct exchange *e) {
     for (int64_t i = 0; i < num_ranks; i++)
         if (e->ends[ranks[i]].filling != NO_PART) publish(e, &e->ends[ranks[i]]);
     /* Experts that got nothing from us need not wait for us: we are on our way to the next layer. */
-    atomic_store(&e->own->position, (int32_t)e->next_layer);
+    atomic_store(&e->own->position, (int32_t)e->next_call);
     return DONE;
 }
 
@@ -253,8 +303,12 @@ static bool has_arrived(struct exchange *e, struct part *part) {
     if (atomic_load_explicit(&box->answer, memory_order_acquire) != part->seq) return false;
     part->status = box->status;
     part->state = part->status == COMPUTED ? ARRIVED : REFUSED;
-    if (part->state == REFUSED) forget(e, part, false);
-    else if (end_of(e, part)) count_answer(end_of(e, part), part);
+    if (part->state == REFUSED) {
+        forget(e, part, false);
+        return true;
+    }
+    if (e->kv_at && !e->step.pools[part->rank]) e->step.pools[part->rank] = box->pool;
+    if (end_of(e, part)) count_answer(end_of(e, part), part);
     return true;
 }
 
@@ -306,7 +360,7 @@ EXPORT int64_t es_lane_exchange(struct exchange *e) {
     if (e->fresh) begin(e);
     if (wants_attention(e)) return ATTEND; /* peers and owners of experts may have changed: do not send yet */
     int64_t outcome = send_rows(e);
-    if (outcome == DONE && e->meanwhile) e->meanwhile(e->meanwhile_arg, e->layer);
+    if (outcome == DONE && e->meanwhile) e->meanwhile(e->meanwhile_arg, e->call);
     for (;;) {
         if (outcome == DONE) outcome = wait(e);
         if (outcome != UNBLOCKED) return outcome;
@@ -330,6 +384,12 @@ EXPORT void es_lane_settle(struct exchange *e) {
 EXPORT int64_t es_lane_send(struct exchange *e) { return send_rows(e); }
 
 EXPORT int64_t es_lane_wait(struct exchange *e) { return wait(e); }
+
+/* The answers to a call that is complete, in the order of tokens and shards. */
+EXPORT void es_lane_collect(const struct exchange *e, float *out) {
+    size_t bytes = (size_t)e->width * sizeof(float);
+    for (int64_t r = 0; r < e->num_tokens * e->top_k; r++) memcpy(out + r * e->width, e->row_at[r], bytes);
+}
 
 /* Count the answers that have come to abandoned requests. Called for ends in use and for retired ones. */
 EXPORT void es_lane_count_stale(const struct layout *layout, struct end *end) {

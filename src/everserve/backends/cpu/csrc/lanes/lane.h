@@ -1,6 +1,7 @@
 /* A lane: the memory between one attention worker and one expert worker, owned by neither (lane.py has the picture).
 
        header                       written by the attention worker before its first request
+       page                         where the rows of the step at hand belong; only where heads are asked for
        box 0, box 1                 each: words, token_R, slot_R, x_TD, y_RD
 
    One-sided writes, then a sequence word. The attention worker fills a box and stores its sequence number in `request`
@@ -11,6 +12,11 @@
    A row's word names a slot *and* the expert that the sender expects in it. Slots are refilled while streams
    run, so the sender's routes may be out of date: a row for an expert that has left that slot is not computed.
    The whole request is answered MOVED then, with IS_MOVED set in the words of such rows.
+
+   The page is written once per step, before the first request that names its number. It says for all rows of the step
+   what attention needs to know: positions, KV slots, where sequences begin, block tables. Its number is 0 while it is
+   being written. A request whose page is not the one in the lane is not computed: its step was abandoned, and its KV slots
+   may belong to others by now.
 
    A process that reads from a lane copies sizes and indices into its own memory first and checks the copies. Its peer
    may die, or be stopped, at any instruction. */
@@ -35,15 +41,19 @@ struct layout {
     int64_t max_tokens, top_k, hidden_size;
     int64_t first_box, box_bytes;                /* from the beginning of the lane */
     int64_t tokens_at, slots_at, x_at, y_at;     /* from the beginning of the box */
+    int64_t y_floats;                            /* room for answers */
+    int64_t page_at, page_words;                 /* words: int32, behind struct page */
 };
 
 struct lane_header {
     int64_t magic, max_tokens, top_k, hidden_size;
     int64_t attention_rank, attention_incarnation, expert_rank, expert_incarnation; /* for debugging */
+    _Alignas(CELL_LINE) int64_t y_floats;
+    int64_t page_words;
 };
 
 /* Why a request was not computed; 0: it was. seam/outcomes.py: Status. */
-enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3, MOVED = 4 };
+enum { COMPUTED = 0, BAD_REQUEST = 2, NO_SUCH_SLOT = 3, MOVED = 4, NO_PAGE = 5, POOL_CHANGED = 6 };
 
 /* A row's word: the slot in the low bits, the expert above it, IS_MOVED in an answer. lane.py has the same numbers. */
 #define SLOT_BITS 16
@@ -57,14 +67,30 @@ struct box {
     /* The attention worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t request;
     int64_t epoch; /* of the routes that it was sent by; for debugging */
-    int32_t layer, num_tokens, num_rows, replay;
+    int32_t call, num_tokens, num_rows, replay;
+    uint64_t page; /* the step's, where heads are asked for */
     /* The expert worker's line. */
     _Alignas(CELL_LINE) _Atomic uint64_t answer;
     int64_t status;
+    int64_t pool; /* the identity of the KV pool that the answer was computed with */
+};
+
+/* Behind it: positions[num_rows], kv_slots[num_rows], query_starts[num_sequences + 1], and block_tables of num_sequences
+   times table_width. */
+struct page {
+    _Alignas(CELL_LINE) _Atomic uint64_t number;
+    int64_t pool; /* the KV pool that the streams were computed with; 0: there is no KV yet, any pool will do */
+    int64_t num_rows, num_sequences, table_width;
 };
 
 _Static_assert(sizeof(struct box) == 2 * CELL_LINE, "lane.py knows the layout");
-_Static_assert(sizeof(struct lane_header) == CELL_LINE, "lane.py knows the layout");
+_Static_assert(sizeof(struct lane_header) == 2 * CELL_LINE, "lane.py knows the layout");
+_Static_assert(sizeof(struct page) == CELL_LINE, "lane.py knows the layout");
+
+static inline struct page *page_of(const struct layout *layout, char *lane) {
+    return (struct page *)(lane + layout->page_at);
+}
+static inline int32_t *words_of(struct page *page) { return (int32_t *)(page + 1); }
 
 static inline struct box *box_of(const struct layout *layout, char *lane, int64_t box) {
     return (struct box *)(lane + layout->first_box + box * layout->box_bytes);

@@ -1,8 +1,13 @@
 /* The expert worker's end: requests in, answers out, over the lanes of all attention workers.
 
-   poll -> (Python chooses a batch) -> gather -> (the kernel computes in place) -> answer */
+   poll -> (Python chooses a batch, of one call) -> gather -> (the kernel computes in place) -> answer
+
+   Calls are of two kinds: rows of experts, which are gathered row by row, and heads, where a request has all rows of its
+   step and each head of it is one piece of work. */
 
 #define _GNU_SOURCE
+#include "check.h"
+#include "heads.h"
 #include "lane.h"
 
 #define MAX_REQUESTS (MAX_RANKS * NUM_BOXES)
@@ -17,10 +22,15 @@ struct incoming { /* the lane from one attention rank */
     uint64_t taken[NUM_BOXES];     /* the request that was seen last */
     int64_t num_tokens[NUM_BOXES]; /* of that request, as checked */
     int64_t num_rows[NUM_BOXES];
+    /* Heads. */
+    uint64_t page[NUM_BOXES];        /* that the request names */
+    int64_t first_block, num_blocks; /* blocks that this attention worker may name */
+    uint64_t copied;                 /* the number of the page that was copied last */
+    int64_t page_status, page_pool, page_rows, page_sequences, page_width;
 };
 
 struct request {
-    int64_t rank, box, layer, replay, num_rows, arrived_ns;
+    int64_t rank, box, call, replay, num_rows, arrived_ns;
 };
 
 struct batch_entry {
@@ -33,10 +43,18 @@ struct server {
     const _Atomic uint32_t *alarm;
     char *base;                   /* of the region in which all lanes are */
     struct incoming *lanes;       /* by rank */
-    const int32_t *const *held;   /* [layer][slot]: the expert there, or -1; NULL for a layer without experts */
-    int64_t *const *rows_of;      /* [layer][expert]: rows that were computed since the start */
-    int64_t num_layers, num_slots;
+    const int32_t *const *held;   /* [call][slot]: the expert or head there, or -1; NULL for a call that is not served */
+    int64_t *const *rows_of;      /* [call][expert or head]: rows that were computed since the start */
+    const int64_t *num_slots;     /* [call] */
+    const int32_t *const *pieces; /* [call][slot]: where a head's KV is; NULL for calls that are not about heads */
+    int64_t num_calls;
     int32_t *token_R, *slot_R, *y_R; /* of the batch, in rows from base */
+    /* Heads. */
+    const _Atomic int64_t *pool;  /* the identity of our KV pool; NULL: no heads here */
+    int64_t num_heads, answer_size, num_positions, block_size; /* heads of a layer; floats of an answer */
+    int32_t *pages;               /* [rank][page_words]: copies */
+    struct head_request *head_requests;
+    int32_t *head_slots, *head_pieces; /* [request][num_heads] */
     int64_t spin_ns, timeout_ns, is_holding, alarm_seen, control_seen, num_refused;
     struct request requests[MAX_REQUESTS];
     struct batch_entry batch[MAX_REQUESTS];
@@ -46,6 +64,7 @@ static void answer(const struct server *s, int64_t rank, int64_t b, int64_t stat
     struct incoming *from = &s->lanes[rank];
     struct box *box = box_of(&s->layout, from->lane, b);
     box->status = status;
+    box->pool = s->pool ? atomic_load(s->pool) : 0;
     atomic_store_explicit(&box->answer, from->taken[b], memory_order_release);
     cell_ring(from->cell);
 }
@@ -58,7 +77,14 @@ static void refuse(struct server *s, int64_t rank, int64_t b, int64_t status) {
 static bool has_our_shape(const struct server *s, const char *lane) {
     const struct lane_header *h = (const struct lane_header *)lane;
     return h->magic == LANE_MAGIC && h->max_tokens == s->layout.max_tokens && h->top_k == s->layout.top_k &&
-           h->hidden_size == s->layout.hidden_size;
+           h->hidden_size == s->layout.hidden_size && h->y_floats == s->layout.y_floats &&
+           h->page_words == s->layout.page_words;
+}
+
+static bool is_about_heads(const struct server *s, int64_t call) { return s->pieces[call]; }
+
+static int64_t answer_size(const struct server *s, int64_t call) {
+    return is_about_heads(s, call) ? s->answer_size : s->layout.hidden_size;
 }
 
 /* Take what is in a box. True if it is a new request that can be computed. */
@@ -72,16 +98,18 @@ static bool take(struct server *s, int64_t rank, int64_t b, struct request *requ
         s->num_refused++;
         return false;
     }
-    int64_t layer = box->layer, num_tokens = box->num_tokens, num_rows = box->num_rows;
-    bool is_sane = layer >= 0 && layer < s->num_layers && s->held[layer] && num_tokens > 0 &&
-                   num_tokens <= s->layout.max_tokens && num_rows > 0 && num_rows <= num_tokens * s->layout.top_k;
+    int64_t call = box->call, num_tokens = box->num_tokens, num_rows = box->num_rows;
+    bool is_sane = call >= 0 && call < s->num_calls && s->held[call] && num_tokens > 0 &&
+                   num_tokens <= s->layout.max_tokens && num_rows > 0 && num_rows <= num_tokens * s->layout.top_k &&
+                   num_rows * answer_size(s, call) <= s->layout.y_floats;
     if (!is_sane) {
         refuse(s, rank, b, BAD_REQUEST);
         return false;
     }
     from->num_tokens[b] = num_tokens;
     from->num_rows[b] = num_rows;
-    *request = (struct request){rank, b, layer, box->replay != 0, num_rows, cell_now_ns()};
+    from->page[b] = box->page;
+    *request = (struct request){rank, b, call, box->replay != 0, num_rows, cell_now_ns()};
     return true;
 }
 
@@ -124,8 +152,9 @@ EXPORT int64_t es_lane_poll(struct server *s) {
 /* Copy a box's indices behind those of the batch, counted from the region's base. Returns the new number of rows; the
    same number as before if an index is wrong, or a slot does not hold the expert that a row names. Slots change only
    between batches, so what is compared here is what will be computed. */
-static int64_t append(struct server *s, int64_t rank, int64_t b, int64_t layer, int64_t num_rows) {
-    const int32_t *held = s->held[layer];
+static int64_t append(struct server *s, int64_t rank, int64_t b, int64_t call, int64_t num_rows) {
+    const int32_t *held = s->held[call];
+    int64_t num_slots = s->num_slots[call];
     const struct layout *layout = &s->layout;
     struct incoming *from = &s->lanes[rank];
     struct box *box = box_of(layout, from->lane, b);
@@ -138,7 +167,7 @@ static int64_t append(struct server *s, int64_t rank, int64_t b, int64_t layer, 
     for (int64_t i = 0; i < from->num_rows[b]; i++) {
         int32_t token = tokens[i], word = words[i], slot = slot_in(word);
         bool is_token = token >= 0 && token < from->num_tokens[b];
-        if (!is_token || word < 0 || slot >= s->num_slots) {
+        if (!is_token || word < 0 || slot >= num_slots) {
             refuse(s, rank, b, is_token ? NO_SUCH_SLOT : BAD_REQUEST);
             return num_rows;
         }
@@ -154,20 +183,120 @@ static int64_t append(struct server *s, int64_t rank, int64_t b, int64_t layer, 
         refuse(s, rank, b, MOVED);
         return num_rows;
     }
-    for (int64_t i = 0; i < from->num_rows[b]; i++) s->rows_of[layer][held[s->slot_R[num_rows + i]]]++;
+    for (int64_t i = 0; i < from->num_rows[b]; i++) s->rows_of[call][held[s->slot_R[num_rows + i]]]++;
     return num_rows + from->num_rows[b];
 }
 
 /* The indices of all rows of the batch, for one kernel call; returns how many. What cannot be computed is refused. */
-EXPORT int64_t es_lane_gather(struct server *s, int64_t num_entries, int64_t layer) {
+EXPORT int64_t es_lane_gather(struct server *s, int64_t num_entries, int64_t call) {
     int64_t num_rows = 0;
     for (int64_t i = 0; i < num_entries; i++) {
         struct batch_entry *entry = &s->batch[i];
         int64_t before = num_rows;
-        num_rows = append(s, entry->rank, entry->box, layer, num_rows);
+        num_rows = append(s, entry->rank, entry->box, call, num_rows);
         if (num_rows == before) entry->rank = -1;
     }
     return num_rows;
+}
+
+/* Copy the page in a lane, and check the copy: nothing that an attention worker writes can lead to KV that is not its own.
+   Returns why not, or COMPUTED. */
+static int64_t copy_page(struct server *s, int64_t rank, uint64_t number) {
+    const struct layout *layout = &s->layout;
+    struct incoming *from = &s->lanes[rank];
+    struct page *page = page_of(layout, from->lane);
+    int64_t num_rows = page->num_rows, num_sequences = page->num_sequences, width = page->table_width, pool = page->pool;
+    bool is_sane = num_rows > 0 && num_rows <= layout->max_tokens && num_sequences > 0 && num_sequences <= num_rows &&
+                   width > 0 && width <= layout->page_words;
+    int64_t num_words = is_sane ? 2 * num_rows + num_sequences + 1 + num_sequences * width : 0;
+    if (!is_sane || num_words > layout->page_words) return BAD_REQUEST;
+    int32_t *words = s->pages + rank * layout->page_words;
+    from->copied = 0; /* what was there is overwritten */
+    memcpy(words, words_of(page), (size_t)num_words * sizeof(int32_t));
+    atomic_thread_fence(memory_order_acquire);
+    if (atomic_load_explicit(&page->number, memory_order_relaxed) != number) return NO_PAGE;
+    struct check_batch_args args = {
+        .positions = words, .kv_slots = words + num_rows, .query_starts = words + 2 * num_rows,
+        .block_tables = words + 2 * num_rows + num_sequences + 1, .num_rows = num_rows, .num_sequences = num_sequences,
+        .table_width = width, .first_block = from->first_block, .num_blocks = from->num_blocks,
+        .block_size = s->block_size,
+    };
+    int64_t highest = check_batch(&args);
+    from->copied = number;
+    from->page_status = highest >= 0 && highest < s->num_positions ? COMPUTED : BAD_REQUEST;
+    from->page_pool = pool ? pool : atomic_load(s->pool);
+    from->page_rows = num_rows;
+    from->page_sequences = num_sequences;
+    from->page_width = width;
+    return from->page_status;
+}
+
+/* Whether a request's page is here and may be used; why not, or COMPUTED. The page is compared with the one in the lane
+   each time: when the attention worker has begun another step, the blocks of this one may belong to other streams. */
+static int64_t have_page(struct server *s, int64_t rank, int64_t b) {
+    struct incoming *from = &s->lanes[rank];
+    uint64_t number = atomic_load_explicit(&page_of(&s->layout, from->lane)->number, memory_order_acquire);
+    if (!number || number != from->page[b]) return NO_PAGE;
+    int64_t status = from->copied == number ? from->page_status : copy_page(s, rank, number);
+    if (status != COMPUTED) return status;
+    if (from->page_pool != atomic_load(s->pool)) return POOL_CHANGED;
+    return from->page_rows == from->num_tokens[b] ? COMPUTED : BAD_REQUEST;
+}
+
+/* The heads that a request asks for, into slots and pieces; why not, or COMPUTED. */
+static int64_t find_heads(struct server *s, int64_t rank, int64_t b, int64_t call, int64_t num_heads, int32_t *slots,
+                          int32_t *pieces) {
+    int32_t *words = slots_of(&s->layout, box_of(&s->layout, s->lanes[rank].lane, b));
+    int64_t status = COMPUTED;
+    for (int64_t j = 0; j < num_heads; j++) {
+        int32_t word = words[j], slot = slot_in(word);
+        if (word < 0 || slot >= s->num_slots[call]) return NO_SUCH_SLOT;
+        if (s->held[call][slot] != expert_in(word)) {
+            words[j] = word | IS_MOVED;
+            status = MOVED;
+        }
+        slots[j] = slot;
+        pieces[j] = s->pieces[call][slot];
+    }
+    return status;
+}
+
+/* One more request for the kernel, if it can be computed; why not, or COMPUTED. All of its rows go to all of its heads. */
+static int64_t add_heads(struct server *s, int64_t rank, int64_t b, int64_t call, int64_t index) {
+    struct incoming *from = &s->lanes[rank];
+    struct box *box = box_of(&s->layout, from->lane, b);
+    int64_t num_rows = from->num_tokens[b], num_heads = from->num_rows[b] / num_rows;
+    if (num_heads * num_rows != from->num_rows[b] || num_heads > s->num_heads) return BAD_REQUEST;
+    int64_t status = have_page(s, rank, b);
+    if (status != COMPUTED) return status;
+    int32_t *slots = s->head_slots + index * s->num_heads, *pieces = s->head_pieces + index * s->num_heads;
+    status = find_heads(s, rank, b, call, num_heads, slots, pieces);
+    if (status != COMPUTED) return status;
+    const int32_t *words = s->pages + rank * s->layout.page_words;
+    s->head_requests[index] = (struct head_request){
+        .x = x_of(&s->layout, box), .y = y_of(&s->layout, box), .positions = words, .kv_slots = words + num_rows,
+        .query_starts = words + 2 * num_rows, .block_tables = words + 2 * num_rows + from->page_sequences + 1,
+        .slots = slots, .pieces = pieces, .num_rows = num_rows, .num_sequences = from->page_sequences,
+        .table_width = from->page_width, .num_heads = num_heads,
+    };
+    for (int64_t j = 0; j < num_heads; j++) s->rows_of[call][s->held[call][slots[j]]] += num_rows;
+    return COMPUTED;
+}
+
+/* The same for a call about heads: into head_requests, and how many. */
+EXPORT int64_t es_lane_gather_heads(struct server *s, int64_t num_entries, int64_t call) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_entries; i++) {
+        struct batch_entry *entry = &s->batch[i];
+        int64_t status = add_heads(s, entry->rank, entry->box, call, count);
+        if (status == COMPUTED) {
+            count++;
+        } else {
+            refuse(s, entry->rank, entry->box, status);
+            entry->rank = -1;
+        }
+    }
+    return count;
 }
 
 /* The rows of the batch are where they belong: say so. */

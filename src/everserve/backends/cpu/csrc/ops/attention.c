@@ -16,13 +16,12 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "attention.h"
 #include "exp.h"
-#include "kv_pool.h"
 #include "threads.h"
 
 #define TILE 16           /* positions; a multiple of VW */
 #define MAX_QUERIES 32    /* per task */
-#define MAX_HEAD_SIZE 512 /* ops.py checks */
 
 #define WEIGHT float
 #define LOAD load_f32
@@ -42,15 +41,6 @@
 /* Some rows of one sequence. */
 struct span {
     int32_t sequence, first_row, num_rows;
-};
-
-struct attend_args {
-    struct kv_pool pool;
-    const float *q;
-    float *out;
-    const int32_t *positions, *query_starts, *block_tables;
-    int64_t num_rows, num_sequences, table_width, num_q_heads;
-    double scale;
 };
 
 struct attend {

@@ -1,23 +1,12 @@
 /* Between the qkv projection and attention: norm q and k per head (Qwen3), rotate them by their positions, store k
    and v. */
 
-#include "kv_pool.h"
+#include "attention.h"
 #include "norm.h"
 #include "threads.h"
 
 #define ROWS_PER_TASK 8
 #define MACS_PER_ELEMENT 4
-#define MAX_HEAD_SIZE 512 /* ops.py checks */
-
-struct rotate_args {
-    struct kv_pool pool;
-    const float *qkv, *cos, *sin;
-    const void *q_norm, *k_norm; /* NULL where the model has none */
-    const int32_t *positions, *kv_slots;
-    float *q;
-    int64_t num_rows, num_q_heads, q_norm_dtype, k_norm_dtype;
-    double eps;
-};
 
 struct rotate {
     const struct rotate_args *args;

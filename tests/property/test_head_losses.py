@@ -1,0 +1,126 @@
+"""Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
+workers that die anywhere in a step, and come back with their memory or without.
+
+Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
+"""
+
+from functools import cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everserve.errors import StepAbandoned
+from tests.in_process_heads import HeadWorld
+from tests.models import model_directory, random_tokens
+from tests.toy import spec
+
+NUM_WORKERS = 3
+requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 10), st.sampled_from([0.0, 0.8]))
+deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(0, 3), st.booleans(), st.booleans())
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 1), requests),
+        st.tuples(st.just("step"), st.integers(0, 1), st.integers(1, 3)),
+        st.tuples(st.just("cancel"), st.integers(0, 1), st.integers(0, 5)),
+        deaths,
+    ),
+    min_size=2,
+    max_size=20,
+)
+
+
+@cache
+def alone() -> tuple:
+    world = HeadWorld(model_directory("qwen3-moe", "float32"), 1)
+    decoders = world.decoder(), world.decoder(has_heads=True)
+    world.close()
+    return (world, *decoders)
+
+
+@cache
+def expected(request: tuple) -> list[int]:
+    world, _, decoder = alone()
+    engine, tokens = world.engine_alone(decoder), []
+    engine.add(_spec("alone", request))
+    while engine.has_work:
+        tokens += [output.token for output in engine.step().outputs]
+    return tokens
+
+
+def _spec(id: str, request: tuple):
+    length, seed, max_tokens, temperature = request
+    return spec(id, random_tokens(length, seed=seed), max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+class Schedule:
+    """Two homes and their streams."""
+
+    def __init__(self, seed: int) -> None:
+        self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, num_homes=2, seed=seed)
+        decoder = alone()[1]
+        self.engines = [self.world.engine(i, decoder, max_num_batched_tokens=20, max_num_seqs=5) for i in (0, 1)]
+        self.requests: dict[str, tuple] = {}
+        self.streams: dict[str, list[int]] = {}
+        self.cancelled: set[str] = set()
+        self.loses_memory: dict[int, bool] = {}
+
+    def add(self, home: int, request: tuple) -> None:
+        id = f"{home}-{sum(id.startswith(str(home)) for id in self.requests)}"
+        self.requests[id], self.streams[id] = request, []
+        self.engines[home].add(_spec(id, request))
+
+    def cancel(self, home: int, number: int) -> None:
+        if self.engines[home].cancel(f"{home}-{number}"):
+            self.cancelled.add(f"{home}-{number}")
+
+    def die(self, index: int, call: int, after: bool, memory_lost: bool) -> None:
+        """When it is asked for this call, before or after it has computed."""
+        worker = self.world.workers[index]
+        worker.fault, worker.dies_after = lambda asked, batch: asked == call, after
+        self.loses_memory[index] = memory_lost
+
+    def step(self, home: int) -> None:
+        engine = self.engines[home]
+        try:
+            outputs = engine.step().outputs if engine.has_work else []
+        except StepAbandoned:
+            outputs = []
+            for index, worker in enumerate(self.world.workers):
+                if worker.is_dead:
+                    worker.replace(memory_lost=self.loses_memory.pop(index, False))
+        for output in outputs:
+            assert output.id not in self.cancelled
+            assert output.index == len(self.streams[output.id]), "a gap or a duplicate"
+            self.streams[output.id].append(output.token)
+        engine.check()
+
+    def finish(self) -> None:
+        for _ in range(600):
+            for home in (0, 1):
+                self.step(home)
+            if not any(engine.has_work for engine in self.engines):
+                return
+        raise AssertionError("somebody starves")
+
+
+@settings(max_examples=20, deadline=None)
+@given(events, st.integers(0, 3))
+def test_every_stream_is_what_it_would_be_alone(events, seed):
+    schedule = Schedule(seed)
+    try:
+        for name, home, *rest in events:
+            if name == "step":
+                for _ in range(rest[0]):
+                    schedule.step(home)
+            elif name == "die":
+                schedule.die(home, *rest)
+            else:
+                getattr(schedule, name)(home, *rest)
+        schedule.finish()
+        for id, request in schedule.requests.items():
+            stream = schedule.streams[id]
+            assert stream == (expected(request)[: len(stream)] if id in schedule.cancelled else expected(request))
+        assert all(engine.scheduler.pool.num_used == 0 for engine in schedule.engines)
+        assert all(symptom == "died" for home in schedule.world.homes for _, symptom in home.suspected)
+    finally:
+        schedule.world.close()

@@ -1,0 +1,90 @@
+"""Places of heads: no copies without KV, and no other places while the worker that has the KV may come back."""
+
+import dataclasses
+
+import pytest
+
+from everserve.control.design import place
+from everserve.control.effects import Provision
+from everserve.control.events import Died, SaidHello, SaidHolds, SaidReady, ScaleAsked, Started
+from everserve.control.machine import Machine, Policy
+from everserve.control.scaling import Refused, scaled
+from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
+from everserve.engine.undo import UndoLog
+from everserve.model.config import ModelConfig
+from everserve.plan.shards import Spread, place_shards
+from everserve.tables.block_ranges import block_range_of
+from everserve.tables.calls import Call, ShardKind
+from everserve.tables.goal import Capacity
+from everserve.tables.ids import Rank
+from tests.held_slots import goal_of, held
+from tests.models import model_directory
+
+RANKS = [Rank(rank) for rank in (3, 4, 5)]
+CALLS = [
+    Call(layer=layer, kind=kind, num_shards=num)
+    for layer in range(4)
+    for kind, num in ((ShardKind.HEAD, 8), (ShardKind.SLICE, 8))
+]
+PLACEMENT = place_shards(CALLS, RANKS, None, Spread.DEALT)
+
+
+def of_heads(lists) -> list[tuple[int, ...]]:
+    return [lists[i] for i, call in enumerate(CALLS) if call.kind is ShardKind.HEAD]
+
+
+def test_heads_have_no_copies_and_are_spread_evenly():
+    assert all(not any(of_heads(seat.shadows)) for seat in PLACEMENT.seats)
+    assert any(any(shadows) for seat in PLACEMENT.seats for shadows in seat.shadows), "slices have"
+    for seat in PLACEMENT.seats:
+        assert {len(one) for one in of_heads(seat.active)} == {2 + 8 % 3}, "as many on each, and the dealt ones"
+
+
+def machine() -> Machine:
+    slots = PLACEMENT.slots_by_call
+    capacity = Capacity(max_workers=6, slots_per_layer=max(slots), slots_by_call=slots, devices=3)
+    found = Machine(goal_of([0, 1, 2], PLACEMENT), Policy(detect_s=0.1), capacity)
+    found.start(100.0)
+    for rank in range(6):
+        for event in (Started(rank, 1, 1000 + rank), SaidHello(rank, 1)):
+            found.handle(event, 100.0)
+        if rank >= 3:
+            found.handle(SaidHolds(rank, 1, held(PLACEMENT, rank, slots)), 100.0)
+        found.handle(SaidReady(rank, 1), 100.0)
+    assert found.was_all_ready
+    return found
+
+
+def test_heads_of_a_dead_worker_wait_for_its_successor():
+    running = machine()
+    before = running.goal.placement
+    decision = running.handle(Died(4, 1), 101.0)
+    assert [effect for effect in decision.effects if isinstance(effect, Provision)] == [Provision(4, 2)]
+    assert running.goal.placement == before and not running.goal.gone
+    assert any("no place" in line for line in running.violations), "heads that only it has"
+
+
+def test_the_number_of_workers_is_fixed():
+    with pytest.raises(Refused, match="is fixed"):
+        scaled(goal_of([0, 1, 2], PLACEMENT), ScaleAsked(attention=4), Capacity(max_workers=8), ())
+
+
+def test_homes_have_different_blocks():
+    ranges = [block_range_of(Rank(home), 6) for home in (0, 1, 2)]
+    pools = [BlockPool(num, 4, UndoLog(), first) for first, num in ranges]
+    taken = [[pool.allocate() for _ in range(7)] for pool in pools]
+    assert [blocks[:-1] for blocks in taken] == [[*range(6)], [*range(6, 12)], [*range(12, 18)]]
+    assert all(blocks[-1] == NO_BLOCKS_LEFT for blocks in taken)
+    for block in taken[2][:-1]:
+        pools[2].release(block)
+    assert sorted(pools[2].free_list()) == [*range(12, 18)] and pools[2].num_free == 6
+
+
+def test_calls_of_a_model_with_divided_heads():
+    plain = ModelConfig.from_directory(str(model_directory("qwen3-moe")))
+    divided = dataclasses.replace(plain, tensor_parallel=True, divides_heads=True)
+    assert [call.kind for call in divided.calls] == [ShardKind.HEAD, ShardKind.EXPERT] * plain.num_layers
+    assert divided.call_numbers == (0, 1, 2, 3) and divided.numbers_of(ShardKind.HEAD) == {0: 0, 1: 2}
+    assert plain.call_numbers == plain.call_layers and not plain.numbers_of(ShardKind.HEAD)
+    found = place(divided, RANKS, None)
+    assert found.calls == divided.calls
