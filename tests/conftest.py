@@ -1,8 +1,12 @@
 """Real servers for all tests."""
 
 import pytest
+import torch
 
 from everserve.procs.local_server import LocalServer
+
+# PyTorch's own threads wait for each other without sleeping: many times slower where tests share the cores.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
