@@ -117,7 +117,8 @@ def test_what_a_file_says_outlives_the_orchestrator(whole, source, expected):
 def test_a_busy_device_is_drained_when_it_is_quiet(whole, expected):
     def wait_for_quiet() -> None:
         assert "quiet" in say(whole, 0, 2)
-        assert device(whole, 0)["state"] == "serving" and "quiet" in device(whole, 0)["note"]
+        c.wait_until(lambda: "quiet" in device(whole, 0)["note"], what="the note about it")
+        assert device(whole, 0)["state"] == "serving"
 
     c.assert_equal(c.run_with(whole, DECODE, c.in_decode, wait_for_quiet), expected)
     c.wait_until(lambda: are_gone(whole, RANKS[0]), what="the drain")

@@ -130,9 +130,12 @@ class OrchestratorLink:
 
     async def say_health(self, device: int, level: Level, reason: str) -> HealthAnswered:
         """An operator says how healthy a device is; returns what follows."""
-        return await self._healths.ask(
-            lambda id: self._send(SayHealth(id=id, device=device, level=level, reason=reason))
-        )
+
+        def send(id: str) -> None:
+            self._send(StreamsReported(loads=self._loads()))  # what follows may depend on them: no old count
+            self._send(SayHealth(id=id, device=device, level=level, reason=reason))
+
+        return await self._healths.ask(send)
 
     async def _count_streams(self) -> None:
         """What attention workers have, now and then: by this the orchestrator chooses one for another role, and knows
@@ -140,10 +143,13 @@ class OrchestratorLink:
         told: dict[Rank, AttentionLoad] = {}
         while True:
             await asyncio.sleep(_COUNT_S)
-            loads = {link.rank: link.load for link in self._fleet.ready_links()}
+            loads = self._loads()
             if loads != told and self._channel is not None:
                 told = loads
                 self._channel.send(StreamsReported(loads=loads))
+
+    def _loads(self) -> dict[Rank, AttentionLoad]:
+        return {link.rank: link.load for link in self._fleet.ready_links()}
 
     async def _read(self, channel: AsyncChannel) -> None:
         while True:
