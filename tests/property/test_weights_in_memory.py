@@ -103,7 +103,7 @@ class World:
         held = seat.slots.held.experts[fill.layer_index]
         if seat.slots._filling is not None or fill.expert in held:
             return
-        seat.half.clear(seat.half.config.moe_layers[fill.layer_index], fill.slot)
+        seat.half.clear(seat.half.config.call_layers[fill.layer_index], fill.slot)
         seat.slots._filling = fill
         seat.slots._copy(fill)
         seat.slots._hold(fill)

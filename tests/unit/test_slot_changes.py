@@ -113,13 +113,15 @@ class SlowSlots(MappedSlots):
 
     def begin(self, fill: Fill) -> None:
         super().begin(fill)
-        self._experts.clear(self._layers[fill.layer_index], fill.slot)
+        half, layer = self._at(fill.layer_index)
+        half.clear(layer, fill.slot)
         self._fill = fill
 
     def poll(self) -> Filled | FailedFill | None:
         if not self.is_done:
             return None
-        self._experts.load(self._layers[self._fill.layer_index], self._fill.expert, self._fill.slot)
+        half, layer = self._at(self._fill.layer_index)
+        half.load(layer, self._fill.expert, self._fill.slot)
         return super().poll()
 
 

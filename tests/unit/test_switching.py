@@ -130,7 +130,7 @@ def test_an_attention_worker_leaves_and_its_seat_gets_experts():
     assert driver.only(Provision) == Provision(1, 2)
     assert driver.seat(1).roles == (Role.EXPERT,) and driver.seat(1).wanted is Wanted.STAY
     planned = driver.machine.goal.placement.seat(Rank(1))
-    assert planned is not None and planned.num_slots == driver.capacity.slots_per_layer
+    assert planned is not None and len(planned.experts(0)) == driver.capacity.slots_per_layer
     driver.now += 3.0
     driver.bring_up(1, 2)
     assert driver.only(EndSwitch) == EndSwitch(1, Role.EXPERT, 100.0)

@@ -287,13 +287,11 @@ class Weights:
         return torch.cat([self.load(source) for source in sources])
 
     def feed_forward(self, layer: int, ops: Ops) -> ExpertSlots:
-        """The FFN of a layer without experts that does not cross the seam, as a set of slots with a slice in each."""
-        num_slices = self.layout.config.cut(layer).num_shards
-        slots = ops.expert_slots(num_slices)
-        for number in range(num_slices):
-            sources = self.layout.shard(layer, number)
-            gate_FD, up_FD = self.load_temporary(sources.gate), self.load_temporary(sources.up)
-            slots.fill(number, gate_FD, up_FD, self.load_temporary(sources.down))
+        """The FFN of a layer without experts that never crosses the seam, as a set of slots with a single slot: it is
+        not cut, because no other worker has to compute the same bits in parts."""
+        sources, slots = self.layout.dense(layer), ops.expert_slots(1)
+        gate_FD, up_FD = self.load_temporary(sources.gate), self.load_temporary(sources.up)
+        slots.fill(0, gate_FD, up_FD, self.load_temporary(sources.down))
         return slots
 
 
