@@ -22,7 +22,7 @@ BLOCK_SIZE = 16
 
 
 class PoolMemory:
-    """Memory that outlives whoever uses it."""
+    """Memory that outlives its users."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, num_pieces: int, item_bytes: int = 4) -> None:
         self.shape = KvShape(num_blocks, max(num_pieces, 1), 2 * BLOCK_SIZE * config.head_size * item_bytes)

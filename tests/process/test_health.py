@@ -65,7 +65,7 @@ def now_s(server) -> float:
 
 
 def check_harmless(server, since_s: float, ranks: set[int]) -> None:
-    """Exactly these workers have left, in order; nobody was lost, and nothing was without a place meanwhile."""
+    """Exactly these workers have left, in order; none was lost, and nothing was without a place meanwhile."""
     troubles = seen_since(server, since_s, "fault_detected", "streams_paused")
     assert troubles == [], server.log_text()
     assert {event["rank"] for event in seen_since(server, since_s, "worker_left")} == ranks

@@ -70,7 +70,7 @@ def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, pref
         if not engine.has_work:
             break
         step()
-    assert not engine.has_work, "somebody starves"
+    assert not engine.has_work, "a worker starves"
     assert engine.scheduler.pool.num_used == 0
     for id, request in specs.items():
         alone = run_alone(request)

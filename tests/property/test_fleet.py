@@ -233,7 +233,7 @@ class Life:
                 return
             last.step()
             await self.toy.settle()
-        raise AssertionError("somebody starves")
+        raise AssertionError("a worker starves")
 
 
 def is_open(recorder: Recorder) -> bool:

@@ -100,7 +100,7 @@ class Schedule:
                 self.step(home)
             if not any(engine.has_work for engine in self.engines):
                 return
-        raise AssertionError("somebody starves")
+        raise AssertionError("a worker starves")
 
 
 @settings(max_examples=20, deadline=None)

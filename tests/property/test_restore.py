@@ -218,7 +218,7 @@ class World:
                 if not worker.engine.has_work:
                     break
                 self.step(worker)
-            assert not worker.engine.has_work, "somebody starves"
+            assert not worker.engine.has_work, "a worker starves"
             assert worker.engine.scheduler.pool.num_used == 0
             worker.engine.forget_adopted()
             worker.engine.check()

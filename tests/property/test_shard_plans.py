@@ -55,13 +55,13 @@ def carry_out(placement: Placement, held: Held, ranks: list[Rank]) -> None:
 @settings(max_examples=40, deadline=None)
 @given(calls=calls, num=st.integers(2, 6), spread=st.sampled_from(Spread), steps=steps)
 def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps: list[int]) -> None:
-    everybody = [Rank(1 + i) for i in range(num)]
-    placement = place_shards(calls, everybody, None, spread)
+    ranks = [Rank(1 + i) for i in range(num)]
+    placement = place_shards(calls, ranks, None, spread)
     slots = placement.slots_by_call
     held: Held = {seat.rank: [list(layer) for layer in seat.slots(slots).experts] for seat in placement.seats}
-    there = [*everybody]
+    there = [*ranks]
     for step in steps:
-        rank = everybody[step % num]
+        rank = ranks[step % num]
         if rank in there and len(there) > 1:
             there.remove(rank)
         elif rank not in there:

@@ -58,7 +58,7 @@ def drain(toy: LoggedToy, streams: dict[str, list[int]]) -> None:
         if not toy.engine.has_work:
             return
         step(toy, streams)
-    raise AssertionError("somebody starves")
+    raise AssertionError("a worker starves")
 
 
 def resumed(request: RequestSpec, streams: dict[str, list[int]]) -> RequestSpec:

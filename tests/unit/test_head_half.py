@@ -109,7 +109,7 @@ def test_an_empty_slot_is_an_error():
     half = head_half(directory, NATIVE, [(0, 1)], PoolMemory(config, 4, 1))
     slot = list(half.held[0]).index(1)
     half.clear(0, slot)
-    half.held[0][slot] = 1  # what nobody does
+    half.held[0][slot] = 1  # what no caller does
     batch = PagedSequences(directory, NATIVE)._batch({0: [1]})
     with pytest.raises(LookupError):
         attend(half, 0, [1], [(torch.zeros(1, config.hidden_size), batch)])
@@ -141,7 +141,7 @@ def test_lost_kv_changes_the_id():
     first.piece_of(0, 0)
     id = first.id
     first.piece_of(0, 1)
-    assert first.id == id, "a free piece costs nobody anything"
+    assert first.id == id, "a free piece costs nothing"
     with pytest.raises(ValueError, match="all in use"):
         first.piece_of(1, 1)
     first.give_up(0, 0)

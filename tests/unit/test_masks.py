@@ -105,7 +105,7 @@ def test_prompt_logprobs_that_no_client_has_yet_are_made_again():
 
 @pytest.mark.parametrize(("first", "then", "num_shared"), [(1, 1, 8), (1, 2, 0), (1, 0, 0), (0, 1, 8), (0, 0, 8)])
 def test_blocks_are_shared_under_the_same_mask(first: int, then: int, num_shared: int):
-    """Exact ones with everybody."""
+    """Exact ones with all experts."""
     engine, _ = make_engine()
     engine.use_mask(*mask(first))
     engine.add(spec("a", PROMPT, max_tokens=1))

@@ -245,7 +245,7 @@ TAMPERED = {
     "rows of no sequence": (STARTS_AT, "i", 1),
     "sequences that go back": (STARTS_AT + 4, "i", 1 << 30),
     "a block of another home": (TABLES_AT, "i", BLOCKS_PER_HOME),
-    "a block that nobody has": (TABLES_AT, "i", 1 << 24),
+    "a block that no home has": (TABLES_AT, "i", 1 << 24),
     "a negative block": (TABLES_AT, "i", -1),
     "another pool": (_PAGE_AT + 8, "q", 4711),
 }

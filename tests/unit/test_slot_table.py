@@ -1,4 +1,4 @@
-"""The table beside weights in shared memory: what a reader believes, whoever writes, and wherever the writer ends."""
+"""The table beside weights in shared memory: what a reader believes, wherever the writer ends."""
 
 import os
 import random

@@ -89,7 +89,7 @@ class Logs:
             self.settle(log)
 
     def lose_device(self, device: int) -> None:
-        """Logs in the memory of a lost device are gone, whoever needs them."""
+        """Logs in the memory of a lost device are gone, also those that streams still need."""
         for log, memory in list(self._known.items()):
             if any(piece.device == device for piece in memory):
                 self._drop(log)

@@ -10,9 +10,9 @@ another one, and requests that name the old one are refused. It is new
     when the memory is new, or of another shape           everything is lost
     when a piece is given to another (layer, head)        the KV of the one that had it is lost
 
-A process that was stopped, declared gone and replaced would go on to write as soon as it wakes up. So whoever uses a
-pool holds a lock that the kernel gives up when the process ends, and only then: its successor gets the pool when that
-process has ended, and not before.
+A process that was stopped, declared gone and replaced would go on to write as soon as it wakes up. So the process that
+uses a pool holds a lock that the kernel gives up when the process ends, and only then: its successor gets the pool when
+that process has ended, and not before.
 """
 
 import ctypes
@@ -53,7 +53,7 @@ class KvShape:
 
 
 class KvPieces:
-    """A pool in memory that somebody else owns. `fd` stays the caller's. Raises PoolInUseError."""
+    """A pool in memory that another process owns. `fd` stays the caller's. Raises PoolInUseError."""
 
     def __init__(self, fd: int, shape: KvShape) -> None:
         if os.fstat(fd).st_size < shape.num_bytes:
@@ -113,7 +113,7 @@ class KvPieces:
         self._is_used[list(self._owners).index(_owner(layer, head))] = False
 
     def close(self) -> None:
-        """Gives up the lock. The memory stays mapped for as long as somebody has a view of it."""
+        """Gives up the lock. The memory stays mapped for as long as there is a view of it."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
         self._lock_fd = -1

@@ -122,7 +122,7 @@ class HeadOps(Protocol):
         """`project_and_store` and `attend` for some heads: `requests` is the address of an array of `HeadRequest`.
 
         The pool is [num_blocks, num_pieces, 2, block_size, E]. The same bits as where all heads are computed at once.
-        Whoever calls this has checked that requests are consistent: a wrong index would overwrite another stream's KV.
+        The caller has checked that requests are consistent: a wrong index would overwrite another stream's KV.
         """
 
 

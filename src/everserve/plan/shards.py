@@ -44,7 +44,7 @@ def place_shards(
 ) -> Placement:
     """Active places for all shards, and up to `num_shadows` copies per worker and call of shards that other workers
     serve. None: the fewest that give every shard a second place. Heads get no copies: a copy of a head's weights
-    has not its KV, and whoever replaces a dead worker finds that."""
+    has not its KV, and the replacement of a dead worker finds that."""
     assert ranks and len(set(ranks)) == len(ranks), ranks
     _check_shadows(calls, len(ranks), num_shadows)
     offset = dict.fromkeys(ShardKind, 0)

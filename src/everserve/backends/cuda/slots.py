@@ -5,7 +5,7 @@
             ... until the first source that works has filled the slot, and its checksum is right
             the seat's table, for the next incarnation -> the place -> the expert, which lets kernels use it
 
-Nothing here waits. Whoever may still ask for the old expert is refused; live attention workers do not ask, since a
+Nothing here waits. A worker that still asks for the old expert is refused; live attention workers do not ask, since a
 slot is only refilled when they have all acknowledged routes that do not lead to it.
 
 The last slots of a layer, from `num_own` on, have no memory of this seat. They are for experts in the memory of another

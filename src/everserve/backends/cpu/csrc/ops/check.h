@@ -1,4 +1,4 @@
-/* Is a batch consistent with itself and with the pool? Asked once per step, by whoever owns the pool: a wrong index would
+/* Is a batch consistent with itself and with the pool? Asked once per step, by the process that owns the pool: a wrong index would
    overwrite another request's keys. */
 
 #pragma once
