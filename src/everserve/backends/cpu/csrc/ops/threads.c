@@ -182,6 +182,7 @@ size_t max_threads(void) { return (size_t)atomic_load_explicit(&num_threads, mem
 
 size_t task_size(size_t total, size_t num_groups, size_t least) {
     size_t wanted = max_threads() > 1 ? 4 * max_threads() : 1; /* tasks in all: some threads are slower than others */
+    if (!num_groups) num_groups = 1; /* nothing to do is divided too */
     size_t per_group = (wanted + num_groups - 1) / num_groups;
     size_t size = (total + per_group - 1) / per_group;
     size = (size + least - 1) / least * least;
