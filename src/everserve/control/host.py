@@ -23,6 +23,7 @@ from everserve.control.design import capacity_of, describe, first_goal, lost_exp
 from everserve.control.detector import Detector
 from everserve.control.experts_view import ExpertsView
 from everserve.control.health_sources import HealthInbox, HealthSource
+from everserve.control.kv_sources import KvSources
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
 from everserve.control.needs import Needs
@@ -41,7 +42,7 @@ from everserve.plan.evacuation import reason_of
 from everserve.plan.health import Judge
 from everserve.tables.health import Diagnosis, Level
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
-from everserve.tables.memory import seat_owner
+from everserve.tables.memory import Memory, seat_owner
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
     BalanceDecided,
@@ -159,7 +160,10 @@ class Host:
         self._logs = Logs(self._anchor, self._ends, supervisor)
         self._logs_needed: Sequence[WorkerId] | None = None  # by streams, as the gateway reported during the recovery
         self._weights = WeightsSources(self._anchor, self._ends, supervisor, needs, lambda: self._machine.goal)
-        self._births = Births(needs, self._anchor, self._ends, self._logs, self._weights, supervisor, self._tell)
+        self._kv = KvSources(self._anchor, self._ends)
+        self._births = Births(
+            needs, self._anchor, self._ends, self._logs, self._weights, self._kv, supervisor, self._tell
+        )
         self._detector = Detector(detect_ms)
         self._victims: dict[str, Incarnation] = {}  # targets of injected faults that are not confirmed yet
         self._repairs = Repairs(self._machine)
@@ -169,6 +173,7 @@ class Host:
         if goal.placement is not None and self._recovery is None:
             self._event_log.append(describe(goal, goal.placement, capacity))
             needs.describe_backup()
+            needs.describe_mirrors(goal)
 
     def run(self) -> None:
         """Until the supervisor sends Shutdown, or its channel ends (ChannelClosed)."""
@@ -345,6 +350,7 @@ class Host:
         self._ends.connect(end)
         self._logs.introduce(end, but=end.report.logs if end.report is not None else ())
         self._weights.introduce(end)
+        self._kv.introduce(end)
         self._tell(events.SaidHello(end.rank, end.incarnation))
 
     def _on_report(self, end: WorkerEnd, report: Report) -> None:
@@ -671,8 +677,12 @@ class Host:
         for owner in self._needs.seat_owners(self._machine.goal, rank):
             self._weights.retire(owner.rank)
             for memory in self._anchor.held_by(owner):
-                self._anchor.release(memory)
-                self._supervisor.send(DropMemory(memory=memory))
+                self._drop(memory)
+
+    def _drop(self, memory: Memory) -> None:
+        self._kv.drop(memory)
+        self._anchor.release(memory)
+        self._supervisor.send(DropMemory(memory=memory))
 
     def _change_role(self, rank: Rank) -> None:
         """What the seat had in its earlier role is not needed any more, nor what seats shared with it; workers that
@@ -683,8 +693,7 @@ class Host:
         for owner in [seat_owner(seat.rank) for seat in goal.seats]:
             for memory in self._anchor.held_by(owner):
                 if memory not in needed:
-                    self._anchor.release(memory)
-                    self._supervisor.send(DropMemory(memory=memory))
+                    self._drop(memory)
 
     def _note_switch(self, effect: effects.BeginSwitch | effects.EndSwitch) -> None:
         if isinstance(effect, effects.BeginSwitch):
@@ -726,8 +735,7 @@ class Host:
         self._logs.lose_device(device)
         self._weights.drop(device)
         for memory in self._anchor.on_device(device):
-            self._anchor.release(memory)
-            self._supervisor.send(DropMemory(memory=memory))
+            self._drop(memory)
 
     def _record_moves(self, end: WorkerEnd, message: SlotsReported) -> None:
         for source in sorted({filled.source for filled in message.filled}):

@@ -58,6 +58,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
     num_masked_tokens: int = 0  # sampled under a mask of experts
     num_unmasked_tokens: int = 0  # whose KV was dropped when a mask was lifted, to be computed again exactly
+    num_regained_tokens: int = 0  # of running streams, kept when heads had to be computed elsewhere
+    num_lost_tokens: int = 0  # of running streams, computed again because heads had to be computed elsewhere
+    num_regained_bytes: int = 0  # of KV, copied for that
 
 
 class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
