@@ -12,6 +12,7 @@ from tests.models import model_directory, random_tokens
 from tests.toy import spec
 from tests.unit.test_remote_heads import PLACES, add_streams, expected_streams, run
 
+BESIDE = "everserve.backends.cpu.remote_heads._BESIDE_BYTES"
 EVERYTHING = [(layer, head) for layer in (0, 1) for head in (0, 1)]
 
 
@@ -110,9 +111,66 @@ def test_a_head_takes_its_kv_along(make_world):
         world.workers.reverse()
         world.publish()
 
-    assert run(engine, world, {5: turn_around, 9: turn_around}) == expected_streams(world)
+    def check() -> None:
+        assert not world.homes[0].heads.is_moving
+
+    events = {4: turn_around, 8: check, 9: turn_around}
+    assert run(engine, world, events) == expected_streams(world)
     stats = engine.stats()
     assert (stats.num_preemptions, stats.num_lost_tokens) == (0, 0) and stats.num_regained_bytes > 0
+
+
+def test_streams_go_on_while_a_head_takes_its_kv_along(make_world, monkeypatch):
+    """Every step has its tokens; then the heads are asked where they are now."""
+    monkeypatch.setattr(BESIDE, 1)
+    world = make_world(places={0: EVERYTHING, 1: EVERYTHING})
+    engine, alone = world.engine(), world.engine_alone(world.decoder(has_heads=True))
+    heads, streams = world.homes[0].heads, {}
+    for one in (engine, alone):
+        one.add(spec("a", random_tokens(200, seed=1), max_tokens=20))
+        one.add(spec("b", random_tokens(90, seed=2), max_tokens=20))
+    while len(streams) < 2:
+        for output in engine.step().outputs:
+            streams.setdefault(output.id, []).append(output.token)
+    world.workers.reverse()
+    world.publish()
+    num_moving = 0
+    while heads.is_moving:
+        result = engine.step()
+        assert len(result.outputs) == 2 and result.kv_lost is None
+        for output in result.outputs:
+            streams[output.id].append(output.token)
+        num_moving += 1
+    assert num_moving > 3, "a little at a time"
+    assert result.regained.num_lost == 0 and set(heads._kv_at_LG.flat) == {world.workers[0].rank}
+    while engine.has_work:
+        for output in engine.step().outputs:
+            streams[output.id].append(output.token)
+    assert streams == run(alone)
+    assert engine.stats().num_preemptions == 0
+
+
+@pytest.mark.parametrize("dies", [0, 1], ids=["the new place", "the old place"])
+@pytest.mark.parametrize("memory_lost", [False, True])
+def test_a_worker_dies_while_kv_is_copied_beside_steps(make_world, monkeypatch, dies, memory_lost):
+    monkeypatch.setattr(BESIDE, 1)
+    world = make_world(places={0: EVERYTHING, 1: EVERYTHING})
+    engine, alone = world.engine(), world.engine_alone(world.decoder(has_heads=True))
+    for one in (engine, alone):
+        one.add(spec("a", random_tokens(200, seed=1), max_tokens=24))
+
+    def turn_around() -> None:
+        world.workers.reverse()
+        world.publish()
+
+    def die() -> None:
+        assert world.homes[0].heads.is_moving
+        world.workers[dies].die()
+        world.workers[dies].replace(memory_lost=memory_lost)
+
+    assert run(engine, world, {7: turn_around, 9: die}) == run(alone)
+    stats = engine.stats()
+    assert (stats.num_preemptions, stats.num_lost_tokens) == (0, 0)
 
 
 @pytest.mark.parametrize("turn", [1, 2, 5])

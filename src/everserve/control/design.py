@@ -65,11 +65,13 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) ->
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:
-    """Of every expert worker in each call; calls of the same kind and width have the same number."""
-    most: dict[tuple[str, int], int] = {}
+    """Of every expert worker in each call; calls of the same kind and width have the same number. Of heads there is
+    room for all, so that any worker can take over any: a slot without one costs next to nothing, its KV is memory that
+    is only paid for where it is used."""
+    most: dict[tuple[ShardKind, int], int] = {}
     alike = [(call.kind, call.num_shards) for call in placement.calls]
     for key, num in zip(alike, placement.slots_by_call, strict=True):
-        most[key] = max(most.get(key, 0), num)
+        most[key] = key[1] if key[0] is ShardKind.HEAD else max(most.get(key, 0), num)
     return tuple(most[key] for key in alike)
 
 

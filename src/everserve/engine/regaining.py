@@ -20,13 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from everserve.engine.journal import Journal
+from everserve.engine.precopying import MovableKv, Precopier
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Sequence as Stream
 from everserve.errors import FetchFailed
 from everserve.kvlog.chains import marked_chains
 
 
-class KvElsewhere(Protocol):
+class KvElsewhere(MovableKv, Protocol):
     """The KV of all heads, which other workers keep (backends/cpu/remote_heads.py). Asked between two steps."""
 
     num_fetched_bytes: int
@@ -63,7 +64,8 @@ class Regained:
 
 
 class Regainer:
-    """For one engine. Without a journal words have no chains: everything is computed again."""
+    """For one engine. Without a journal words have no chains: everything is computed again. Heads that can stay where
+    they are until their KV has been copied do so (precopying.py)."""
 
     def __init__(
         self, kv: KvElsewhere, scheduler: Scheduler, journal: Journal | None, clock: Callable[[], float]
@@ -72,26 +74,45 @@ class Regainer:
         self._scheduler = scheduler
         self._journal = journal
         self._clock = clock
+        self._precopier = Precopier(kv, scheduler) if journal is not None else None
+        self._num_bytes_told = 0
         self.num_kept = self.num_lost = self.num_bytes = 0  # in all
 
     def regain(self) -> Regained | None:
         """Between two steps. None if nothing is displaced. If it raises StepAbandoned nothing has happened yet."""
-        if not self._kv.is_displaced:
-            return None
-        began_s, bytes_before = self._clock(), self._kv.num_fetched_bytes
-        running = list(self._scheduler.running)
+        began_s, running = self._clock(), list(self._scheduler.running)
         before = sum(sequence.num_computed for sequence in running)
-        num_right = self._fetch(running)
+        if self._kv.is_displaced:
+            if self._precopier is not None:
+                self._precopier.forget()
+            num_right = self._fetch(running)
+        elif (moved := self._move(running)) is not None:
+            num_right = moved
+        else:
+            return None
         preempted, cut = self._scheduler.keep_kv(num_right)
         if self._journal is not None:
             self._journal.clear(preempted)
             self._journal.cut(cut)
         num_kept = sum(sequence.num_computed for sequence in running)
-        num_bytes = self._kv.num_fetched_bytes - bytes_before
+        num_bytes, self._num_bytes_told = self._kv.num_fetched_bytes - self._num_bytes_told, self._kv.num_fetched_bytes
         self.num_kept += num_kept
         self.num_lost += before - num_kept
         self.num_bytes += num_bytes
         return Regained(len(running), num_kept, before - num_kept, num_bytes, self._clock() - began_s, preempted)
+
+    def _move(self, running: Sequence[Stream]) -> dict[str, int] | None:
+        """A little of what heads take along that move; by stream, how many tokens are there, if that is all."""
+        if self._precopier is None or not self._kv.is_moving:
+            return None
+        if not running:
+            self._kv.forget()
+            return {}
+        num_right = self._precopier.advance()
+        if num_right is not None:
+            self._kv.settle()
+            self._precopier.forget()
+        return num_right
 
     def _fetch(self, running: Sequence[Stream]) -> dict[str, int]:
         """By stream, how many leading tokens are where they will be needed."""

@@ -24,7 +24,7 @@ class Room(NamedTuple):
 
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
-    The last `num_dealt` experts should be served by all workers."""
+    The last `num_dealt` experts should be served by all workers. Without `has_copies` no other gets a second place."""
 
     def __init__(
         self,
@@ -33,9 +33,11 @@ class LayerPlan:
         before: Sequence[SeatBefore],
         dealing: Dealing | None = None,
         num_dealt: int = 0,
+        has_copies: bool = True,
     ) -> None:
         self.rooms = rooms
         self.loads = loads
+        self.has_copies = has_copies
         self.dealing = dealing or Dealing()
         self.by_rank = {room.rank: room for room in rooms}
         self.places: list[list[Rank]] = [[] for _ in loads]
@@ -44,7 +46,7 @@ class LayerPlan:
         self.dealt = range(len(loads) - num_dealt, len(loads))
         # Places that every other expert gets before any gets more, as far as there are devices.
         num_left = sum(room.num_slots for room in rooms) - num_dealt * len(rooms)
-        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1)
+        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1) if has_copies else 1
         for rank, active, shadows in before:
             for expert in (*active, *shadows) if rank in self.by_rank else ():
                 self.put(expert, rank)

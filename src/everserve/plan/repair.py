@@ -12,7 +12,7 @@ alone is decided elsewhere (plan/balance.py), layer by layer, with the same plan
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
 another one is planned like it. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
-worker that has a slot left.
+worker that has a slot left. Heads get no copies: their KV is in one place.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +22,7 @@ import msgspec
 from everserve.plan.dealing import Dealing, Loads
 from everserve.plan.layer_plan import LayerPlan, Room
 from everserve.plan.load_search import lower_the_busiest
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
 
@@ -50,9 +51,10 @@ def replan(
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
         here = tuple(room.of_layer(index) for room in rooms)
         num_dealt = before.num_dealt(index, len(rooms))
-        key = places, load, here, num_dealt
+        has_copies = before.calls[index].kind is not ShardKind.HEAD
+        key = places, load, here, num_dealt, has_copies
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, has_copies)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
     seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.calls)) for room in rooms)
@@ -75,6 +77,8 @@ def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan
 
 class _Layer(LayerPlan):
     def plan(self, may_move: bool = False) -> None:
+        if not self.has_copies:
+            self._drop_copies()
         self._drop_what_does_not_fit()
         self._cover()
         self._separate()
@@ -86,6 +90,16 @@ class _Layer(LayerPlan):
         self._choose_homes()
         if may_move or is_disturbed or not all(map(self.active_on, self.held)):
             lower_the_busiest(self, may_move=may_move)  # else it stays as it was balanced: loads may not be known
+
+    def _drop_copies(self) -> None:
+        """One place for each: where it is served, or else where there is least. What is held beyond the plan stays
+        until its slot is needed."""
+        for expert, places in enumerate(self.places):
+            if expert in self.dealt or len(places) < 2:
+                continue
+            kept = min(self.homes[expert] or places, key=self._how_full)
+            for rank in [rank for rank in places if rank != kept]:
+                self.take(expert, rank)
 
     def _drop_what_does_not_fit(self) -> None:
         """A worker may have fewer slots than before."""

@@ -236,15 +236,30 @@ class Exchange:
         """Between two steps: have these workers get KV, all at once, and wait. None if one of them is not there, or
         will not: then some may have done it."""
         self.peers.warden.renew(self._lease_s)
-        self._await_fetches()  # one that we did not wait for, because its worker was not trusted for a moment
-        if any(self.peers.trusted(rank) is None for rank in asked):
+        self._await_fetches()  # one that we did not wait for
+        if not self.begin_fetch(asked):
             return None
+        self._await_fetches()
+        return self.fetched(asked)
+
+    def begin_fetch(self, asked: Mapping[Rank, Fetch]) -> bool:
+        """The same without waiting. False if one of them is not there, or has not answered the request before."""
+        if any(self.peers.trusted(rank) is None for rank in asked):
+            return False
         for rank, (calls, words, sources, blocks, chains) in asked.items():
             arrays = (chains, calls, words, sources, blocks)
             args = _fetch_args(len(calls), len(blocks), len(chains), *(array.ctypes.data for array in arrays))
             if self._library.brief.es_lane_send_fetch(self._address, rank, args):
-                return None
-        self._await_fetches()
+                return False
+        return True
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a request for KV that was sent to a worker which is trusted has no answer yet."""
+        return bool(self._library.brief.es_lane_num_fetching(self._address))
+
+    def fetched(self, asked: Iterable[Rank]) -> dict[Rank, Fetched] | None:
+        """What these workers have answered last. None if one of them is not there, or has not answered."""
         fetch_at = self._exchange.layout.fetch_at
         answers: dict[Rank, Fetched] = {}
         for rank in asked:

@@ -267,6 +267,7 @@ class Library:
             (self.brief.es_lane_answer, [pointer, int64], None),
             (self.brief.es_lane_send_fetch, [pointer, int64, pointer], int64),
             (self.blocking.es_lane_wait_fetches, [pointer], int64),
+            (self.brief.es_lane_num_fetching, [pointer], int64),
             (self.brief.es_lane_take_fetch, [pointer, int64, pointer], int64),
             (self.brief.es_lane_answer_fetch, [pointer, int64, int64, int64, int64], None),
         ]

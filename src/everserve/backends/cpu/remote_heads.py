@@ -11,6 +11,9 @@ KV is where it was computed, and in one place. `kv_at` remembers the rank for ea
 identity of each rank's pool. If a head would have to be asked elsewhere, or a pool is another one than before, KvLost
 is raised, and heads are *displaced*: no step goes on before their new places have fetched KV (`look`, `fetch` and
 `settle`), or all is forgotten here (`forget`): from then on any place will do.
+
+If routes prefer another worker for a head, but still name the one that has its KV, that one is asked until the KV has
+been copied beside the steps (`aim`, `begin_fetch`, `poll_fetch`; engine/precopying.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +33,7 @@ from everserve.tables.ids import MAX_RANKS, Rank
 
 _NO_RANK, _NO_POOL = -1, 0
 _FETCH_BYTES = 1 << 20  # of one request, about: a worker that copies does not serve meanwhile
+_BESIDE_BYTES = 1 << 18  # likewise, while streams go on
 _NO_WORDS = np.empty(0, np.int32)
 _NOTHING = Fetch(_NO_WORDS, _NO_WORDS, _NO_WORDS, _NO_WORDS, np.empty(0, np.uint64))
 
@@ -77,7 +81,12 @@ class RemoteHeads:
         # See `look`.
         self._places_LG = self._kv_at_LG
         self._found = np.zeros_like(self._pools)
+        self._slots_LG = self._kv_at_LG
         self._displaced: dict[Rank, _Heads] = {}
+        # See `aim`.
+        self._is_moving, self._num_changes_wanted, self._aimed_at = False, -1, -1
+        self._has_begun, self._begun = False, list[Rank]()
+        self._peers.stick(self._calls_L, self._kv_at_LG)
         exchange.step.pools = self._pools.ctypes.data
         exchange.step.chains = self.chains_T.ctypes.data
 
@@ -85,7 +94,8 @@ class RemoteHeads:
         """No KV is in use any more."""
         self._kv_at_LG.fill(_NO_RANK)
         self._pools.fill(_NO_POOL)
-        self._lost, self._num_changes = False, -1
+        self._lost, self._aimed_at = False, -1
+        self._resolve()
 
     def __call__(self, layer: int, normed_TD: Tensor, batch: StepRows) -> Tensor:
         if batch is not self._batch:
@@ -135,9 +145,62 @@ class RemoteHeads:
         """Where heads are asked now."""
         return self._peers.owner_LN[self._calls_L, : self._num_heads].copy()
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether routes prefer other workers for heads than those that have their KV, and all of them are there."""
+        if self._peers.num_changes != self._num_changes_wanted:
+            wanted_LG = self._wanted()
+            is_there = bool((wanted_LG != _NO_RANK).all() and (self._kv_at_LG != _NO_RANK).all())
+            self._is_moving = is_there and bool((wanted_LG != self._kv_at_LG).any())
+            self._num_changes_wanted = self._peers.num_changes
+        return self._is_moving
+
+    def aim(self) -> bytes:
+        """`look`, for heads that move. What they move to: workers, and their pools."""
+        if self._aimed_at != self._peers.num_changes:
+            self._aimed_at = -1
+            self._look(self._wanted(), self._peers.wanted_slot_LN)
+            self._aimed_at = self._peers.num_changes
+        return self._places_LG.tobytes() + self._found.tobytes()
+
+    def num_at_once(self, num_tokens: int) -> int:
+        """Blocks of one request to all workers that heads move to: at least so many tokens, if there is room."""
+        num_blocks = max(self._num_blocks(self._displaced, _BESIDE_BYTES), -(-num_tokens // self._block_size))
+        return min(num_blocks, self._peers.shape.fetch_blocks)
+
+    def begin_fetch(self, blocks: Sequence[int], chains: NDArray[np.uint64]) -> bool:
+        """Ask for these tokens where heads move to, without waiting. Whether that was possible."""
+        numbers = np.array(blocks, np.int32)
+        asked = {rank: Fetch(*one, numbers, numbers, chains) for rank, one in self._displaced.items()}
+        self._begun = list(asked)
+        self._has_begun = self._exchange.begin_fetch(asked)
+        return self._has_begun
+
+    def poll_fetch(self) -> int | None:
+        """How many of the tokens asked for last are right; None: that is not known yet."""
+        if self._has_begun and self._exchange.is_fetching:
+            return None
+        answers = self._exchange.fetched(self._begun) if self._has_begun else None
+        self._has_begun = False
+        if answers is None or any(not self._is_good(rank, answer) for rank, answer in answers.items()):
+            return 0
+        self.num_fetched_bytes += sum(answer.num_bytes for answer in answers.values())
+        return min(answer.num_right for answer in answers.values())
+
+    def _is_good(self, rank: Rank, answer: Fetched) -> bool:
+        return bool(answer.status == Status.COMPUTED and answer.pool == self._found[rank])
+
+    def _wanted(self) -> NDArray[np.int32]:
+        """Where heads would be asked if it did not matter where their KV is."""
+        return self._peers.wanted_LN[self._calls_L, : self._num_heads].copy()
+
     def look(self) -> None:
         """Which heads are displaced, and where they will be asked from now on. Raises StepAbandoned."""
-        self._places_LG = places_LG = self._places()
+        self._aimed_at = -1
+        self._look(self._places(), self._peers.slot_LN)
+
+    def _look(self, places_LG: NDArray[np.int32], slot_LN: NDArray[np.int32]) -> None:
+        self._places_LG, self._slots_LG = places_LG, slot_LN[self._calls_L, : self._num_heads].copy()
         has_place_LG = places_LG != _NO_RANK
         everywhere = {Rank(int(rank)): _NOTHING for rank in np.unique(places_LG[has_place_LG])}
         self._found = self._pools.copy()
@@ -156,7 +219,13 @@ class RemoteHeads:
         has_place_LG = self._places_LG != _NO_RANK
         self._kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
         self._pools[...] = self._found
-        self._lost, self._num_changes = False, -1
+        self._lost, self._aimed_at = False, -1
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Where KV is has changed: so may the places where heads are asked."""
+        self._peers.resolve()
+        self._num_changes = self._num_changes_wanted = -1
 
     def fetch_all(
         self, sources: Sequence[int], blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]
@@ -173,13 +242,14 @@ class RemoteHeads:
         if (self._kv_at_LG == _NO_RANK).any():  # no KV is in use yet
             self.look()
             self.settle()
+        self._aimed_at = -1
+        self._slots_LG = self._peers.slot_LN[self._calls_L, : self._num_heads].copy()
         everything = self._at(np.ones_like(self._kv_at_LG, bool), self._kv_at_LG)
         return self._fetch(everything, sources, blocks, num_tokens, chains, self._pools)
 
     def _at(self, which_LG: NDArray[np.bool_], places_LG: NDArray[np.int32]) -> dict[Rank, _Heads]:
         """These heads, by the worker that they are at."""
-        slots_LG = self._peers.slot_LN[self._calls_L, : self._num_heads]
-        found: dict[Rank, _Heads] = {}
+        slots_LG, found = self._slots_LG, dict[Rank, _Heads]()
         for place in np.unique(places_LG[which_LG]):
             index_H, head_H = np.nonzero(which_LG & (places_LG == place))
             words = [row_word(int(slots_LG[i, g]), int(g)) for i, g in zip(index_H, head_H, strict=True)]
@@ -199,9 +269,7 @@ class RemoteHeads:
         """A part of the tokens at a time, at all workers at once. Their pools must be these."""
         if not heads:
             return num_tokens
-        size = self._block_size
-        most = max(len(one.calls) for one in heads.values()) * self._row_bytes * size
-        num_blocks = max(min(_FETCH_BYTES // most, self._peers.shape.fetch_blocks), 1)
+        size, num_blocks = self._block_size, self._num_blocks(heads, _FETCH_BYTES)
         needed = slice(-(-num_tokens // size))
         all_sources, all_blocks = np.array(sources[needed], np.int32), np.array(blocks[needed], np.int32)
         reached = 0
@@ -220,7 +288,13 @@ class RemoteHeads:
                 break
         return reached
 
+    def _num_blocks(self, heads: Mapping[Rank, _Heads], num_bytes: int) -> int:
+        """That have so many bytes at the worker with the most of these heads."""
+        most = max(len(one.calls) for one in heads.values()) * self._row_bytes * self._block_size
+        return max(min(num_bytes // most, self._peers.shape.fetch_blocks), 1)
+
     def _ask(self, asked: Mapping[Rank, Fetch]) -> dict[Rank, Fetched]:
+        self._has_begun = False
         answers = self._exchange.fetch(asked)
         if answers is None:
             raise StepAbandoned(0, (), "a worker that should fetch KV is not there")

@@ -460,6 +460,8 @@ static int64_t collect_fetches(struct exchange *e) {
     return num_open;
 }
 
+EXPORT int64_t es_lane_num_fetching(struct exchange *e) { return collect_fetches(e); }
+
 /* Block until every request for KV to a peer that is trusted has its answer, or until there is something to decide. */
 EXPORT int64_t es_lane_wait_fetches(struct exchange *e) {
     int64_t deadline = 0;
