@@ -20,9 +20,10 @@ else
 	$(BIN)/python -m pytest -m "not long" $(AT_ONCE) $(TESTS)
 	$(BIN)/python -m pytest tests/gpu
 endif
-# What `make test` leaves out: further cases of what it shows. Before a release, and every night.
+# What `make test` leaves out: further cases of what it shows, and twenty times as many examples. Every night.
 test-long: $(STAMP)-dev
 	$(BIN)/python -m pytest -m long $(AT_ONCE) $(TESTS)
+	EVERSERVE_TEST_LONG=1 $(BIN)/python -m pytest --timeout 3600 $(AT_ONCE) tests/property
 AT_ONCE = --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder
 NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 TESTS := $(addprefix tests/,process chaos serving browser kernels property unit)
