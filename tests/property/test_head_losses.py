@@ -7,7 +7,7 @@ Whatever happens, every stream equals the one it would be in one process, and th
 
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
@@ -16,6 +16,7 @@ from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
+from tests.examples import examples
 from tests.in_process_heads import HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
@@ -142,7 +143,7 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(events, st.integers(0, 3), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, seed, keeps_kv):
     schedule = Schedule(seed, keeps_kv)
