@@ -85,11 +85,11 @@ class Needs:
         return self.settings.log.mode == "anchor" or self.model.divides_heads
 
     def describe_mirrors(self, goal: Goal) -> None:
-        """Log the size of all mirrors of heads' KV."""
+        """Log the size of all mirrors of heads' KV: each has room for all heads, and as much as its own heads need."""
         pieces = {piece for seat in goal.seats for piece in self.memory(goal, seat_owner(seat.rank))}
-        num_bytes = sum(piece.num_bytes for piece in pieces if piece.kind is Kind.KV_MIRROR)
-        if num_bytes:
-            log.info("the mirrors of KV take up to %.2f GB of host memory", num_bytes / 1e9)
+        mirrors = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_MIRROR]
+        if mirrors:
+            log.info("the mirrors of KV take up to %.2f GB of host memory", sum(mirrors) / len(mirrors) / 1e9)
 
     def describe_backup(self) -> None:
         """Log its size."""

@@ -79,7 +79,7 @@ class ExpertLoop(ExpertService):
 
     def _wait(self) -> None:
         timeout_s = self._changes.wait_s(self._timeout_s)
-        if self._server.fetches or (self._mirror is not None and self._mirror.num_waiting):
+        if self._server.fetches or (self._mirror is not None and self._mirror.num_waiting and not self._pending):
             timeout_s = 0.0
         self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
 
