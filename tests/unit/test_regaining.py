@@ -1,16 +1,17 @@
 """KV that outlives what had it: a worker's memory, a head's place, a home. Real lanes, pools and mirrors."""
 
 import pytest
+import torch
 from msgspec import structs
 
 from everserve.engine.saved import Saved
-from everserve.errors import StepAbandoned
-from everserve.kvlog.chains import key_of
+from everserve.errors import FetchFailed, StepAbandoned
+from everserve.kvlog.chains import chains, key_of
 from everserve.kvlog.log import Log
-from tests.in_process_heads import FETCH, HeadWorld
+from tests.in_process_heads import BLOCKS_PER_HOME, FETCH, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
-from tests.unit.test_remote_heads import PLACES, add_streams, expected_streams, run
+from tests.unit.test_remote_heads import PLACES, add_streams, expected_streams, run, write
 
 BESIDE = "everserve.backends.cpu.remote_heads._BESIDE_BYTES"
 EVERYTHING = [(layer, head) for layer in (0, 1) for head in (0, 1)]
@@ -266,3 +267,44 @@ def test_the_next_home_in_the_seat_uses_blocks_where_they_are(make_world):
     expected = expected_streams(world)
     assert {id: streams[id] + rest[id] for id in expected} == expected
     assert second.stats().num_known_tokens == 0 and world.homes[0].heads.num_fetched_bytes == bytes_before
+
+
+# what a worker refuses
+
+_WORDS_AT, NUM_TOKENS = 128, 5  # csrc/lanes/lane.h
+CALLS_AT = _WORDS_AT + 8 * NUM_TOKENS
+TAMPERED = {
+    "too many heads": (8, "q", 1 << 40),
+    "negative heads": (8, "q", -1),
+    "too many blocks": (16, "q", 1 << 40),
+    "fewer blocks than tokens need": (16, "q", 0),
+    "too many tokens": (24, "q", 1 << 40),
+    "negative tokens": (24, "q", -1),
+    "no such call": (CALLS_AT, "i", 99),
+    "a call that is not about heads": (CALLS_AT, "i", 1),
+    "no such slot": (CALLS_AT + 8, "i", 77),
+    "a block that no pool has": (CALLS_AT + 16, "i", 1 << 20),
+    "a negative block": (CALLS_AT + 16, "i", -1),
+    "into a block of another home": (CALLS_AT + 20, "i", BLOCKS_PER_HOME),
+    "into a block that no home has": (CALLS_AT + 20, "i", 1 << 20),
+    "into a negative block": (CALLS_AT + 20, "i", -1),
+}
+
+
+@pytest.mark.parametrize("name", TAMPERED)
+def test_a_fetch_that_is_wrong_is_refused_and_nothing_is_written(make_world, name):
+    """Two heads, one block of five tokens."""
+    world = make_world(num_homes=2)
+    engine, home, worker = world.engine(), world.homes[0], world.workers[0]
+    engine.add(spec("a", random_tokens(NUM_TOKENS, seed=1), max_tokens=4))
+    engine.step()
+    (stream,) = engine.scheduler.running
+    told = chains(stream.tokens[:NUM_TOKENS])
+    at, kind, value = TAMPERED[name]
+    lane, fetch_at = home.peers.trusted(worker.rank).lane, world.shape.layout().fetch_at
+    before = worker.half.kv_pool.clone()
+    home.before_others = lambda: write(lane, fetch_at + at, kind, value)
+    with pytest.raises(FetchFailed):
+        home.heads.fetch_all(stream.blocks, [3], NUM_TOKENS, told)
+    assert worker.server.num_refused == 1 and torch.equal(worker.half.kv_pool, before)
+    assert home.heads.fetch_all(stream.blocks, [3], NUM_TOKENS, told) == NUM_TOKENS

@@ -304,7 +304,8 @@ class AttentionLoop:
             )
 
     def _tell_regained(self, regained: Regained) -> None:
-        log.warning(
+        log.log(
+            logging.WARNING if regained.num_lost else logging.INFO,
             "heads are elsewhere: %d streams keep the KV of %d tokens, that of %d is computed again (%.1f MB, %.1f ms)",
             regained.num_streams, regained.num_kept, regained.num_lost, regained.num_bytes / 1e6,
             regained.took_s * 1e3,
