@@ -1,13 +1,19 @@
 """KV that outlives what had it: a worker's memory, a head's place, a home. Real lanes, pools and mirrors."""
 
+import os
+
 import pytest
 import torch
 from msgspec import structs
 
+from everserve.backends.cpu.kept_kv import NoBlocks
 from everserve.engine.saved import Saved
 from everserve.errors import FetchFailed, StepAbandoned
 from everserve.kvlog.chains import chains, key_of
 from everserve.kvlog.log import Log
+from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.worker.logs import KeptLogs
+from tests.in_process_experts import new_memory
 from tests.in_process_heads import BLOCKS_PER_HOME, FETCH, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
@@ -267,6 +273,26 @@ def test_the_next_home_in_the_seat_uses_blocks_where_they_are(make_world):
     expected = expected_streams(world)
     assert {id: streams[id] + rest[id] for id in expected} == expected
     assert second.stats().num_known_tokens == 0 and world.homes[0].heads.num_fetched_bytes == bytes_before
+
+
+def test_blocks_of_a_home_whose_process_has_not_ended_yet_are_used_last(make_world):
+    """Its successor in the seat has records of its own then, and the same range of blocks."""
+    world = make_world()
+    first = world.engine(0)
+    add_streams(first)
+    streams = serve(first, 5)
+    held = {block for sequence in first.scheduler.running for block in sequence.blocks}
+    shape = world.log_shape()
+    second = world.engine(0, log=Log(new_memory(shape.head_bytes), shape, NoBlocks()))
+    logs = KeptLogs(lambda fd, _: Log(fd, shape, NoBlocks()), second._journal.log, shares_blocks_with=Rank(0))
+    logs.join(WorkerId(Rank(0), Incarnation(1)), os.dup(world.homes[0].log_fd))
+    logs.sweep(second)
+    assert {*second.scheduler.pool.free_list()[-len(held) :]} == held
+    take_over(second, world, streams, second._journal.log)
+    rest = run(second, offset={id: len(tokens) for id, tokens in streams.items()}, world=world)
+    expected = expected_streams(world)
+    assert {id: streams[id] + rest[id] for id in expected} == expected
+    assert second.stats().num_known_tokens == 0
 
 
 # what a worker refuses

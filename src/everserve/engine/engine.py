@@ -3,7 +3,7 @@
 The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
@@ -261,6 +261,11 @@ class Engine:
         be in the middle of the next one."""
         if self._journal is not None:
             self._journal.commit(self.scheduler.certain())
+
+    def spare(self, blocks: Iterable[int]) -> None:
+        """Between two steps: a predecessor's streams have KV in these blocks. They are the last to be taken."""
+        pool = self.scheduler.pool
+        pool.put_last([block for block in dict.fromkeys(blocks) if pool.has(block) and pool.is_forgotten(block)][::-1])
 
     def forget_adopted(self) -> None:
         """No stream that our predecessor in this log had will come to us any more, but those that came."""

@@ -67,7 +67,11 @@ def build_attention(around: Surroundings) -> AttentionParts:
         engine = builder.build(experts, heads)
         if builder.writer is not None and not builder.writer.is_elsewhere:
             experts.do_meanwhile(*builder.writer.meanwhile)
-    logs = KeptLogs((lambda fd, _: builder.open_log(fd)) if log_fd is not None else None, builder.log)
+    logs = KeptLogs(
+        (lambda fd, _: builder.open_log(fd)) if log_fd is not None else None,
+        builder.log,
+        shares_blocks_with=start.rank if opened.model.divides_heads else None,
+    )
     num_slots = opened.model.num_experts if seam is None else 0
     return AttentionParts(engine, seam, logs, opened.ops.name, num_slots)
 
