@@ -14,7 +14,8 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py more of them
+bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py,
+            bench_revive.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
@@ -66,4 +67,18 @@ def main() -> None:
 
 def _register() -> None:
     """Each module registers its command. That takes a moment, which is why it is not done above."""
-    from everserve.cli import bench, bench_load, chaos, demo, drain, health, kill, scale, serve, status, switch, version  # noqa: F401, PLC0415
+    from everserve.cli import (  # noqa: F401, PLC0415
+        bench,
+        bench_load,
+        bench_revive,
+        chaos,
+        demo,
+        drain,
+        health,
+        kill,
+        scale,
+        serve,
+        status,
+        switch,
+        version,
+    )
