@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from everserve.chaos.answers import Answer
-from everserve.chaos.compare import Kind, compare, first_difference
+from everserve.chaos.compare import Kind, compare, first_difference, marks
 from everserve.chaos.continuations import Continuation
 from everserve.chaos.findings import Findings
 from everserve.chaos.requests import Request
@@ -69,12 +69,13 @@ class Clients:
         return Known(requests, [talk.answer for talk in talks], can_resume=has_ids)
 
     async def repeat(self, known: Known, numbers: Sequence[int], manner: Manner, num_clients: int) -> None:
-        """Some requests once more: nothing is disturbed, and the answers must be the same."""
+        """Some requests once more: nothing is disturbed, and the answers must be the same, none of them marked."""
         places = asyncio.Semaphore(num_clients)
 
         async def ask(number: int) -> None:
             async with places:
-                await self._ask(known, number, manner, random.Random(number), Tally())
+                answer = await self._ask(known, number, manner, random.Random(number), Tally())
+                self._find_marks(answer, f"{known.requests[number]}, undisturbed")
                 self.on_answer()
 
         await asyncio.gather(*(ask(number) for number in numbers))
@@ -87,6 +88,7 @@ class Clients:
             async with places:
                 talk = self._talk(continuation.request, Manner.STREAM)
                 await talk.stream()
+                self._find_marks(talk.answer, f"{continuation.where}, asked for again")
                 tokens = talk.answer.choices[0].token_ids
                 at = first_difference(continuation.tokens, tokens)
                 if at is not None:
@@ -109,7 +111,7 @@ class Clients:
         self.tally = Tally()
         await asyncio.gather(*(client(number) for number in range(num_clients)))
 
-    async def _ask(self, known: Known, number: int, manner: Manner, dice: random.Random, tally: Tally) -> None:
+    async def _ask(self, known: Known, number: int, manner: Manner, dice: random.Random, tally: Tally) -> Answer:
         """One request and its judgement."""
         request, expected = known.requests[number], known.answers[number]
         talk = self._talk(request, manner)
@@ -125,6 +127,11 @@ class Clients:
         tally.add(manner, talk, where)
         if not is_complete and manner is not Manner.CANCEL:
             await asyncio.sleep(_AFTER_TROUBLE_S)
+        return talk.answer
+
+    def _find_marks(self, answer: Answer, where: str) -> None:
+        for difference in marks(answer):
+            self._findings.add(difference.kind, where, str(difference))
 
     def _talk(self, request: Request, manner: Manner) -> Talk:
         request_id = f"chaos-{uuid.uuid4().hex}" if manner is Manner.RESUME else None
