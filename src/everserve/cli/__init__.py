@@ -14,8 +14,7 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py,
-            bench_revive.py more of them
+bench/      one benchmark by name (the benchmarks themselves are in everserve.bench); bench_*.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 

@@ -1,11 +1,25 @@
 """`everserve bench revive`: the ways to go on without hardware that does not come back."""
 
-import shlex
 from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import KvLog, Layers, Out, Shape, Spares, bench_app
+from everserve.cli.bench import bench_app
+from everserve.cli.bench.options import (
+    BaselineRounds,
+    KvLog,
+    Layers,
+    Out,
+    Prompt,
+    Serve,
+    Shape,
+    Spares,
+    Streams,
+    Tokens,
+    WarmS,
+    exit_unless,
+    split_flags,
+)
 
 
 @bench_app.command()
@@ -16,19 +30,17 @@ def revive(
             help="Only these; repeatable: shadows, attention, repair, mask, switch, mask-switch. Default: all."
         ),
     ] = None,
-    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 32,
-    tokens: Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)] = 256,
+    streams: Streams = 8,
+    prompt: Prompt = 32,
+    tokens: Tokens = 256,
     shape: Shape = "bundled",
     layers: Layers = None,
     spares: Spares = None,
     kv_log: KvLog = "mirror",
-    serve: Annotated[
-        str, typer.Option(help="More flags of the servers, in one string: --serve '--detect-ms 100'.")
-    ] = "",
+    serve: Serve = "",
     rounds: Annotated[int, typer.Option(help="Losses of each kind.", min=1)] = 8,
-    baseline_rounds: Annotated[int, typer.Option(help="Restarts of the whole instance.", min=0)] = 3,
-    warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each loss.", min=0.5)] = 1.0,
+    baseline_rounds: BaselineRounds = 3,
+    warm_s: WarmS = 1.0,
     out: Out = None,
 ) -> None:
     """A device is gone for good under running streams: phases up to the next token, with redundant experts, repair, a
@@ -51,7 +63,6 @@ def revive(
         num_layers=layers,
         spares=spares,
         kv_log=kv_log,
-        serve=tuple(shlex.split(serve)),
+        serve=split_flags(serve),
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))
