@@ -231,14 +231,31 @@ def test_one_changed_token_is_found(manner):
     assert judge(Answering(changed), manner) == [Kind.DIVERGENCE]
 
 
+def marked(events: list[bytes]) -> list[bytes]:
+    """The right token, but marked."""
+    choice = {"index": 0, "text": f"<{TOKENS[2]}>", "token_ids": [TOKENS[2]], "finish_reason": None}
+    return [*events[:2], event({"choices": [choice | {"degraded": {"masked_ranges": [[2, 3]]}}]}, 2), *events[3:]]
+
+
 def test_a_marked_token_without_a_fault_is_found():
-    """Also if it is the right one."""
-
-    def marked(events: list[bytes]) -> list[bytes]:
-        choice = {"index": 0, "text": f"<{TOKENS[2]}>", "token_ids": [TOKENS[2]], "finish_reason": None}
-        return [*events[:2], event({"choices": [choice | {"degraded": {"masked_ranges": [[2, 3]]}}]}, 2), *events[3:]]
-
     assert judge(Answering(marked), Manner.STREAM) == [Kind.MASKED]
+
+
+def test_an_answer_that_is_marked_is_not_learnt():
+    answers = [Answering(marked), Answering(marked), Answering()]
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        async for piece in answers.pop(0)(asked):
+            yield piece
+
+    async def learn() -> list[str]:
+        async with serving(respond) as url:
+            findings = Findings()
+            known = await Clients(Target(url), 5.0, findings).learn([REQUEST], 1)
+            assert known.answers[0].choices[0].masked == [] and not answers
+            return [finding.kind for finding in findings.all]
+
+    assert asyncio.run(learn()) == []
 
 
 def test_events_without_ids_cannot_be_resumed():
