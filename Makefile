@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# Otherwise every process of every test compiles all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long check bench chaos gpu clean
 
 demo: $(STAMP)-run
