@@ -166,6 +166,19 @@ def test_a_phase_that_ended_before_the_one_before_it_took_no_time():
     }  # fmt: skip
 
 
+def test_a_later_pause_is_not_waited_for():
+    one = RECORDED["repair"]
+    victim = Victim(one["rank"], one["incarnation"], 0, 0.0)
+    ends = ends_of(BY_NAME["repair"], told_of("repair"))
+    later = {"event": "streams_continued", "rank": 0, "at_s": ends["publish"] + 0.5, "paused_s": 0.1}
+    assert ends_of(BY_NAME["repair"], Told([*one["events"], later], victim)) == ends
+
+
+def test_no_phase_lasts_longer_than_until_the_token():
+    found = phases_ms({"detect": 0.010, "publish": 0.040}, 0.0, 0.032)
+    assert (found["publish"], found["first token"]) == (22.0, 0.0)
+
+
 def test_a_restart_has_the_phases_of_a_start():
     found = judge_restart(restarted(), RECORDED[RESTART]["events"])
     events = [event for event in RECORDED[RESTART]["events"] if event["event"] == "worker_started"]

@@ -116,22 +116,23 @@ def _filled(told: Told) -> Ends:
 
 
 def _continued(told: Told, published_s: float) -> float:
-    """The last attention worker that had to wait goes on; one that needed none of the experts did not wait."""
-    first: dict[int, float] = {}
-    for event in told.named("streams_continued"):
-        if event["at_s"] >= published_s:
-            first.setdefault(event["rank"], event["at_s"])
-    return max(first.values(), default=published_s)
+    """The last attention worker that waited has made a step. One that needed none of the experts did not wait, and one
+    that waits later does so for another reason."""
+    events = told.named("streams_continued")
+    waited = [event["at_s"] for event in events if event["at_s"] - event["paused_s"] <= published_s <= event["at_s"]]
+    return max(waited, default=published_s)
 
 
 def ends_of_restart(events: Events, gone_s: float) -> Ends:
     """`events`: of the new server."""
-    told = Told(events, Victim(-1, 0, 0, gone_s))
+    nothing = Victim(-1, 0, 0, gone_s)
+    serving_s = _needed(Told(events, nothing).times("serving")[:1], "server that serves")
+    told = Told(events, nothing, serving_s)
     return {
         "detect": gone_s,
         "move or switch": _needed(told.times("worker_started")[-1:], "started worker"),
         "load": _needed(told.times("worker_became_ready")[-1:], "ready worker"),
-        "publish": _needed(told.times("serving")[:1], "server that serves"),
+        "publish": serving_s,
     }
 
 
@@ -208,13 +209,18 @@ class Round:
 
 
 def phases_ms(ends: Ends, fault_s: float, next_s: float) -> dict[str, float | None]:
-    """How long each took, in the order in which they follow: one that ended before the one before it took no time."""
+    """How long each took, in the order in which they follow: one that ended before the one before it took no time, and
+    none lasts longer than until the token."""
     found: dict[str, float | None] = {}
     now_s = fault_s
     for phase in PHASES:
         end_s = next_s if phase == "first token" else ends.get(phase)
-        found[phase] = round(1e3 * max(end_s - now_s, 0.0), 2) if end_s is not None else None
-        now_s = max(now_s, end_s or now_s)
+        if end_s is None:
+            found[phase] = None
+            continue
+        end_s = min(max(end_s, now_s), next_s)
+        found[phase] = round(1e3 * (end_s - now_s), 2)
+        now_s = end_s
     return found
 
 
