@@ -130,13 +130,13 @@ class Stream:
     """One completion as its client saw it: when it was sent, and when each token's event arrived."""
 
     started_s: float = 0.0
-    id: str = ""  # of the answer: names of its streams in the server's events begin with it
     arrivals_s: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    masked: list[tuple[int, int]] = field(default_factory=list)  # tokens marked as not exact: first, end
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
+    id: str = ""  # of the answer: names of its streams in the server's events begin with it
+    masked: list[tuple[int, int]] = field(default_factory=list)  # tokens marked as not exact: first, end
 
     @property
     def first_token_s(self) -> float:
