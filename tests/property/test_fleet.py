@@ -172,7 +172,8 @@ class Life:
         for link in fleet.ready_links():
             running = [stream for stream in self.toy.streams if stream.link is link]
             assert len(running) == len(link.streams) <= link.capacity
-            assert link.streams.num_owed == sum(stream.num_owed for stream in running)
+            assert link.streams.prefill_cost == sum(stream.prefill_cost for stream in running)
+            assert (link.streams.decode_cost > 0) == bool(running) and link.room.owed >= 0
             assert not link.is_leaving
         here = self.here()
         waiting = [stream for stream in here if stream.link is None]
