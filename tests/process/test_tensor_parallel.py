@@ -1,13 +1,17 @@
 """Heads, their KV and experts over three devices: the tokens of one process, whatever dies."""
 
+import json
 import signal
+from pathlib import Path
 
+import openai
 import pytest
 
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
 HOME, SHARDS = 0, 4
+TASKS = Path(__file__).parents[1] / "serving" / "lm_eval_task"
 LONG = c.asks(3, num_prompt=12, max_tokens=300)
 
 
@@ -61,3 +65,40 @@ def test_a_lost_device_takes_kv_with_it(whole, server):
     c.assert_equal(c.run_with(whole, LONG, c.in_decode, lose), expected)
     assert num_computed_again(whole) > before
     c.wait_whole(whole)
+
+
+# -- real clients --------------------------------------------------------------------------------
+
+
+def scores(server) -> list:
+    """What lm-evaluation-harness asks for: log likelihoods of all tokens of paragraphs, several prompts at a time."""
+    lines = (TASKS / "paragraphs.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["text"][:400] for line in lines[:6]]
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 3, "seed": 1}
+    answer = c.post(server, "/v1/completions", {"model": server.model, **body})
+    assert answer.status_code == 200, answer.text
+    return [(choice["text"], choice["logprobs"]) for choice in answer.json()["choices"]]
+
+
+def streamed(server) -> list[str]:
+    """Greedy and sampled, by the official client."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    texts = []
+    for params in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.2, "top_p": 0.9, "seed": 8}):
+        chunks = client.completions.create(
+            model=server.model, prompt="Call me Ishmael. " * 20, max_tokens=40, stream=True, **params
+        )
+        texts.append("".join(chunk.choices[0].text for chunk in chunks))
+    return texts
+
+
+def test_clients_get_the_same_scores_to_the_digit(whole, server):
+    expected = scores(server)
+    assert len(expected) == 6 and all(len(logprobs["token_logprobs"]) > 50 for _, logprobs in expected)
+    assert scores(whole) == expected
+
+
+def test_the_official_client_streams_the_same_text(whole, server):
+    expected = streamed(server)
+    assert len(set(expected)) == 3
+    assert streamed(whole) == expected
