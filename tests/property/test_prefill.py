@@ -108,5 +108,6 @@ def test_random_prompts_are_divided_more_evenly_than_as_they_come():
             Rank(home): [PendingPrompt(generator.randrange(3000), generator.randrange(1, 800)) for _ in range(3)]
             for home in range(4)
         }
-        ours, theirs = balanced_batch(homes, 256, cost, step_cost=25600), first_come_batch(homes, 256, cost)
+        in_order = [(home, prompts[turn]) for turn in range(3) for home, prompts in homes.items()]
+        ours, theirs = balanced_batch(homes, 256, cost, step_cost=25600), first_come_batch(in_order, 256, cost)
         assert max_over_mean(ours) * 1.5 < max_over_mean(theirs)

@@ -15,7 +15,8 @@ def test_the_papers_example():
     """Figure 3: a long request and two short ones, and a budget of three tokens."""
     homes = {A: [PendingPrompt(0, 4)], B: [PendingPrompt(0, 1)], C: [PendingPrompt(0, 1)]}
     assert balanced_batch(homes, 3, TokenCost(1)).tokens == {A: 1, B: 1, C: 1}
-    assert first_come_batch(homes, 3, TokenCost(1)).tokens == {A: 3}
+    in_order = [(home, prompt) for home, prompts in homes.items() for prompt in prompts]
+    assert first_come_batch(in_order, 3, TokenCost(1)).tokens == {A: 3}
 
 
 def test_a_home_with_a_long_context_gets_fewer_tokens():

@@ -19,7 +19,7 @@ What the paper leaves open is decided here:
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,15 +86,14 @@ def balanced_batch(
     return _batch(portions[: _best(portions, step_cost)])
 
 
-def first_come_batch(homes: Mapping[Rank, Sequence[PendingPrompt]], budget: int, cost: TokenCost) -> Batch:
-    """What systems do that look at tokens only: one home after the other, each with as much as it has."""
+def first_come_batch(prompts: Iterable[tuple[Rank, PendingPrompt]], budget: int, cost: TokenCost) -> Batch:
+    """What systems do that count tokens only, for comparison: prompts in this order, wherever their homes are."""
     portions = []
-    for home in sorted(homes):
-        for first, num_tokens in homes[home]:
-            num = min(num_tokens, budget)
-            budget -= num
-            if num:
-                portions.append(_Portion(home, num, cost.of(first, num)))
+    for home, (first, num_tokens) in prompts:
+        num = min(num_tokens, budget)
+        budget -= num
+        if num:
+            portions.append(_Portion(home, num, cost.of(first, num)))
     return _batch(portions)
 
 
