@@ -3,7 +3,10 @@
     power of two      the largest power of two that N has; the other devices are idle
     contiguous        all N; in every layer the first devices have a shard more than the others
     cyclic            the next layer goes on where this one ended: even over a step, uneven in each layer
-    cyclic + dealt    floor(n / N) shards of each layer on each device, and the rest on all of them, dealt by home
+    heads dealt       cyclic, but of heads floor(n / N) of each layer on each device, and the rest on all of them, dealt
+                      by home: FailSafe's hybrid attention
+    cyclic and dealt  the same for FFNs
+    as served         that, with the shadows that `everserve serve -tp N` has by default
 
 These are FailSafe's Figures 9 to 11 without a clock: on one machine total bandwidth does not shrink with N, so times
 say little about N devices. Work is that of heads and FFNs; what homes compute themselves goes with their streams.
@@ -16,6 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
+from everserve.control.design import place
 from everserve.model.config import ModelConfig
 from everserve.plan.shards import (
     Spread,
@@ -29,8 +35,8 @@ from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement
 
-POWER_OF_TWO = "power of two"
-VARIANTS = (POWER_OF_TWO, *Spread)
+POWER_OF_TWO, HEADS_DEALT, AS_SERVED = "power of two", "heads dealt", "as served"
+VARIANTS = (POWER_OF_TWO, Spread.CONTIGUOUS, Spread.CYCLIC, HEADS_DEALT, Spread.DEALT, AS_SERVED)
 _NO_WORK = dict.fromkeys(ShardKind, 0.0)
 
 
@@ -79,7 +85,7 @@ class Division:
     num_used: int
     scaling: float
     scaling_in_lock_step: float
-    weights_bytes: int  # of the device with the most, without shadows
+    weights_bytes: int  # of the device with the most
     weights_to_ideal: float  # over 1/N of the model
     kv_tokens: int  # that fit beside them, all devices together; 0: not even the weights do
     kv_to_mean: float  # of KV bytes per token: the device with the most, over the mean
@@ -88,11 +94,10 @@ class Division:
 def divide(model: ModelConfig, parts: Parts, num_devices: int, variant: str, device_bytes: float) -> Division:
     """`model`: with its heads divided."""
     num_used = largest_power_of_two(num_devices) if variant == POWER_OF_TWO else num_devices
-    spread = Spread.CYCLIC if variant == POWER_OF_TWO else Spread(variant)
     homes = [Rank(rank) for rank in range(num_used)]
-    placement = place_shards(model.calls, [Rank(num_used + home) for home in homes], 0, spread)
+    placement = _place(model, [Rank(num_used + home) for home in homes], variant)
     even = evenness(placement, homes, parts.costs, parts.sizes)
-    weights = memory_per_worker(placement, parts.sizes)
+    weights = memory_per_worker(placement, parts.sizes, with_shadows=True)
     kv = kv_per_token(placement, homes, parts)
     most = parts.replicated + max(weights.values())
     fitting = min((device_bytes - parts.replicated - weights[rank]) / kv[rank] for rank in kv if kv[rank])
@@ -107,6 +112,25 @@ def divide(model: ModelConfig, parts: Parts, num_devices: int, variant: str, dev
         kv_tokens=max(0, int(fitting)),
         kv_to_mean=max(kv.values()) * len(kv) / sum(kv.values()),
     )
+
+
+def _place(model: ModelConfig, ranks: Sequence[Rank], variant: str) -> Placement:
+    if variant == AS_SERVED:
+        return place(model, ranks, num_shadows=None)
+    if variant in tuple(Spread):
+        return place_shards(model.calls, ranks, 0, Spread(variant))
+    cyclic = place_shards(model.calls, ranks, 0, Spread.CYCLIC)
+    if variant == POWER_OF_TWO:
+        return cyclic
+    dealt = place_shards(model.calls, ranks, 0, Spread.DEALT)
+    is_dealt = [call.kind is ShardKind.HEAD for call in model.calls]
+    seats = tuple(
+        structs.replace(
+            one, active=tuple(b if deals else a for deals, a, b in zip(is_dealt, one.active, other.active, strict=True))
+        )
+        for one, other in zip(cyclic.seats, dealt.seats, strict=True)
+    )
+    return structs.replace(dealt, seats=seats)
 
 
 def kv_per_token(placement: Placement, homes: Sequence[Rank], parts: Parts) -> dict[Rank, float]:

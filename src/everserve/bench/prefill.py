@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everserve.bench import kill, prefill_engine, prefill_plan, prefill_report, report
+from everserve.bench import kill, prefill_engine, prefill_plan, prefill_report, processes, report
 from everserve.bench.load import Ask
 from everserve.bench.on_gpu import check_gpu, is_for_gpu
 from everserve.bench.open_load import make_asks
@@ -72,6 +72,7 @@ class Tally:
 
     streams: list[Stream] = field(default_factory=list)
     num_unfinished: int = 0
+    num_disturbed: int = 0  # rounds in which a process was replaced: nothing was to fail here
     work: dict[int, float] = field(default_factory=dict)  # prompt tokens computed, as costs, by home
     most_pending: float = 0.0  # sums over samples: of the home with the most, and of the mean
     mean_pending: float = 0.0
@@ -92,6 +93,7 @@ class Tally:
             "variant": variant,
             "num_requests": len(self.streams),
             "num_unfinished": self.num_unfinished,
+            "num_disturbed": self.num_disturbed,
             "first_token_ms": percentiles([stream.first_token_s for stream in self.streams if stream.token_ids]),
             "between_tokens_ms": percentiles([gap for stream in self.streams for gap in stream.gaps_s]),
             "work_max_over_mean": max(self.work.values()) / mean_work if mean_work else 1.0,
@@ -173,10 +175,17 @@ def _measure(
                     arrivals = poisson(lengths[trace], rates[trace], settings.seconds, seed=1000 * i + round_)
                     asks = make_asks(arrivals, served.vocab_size)
                     for variant in list(servers)[:: 1 if round_ % 2 else -1]:
-                        load = _open_load(servers[variant].server, arrivals, asks, tallies[trace, variant])
-                        kill.run(load)
+                        _measure_one(servers[variant], arrivals, asks, tallies[trace, variant])
                         progress.advance()
     return tallies, rates
+
+
+def _measure_one(server: Server, arrivals: list[Arrival], asks: list[Ask], tally: Tally) -> None:
+    kill.run(_open_load(server.server, arrivals, asks, tally))
+    kill.run(processes.wait_whole(server.server))
+    pids = processes.pids(processes.cluster(server.server))
+    tally.num_disturbed += pids != server.pids
+    server.pids = pids
 
 
 def _servers(settings: Settings, served: Subject) -> Iterator[dict[str, Server]]:

@@ -60,6 +60,9 @@ def show(result: dict[str, Any], path: Path) -> None:
     )
     num_unfinished = sum(row["num_unfinished"] for row in result["clients"])
     same = f"{result['num_different']} answers DIFFER" if result["num_different"] else "the same tokens on both"
+    disturbed = sum(row["num_disturbed"] for row in result["clients"])
+    if disturbed:
+        print(f"{disturbed} measurements are void: a process was declared gone without any fault")
     print(f"{same}; {num_unfinished} requests did not finish; written to {path}")
 
 
