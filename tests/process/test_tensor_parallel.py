@@ -1,16 +1,23 @@
 """Heads, their KV and experts over three devices: the tokens of one process, whatever dies."""
 
 import json
+import random
+import re
 import signal
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
+from everserve.model.bundled import DEMO_MODEL
+from everserve.model.config import ModelConfig
+from everserve.plan.prefill import TokenCost
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
 HOME, SHARDS = 0, 4
+PREFILL_COST = re.compile(r'^everserve_prefill_cost_total\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
 TASKS = Path(__file__).parents[1] / "serving" / "lm_eval_task"
 LONG = c.asks(3, num_prompt=12, max_tokens=300)
 
@@ -65,6 +72,25 @@ def test_a_lost_device_takes_kv_with_it(whole, server):
     c.assert_equal(c.run_with(whole, LONG, c.in_decode, lose), expected)
     assert num_computed_again(whole) > before
     c.wait_whole(whole)
+
+
+def costs(server) -> dict[int, int]:
+    """Of the prompts that each home has computed."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return {int(rank): int(float(cost)) for rank, cost in PREFILL_COST.findall(text)}
+
+
+def test_a_long_prompt_has_a_home_of_its_own_while_others_take_the_short_ones(whole, server):
+    generator = random.Random("prefill")
+    prompts = [[generator.randrange(1, 250) for _ in range(num)] for num in (700, *[90] * 8)]
+    body = {"prompt": prompts, "max_tokens": 3, "temperature": 0, "seed": 1}
+    before = costs(whole)
+    answer, expected = (c.post(one, "/v1/completions", {"model": one.model, **body}) for one in (whole, server))
+    texts = [[choice["text"] for choice in one.json()["choices"]] for one in (answer, expected)]
+    assert texts[0] == texts[1] and len(texts[0]) == 9
+    cost, done = TokenCost.of_model(ModelConfig.from_directory(DEMO_MODEL)), costs(whole)
+    worked = sorted(done[rank] - before[rank] for rank in done)
+    assert worked == sorted([4 * cost.of(0, 90), 4 * cost.of(0, 90), cost.of(0, 700)])
 
 
 # -- real clients --------------------------------------------------------------------------------
