@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from everserve.plan.prefill import TokenCost, balanced_batch, first_come_batch
 from everserve.tables.ids import Rank
 from everserve.tables.prompts import PendingPrompt
+from everserve.tables.requests import RequestSpec, SamplingParams
+from tests.toy import make_engine, run_alone
 
 prompts = st.lists(st.builds(PendingPrompt, st.integers(0, 300), st.integers(0, 90)), max_size=4)
 homes_of = st.dictionaries(st.integers(0, 5).map(Rank), prompts, max_size=5)
@@ -94,6 +96,28 @@ def rest(prompts, num):
     done = list(first_tokens(prompts, num))
     after = [PendingPrompt(p.first + d.num_tokens, p.num_tokens - d.num_tokens) for p, d in zip(prompts, done)]  # noqa: B905
     return [prompt for prompt in after if prompt.num_tokens]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(homes_of, max_size=12), st.integers(1, 50))
+def test_streams_are_the_same_whatever_a_home_was_told_of_others(prompts, told, constant):
+    engine, _ = make_engine(num_blocks=30, token_cost=TokenCost(constant))
+    specs = [
+        RequestSpec(id=str(i), prompt=[1 + (i + 3 * j) % 40 for j in range(num)], params=SamplingParams(max_tokens=4))
+        for i, num in enumerate(prompts)
+    ]
+    for spec in specs:
+        engine.add(spec)
+    tables, tokens = iter(told), {spec.id: [] for spec in specs}
+    while engine.has_work:
+        engine.share_prefill(Rank(0), next(tables, {}))
+        pending_before = engine.stats().pending_prefill_cost
+        for output in engine.step().outputs:
+            tokens[output.id].append(output.token)
+        after = engine.stats()
+        assert after.pending_prefill_cost <= pending_before and (after.pending_prefill_cost or not after.prompts)
+    engine.check()
+    assert tokens == {spec.id: run_alone(spec) for spec in specs}
 
 
 def max_over_mean(batch):

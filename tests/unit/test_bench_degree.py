@@ -5,10 +5,13 @@ import pytest
 from everserve.bench import degree, degree_plan, degree_report
 from everserve.bench.degree import Sample, Settings, num_different
 from everserve.bench.degree_plan import AS_SERVED, HEADS_DEALT, POWER_OF_TWO, VARIANTS, Parts, divide
+from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.shapes import SMALL_LLAMA, SMALL_MIXTRAL
 from everserve.bench.slices import Slice
+from everserve.bench.subject import subject
 from everserve.cli import main
 from everserve.errors import ConfigError
+from everserve.model.config import ModelConfig
 from everserve.model.layout import Layout
 from everserve.plan.shards import Spread
 
@@ -96,6 +99,15 @@ def test_the_tables(tmp_path, capsys, model):
     degree_report.show({"settings": settings, "shapes": shapes, "paper": []}, tmp_path)
     printed = capsys.readouterr().out
     assert AS_SERVED in printed and "every token is the same at every N" in printed and "-tp 2: does not" in printed
+
+
+def test_small_shapes_are_served_on_cpus():
+    with subject("small-mixtral", 2) as served:
+        assert served.flags == () and served.num_experts == 8 and not is_for_gpu("small-mixtral")
+        assert ModelConfig.from_directory(served.model).num_layers == 2
+    assert is_for_gpu("mixtral") and not is_for_gpu("bundled")
+    with pytest.raises(ConfigError, match="small-llama"), subject("huge"):
+        pass
 
 
 def test_one_process_must_be_measured(tmp_path):

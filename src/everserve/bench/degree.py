@@ -131,11 +131,11 @@ def _measure_shape(settings: Settings, shape: str, served: Subject) -> dict[str,
 
 
 def _flags(settings: Settings, shape: str, served: Subject, size: int) -> tuple[str, ...]:
-    flags = (*served.flags, "-tp", str(size), "--no-enable-prefix-caching")
+    length = min(-(-(settings.prompt + settings.max_tokens) // _BLOCK) * _BLOCK, served.max_context)
+    flags = (*served.flags, "-tp", str(size), "--no-enable-prefix-caching", "--max-model-len", str(length))
     if not is_for_gpu(shape):
         return (*flags, *_SMALL_CACHE)
-    length = -(-(settings.prompt + settings.max_tokens) // _BLOCK) * _BLOCK
-    return (*flags, "--max-model-len", str(length), "--max-num-seqs", str(settings.num_streams), "--kv-log", "off")
+    return (*flags, "--max-num-seqs", str(settings.num_streams), "--kv-log", "off")
 
 
 @contextlib.contextmanager
@@ -143,7 +143,11 @@ def _one_process(settings: Settings, shape: str, served: Subject) -> Iterator[Se
     if is_for_gpu(shape):
         yield None
         return
-    with running(served, _flags(settings, shape, served, 1)) as server:
+    with contextlib.ExitStack() as stack:
+        try:
+            server = stack.enter_context(running(served, _flags(settings, shape, served, 1)))
+        except EverserveError as error:
+            raise ConfigError(f"one process, with which all others are compared, {error}") from error
         yield server
 
 
