@@ -64,10 +64,10 @@ def make_tally(tokens):
 
 
 def test_a_row_says_how_uneven_homes_were():
-    row = make_tally([1, 2]).row("azure-conv", BALANCED)
+    row = make_tally([1, 2]).row("azure-conv", BALANCED, mean_cost=10.0)
     assert row["first_token_ms"][0] == pytest.approx(100) and row["num_requests"] == 2
-    assert row["work_max_over_mean"] == 1.5 and row["pending_max_over_mean"] == pytest.approx(50 / 30)
-    assert Tally().row("azure-conv", IN_TURN)["work_max_over_mean"] == 1.0
+    assert row["work_max_over_mean"] == 1.5 and row["pending_most"] == pytest.approx((30 + 20) / 2 / 10)
+    assert Tally().row("azure-conv", IN_TURN, 1.0)["work_max_over_mean"] == 1.0
 
 
 def test_answers_are_compared():
@@ -92,7 +92,7 @@ def test_the_tables(tmp_path, capsys):
         {
             "model": "it",
             "settings": {"num_homes": 3, "mean_prompt": 192, "load": 0.7},
-            "clients": [make_tally([1, 2]).row("t", variant) for variant in (BALANCED, IN_TURN)],
+            "clients": [make_tally([1, 2]).row("t", variant, 10.0) for variant in (BALANCED, IN_TURN)],
             "lock_step": [planned],
             "engine": {"flops": 4e10, "bandwidth": 1e10, "weight_bytes": 2e7, "rows": [engine]},
             "num_different": 0,

@@ -74,19 +74,17 @@ class Tally:
     num_unfinished: int = 0
     num_disturbed: int = 0  # rounds in which a process was replaced: nothing was to fail here
     work: dict[int, float] = field(default_factory=dict)  # prompt tokens computed, as costs, by home
-    most_pending: float = 0.0  # sums over samples: of the home with the most, and of the mean
-    mean_pending: float = 0.0
+    pending: list[float] = field(default_factory=list)  # samples of the home with the most to compute
 
     def add_work(self, before: dict[int, float], after: dict[int, float]) -> None:
         for rank, cost in after.items():
             self.work[rank] = self.work.get(rank, 0.0) + cost - before.get(rank, 0.0)
 
     def add_pending(self, pending: dict[int, float]) -> None:
-        if pending:
-            self.most_pending += max(pending.values())
-            self.mean_pending += sum(pending.values()) / len(pending)
+        self.pending += [max(pending.values())] if pending else []
 
-    def row(self, trace: str, variant: str) -> dict[str, Any]:
+    def row(self, trace: str, variant: str, mean_cost: float) -> dict[str, Any]:
+        """`mean_cost`: of a prompt."""
         mean_work = sum(self.work.values()) / max(1, len(self.work))
         return {
             "trace": trace,
@@ -97,7 +95,7 @@ class Tally:
             "first_token_ms": percentiles([stream.first_token_s for stream in self.streams if stream.token_ids]),
             "between_tokens_ms": percentiles([gap for stream in self.streams for gap in stream.gaps_s]),
             "work_max_over_mean": max(self.work.values()) / mean_work if mean_work else 1.0,
-            "pending_max_over_mean": self.most_pending / self.mean_pending if self.mean_pending else 1.0,
+            "pending_most": sum(self.pending) / max(1, len(self.pending)) / mean_cost,
         }
 
 
@@ -123,7 +121,7 @@ def run(settings: Settings, out: Path | None) -> bool:
         "settings": asdict(settings),
         "token_cost": cost.constant,
         "rates": rates,
-        "clients": [tally.row(*key) for key, tally in tallies.items()],
+        "clients": [tally.row(*key, _mean_cost(lengths[key[0]], cost)) for key, tally in tallies.items()],
         "lock_step": planned,
         "engine": alone,
         "num_different": num_different,
@@ -140,8 +138,7 @@ def _plan(name: str, lengths: list[Lengths], cost: TokenCost, load: float) -> li
             found = prefill_plan.simulate(
                 lengths[:_NUM_PLANNED], num_homes, _BUDGET, cost, variant == BALANCED, min(load, 0.9)
             )
-            mean = sum(cost.of(0, one.num_prompt) for one in lengths) / len(lengths)
-            waits = [round(wait / mean, 2) for wait in _at_shares(found.waits)]
+            waits = [round(wait / _mean_cost(lengths, cost), 2) for wait in _at_shares(found.waits)]
             rows.append(
                 {
                     "trace": name,
@@ -152,6 +149,11 @@ def _plan(name: str, lengths: list[Lengths], cost: TokenCost, load: float) -> li
                 }
             )
     return rows
+
+
+def _mean_cost(lengths: list[Lengths], cost: TokenCost) -> float:
+    """Of a prompt."""
+    return sum(cost.of(0, one.num_prompt) for one in lengths) / len(lengths)
 
 
 # -- clients -------------------------------------------------------------------------------------

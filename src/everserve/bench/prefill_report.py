@@ -20,12 +20,15 @@ def show(result: dict[str, Any], path: Path) -> None:
                 _row(row["first_token_ms"]),
                 _row(row["between_tokens_ms"]),
                 f"{row['work_max_over_mean']:.2f}",
-                f"{row['pending_max_over_mean']:.2f}",
+                f"{row['pending_most']:.2f}",
             ]
             for row in result["clients"]
         ],
     )
-    print("work, pending: prompt work of the most loaded home over the mean, computed in all, and waiting on average")
+    print(
+        "work: prompts that the busiest home computed, over the mean; pending: what waits at the home with the most, on"
+    )
+    print("average, in mean prompts")
     report.print_table(
         "The same lengths in lock-step, on paper: the busiest home of a batch over the mean, and the wait for a first"
         " token in mean prompts (median, p95, p99)",
