@@ -67,6 +67,7 @@ class ToyWorker:
         self.following: list[int] = []  # how many were announced behind each of them
         self.tokens: dict[str, list[int]] = {}  # of those that run
         self.prefills: list[dict[Rank, tuple[PendingPrompt, ...]]] = []  # what it was told of other homes
+        self._publishes = False
         self.is_liar = False
         self.is_leaving = False
         self._channel = channel
@@ -77,6 +78,7 @@ class ToyWorker:
         return self.rank, self.incarnation
 
     def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64, num_blocks: int = 100, **more: Any) -> None:
+        self._publishes = more.get("shares_workers", False)
         self._channel.send(
             WorkerReady(
                 rank=self.rank,
@@ -113,11 +115,19 @@ class ToyWorker:
     def step(self, *ids: str) -> None:
         """One more token of each of these streams (of all, if none is named), in one message."""
         self.receive()
-        self.send([self._advance(id) for id in ids or list(self.tokens) if id in self.tokens])
+        outputs = [self._advance(id) for id in ids or list(self.tokens) if id in self.tokens]
+        self.send(outputs, **(self._pending() if self._publishes else {}))
 
     def send(self, outputs: list[Output], **stats: Any) -> None:
         self._stats |= stats
         self._channel.send(StepOutput(outputs=outputs, stats=engine_stats(**self._stats)))
+
+    def _pending(self) -> dict[str, Any]:
+        """What a home publishes: prompts without an answer."""
+        waiting = [self.specs[id] for id, tokens in self.tokens.items() if tokens == self.specs[id].known]
+        prompts = tuple(PendingPrompt(0, len(spec.prompt) + len(spec.known)) for spec in waiting)
+        cost = sum(prompt.num_tokens * (prompt.num_tokens + 3) // 2 for prompt in prompts)
+        return {"num_received": len(self.following), "prompts": prompts, "pending_prefill_cost": cost}
 
     def reject(self, id: str, is_server_fault: bool = False) -> None:
         self.receive()

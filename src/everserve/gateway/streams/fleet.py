@@ -360,7 +360,7 @@ class Fleet:
 
     def _tell_prompts(self, link: WorkerLink) -> None:
         """The prompts of other homes. They matter to homes that use the same workers, and only while there are any."""
-        if self._balances and link.ready is not None and link.ready.shares_workers:
+        if self._balances and link.is_open and link.shares_workers:
             others = {other.rank: other.prompts for other in self.ready_links() if other is not link}
             link.tell_prompts({rank: prompts for rank, prompts in others.items() if prompts})
 

@@ -117,6 +117,11 @@ class WorkerLink:
         return self.ready is not None and not self.is_leaving
 
     @property
+    def shares_workers(self) -> bool:
+        """Whether other homes use the same expert workers."""
+        return self.ready is not None and self.ready.shares_workers
+
+    @property
     def max_total_tokens(self) -> int:
         """How many tokens, prompt and output together, one stream can have here."""
         assert self.ready is not None
