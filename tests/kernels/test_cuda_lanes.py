@@ -144,6 +144,7 @@ def test_nothing_is_sent_before_all_rows_are_there(device) -> None:
     assert cluster.word(0, 0, REQUEST_AT).item() == cluster.word(0, 0, POSITION_AT, torch.int32).item() == 0
 
 
+@pytest.mark.long
 def test_the_bell_rings_again_while_a_step_goes_on(device) -> None:
     """So that the next graph looks for the next layer, instead of being woken for it."""
     cluster, bell = make_cluster(device, num_attention=1), torch.zeros(1, dtype=torch.int32, device=device)
