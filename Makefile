@@ -44,6 +44,8 @@ bench: $(STAMP)-dev
 	$(BIN)/everserve bench checkpoint
 	$(BIN)/everserve bench restore
 	$(BIN)/everserve bench balance
+	$(BIN)/everserve bench degree
+	$(BIN)/everserve bench prefill
 
 # Half an hour of faults under streams; every token is compared. See docs/reliability.md.
 chaos: $(STAMP)-run

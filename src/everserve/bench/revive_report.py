@@ -8,9 +8,9 @@ from typing import Any
 
 from everserve.bench import report
 from everserve.bench.failover_report import both
+from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.revive_variants import RESTART, VARIANTS
 from everserve.bench.revived import PHASES, Round, Seen
-from everserve.bench.subject import BUNDLED
 
 TITLES = {variant.name: variant.title for variant in VARIANTS} | {RESTART: "restart of everything (baseline)"}
 _FIGURES = ("background_gap_ms", "lifted_s", "redundant_s", "whole_s", "stolen")
@@ -51,7 +51,7 @@ def summarize(rounds: Sequence[Round], failures: Sequence[tuple[str, str]]) -> d
 
 def is_passed(result: dict[str, Any]) -> bool:
     """Processes that share a few cores with the whole benchmark may look dead for a moment: no failure there."""
-    is_on_gpu = result["settings"]["shape"] != BUNDLED
+    is_on_gpu = is_for_gpu(result["settings"]["shape"])
     return bool(result["is_exact"]) and not result["failures"] and not (result["others_lost"] and is_on_gpu)
 
 

@@ -18,6 +18,7 @@ bench/      one benchmark by name (the benchmarks themselves are in everserve.be
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
+import importlib
 import signal
 import sys
 from types import FrameType
@@ -25,6 +26,11 @@ from types import FrameType
 import typer
 
 from everserve.errors import UserError
+
+_COMMANDS = (
+    *("bench", "bench_degree", "bench_load", "bench_revive", "chaos", "demo", "drain", "health", "kill", "scale"),
+    *("serve", "status", "switch", "version"),
+)
 
 app = typer.Typer(
     name="everserve",
@@ -66,18 +72,5 @@ def main() -> None:
 
 def _register() -> None:
     """Each module registers its command. That takes a moment, which is why it is not done above."""
-    from everserve.cli import (  # noqa: F401, PLC0415
-        bench,
-        bench_load,
-        bench_revive,
-        chaos,
-        demo,
-        drain,
-        health,
-        kill,
-        scale,
-        serve,
-        status,
-        switch,
-        version,
-    )
+    for name in _COMMANDS:
+        importlib.import_module(f"everserve.cli.{name}")
