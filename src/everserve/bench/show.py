@@ -16,6 +16,7 @@ from everserve.bench import (
     repair_report,
     report,
     restore_report,
+    revive_report,
     scale_report,
     scaling_report,
 )
@@ -35,6 +36,7 @@ _SHOW: dict[str, Show] = {
     "restore": restore_report.show,
     "balance": balance_report.show,
     "mask": mask_report.show,
+    "revive": revive_report.show,
 }
 
 

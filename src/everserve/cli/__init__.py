@@ -14,8 +14,7 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py, bench_degree.py
-            more of them
+bench/      one benchmark by name (the benchmarks themselves are in everserve.bench); bench_*.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
@@ -29,8 +28,8 @@ import typer
 from everserve.errors import UserError
 
 _COMMANDS = (
-    *("bench", "bench_degree", "bench_load", "chaos", "demo", "drain", "health", "kill", "scale", "serve", "status"),
-    *("switch", "version"),
+    *("bench", "bench_degree", "bench_load", "bench_revive", "chaos", "demo", "drain", "health", "kill", "scale"),
+    *("serve", "status", "switch", "version"),
 )
 
 app = typer.Typer(
