@@ -24,7 +24,8 @@ class Room(NamedTuple):
 
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
-    The last `num_dealt` experts should be served by all workers."""
+    The last `num_dealt` experts should be served by all workers. Of equals the worker with number `turn` is the first,
+    then the next one."""
 
     def __init__(
         self,
@@ -33,8 +34,11 @@ class LayerPlan:
         before: Sequence[SeatBefore],
         dealing: Dealing | None = None,
         num_dealt: int = 0,
+        turn: int = 0,
     ) -> None:
         self.rooms = rooms
+        self.order = {room.rank: (i - turn) % len(rooms) for i, room in enumerate(rooms)}
+        self.num_homeless = 0  # experts that no worker served before
         self.loads = loads
         self.dealing = dealing or Dealing()
         self.by_rank = {room.rank: room for room in rooms}
