@@ -25,7 +25,7 @@ class Room(NamedTuple):
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
     The last `num_dealt` experts should be served by all workers. Of equals the worker with number `turn` is the first,
-    then the next one."""
+    then the next one. Unless it `is_copied`, slots that are not needed stay empty."""
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class LayerPlan:
         dealing: Dealing | None = None,
         num_dealt: int = 0,
         turn: int = 0,
+        is_copied: bool = True,
     ) -> None:
         self.rooms = rooms
         self.order = {room.rank: (i - turn) % len(rooms) for i, room in enumerate(rooms)}
@@ -48,7 +49,7 @@ class LayerPlan:
         self.dealt = range(len(loads) - num_dealt, len(loads))
         # Places that every other expert gets before any gets more, as far as there are devices.
         num_left = sum(room.num_slots for room in rooms) - num_dealt * len(rooms)
-        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1)
+        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1) if is_copied else 1
         for rank, active, shadows in before:
             for expert in (*active, *shadows) if rank in self.by_rank else ():
                 self.put(expert, rank)

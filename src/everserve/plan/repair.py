@@ -56,9 +56,10 @@ def replan(
         num_dealt = before.num_dealt(index, len(rooms))
         kind = before.calls[index].kind
         turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
-        key = places, load, here, num_dealt, turn
+        is_copied = kind is not ShardKind.HEAD  # a copy of a head's weights would not have its KV
+        key = places, load, here, num_dealt, turn, is_copied
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, turn)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, turn, is_copied)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
         num_homeless[kind] += planned[key].num_homeless
