@@ -32,6 +32,7 @@ from everserve.control.recovery import Recovery
 from everserve.control.repairs import Repairs
 from everserve.control.scaling import size_of
 from everserve.control.slowness import SlowPolicy, Standing
+from everserve.control.survivals_view import SurvivalsView
 from everserve.control.to_gateway import GatewayEnd
 from everserve.control.weights_sources import WeightsSources
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
@@ -153,6 +154,7 @@ class Host:
         self._supervisor = supervisor
         self._gateway = GatewayEnd(gateway)
         self._experts_view = ExpertsView(self._gateway)
+        self._survivals_view = SurvivalsView(self._gateway, capacity, start.worker.log.mode)
         self._event_log = EventLog("orchestrator", start.worker.event_log, self._gateway.tell)
         self._anchor = AnchorClient()
         self._ends = WorkerEnds(self._anchor, needs, lambda: self._machine.goal, self._tell)
@@ -830,6 +832,7 @@ class Host:
     def _flush(self) -> None:
         if self._recovery is None:
             self._experts_view.flush(self._machine, time.monotonic())
+            self._survivals_view.flush(self._machine, time.monotonic())
         self._gateway.flush(self._machine.tables() if self._recovery is None else None, self._machine.moves)
         for channel in self._helpers():
             channel.flush()
