@@ -1,4 +1,4 @@
-"""What the servers of a benchmark serve: the bundled model, or on a GPU a large shape with random weights."""
+"""What the servers of a benchmark serve: the bundled model, or random weights of a small shape, on a GPU a large one."""
 
 import contextlib
 import tempfile
@@ -9,10 +9,12 @@ from typing import Any
 
 from everserve.bench import report
 from everserve.bench.device_shapes import SHAPES, write_shape
+from everserve.bench.shapes import SMALL, write_random_model
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 
 BUNDLED = "bundled"
+ON_CPUS = "small-"  # shapes for CPUs begin with it
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,14 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
             num_experts=_num_experts(config),
         )
         return
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SHAPES))}")
+    small = SMALL.get(shape.removeprefix(ON_CPUS)) if shape.startswith(ON_CPUS) else None
+    if shape not in SHAPES and small is None:
+        names = (BUNDLED, *SHAPES, *(f"{ON_CPUS}{name}" for name in SMALL))
+        raise ConfigError(f"--shape {shape}: choose {', '.join(names)}")
     with tempfile.TemporaryDirectory(prefix="everserve-") as directory:
+        if small is not None:
+            yield _small(shape, Path(directory), small | ({"num_hidden_layers": num_layers} if num_layers else {}))
+            return
         config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
         yield Subject(
             f"{shape}, {config['num_hidden_layers']} layers",
@@ -54,6 +61,14 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
             ("--device", "cuda", "--load-format", "dummy"),
             _num_experts(config),
         )
+
+
+def _small(shape: str, directory: Path, config: dict[str, Any]) -> Subject:
+    """Of the size of the bundled model's relatives, for CPUs."""
+    write_random_model(directory, config)
+    title = f"{shape}, {config['num_hidden_layers']} layers"
+    context = config["max_position_embeddings"]
+    return Subject(title, str(directory), config["vocab_size"], context, num_experts=_num_experts(config))
 
 
 def _num_experts(config: dict[str, Any]) -> int:

@@ -72,15 +72,16 @@ def _slots(placement: Placement) -> tuple[int, ...]:
     for key, num in zip(alike, placement.slots_by_call, strict=True):
         most[key] = max(most.get(key, 0), num)
     fewest = _fewest_workers(most)
-    for kind, num_shards in most:
+    for (kind, num_shards), num in most.items():
         if kind is ShardKind.HEAD:
-            most[kind, num_shards] = max(most[kind, num_shards], -(-num_shards // fewest))
+            most[kind, num_shards] = max(num, -(-num_shards // fewest))
     return tuple(most[key] for key in alike)
 
 
 def _fewest_workers(slots: Mapping[tuple[ShardKind, int], int]) -> int:
     """On which all shards that have copies find room: heads, which have none, need slots for as many losses."""
-    return max((-(-num // slots[kind, num]) for kind, num in slots if kind is not ShardKind.HEAD), default=1)
+    others = ((num_shards, num) for (kind, num_shards), num in slots.items() if kind is not ShardKind.HEAD)
+    return max((-(-num_shards // num) for num_shards, num in others), default=1)
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:

@@ -11,10 +11,10 @@ After a loss or a return the third only chooses among places that there are anyw
 alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
-another one is planned like it. Of workers that have as little to do, whole experts go to the lowest rank: every layer is
-as slow as its busiest worker, so different patterns would gain nothing. Shards that every row needs (plan/shards.py) go
-to each of them in turn, from call to call, so that no worker ends up with the lost shard of every layer. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
-worker that has a slot left.
+another one is planned like it. Of workers that have as little to do, whole experts go to the lowest rank: every layer
+is as slow as its busiest worker, so different patterns would gain nothing. Shards that every row needs (plan/shards.py)
+go to each of them in turn, from call to call, so that no worker ends up with the lost shard of every layer. Where a
+remainder is to be dealt (tables/placement.py), it gets an active place on every worker that has a slot left.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence

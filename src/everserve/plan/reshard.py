@@ -2,11 +2,11 @@
 
 Four planners behind one interface, so that they can be compared and tested against each other:
 
-    keep and deal   ours, by `plan/repair.py` itself: survivors keep every shard that they have, and what is lost is dealt
-                    to the least loaded, layer by layer. Reloads what no survivor has, and nothing moves between survivors
-    continuous      AnchorTP's Continuous Minimal Migration (§III-C, Algorithm 1): the bytes of a layer are divided evenly
-                    into as many consecutive ranges as there are survivors. A survivor keeps the part of its new range
-                    that it has, takes from peers what they have, and reloads the rest
+    keep and deal   ours, by `plan/repair.py` itself: survivors keep every shard that they have, and what is lost is
+                    dealt to the least loaded, layer by layer. Reloads what no survivor has; nothing else moves
+    continuous      AnchorTP's Continuous Minimal Migration (§III-C, Algorithm 1): the bytes of a layer are divided
+                    evenly into as many consecutive ranges as there are survivors. A survivor keeps the part of its new
+                    range that it has, takes from peers what they have, and reloads the rest
     greedy          the same ranges, but whatever a survivor does not have itself it reloads (§V-C)
     full reload     the same ranges; nothing is used again
 
@@ -209,11 +209,12 @@ def _plan(rows: Sequence[Row], survivors: Sequence[Rank], sources: _Sources) -> 
 def _peers_first(row: Row, survivors: Sequence[Rank], target: Mapping[Rank, Spans]) -> Iterator[Part]:
     """Lines 6 to 20 of Algorithm 1, but a worker looks at what it has itself first: several may have the same bytes."""
     for rank, wanted in target.items():
+        missing = wanted
         for source in (rank, *(other for other in survivors if other != rank)):
             held = row.held.get(source, ())
-            yield from (Part(rank, span, source) for span in common(wanted, held))
-            wanted = without(wanted, held)
-        yield from (Part(rank, span, None) for span in wanted)
+            yield from (Part(rank, span, source) for span in common(missing, held))
+            missing = without(missing, held)
+        yield from (Part(rank, span, None) for span in missing)
 
 
 def _own_or_reload(row: Row, survivors: Sequence[Rank], target: Mapping[Rank, Spans]) -> Iterator[Part]:

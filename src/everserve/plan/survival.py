@@ -23,11 +23,11 @@ _NUMBERS = {1: "one", 2: "two"}
 def survivals(goal: Goal, capacity: Capacity, kv_log: str) -> tuple[Survival, ...]:
     """Of the workers that there should be now. `kv_log`: where KV outlives its worker (`--kv-log`)."""
     seats = [s for s in goal.seats if s.wanted is not Wanted.RETIRE and s.device not in goal.absent]
-    domains = {"process": {seat.rank: seat.rank for seat in seats}, "device": {s.rank: s.device for s in seats}}
+    domains = {"process": len(seats), "device": len({seat.device for seat in seats})}
     found = []
-    for name, domain_of in domains.items():
+    for name, num_there in domains.items():
         is_device = name == "device"
-        for num in (num for num in _NUMBERS if num <= len(set(domain_of.values()))):
+        for num in (num for num in _NUMBERS if num <= num_there):
             weights = _weights(goal, seats, capacity, num, is_device=is_device)
             is_kept = kv_log == "mirror" or (kv_log == "anchor" and not is_device)
             found.append(

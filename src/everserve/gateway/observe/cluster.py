@@ -135,9 +135,7 @@ class Cluster:
                 for rank, fills in self.moves.items()
                 for fill in fills
             ],
-            survives=[
-                SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals
-            ],
+            survives=[SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals],
             recent=self._timeline.sentences(_NUM_RECENT),
         )
 
