@@ -1,8 +1,8 @@
 """A trace of how many of 64 spot instances were running, as losses and returns of the devices of nodes.
 
 The trace (data/README.md) says how many, not which: those that end and those that begin are drawn from a seed. Nodes
-have consecutive instances as their devices. Time is compressed by one factor; changes that then fall into the same moment
-are one change.
+have consecutive instances as their devices. Time is compressed by one factor; changes that then fall into the same
+moment are one change.
 """
 
 import csv

@@ -7,15 +7,18 @@ from typing import Any
 from everserve.bench import (
     balance_report,
     checkpoint,
+    decline_report,
     decode_report,
     failover_report,
     mask_report,
     overhead_report,
     repair_report,
     report,
+    reshard_report,
     restore_report,
     scale_report,
     scaling_report,
+    trace_report,
 )
 from everserve.errors import ConfigError
 
@@ -26,6 +29,9 @@ _SHOW: dict[str, Show] = {
     "scaling": lambda result, path: scaling_report.show(result, path, _plot_beside(path)),
     "scale": scale_report.show,
     "repair": repair_report.show,
+    "reshard": reshard_report.show,
+    "decline": decline_report.show,
+    "trace": trace_report.show,
     "overhead": overhead_report.show,
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
     "restore": restore_report.show,

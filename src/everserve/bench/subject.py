@@ -1,4 +1,4 @@
-"""What the servers of a benchmark serve: the bundled model, or random weights of a small shape, on a GPU a large one."""
+"""What a benchmark serves: the bundled model, or random weights: of a small shape, or of a large one on a GPU."""
 
 import contextlib
 import tempfile

@@ -100,7 +100,7 @@ def run(settings: Settings, out: Path | None) -> bool:
             "is_on_gpu": is_for_gpu(settings.shape),
         }
         for found in _measure(settings, served, points):
-            result |= trace_report.summarize(settings.num_devices, settings.width_s, found)
+            result |= trace_report.summarize(settings, found)
             report.keep("trace", result, out)
     trace_report.show(result, report.write("trace", result, out))
     return trace_report.is_passed(result)

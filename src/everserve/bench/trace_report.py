@@ -8,7 +8,7 @@ from everserve.bench import report, traced
 from everserve.bench.scale_report import bars
 
 if TYPE_CHECKING:
-    from everserve.bench.trace import Found
+    from everserve.bench.trace import Found, Settings
 
 _TITLES = {
     "measured": "measured",
@@ -23,11 +23,12 @@ _SHARED_CORES = (
 )
 
 
-def summarize(num_devices: int, width_s: float, found: "Found") -> dict[str, Any]:
+def summarize(settings: "Settings", found: "Found") -> dict[str, Any]:
     """Over all nodes together, bin by bin."""
+    width_s = settings.width_s
     degrees = {one.num_devices: one for one in found.degrees}
     nodes = [
-        traced.ways(node.points, node.tokens_per_s, rate, num_devices, degrees, width_s)
+        traced.ways(node.points, node.tokens_per_s, rate, settings.num_devices, settings.fewest, degrees, width_s)
         for node, rate in zip(found.nodes, found.fault_free, strict=True)
     ]
     all_nodes = traced.together(nodes)
@@ -89,7 +90,7 @@ def show(result: dict[str, Any], path: Path) -> None:
     if result["num_down_s"]:
         print(
             f"For {result['num_down_s']:.1f} s of the histories fewer than {settings['fewest']} devices were there:"
-            " the server had that many all the same, the derived rows nothing."
+            " the server kept that many, and what it gave then does not count."
         )
     if not result["is_on_gpu"]:
         print(_SHARED_CORES)

@@ -13,7 +13,7 @@ class Node:
     """One node's history, served."""
 
     points: list[Point]  # as it was served
-    num_down_s: float  # in which it had fewer devices than can serve: it was held up, which the trace did not
+    num_down_s: float  # in which the trace has fewer devices than can serve; the server kept that many
     tokens_per_s: list[float]  # in bins of time
     num_changes: int
     largest_gap_ms: float
@@ -27,7 +27,7 @@ class Node:
 class Ways:
     """Tokens per second in bins of time, of one node or of several together."""
 
-    measured: list[float]
+    measured: list[float]  # without what the server gave while the trace had too few devices
     fault_free: list[float]  # as measured before the first loss
     fault_scaled: list[float]  # that, times the share of devices that are there
     powers_of_two: list[float]  # derived: as new servers with so many devices give it, and changes cost nothing
@@ -39,21 +39,27 @@ def ways(
     measured: Sequence[float],
     fault_free: float,
     num_devices: int,
+    fewest: int,
     degrees: Mapping[int, Degree],
     width_s: float,
 ) -> Ways:
-    """Of one node. Degrees that were not measured give nothing: there are too few devices."""
+    """Of one node. While it has fewer than the `fewest` devices that can serve, no way gives anything; one that was not
+    measured gives nothing either."""
     ends = [*(point.at_s for point in points[1:]), width_s * len(measured)]
-    scaled, powers, restarts = ([0.0] * len(measured) for _ in range(3))
+    scaled, powers, restarts, up = ([0.0] * len(measured) for _ in range(4))
     for i, (point, end_s) in enumerate(zip(points, ends, strict=True)):
         num = len(point.devices)
+        if num < fewest:
+            continue
+        _add(up, point.at_s, end_s, 1.0, width_s)
         power = largest_power_of_two(num) if num else 0
         _add(scaled, point.at_s, end_s, fault_free * num / num_devices, width_s)
         _add(powers, point.at_s, end_s, degrees[power].tokens_per_s if power in degrees else 0.0, width_s)
         if num in degrees:
             up_s = point.at_s + (degrees[num].restart_s if i else 0.0)
             _add(restarts, min(up_s, end_s), end_s, degrees[num].tokens_per_s, width_s)
-    return Ways(list(measured), [fault_free] * len(measured), scaled, powers, restarts)
+    counted = [rate * share for rate, share in zip(measured, up, strict=True)]
+    return Ways(counted, [fault_free] * len(measured), scaled, powers, restarts)
 
 
 def _add(bins: list[float], begin_s: float, end_s: float, rate: float, width_s: float) -> None:

@@ -384,6 +384,12 @@ def balance(
     layers: Layers = None,
     attention_workers: Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=MAX_RANKS)] = 2,
     expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=2, max=MAX_RANKS)] = 4,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Divide experts over so many devices instead, of which one is lost.", min=3, max=MAX_RANKS // 2
+        ),
+    ] = None,
     shadow_experts: Annotated[
         int | None, typer.Option(help="`--shadow-experts` of the server. Default: the server's.", min=0)
     ] = None,
@@ -413,6 +419,7 @@ def balance(
         rounds=rounds,
         shape=shape,
         num_layers=layers,
+        tensor_parallel=tensor_parallel,
     )
     if not benchmark.run(settings, out):
         raise typer.Exit(1)
