@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
-.PHONY: demo test check bench chaos gpu clean
+.PHONY: demo test test-long check bench chaos gpu clean
 
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
@@ -17,9 +17,14 @@ test: $(STAMP)-dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
-	$(BIN)/python -m pytest --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder $(TESTS)
+	$(BIN)/python -m pytest -m "not long" $(AT_ONCE) $(TESTS)
 	$(BIN)/python -m pytest tests/gpu
 endif
+# What `make test` leaves out: further cases of what it shows, and twenty times as many examples. Every night.
+test-long: $(STAMP)-dev
+	$(BIN)/python -m pytest -m long $(AT_ONCE) $(TESTS)
+	EVERSERVE_TEST_LONG=1 $(BIN)/python -m pytest --timeout 3600 $(AT_ONCE) tests/property
+AT_ONCE = --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder
 NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 TESTS := $(addprefix tests/,process chaos serving browser kernels property unit)
 

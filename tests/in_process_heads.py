@@ -8,6 +8,7 @@ played is the other processes: they take their turn whenever a home would block,
 """
 
 import ctypes
+import gc
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -137,7 +138,7 @@ class Home:
 
     def __init__(self, world: "HeadWorld", rank: Rank) -> None:
         self.rank = rank
-        self.cell, self._cell_fd = new_cell()
+        self.cell, self.cell_fd = new_cell()
         self.warden = MemoryWarden(self.cell)
         width = max(call.num_shards for call in world.calls)
         numbers = range(len(world.calls))
@@ -278,5 +279,9 @@ class HeadWorld:
             if not worker.is_dead:
                 worker.server.close()
                 worker.half.kv.close()
+                os.close(worker.cell_fd)
+            os.close(worker.memory.fd)
         for home in self.homes:
             home.peers.close()
+            os.close(home.cell_fd)
+        gc.collect()  # mapped memory, with a descriptor of its own, in circles

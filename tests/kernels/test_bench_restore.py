@@ -46,6 +46,7 @@ class ToyWorkers:
         return Log(fd, self.shape, self.elsewhere.get(os.fstat(fd).st_ino))
 
 
+@pytest.mark.long
 def test_all_ways_give_the_same_next_token(monkeypatch):
     monkeypatch.setattr(kernels, "NUM_PROGRAMS", 3)
     stage = Stage(ToyWorkers(), WAYS)

@@ -93,6 +93,7 @@ def test_two_workers_are_served_in_one_batch_layer_after_layer(device) -> None:
     assert all(worker.state.num_done.item() == 0 for worker in cluster.attention)
 
 
+@pytest.mark.long
 def test_rows_are_counted_by_layer_and_expert(device) -> None:
     cluster = make_cluster(device)
     for layer in (0, 2, 2):
@@ -120,6 +121,7 @@ def test_rows_that_are_refused_are_not_counted(device) -> None:
     assert cluster.experts[0].state.rows_LN.sum() == 0 < cluster.experts[1].state.rows_LN.sum()
 
 
+@pytest.mark.long
 def test_many_rows_are_computed_in_large_tiles(device) -> None:
     cluster = make_cluster(device, num_tokens=82)
     for worker in cluster.attention:
@@ -142,6 +144,7 @@ def test_nothing_is_sent_before_all_rows_are_there(device) -> None:
     assert cluster.word(0, 0, REQUEST_AT).item() == cluster.word(0, 0, POSITION_AT, torch.int32).item() == 0
 
 
+@pytest.mark.long
 def test_the_bell_rings_again_while_a_step_goes_on(device) -> None:
     """So that the next graph looks for the next layer, instead of being woken for it."""
     cluster, bell = make_cluster(device, num_attention=1), torch.zeros(1, dtype=torch.int32, device=device)
@@ -313,6 +316,7 @@ def test_nobody_stands_back_for_one_who_does_not_go_on(device) -> None:
     assert [cluster.experts[0].serve() for _ in range(3)] == [-1, -1, 0]  # 4 polls each
 
 
+@pytest.mark.long
 def test_nobody_stands_back_forever(device) -> None:
     """Here the other one begins new steps without ever being at the beginning of one."""
     cluster = make_cluster(device)

@@ -210,8 +210,11 @@ def test_an_adopted_record_outlives_an_abandoned_step(stand_ins):
     assert toy.log.find(key_of("b")).num_tokens == num_tokens
 
 
+KINDS = [pytest.param(False, marks=pytest.mark.long, id="mirror"), pytest.param(True, id="anchor")]
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["after each step", "in the next step"])
-@pytest.mark.parametrize("is_in_place", [False, True], ids=["mirror", "anchor"])
+@pytest.mark.parametrize("is_in_place", KINDS)
 def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_late, monkeypatch):
     stand_ins(is_in_place)
     if is_late:
@@ -227,7 +230,7 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
     run()
 
 
-@pytest.mark.parametrize("is_in_place", [False, True], ids=["mirror", "anchor"])
+@pytest.mark.parametrize("is_in_place", KINDS)
 def test_masks_come_and_go(stand_ins, is_in_place):
     """Also while what the last step has computed is not in the log yet (tests/property/test_masks.py)."""
     stand_ins(is_in_place)

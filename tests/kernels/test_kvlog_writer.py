@@ -249,7 +249,7 @@ def test_streams_go_on(is_in_place):
     assert streams == {request.id: run_alone(request) for request in specs}
 
 
-@pytest.mark.parametrize("at_once", [8, 24, 1 << 20])
+@pytest.mark.parametrize("at_once", [8, *(pytest.param(n, marks=pytest.mark.long) for n in (24, 1 << 20))])
 def test_many_streams_in_few_launches(monkeypatch, at_once):
     """Streams of all lengths; one is damaged in the middle, which is nobody else's loss."""
     monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", at_once)

@@ -23,7 +23,6 @@ from everserve.model.layout import Source, Weights
 from tests.models import KINDS as ALL_KINDS
 from tests.models import model_directory, random_tokens, transformers_model
 
-pytest.importorskip("transformers")
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 12, 20
 TOKENS = random_tokens(18, seed=1)
 WHOLE, CHUNKED, DECODED = [18], [7, 11], [17, 1]
@@ -106,10 +105,12 @@ def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> Exper
     return arena
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_is_at_least_as_exact_as_transformers(kind: str, device: torch.device) -> None:
     """Against the same weights in float32: at most twice the error that transformers makes in bfloat16. However a
     sequence is cut, its rows have the same bits."""
+    pytest.importorskip("transformers")
     directory = model_directory(kind, "bfloat16")
     with torch.no_grad():
         exact, theirs = (

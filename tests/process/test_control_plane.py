@@ -44,7 +44,7 @@ def kill(*pids: int, signum: signal.Signals = signal.SIGKILL) -> None:
         os.kill(pid, signum)
 
 
-@pytest.mark.parametrize("names", [("orchestrator",), ("anchor",), ("orchestrator", "anchor")], ids="+".join)
+@pytest.mark.parametrize("names", [("orchestrator",), ("orchestrator", "anchor")], ids="+".join)
 def test_streams_do_not_notice(whole, expected, names):
     """Nobody is lost with them, and the tables are as they were, with a higher epoch."""
     before, old = c.cluster(whole), {name: pid_of(whole, name) for name in names}
@@ -62,7 +62,7 @@ def test_streams_do_not_notice(whole, expected, names):
         assert recoveries(whole)[-1]["num_missing"] == 0 and after["epoch"] > before["epoch"]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_the_new_one_can_do_everything(whole, expected, rank):
     """After all of them were replaced, a worker's death is survived and healed as ever."""
     for name in ("orchestrator", "anchor", "zygote"):
@@ -77,7 +77,7 @@ def test_the_new_one_can_do_everything(whole, expected, rank):
     c.wait_whole(whole)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_a_worker_dies_while_nobody_decides(whole, expected, rank):
     """Streams of an attention worker go on from its log; an expert's shadows take over; the new orchestrator heals."""
     orchestrator, victim = pid_of(whole, "orchestrator"), c.worker(whole, rank)

@@ -69,7 +69,7 @@ def test_a_lost_device_comes_back_by_itself(whole, expected):
     assert [new - old for old, new in zip(before, after, strict=True)] == [0, 1, 0, 0] * 2
 
 
-@pytest.mark.parametrize("devices", [(2,), (0, 3)])
+@pytest.mark.parametrize("devices", [pytest.param((2,), marks=pytest.mark.long), (0, 3)])
 def test_survivors_take_over_what_is_gone_until_it_returns(whole, expected, devices):
     """Two of four are more than shadows make up for: some experts have no place, and get one."""
     streams = c.run_with(whole, DECODE, c.in_decode, lambda: lose(whole, *devices, gone=True))
@@ -83,6 +83,7 @@ def test_survivors_take_over_what_is_gone_until_it_returns(whole, expected, devi
     assert states(whole) == ["serving"] * NUM_DEVICES
 
 
+@pytest.mark.long
 def test_logs_in_the_memory_of_a_device_are_lost_with_it(start_server, expected):
     """With an anchor: streams are computed again, and are what they would have been."""
     with start_server(*FLAGS, "--kv-log", "anchor") as running:

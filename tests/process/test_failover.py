@@ -17,9 +17,9 @@ from tests.process.cluster import DECODE, PREFILL, Fault
 NUM_ATTENTION, NUM_EXPERT = 2, 2
 ATTENTION_RANKS = range(NUM_ATTENTION)
 EXPERT_RANKS = range(NUM_ATTENTION, NUM_ATTENTION + NUM_EXPERT)
-# Every rank while streams decode; one of each kind while prompts are computed.
-CASES = [("decode", rank) for rank in (*ATTENTION_RANKS, *EXPERT_RANKS)]
-CASES += [("prefill", rank) for rank in (ATTENTION_RANKS[0], EXPERT_RANKS[-1])]
+# One of each kind while streams decode and while prompts are computed; every rank when there is time.
+CASES = [(phase, rank) for phase in ("decode", "prefill") for rank in (ATTENTION_RANKS[0], EXPERT_RANKS[-1])]
+CASES += [pytest.param("decode", rank, marks=pytest.mark.long) for rank in (ATTENTION_RANKS[1], EXPERT_RANKS[0])]
 FLAGS = ("--attention-workers", str(NUM_ATTENTION), "--expert-workers", str(NUM_EXPERT), "--enable-chaos")
 FLAGS += c.PATIENT
 PREFILL_EACH_TIME = "--no-enable-prefix-caching"
@@ -182,6 +182,7 @@ def test_kill_by_command(whole):
     assert done.returncode != 0 and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_two_expert_workers_at_once(start_server, expected):
     """Three workers with every expert in three places survive the death of any two."""
     flags = ("--attention-workers", "1", "--expert-workers", "3", "--shadow-experts", "43")
@@ -215,7 +216,7 @@ def test_an_expert_without_a_place_makes_streams_wait(start_server, expected):
         assert any("no place" in violation for event in told for violation in event["violations"])
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
 def test_a_kill_during_start_up(tmp_path, rank):
     """The instance starts anyway."""
     command = [
@@ -276,6 +277,7 @@ def named_sockets(pids: list[int]) -> set[str]:
     return {name for inode, name in names.items() if inode in opened}
 
 
+@pytest.mark.long
 def test_shutdown_with_a_stopped_worker(start_server):
     with start_server(*FLAGS) as server:
         now = c.cluster(server)

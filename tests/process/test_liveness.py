@@ -10,7 +10,6 @@ import mmap
 import os
 import platform
 import random
-import select
 import signal
 import struct
 import subprocess
@@ -24,6 +23,7 @@ import pytest
 from everserve.memory.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
 from everserve.memory.liveness.cell import NUM_LIFE_WORDS, load
 from everserve.native import BuildError
+from tests.readable import is_readable
 
 try:
     load()
@@ -68,7 +68,7 @@ class Child:
         """In the parent: the next line; empty at the end."""
         line = b""
         while not line.endswith(b"\n"):
-            assert select.select([self._read_fd], [], [], DEADLINE_S)[0], "nothing heard from the child"
+            assert is_readable(self._read_fd, DEADLINE_S), "nothing heard from the child"
             byte = os.read(self._read_fd, 1)
             if not byte:
                 break
@@ -167,7 +167,7 @@ def test_a_killed_process_has_died(fork, wardens, use_waitv):
     warden.watch(0, victim.cell, ORCHESTRATOR_WORD)
     warden.watch(1, bystander.cell, ORCHESTRATOR_WORD)
     os.kill(victim.pid, signal.SIGKILL)
-    assert select.select([event_fd], [], [], DEADLINE_S)[0], "nobody noticed"
+    assert is_readable(event_fd, DEADLINE_S), "nobody noticed"
     assert warden.changes() == [(0, PeerState.DIED)]
     assert (warden.state(0), warden.state(1)) == (PeerState.DIED, PeerState.ALIVE)
     assert os.WTERMSIG(victim.reap()) == signal.SIGKILL

@@ -19,7 +19,7 @@ def expected(server):
     return {"long": c.run_all(server, LONG), "decode": c.run_all(server, DECODE), "prefill": c.run_all(server, PREFILL)}
 
 
-@pytest.fixture(scope="module", params=["mirror", "anchor"])
+@pytest.fixture(scope="module", params=["mirror", pytest.param("anchor", marks=pytest.mark.long)])
 def logged(request, start_server):
     with start_server(*WORKERS, NO_CACHE, *c.SMALL_STEPS, "--kv-log", request.param) as running:
         yield running
@@ -34,7 +34,7 @@ def resumed(server, since: int = 0) -> list[dict]:
     return [event for event in server.events("gateway") if event["event"] == "request_resumed"][since:]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_nothing_is_computed_twice(logged, expected, rank):
     c.wait_whole(logged)
     recomputed = c.metric(logged, "everserve_tokens_recomputed_total")
@@ -105,6 +105,7 @@ def test_the_only_attention_worker_adopts_what_its_predecessor_left(start_server
         assert "Traceback" not in running.log_text(), running.log_text()
 
 
+@pytest.mark.long
 def test_without_a_log_streams_are_computed_again(start_server, expected):
     with start_server(*WORKERS, NO_CACHE, "--kv-log", "off") as running:
         fault = Fault(running, 0, signal.SIGKILL)
@@ -128,6 +129,7 @@ def test_survivors_with_little_room(start_server, server):
         assert "Traceback" not in running.log_text(), running.log_text()
 
 
+@pytest.mark.long
 def test_choices_that_share_their_prompt_go_on_together(start_server):
     """`n` siblings, logprobs, stop strings and penalties continue exactly."""
     body = {"n": 3, "temperature": 0.9, "seed": 5, "logprobs": 2, "presence_penalty": 0.4}

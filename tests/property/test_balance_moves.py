@@ -1,13 +1,14 @@
 """Experts that move for their load, in any order of events: the world of test_moves.py with rows. Its invariants hold,
 and once loads are constant and the faults have ended, the goal comes to rest."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import BalanceDecided, Decision
 from everserve.control.events import DeviceReturned, SaidLoads
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.dealing import imbalance
+from tests.examples import examples
 from tests.property import test_moves as moves
 from tests.property.test_moves import LAYERS, NUM_EXPERTS, check_healed
 
@@ -65,7 +66,7 @@ class World(moves.World):
 ACTIONS = [*moves.ACTIONS, *[World.report] * 4, World.change_load, *[World.tick] * 2]
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(
     st.lists(st.tuples(st.integers(0, len(ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=100),
     st.sampled_from([(2, 6), (3, 4), (3, 3), (4, 3), (3, 2), (4, 6)]),

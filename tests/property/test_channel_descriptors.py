@@ -11,11 +11,12 @@ from itertools import islice
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.wire.channel import MAX_FDS, Channel
 from everserve.wire.messages import Cancel
+from tests.examples import examples
 
 SMALLEST_BUFFER = 4608  # of a socket, so that frames go out in pieces
 
@@ -101,7 +102,7 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(ours), Channel(theirs)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(st.lists(st.tuples(frames, reads), max_size=25))
 def test_each_message_comes_with_its_own_descriptors(schedule):
     with no_leak():
@@ -122,7 +123,7 @@ def test_each_message_comes_with_its_own_descriptors(schedule):
         receiver.close()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(st.lists(frames, max_size=12), st.integers(0, 12), st.booleans())
 def test_an_end_at_any_moment_leaves_nothing_open(sents, num_read, sender_ends_first):
     with no_leak():

@@ -9,10 +9,11 @@ import asyncio
 import json
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.tables.requests import RequestSpec
+from tests.examples import examples
 from tests.unit.gateway_toy import EOS, Response, ToyServer, byte_level_tokenizer, settle, toy_server
 
 TOKENIZER = byte_level_tokenizer()
@@ -129,7 +130,7 @@ async def run(request: dict[str, Any], kind: dict[str, Any], text: str, plans: l
         return client.events
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(requests, kinds, texts, connections)
 def test_a_broken_stream_is_the_stream(request, kind, text, plans):
     whole = asyncio.run(run(request, kind, text, []))

@@ -3,9 +3,10 @@
 Whatever happens, every stream equals the one it would be alone, and the tables stay sound after every step.
 """
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.toy import StepAbandoned, make_engine, run_alone, spec
 
 prompts = st.one_of(
@@ -33,7 +34,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching):
     engine, model = make_engine(

@@ -10,12 +10,13 @@ import asyncio
 from unittest.mock import patch
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.gateway.streams import poison
 from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import WorkerId
+from tests.examples import examples
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
 
 NUM_RANKS = 3
@@ -264,13 +265,13 @@ async def live(events: list[tuple]) -> None:
         await life.toy.close()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(events)
 def test_every_client_sees_its_stream_exactly_once(events):
     asyncio.run(live(events))
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(events)
 def test_also_if_streams_that_lost_a_worker_may_be_poison(events):
     """Only few of them may run at once; none is forgotten."""

@@ -6,10 +6,11 @@ Whatever happens, every stream equals the one it would be in one process, and th
 
 from functools import cache
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.errors import StepAbandoned
+from tests.examples import examples
 from tests.in_process_heads import HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
@@ -103,7 +104,7 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
-@settings(max_examples=20, deadline=None)
+@examples(10)
 @given(events, st.integers(0, 3))
 def test_every_stream_is_what_it_would_be_alone(events, seed):
     schedule = Schedule(seed)

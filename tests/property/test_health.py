@@ -2,7 +2,7 @@
 leaves a device only when others have what it has; without other faults no expert is ever without a place; what cannot
 be left is used on; and when all devices are healthy again, everything is as it was."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import BeginScaling, LevelChanged, Provision
@@ -16,6 +16,7 @@ from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.outputs import AttentionLoad
 from everserve.tables.slots import EMPTY
+from tests.examples import examples
 from tests.property.test_moves import NUM_EXPERTS, World
 from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld
 
@@ -127,7 +128,7 @@ def schedules(actions: list) -> st.SearchStrategy:
     return st.lists(st.tuples(st.integers(0, len(actions) - 1), st.integers(0, 10_000)), min_size=10, max_size=100)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(schedules(HEALTH_ACTIONS), st.sampled_from(SHAPES))
 def test_whatever_is_said_everything_heals(schedule, shape):
     world = HealthWorld(*shape)
@@ -142,7 +143,7 @@ def test_whatever_is_said_everything_heals(schedule, shape):
     assert world.machine.violations == () or num_expert * world.num_slots < NUM_EXPERTS
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(schedules(ORDERLY), st.sampled_from(SHAPES))
 def test_an_evacuation_never_leaves_an_expert_without_a_place(schedule, shape):
     world = HealthWorld(*shape)

@@ -14,12 +14,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from everserve.memory.owned import create_memory
+from tests.examples import examples
 from tests.logs import SHAPE, Heir, Owner, Stream, new_log
 
 NAMES = "abc"  # few, so that something becomes of them
@@ -102,7 +103,7 @@ def log_of(image: np.ndarray) -> Log:
 
 
 @pytest.mark.parametrize("in_log", [False, True], ids=["beside the pool", "in the log"])
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(st.lists(operations, max_size=20), operations, st.integers(0, 2**32 - 1), st.sampled_from([0.03, 0.5, 0.97]))
 def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
     log, heir = new_log(), Heir(new_log(), in_log)
@@ -130,7 +131,7 @@ def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
     heir.log.close()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(st.lists(operations, min_size=1, max_size=15), st.data())
 def test_rubbish_anywhere(lived, data):
     """Not even what no writer would leave behind is taken for KV: any words but the header's, overwritten."""

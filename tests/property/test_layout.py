@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.backends.cuda import device_batch, staging
@@ -11,6 +11,7 @@ from everserve.backends.cuda.staging import Staging
 from everserve.engine import batching
 from everserve.engine.batching import BatchLayout, Rows, lay_out
 from everserve.engine.sequence import Chunk
+from tests.examples import examples
 from tests.property.test_engine_schedules import events
 from tests.toy import StepAbandoned, make_engine, spec
 
@@ -70,7 +71,7 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(staging, "SEGMENT", _SEGMENT)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]))
 def test_rows_are_what_they_would_be_from_scratch(events, num_blocks, budget):
     engine, model = make_engine(

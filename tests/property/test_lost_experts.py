@@ -6,7 +6,7 @@ should have and nothing is masked."""
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import BeginSwitch, Decision, EndSwitch, Publish
@@ -18,6 +18,7 @@ from everserve.tables.goal import Capacity, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
 from everserve.tables.outputs import AttentionLoad
+from tests.examples import examples
 from tests.property.test_moves import ACTIONS, NUM_EXPERTS, POLICY
 from tests.property.test_scaling import MAX_WORKERS, ScalingWorld
 
@@ -93,7 +94,7 @@ POLICIES = [
 ]
 
 
-@settings(max_examples=120, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(0, len(LADDER_ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(2, 6), (3, 4), (3, 2), (3, 3), (4, 3)]),

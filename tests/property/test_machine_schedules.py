@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import (
@@ -62,6 +62,7 @@ from everserve.tables.members import WorkerState
 from everserve.tables.slots import Fill, HeldSlots
 from everserve.tables.validity import degraded
 from everserve.tables.work import Work
+from tests.examples import examples
 from tests.held_slots import goal_of, held
 
 POLICY = Policy(detect_s=0.05, heal_after_s=math.inf)
@@ -592,7 +593,7 @@ SHAPES = [(1, 0, None), (2, 0, None), (1, 1, None), (1, 2, None), (2, 3, None), 
 schedules = st.lists(st.integers(0, len(ACTIONS) * 8 * 1000), min_size=20, max_size=150)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(schedules, st.sampled_from(SHAPES), st.booleans(), st.booleans())
 def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape, is_warm, with_cores):
     world = World(*shape)
@@ -612,7 +613,7 @@ def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape,
         assert process.is_dead == (world.live.get(process.rank) != process.incarnation), "somebody was forgotten"
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(schedules, st.sampled_from(SHAPES), st.booleans())
 def test_leaving_is_never_a_fault(schedule, shape, is_warm):
     """However often, and before it was ready or long after."""
@@ -630,7 +631,7 @@ def test_leaving_is_never_a_fault(schedule, shape, is_warm):
     world.heal()
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(schedules, st.integers(0, 150), st.sampled_from(SHAPES))
 def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape):
     world = World(*shape)
@@ -649,7 +650,7 @@ def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape)
     assert all(process.is_dead or process.phase == 0 for process in world.processes.values())
 
 
-@settings(max_examples=50, deadline=None)
+@examples(25)
 @given(schedules, st.integers(0, 1000), st.integers(0, 40))
 def test_a_user_error_before_all_are_ready_gives_up_and_later_never(schedule, victim, at):
     world = World(2, 2, None)

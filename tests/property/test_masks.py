@@ -8,11 +8,12 @@ marked if and only if it was sampled while experts were masked.
 from dataclasses import dataclass, field
 
 import msgspec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.tables.outputs import Output
 from everserve.tables.requests import Masked, RequestSpec
+from tests.examples import examples
 from tests.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, mask, run_alone, spec
 
 # Prompts of one family begin alike.
@@ -192,7 +193,7 @@ def check_life(world: World, life: list[tuple]) -> None:
         world.close()
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(lives, configs, st.booleans())
 def test_what_is_not_marked_is_exact(life, config, is_in_place):
     check_life(World(config, is_in_place), life)

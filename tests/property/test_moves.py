@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import Decision, FillSlots, Keep, Kill, Lost, Provision, Publish
@@ -30,6 +30,7 @@ from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.routes import Routes
 from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots
+from tests.examples import examples
 
 POLICY = Policy(detect_s=0.05, max_fills=2)
 NUM_EXPERTS, LAYERS = 6, (0, 1)
@@ -269,7 +270,7 @@ ACTIONS = [
 ]
 
 
-@settings(max_examples=120, deadline=None)
+@examples(60)
 @given(
     st.lists(st.tuples(st.integers(0, len(ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(2, 6), (3, 4), (3, 3), (4, 3), (3, 2), (4, 6)]),

@@ -3,11 +3,12 @@ an expert it needs has no place left. Nobody is suspected without a cause, and a
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from everserve.backends.cpu import ops as native
 from everserve.errors import StepAbandoned
 from everserve.tables.ids import Rank
+from tests.examples import examples
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
 from tests.in_process_experts import Fault, MemoryExperts
 
@@ -52,7 +53,7 @@ class Cluster(MemoryExperts):
         self.peers.use(routes(self.places, self.epoch))
 
 
-@settings(max_examples=120, deadline=None)
+@examples(60)
 @given(workers, faults, layers)
 def test_exact_or_abandoned_for_a_reason(others, faults, layers):
     cluster = Cluster([[*range(NUM_EXPERTS)], *others], faults)

@@ -13,12 +13,13 @@ from math import inf
 
 import msgspec
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.kvlog.log import Log
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
+from tests.examples import examples
 from tests.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
 
 HEADER_WORDS = 8
@@ -240,7 +241,7 @@ def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
     os.pwrite(memory, words.tobytes(), 0)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(rounds, configs, st.booleans(), st.booleans())
 def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two):
     world = World(config, is_in_place)

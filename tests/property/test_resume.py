@@ -5,12 +5,13 @@ The known tokens are given, the rest must come out exactly: tokens, logprobs, st
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.errors import RequestError
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
+from tests.examples import examples
 from tests.toy import make_engine, run_alone, spec
 
 prompts = st.lists(st.integers(0, 96), min_size=1, max_size=30)
@@ -53,7 +54,7 @@ def without_delays(outputs: list[Output]) -> list[Output]:
     return [msgspec.structs.replace(output, queued_s=0.0, num_cached=0) for output in outputs]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(prompts, params, st.integers(1, 4), st.data())
 def test_siblings_cut_anywhere_continue_exactly(prompt, params, num_choices, data):
     """Each of n siblings is cut at an index of its own; all are resumed on one fresh engine, in other company."""
@@ -72,7 +73,7 @@ def test_siblings_cut_anywhere_continue_exactly(prompt, params, num_choices, dat
     assert fresh.scheduler.pool.num_used == 0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(prompts, params, st.data())
 def test_a_stream_cut_many_times_continues_exactly(prompt, params, data):
     """Every worker that gets it dies after some tokens."""

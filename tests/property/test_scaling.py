@@ -4,7 +4,7 @@ workers have what it has, no incarnation is used twice, and in the end there are
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.effects import AskToLeave, BeginScaling, Decision
@@ -15,6 +15,7 @@ from everserve.tables.goal import Capacity, Wanted
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.slots import EMPTY
+from tests.examples import examples
 from tests.property.test_moves import ACTIONS, NUM_EXPERTS, POLICY, Process, World
 
 MAX_WORKERS = 9
@@ -98,7 +99,7 @@ class ScalingWorld(World):
 SCALING_ACTIONS = [*ACTIONS, *[ScalingWorld.scale] * 2, *[ScalingWorld.leave] * 3]
 
 
-@settings(max_examples=100, deadline=None)
+@examples(50)
 @given(
     st.lists(st.tuples(st.integers(0, len(SCALING_ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(1, 6), (2, 6), (3, 4), (3, 3), (2, 3), (3, 2)]),

@@ -1,7 +1,7 @@
 """Planners over calls of several kinds and widths, while workers come and go: everything has a place, nothing is in a
 slot that does not exist, and what is held reaches what is planned."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.plan.layer_plan import Room
@@ -15,6 +15,7 @@ from everserve.tables.members import Members
 from everserve.tables.placement import Placement
 from everserve.tables.slots import EMPTY, HeldSlots
 from everserve.tables.validity import conditions
+from tests.examples import examples
 
 Held = dict[Rank, list[list[int]]]
 
@@ -52,7 +53,7 @@ def carry_out(placement: Placement, held: Held, ranks: list[Rank]) -> None:
     raise AssertionError("moves that never end")
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(calls=calls, num=st.integers(2, 6), spread=st.sampled_from(Spread), steps=steps)
 def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps: list[int]) -> None:
     ranks = [Rank(1 + i) for i in range(num)]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.exchange import Exchange
@@ -21,6 +21,7 @@ from everserve.memory.liveness import Cell
 from everserve.seam.batching import Request
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.routes import Routes
+from tests.examples import examples
 from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory
 
@@ -220,7 +221,7 @@ def worlds(actions: list[tuple]) -> Iterator[World]:
         world.close()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(actions)
 def test_never_a_wrong_row_and_never_a_suspicion(actions):
     with worlds(actions) as world:

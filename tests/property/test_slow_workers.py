@@ -2,7 +2,7 @@
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.control.slowness import Slowness, Standing
@@ -10,12 +10,13 @@ from everserve.plan.placement import place_experts
 from everserve.plan.routing import make_routes
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.work import Work
+from tests.examples import examples
 from tests.held_slots import have
 
 NUM_EXPERTS = 12
 
 
-@settings(max_examples=60, deadline=None)
+@examples(30)
 @given(
     st.integers(2, 6),
     st.sampled_from([None, 0, 2, 5]),
@@ -81,7 +82,7 @@ class _Fleet:
 shapes = st.sampled_from([(2, 0), (2, 2), (2, 3), (3, 4)])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(10)
 @given(st.integers(0, 1 << 30), shapes)
 def test_no_healthy_worker_is_accused(seed, shape):
     fleet = _Fleet(random.Random(seed), *shape, rows=[1, 8, 64, 1000])
@@ -89,7 +90,7 @@ def test_no_healthy_worker_is_accused(seed, shape):
     assert fleet.demoted == []
 
 
-@settings(max_examples=15, deadline=None)
+@examples(10)
 @given(st.integers(0, 1 << 30), shapes, st.integers(0, 100), st.floats(8, 40))
 def test_the_slow_one_is_found_and_no_other(seed, shape, victim, times):
     """A busy host hides no slow worker. Different work may hide some of it: here it differs threefold."""

@@ -2,12 +2,13 @@
 
 import typing
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.gateway.observe.timeline import Timeline
 from everserve.tables.ids import Role
 from everserve.wire.events import AnyEvent
+from tests.examples import examples
 from tests.unit.gateway_toy import member
 
 _FIELDS: dict[type, st.SearchStrategy[object]] = {
@@ -24,7 +25,7 @@ def _events(kind: type) -> st.SearchStrategy[object]:
     return st.builds(kind, **{name: _FIELDS[hint] for name, hint in hints.items() if hint in _FIELDS})
 
 
-@settings(max_examples=150, deadline=None)
+@examples(75)
 @given(st.lists(st.one_of(*(_events(kind) for kind in typing.get_args(AnyEvent))), max_size=40))
 def test_any_events(events: list[AnyEvent]) -> None:
     timeline = Timeline()

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.backends.cpu.lane import LaneShape
@@ -20,6 +20,7 @@ from everserve.memory.liveness import Cell, PeerState
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.routes import Routes
+from tests.examples import examples
 from tests.held_slots import goal_of, held
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory
 
@@ -146,7 +147,7 @@ def worlds() -> Iterator[World]:
     peers.close()
 
 
-@settings(max_examples=500, deadline=None)
+@examples(250)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(EXPERTS)), max_size=20))
 def test_a_healthy_peer_does_not_stay_suspect(actions):
     with worlds() as world:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import hypothesis.strategies as st
-from hypothesis import given, settings
+from hypothesis import given
 
 from everserve.memory.weights import copying
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.tables.slots import Fill, Place
 from everserve.worker.backup_filling import BackupFilling
+from tests.examples import examples
 from tests.experts import NUM_EXPERTS
 from tests.seats import EXPERT_BYTES, IDENTITY, NUM_LAYERS, SeatInMemory, SharedWeights
 
@@ -151,7 +152,7 @@ class World:
         self.backup.close()
 
 
-@settings(max_examples=40, deadline=None)
+@examples(20)
 @given(actions)
 def test_never_a_wrong_bit(actions):
     world = World()

@@ -77,6 +77,7 @@ def kill_one_that_shares(server, expected) -> None:
     assert c.run_all(server, ASKS) == expected
 
 
+@pytest.mark.long
 def test_without_the_flag_loads_are_shown_and_nothing_moves(start_server, expected):
     with start_server(*FLAGS) as running:
         send_until(running, expected, lambda: experts(running)["imbalance"]["max_over_mean"])

@@ -5,7 +5,6 @@ import http.client
 import json
 import os
 import resource
-import select
 import signal
 import socket
 import subprocess
@@ -49,6 +48,7 @@ from everserve.wire.messages import (
     WorkerLost,
     WorkerReady,
 )
+from tests.readable import num_readable
 from tests.unit.fleet_toy import engine_stats
 
 TIMEOUT_S = 30.0
@@ -340,7 +340,7 @@ def test_clients_leave_descriptors_to_workers(gateway: GatewayUnderTest) -> None
     crowd = [socket.create_connection(address, timeout=TIMEOUT_S) for _ in range(2 * limit)]
     try:
         # A 503, or, for those that have not asked for a second, the end of the connection: both can be read.
-        wait_until(lambda: len(select.select(crowd, [], [], 0)[0]) >= len(crowd) - limit)
+        wait_until(lambda: num_readable(crowd) >= len(crowd) - limit)
         wait_until(lambda: num_descriptors(gateway) < limit - 10)  # those that are closed go in the next turn
         first.close()
         second = gateway.attach(2)  # its channel is a descriptor

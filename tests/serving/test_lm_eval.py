@@ -15,26 +15,39 @@ import pytest
 
 from everserve.model.bundled import DEMO_MODEL
 
-COMPARE = Path(__file__).parent / "lm_eval_task" / "compare.py"
+HERE = Path(__file__).parent / "lm_eval_task"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def evaluate(directory: Path, *arguments: str) -> Any:
+    """What the harness itself finds, in a process of its own."""
+    out = directory / "scores.json"
+    finished = subprocess.run(
+        [sys.executable, str(HERE / "compare.py"), *arguments, str(out)],
+        env={**os.environ, **OFFLINE, "HF_HOME": str(directory)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+        check=False,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout[-4000:]
+    return json.loads(out.read_text())
 
 
 @pytest.fixture(scope="module")
 def scores(start_server, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = tmp_path_factory.mktemp("lm_eval")
-    out = directory / "scores.json"
     with start_server("--dtype", "float32") as server:
-        finished = subprocess.run(
-            [sys.executable, str(COMPARE), server.url, server.model, str(DEMO_MODEL), str(out)],
-            env={**os.environ, **OFFLINE, "HF_HOME": str(directory)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=240,
-            check=False,
-            text=True,
-        )
-        assert finished.returncode == 0, finished.stdout[-4000:]
-    return json.loads(out.read_text())
+        ours = evaluate(tmp_path_factory.mktemp("lm_eval"), "server", server.url, server.model)
+    return {"server": ours, "transformers": json.loads((HERE / "transformers.json").read_text())}
+
+
+@pytest.mark.long
+def test_transformers_still_finds_what_is_kept(scores: Any, tmp_path: Path) -> None:
+    now, kept = evaluate(tmp_path, "transformers", str(DEMO_MODEL)), scores["transformers"]
+    assert set(now["samples"]) == set(kept["samples"])
+    for task, samples in now["samples"].items():
+        assert log_likelihoods(samples) == pytest.approx(log_likelihoods(kept["samples"][task]), rel=1e-4, abs=1e-4)
 
 
 def log_likelihoods(samples: Any) -> list[float]:

@@ -4,7 +4,6 @@ import fcntl
 import os
 import pty
 import re
-import select
 import signal
 import struct
 import subprocess
@@ -12,6 +11,10 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+
+import pytest
+
+from tests.readable import is_readable
 
 EVERSERVE = (sys.executable, "-m", "everserve.cli")
 _LINES = re.compile(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*")  # that begin neither there nor at a line's start
@@ -49,7 +52,7 @@ class Terminal:
 
     def _read(self) -> bool:
         """What has come meanwhile; False at the end."""
-        if not select.select([self._ours], [], [], 0.1)[0]:
+        if not is_readable(self._ours, 0.1):
             return True
         try:
             data = os.read(self._ours, 1 << 16)
@@ -83,6 +86,7 @@ def test_the_demo_without_a_terminal():
     assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_the_demo_on_a_terminal_until_it_is_interrupted():
     """In the background, where a shell has SIGINT ignored."""
     terminal = Terminal("demo", ignores_sigint=True)

@@ -6,12 +6,13 @@ import socket
 import struct
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.tables.ids import Incarnation, Rank
 from everserve.wire.channel import AsyncChannel, Channel, ChannelClosed
 from everserve.wire.messages import Attach, Cancel, Ready, encode
+from tests.examples import examples
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -31,7 +32,7 @@ def test_messages_arrive_in_order():
     assert received == messages
 
 
-@settings(max_examples=30, deadline=None)
+@examples(15)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=20))
 def test_any_fragmentation(cuts):
     sender, receiver = socket.socketpair()

@@ -1,11 +1,12 @@
 """Streamed text is exactly the decoded text, whatever the tokens."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
 from everserve.gateway.text.detokenizer import DecodingVocabulary, WindowDetokenizer
+from tests.examples import examples
 from tests.unit.gateway_toy import EOS, byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
@@ -25,21 +26,21 @@ def tokens_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 @given(tokens_of(BYTE_LEVEL), st.booleans())
-@settings(max_examples=400, deadline=None)
+@examples(200)
 def test_byte_level_is_exact(tokens: list[int], skip: bool) -> None:
     pieces = stream(BYTE_LEVEL, tokens, skip)
     assert "".join(pieces) == BYTE_LEVEL.decode(tokens, skip_special_tokens=skip)
 
 
 @given(tokens_of(BYTE_FALLBACK), st.booleans())
-@settings(max_examples=400, deadline=None)
+@examples(200)
 def test_byte_fallback_is_exact(tokens: list[int], skip: bool) -> None:
     pieces = stream(BYTE_FALLBACK, tokens, skip)
     assert "".join(pieces) == BYTE_FALLBACK.decode(tokens, skip_special_tokens=skip)
 
 
 @given(st.lists(st.sampled_from([256 + 2, 256 + 3, 256 + 4, 256 + 8, 1]), max_size=30), st.booleans())
-@settings(max_examples=500, deadline=None)
+@examples(250)
 def test_leading_spaces_survive(tokens: list[int], skip: bool) -> None:
     """Words, lone spaces and special tokens: where decoders that look at neighbours go wrong."""
     pieces = stream(BYTE_FALLBACK, tokens, skip)
@@ -47,7 +48,7 @@ def test_leading_spaces_survive(tokens: list[int], skip: bool) -> None:
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=300, deadline=None)
+@examples(150)
 def test_whole_characters_leave_at_once(text: str) -> None:
     """After the tokens of a valid text, nothing is held back."""
     pieces = stream(BYTE_LEVEL, BYTE_LEVEL.encode(text, add_special_tokens=False).ids, True)

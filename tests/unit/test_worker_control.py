@@ -1,7 +1,6 @@
 """A worker's channel to its orchestrator: ends, successors, last words, and the end of the lifeline."""
 
 import os
-import select
 
 import pytest
 
@@ -9,6 +8,7 @@ from everserve.tables.ids import Epoch, Incarnation, Rank
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import AnyMessage, Fenced, Leave, LogLeft, OrchestratorAttached, PeerLeft, Ready, Report
 from everserve.worker.control import ControlEnd
+from tests.readable import is_readable
 
 REPORT = Report(is_ready=True, is_leaving=False, epoch=Epoch(7), peers=[(Rank(2), Incarnation(1))], logs=[])
 
@@ -37,7 +37,7 @@ class World:
         return Channel(ours)
 
     def is_readable(self) -> bool:
-        return bool(select.select([self.end], [], [], 0)[0])
+        return is_readable(self.end)
 
 
 @pytest.fixture

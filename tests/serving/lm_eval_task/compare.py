@@ -1,6 +1,9 @@
-"""Score one model twice with lm-evaluation-harness: through a server's API, and in transformers itself.
+"""Score the tasks of this directory with lm-evaluation-harness.
 
-python compare.py URL MODEL_NAME MODEL_DIR OUT.json
+python compare.py server URL MODEL_NAME OUT.json        through a server's API
+python compare.py transformers MODEL_DIR OUT.json       in transformers itself
+
+What transformers gives for the bundled model is in transformers.json: it takes as long as everything else.
 """
 
 import json
@@ -44,14 +47,20 @@ def evaluate(model: str, model_args: dict[str, Any], batch_size: int) -> dict[st
     }
 
 
-def main(url: str, name: str, directory: str, out: str) -> None:
+def of_server(url: str, name: str) -> dict[str, Any]:
     served = {"model": name, "base_url": f"{url}/v1/completions", "num_concurrent": 2, "max_length": 2048}
+    return evaluate("local-completions", served, batch_size=8)
+
+
+def of_transformers(directory: str) -> dict[str, Any]:
     local = {"pretrained": directory, "dtype": "float32", "device": "cpu", "max_length": 2048}
-    results = {
-        "server": evaluate("local-completions", served, batch_size=8),
-        "transformers": evaluate("hf", local, batch_size=32),
-    }
-    Path(out).write_text(json.dumps(results, default=str))
+    return evaluate("hf", local, batch_size=32)
+
+
+def main(side: str, *arguments: str) -> None:
+    *about, out = arguments
+    scores = of_server(*about) if side == "server" else of_transformers(*about)
+    Path(out).write_text(json.dumps(scores, default=str) + "\n")
 
 
 if __name__ == "__main__":
