@@ -60,8 +60,8 @@ def check(rows: tuple[Row, ...], survivors: list[Rank], plan: Plan) -> None:
 
 @examples(25)
 @given(world=worlds())
-def test_every_planner_gives_every_byte_a_place_after_every_loss(world):
-    """Each goes on from its own plan, until one worker is left."""
+def test_every_planner_gives_every_byte_a_place_after_every_loss_and_when_all_are_back(world):
+    """Each goes on from its own plan, with as few as one worker; those that return have nothing."""
     for planner in PLANNERS.values():
         rows, lost = world
         for i in range(len(lost)):
@@ -70,6 +70,10 @@ def test_every_planner_gives_every_byte_a_place_after_every_loss(world):
             check(rows, survivors, plan)
             assert plan.reload_bytes >= lost_bytes(rows, survivors)
             rows = after(rows, plan)
+        everyone = survivors_of(world[0])
+        plan = planner(rows, everyone)
+        check(rows, everyone, plan)
+        assert planner in (reshard.greedy, reshard.full_reload) or plan.reload_bytes == 0, "peers have everything"
 
 
 @examples(25)
