@@ -19,8 +19,8 @@ from everserve.bench import (
 )
 from everserve.bench.availability import Point
 from everserve.bench.declined import judge, time_to_peak
-from everserve.bench.degrees import Degree
 from everserve.bench.resharded import Loss, counted, planned
+from everserve.bench.restarted import Restarted
 from everserve.bench.subject import subject
 from everserve.bench.traced import Node, mean, together, ways
 from everserve.config.cluster import ClusterConfig
@@ -156,7 +156,7 @@ def test_a_table_of_a_decline(tmp_path, capsys):
     stages = judge([3, 2, 3], [steady(0.0, 9.0)], 0.0, [(2.0, 3.0), (5.0, 6.0)], 9.0)
     result = {"model": "m", "settings": {"num_streams": 1, "num_devices": 3, "fewest": 2}, "num_wrong": 0, "errors": []}
     result |= {"series": {"tokens_per_s": [100.0] * 9}, "num_streams": 1, "num_tokens": 900}
-    result |= decline_report.summarize(stages, [Degree(2, 7.5, 90.0, 100, 0)])
+    result |= decline_report.summarize(stages, [Restarted(2, 7.5, 90.0, 100, 0)])
     assert result["lost_by_restarts_s"] == 7.5 and decline_report.is_passed(result)
     told = shown("decline", result, tmp_path, capsys)
     assert "| 3 -> 2 |" in told and "| 7.50 |" in told and "by as many restarts: 7.50 s" in told
@@ -192,7 +192,7 @@ def test_time_is_compressed():
 def test_ways_to_serve_a_trace():
     """Four devices, of which three are left for half of the time, and one at the end."""
     points = [Point(0.0, frozenset(range(4))), Point(4.0, frozenset(range(3))), Point(8.0, frozenset({0}))]
-    degrees = {4: Degree(4, 2.0, 100.0, 1, 0), 3: Degree(3, 2.0, 80.0, 1, 0), 2: Degree(2, 1.0, 60.0, 1, 0)}
+    degrees = {4: Restarted(4, 2.0, 100.0, 1, 0), 3: Restarted(3, 2.0, 80.0, 1, 0), 2: Restarted(2, 1.0, 60.0, 1, 0)}
     found = ways(points, [90.0] * 10, 100.0, 4, 2, degrees, width_s=1.0)
     assert found.measured == [90.0] * 8 + [0.0] * 2, "one device cannot serve"
     assert found.fault_scaled == [100.0] * 4 + [75.0] * 4 + [0.0] * 2
@@ -208,7 +208,7 @@ def test_a_table_of_a_trace(tmp_path, capsys):
         **{"num_streams": 1, "num_prompt": 1, "max_tokens": 16, "seed": 0, "shape": "bundled"},
     )
     node = Node([Point(0.0, frozenset(range(4)))], 0.0, [90.0] * 10, 3, 55.0, 5, 500, 0, [])
-    found = trace.Found(fault_free=[100.0, 100.0], nodes=[node, node], degrees=[Degree(4, 2.0, 99.0, 1, 0)])
+    found = trace.Found(fault_free=[100.0, 100.0], nodes=[node, node], degrees=[Restarted(4, 2.0, 99.0, 1, 0)])
     result = {"model": "m", "settings": dataclasses.asdict(settings), "compressed": 9726.6, "is_on_gpu": False}
     result |= trace_report.summarize(settings, found)
     assert result["of_fault_scaled"] == pytest.approx(0.9) and trace_report.is_passed(result)

@@ -5,7 +5,7 @@ decode.py    how fast does one process decode on a GPU, next to what its memory 
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 repair.py    what does a client see when devices are lost, next to restarting everything?
 reshard.py   an instance that is divided over devices loses one: what does how much of what is done again cost?
-decline.py   ... loses one after the other and gets them back, next to restarts (degrees.py: servers with fewer)
+decline.py   ... loses one after the other and gets them back, next to restarts (restarted.py: servers with fewer)
 trace.py     ... as devices came and went in a cloud (availability.py: the trace)
 scaling.py   how does recovery grow with the number of running streams and with their context? (grid.py: which)
 scale.py     what does a client see while devices come and go?

@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from everserve.bench import analysis, decline_report, degrees, divided, kill, processes, report
+from everserve.bench import analysis, decline_report, divided, kill, processes, report, restarted
 from everserve.bench.declined import Stage, judge
-from everserve.bench.degrees import Degree
 from everserve.bench.instance import Instance
 from everserve.bench.load import Ask, Load, make_asks
 from everserve.bench.on_gpu import check_gpu
+from everserve.bench.restarted import Restarted
 from everserve.bench.subject import Subject, subject
 from everserve.errors import ConfigError, EverserveError
 from everserve.procs.local_server import LocalServer
@@ -100,12 +100,12 @@ def run(settings: Settings, out: Path | None) -> bool:
     return decline_report.is_passed(result)
 
 
-def _measure(settings: Settings, served: Subject) -> Iterator[tuple[Run, list[Degree]]]:
+def _measure(settings: Settings, served: Subject) -> Iterator[tuple[Run, list[Restarted]]]:
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
     asks = make_asks(settings.num_streams, settings.num_prompt, settings.max_tokens, served.vocab_size)
     sizes = range(settings.num_devices - 1, settings.fewest - 1, -1) if settings.has_baseline else ()
-    restarts: list[Degree] = []
+    restarts: list[Restarted] = []
     with Progress() as progress:
         progress.begin("decline", total=len(settings.sizes) + len(sizes))
         flags = settings.flags(served, settings.num_devices, settings.fewest)
@@ -116,7 +116,7 @@ def _measure(settings: Settings, served: Subject) -> Iterator[tuple[Run, list[De
         yield found, restarts
         for num in sizes:
             flags = settings.flags(served, num, num)
-            restarts.append(degrees.measure(served.model, flags, num, asks, expected, settings.stay_s))
+            restarts.append(restarted.measure(served.model, flags, num, asks, expected, settings.stay_s))
             progress.advance(f"a new server with {num} devices")
             yield found, restarts
 

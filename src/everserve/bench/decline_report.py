@@ -7,7 +7,7 @@ from typing import Any
 
 from everserve.bench import report
 from everserve.bench.declined import Stage
-from everserve.bench.degrees import Degree
+from everserve.bench.restarted import Restarted
 from everserve.bench.scale_report import bars
 
 _LEGEND = """\
@@ -16,7 +16,7 @@ lost: how much longer the stage took than its tokens would take at that rate.
 restart: a new server with as many devices, from its start until every stream has a token again; in the same run."""
 
 
-def summarize(stages: Sequence[Stage], restarts: Sequence[Degree]) -> dict[str, Any]:
+def summarize(stages: Sequence[Stage], restarts: Sequence[Restarted]) -> dict[str, Any]:
     """Losses are compared with restarts at the same degree."""
     restart_s = {one.num_devices: one.restart_s for one in restarts}
     losses = [stage for stage in stages if stage.devices < stage.devices_before]

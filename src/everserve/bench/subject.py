@@ -1,4 +1,5 @@
-"""What a benchmark serves: the bundled model, or random weights: of a small shape, or of a large one on a GPU."""
+"""What the servers of a benchmark serve: the bundled model, or a shape with random weights: a small one, or on a GPU a
+large one."""
 
 import contextlib
 import tempfile
@@ -14,7 +15,7 @@ from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 
 BUNDLED = "bundled"
-ON_CPUS = "small-"  # shapes for CPUs begin with it
+SMALL_SHAPES = {f"small-{name}": config for name, config in SMALL.items()}
 
 
 @dataclass(frozen=True)
@@ -44,31 +45,23 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
             num_experts=_num_experts(config),
         )
         return
-    small = SMALL.get(shape.removeprefix(ON_CPUS)) if shape.startswith(ON_CPUS) else None
-    if shape not in SHAPES and small is None:
-        names = (BUNDLED, *SHAPES, *(f"{ON_CPUS}{name}" for name in SMALL))
-        raise ConfigError(f"--shape {shape}: choose {', '.join(names)}")
+    if shape not in SHAPES and shape not in SMALL_SHAPES:
+        raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SMALL_SHAPES, *SHAPES))}")
     with tempfile.TemporaryDirectory(prefix="everserve-") as directory:
-        if small is not None:
-            yield _small(shape, Path(directory), small | ({"num_hidden_layers": num_layers} if num_layers else {}))
-            return
-        config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
+        is_small = shape in SMALL_SHAPES
+        if is_small:
+            config = SMALL_SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
+            write_random_model(Path(directory), config)
+        else:
+            config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
         yield Subject(
             f"{shape}, {config['num_hidden_layers']} layers",
             directory,
             config["vocab_size"],
             config["max_position_embeddings"],
-            ("--device", "cuda", "--load-format", "dummy"),
+            () if is_small else ("--device", "cuda", "--load-format", "dummy"),
             _num_experts(config),
         )
-
-
-def _small(shape: str, directory: Path, config: dict[str, Any]) -> Subject:
-    """Of the size of the bundled model's relatives, for CPUs."""
-    write_random_model(directory, config)
-    title = f"{shape}, {config['num_hidden_layers']} layers"
-    context = config["max_position_embeddings"]
-    return Subject(title, str(directory), config["vocab_size"], context, num_experts=_num_experts(config))
 
 
 def _num_experts(config: dict[str, Any]) -> int:

@@ -20,12 +20,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from everserve.bench import analysis, availability, decline, degrees, divided, kill, processes, report, trace_report
+from everserve.bench import (
+    analysis,
+    availability,
+    decline,
+    divided,
+    kill,
+    processes,
+    report,
+    restarted,
+    trace_report,
+)
 from everserve.bench.availability import Point
-from everserve.bench.degrees import Degree
 from everserve.bench.instance import Instance
 from everserve.bench.load import Ask, Load, make_asks
 from everserve.bench.on_gpu import check_gpu, is_for_gpu
+from everserve.bench.restarted import Restarted
 from everserve.bench.subject import Subject, subject
 from everserve.bench.traced import Node
 from everserve.errors import ConfigError, EverserveError
@@ -74,7 +84,7 @@ class Found:
 
     fault_free: list[float] = field(default_factory=list)  # tokens/s before each node's first loss
     nodes: list[Node] = field(default_factory=list)
-    degrees: list[Degree] = field(default_factory=list)
+    degrees: list[Restarted] = field(default_factory=list)
 
 
 def run(settings: Settings, out: Path | None) -> bool:
@@ -128,7 +138,7 @@ def _measure(settings: Settings, served: Subject, histories: list[list[Point]]) 
                 yield found
         for size in wanted:
             flags = settings.flags(served, size, size)
-            found.degrees.append(degrees.measure(served.model, flags, size, asks, expected, settings.warm_s))
+            found.degrees.append(restarted.measure(served.model, flags, size, asks, expected, settings.warm_s))
             progress.advance(f"a new server with {size} devices")
             yield found
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from everserve.bench.availability import Point
-from everserve.bench.degrees import Degree
+from everserve.bench.restarted import Restarted
 from everserve.plan.shards import largest_power_of_two
 
 
@@ -40,7 +40,7 @@ def ways(
     fault_free: float,
     num_devices: int,
     fewest: int,
-    degrees: Mapping[int, Degree],
+    degrees: Mapping[int, Restarted],
     width_s: float,
 ) -> Ways:
     """Of one node. While it has fewer than the `fewest` devices that can serve, no way gives anything; one that was not

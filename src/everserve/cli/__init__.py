@@ -14,11 +14,12 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py and
-            bench_divided.py: more of them
+bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py, bench_degree.py
+            and bench_divided.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
+import importlib
 import signal
 import sys
 from types import FrameType
@@ -26,6 +27,11 @@ from types import FrameType
 import typer
 
 from everserve.errors import UserError
+
+_COMMANDS = (
+    *("bench", "bench_degree", "bench_divided", "bench_load", "chaos", "demo", "drain", "health", "kill", "scale"),
+    *("serve", "status", "switch", "version"),
+)
 
 app = typer.Typer(
     name="everserve",
@@ -67,18 +73,5 @@ def main() -> None:
 
 def _register() -> None:
     """Each module registers its command. That takes a moment, which is why it is not done above."""
-    from everserve.cli import (  # noqa: PLC0415
-        bench,  # noqa: F401
-        bench_divided,  # noqa: F401
-        bench_load,  # noqa: F401
-        chaos,  # noqa: F401
-        demo,  # noqa: F401
-        drain,  # noqa: F401
-        health,  # noqa: F401
-        kill,  # noqa: F401
-        scale,  # noqa: F401
-        serve,  # noqa: F401
-        status,  # noqa: F401
-        switch,  # noqa: F401
-        version,  # noqa: F401
-    )
+    for name in _COMMANDS:
+        importlib.import_module(f"everserve.cli.{name}")

@@ -21,7 +21,13 @@ def _check_out(path: Path | None) -> Path | None:
 
 
 Out = Annotated[Path | None, typer.Option(help="Directory for the JSON. Default: bench/results.", callback=_check_out)]
-Shape = Annotated[str, typer.Option(help="bundled, or on a GPU, with random weights: mixtral, qwen3, llama (dense).")]
+Shape = Annotated[
+    str,
+    typer.Option(
+        help="bundled; with random weights small-llama, small-mixtral, small-qwen3, small-moe; on a GPU mixtral, qwen3,"
+        " llama, llama-70b, qwen3-dense."
+    ),
+]
 Layers = Annotated[int | None, typer.Option(help="Use only this many of the shape's layers.", min=1)]
 Spares = Annotated[int | None, typer.Option(help="`--spares` of the server. Default: the server's.", min=0, max=8)]
 KvLog = Annotated[str | None, typer.Option(help="`--kv-log` of the server. Default: the server's.")]

@@ -1,6 +1,6 @@
 """Every message between processes. Frozen, tagged, no pickle: `encode` and `decode` are msgpack.
 
-    gateway -> attention worker    Submit, Cancel
+    gateway -> attention worker    Submit, Cancel, PrefillsPending
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
@@ -55,6 +55,7 @@ from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, Work
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Memory
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
@@ -86,6 +87,13 @@ class Cancel(Message, frozen=True):
     id: str
 
 
+class PrefillsPending(Message, frozen=True):
+    """Gateway to worker, whenever it has prompts and this is new: the prompts that other homes have to compute, on the
+    same expert workers."""
+
+    homes: dict[Rank, tuple[PendingPrompt, ...]]
+
+
 # -- worker -> gateway ---------------------------------------------------------------------------
 
 
@@ -99,6 +107,8 @@ class WorkerReady(Message, frozen=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int  # streams in one step; the gateway queues streams far beyond this
+    token_cost: int = 1  # what a token costs besides the keys that it attends to (plan/prefill.py)
+    shares_workers: bool = False  # with other homes: expert workers
 
 
 class StepOutput(Message, frozen=True):
@@ -724,6 +734,7 @@ class EventHappened(Message, frozen=True):
 AnyMessage = (
     Submit
     | Cancel
+    | PrefillsPending
     | WorkerReady
     | StepOutput
     | Rejected

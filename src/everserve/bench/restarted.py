@@ -13,7 +13,7 @@ _DOWN_S = 0.5  # a load that has just begun is not steady
 
 
 @dataclass(frozen=True)
-class Degree:
+class Restarted:
     """One server with so many devices."""
 
     num_devices: int
@@ -25,7 +25,7 @@ class Degree:
 
 def measure(
     model: str, flags: tuple[str, ...], num_devices: int, asks: list[Ask], expected: list[list[int]], seconds: float
-) -> Degree:
+) -> Restarted:
     """Start it, give it all streams at once, and let them run for so long."""
     begin_s = time.perf_counter()
     with contextlib.closing(Instance(model, flags)) as instance:
@@ -34,7 +34,7 @@ def measure(
 
 async def _measure(
     instance: Instance, num_devices: int, begin_s: float, asks: list[Ask], expected: list[list[int]], seconds: float
-) -> Degree:
+) -> Restarted:
     load = Load(instance.server, asks)
     await load.flow(num_tokens=1)
     first_s = max(streams[0].arrivals_s[0] for streams in load.streams)
@@ -42,7 +42,7 @@ async def _measure(
     end_s = time.perf_counter()
     await load.finish()
     verdicts = load.verdicts(expected)
-    return Degree(
+    return Restarted(
         num_devices=num_devices,
         restart_s=first_s - begin_s,
         tokens_per_s=analysis.rate(load.arrivals_s, end_s - seconds, end_s),
