@@ -42,7 +42,7 @@ def weights(goal: Goal, capacity: Capacity) -> list[Weights]:
 @pytest.mark.parametrize(
     ("cluster", "expected"),
     [
-        # heads wait for their worker; slots for as many losses as slices have
+        # heads wait for their worker; as many losses as slices have slots for
         ({"tensor_parallel_size": 8}, [SUCCESSOR, SUCCESSOR, LOADED, LOADED]),
         ({"tensor_parallel_size": 3}, [SUCCESSOR, SUCCESSOR, LOADED, RETURN]),
         ({"tensor_parallel_size": 3, "shadow_experts": 6}, [SUCCESSOR, SUCCESSOR, LOADED, LOADED]),

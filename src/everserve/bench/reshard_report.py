@@ -11,6 +11,7 @@ from everserve.bench.resharded import Loss
 from everserve.client import percentile
 
 _SHARES = (0.5, 0.9, 0.99, 1.0)
+_KV_BYTES = "kv_regained_bytes"  # in the name of the counter of KV that was copied
 _LEGEND = """\
 pause: of each stream the longest time between two tokens around the loss; over all streams of all rounds.
 recompute: no KV log. successor: KV in host memory, the device restarts at once and loads alone all that it had. parts:
@@ -18,7 +19,7 @@ recompute: no KV log. successor: KV in host memory, the device restarts at once 
   restart: everything. Only lost weights are loaded in all of them but a restart; `full reload` below is what a system
   would load that shards anew.
 link: bytes that were copied over the speed of one copy from the memory of the host, measured in the same run. Weights
-  that CPUs read where files are mapped are not copied. again: tokens of streams whose home was lost."""
+  that CPUs read where files are mapped are not copied. again: tokens whose KV was computed once more."""
 
 
 def summarize(
@@ -48,8 +49,9 @@ def _case(losses: Sequence[Loss], speed: float) -> dict[str, Any]:
     counted: Counter[str] = Counter()
     for loss in losses:
         copied.update(loss.bytes_by_source)
+        copied["KV"] += round(sum(num for name, num in loss.counted.items() if _KV_BYTES in name))
         counted.update(loss.counted)
-    per_loss = {source: num / len(losses) for source, num in copied.items()}
+    per_loss = {source: num / len(losses) for source, num in copied.items() if num or source != "KV"}
     return {
         "num_devices": losses[0].num_devices,
         "variant": losses[0].variant,
@@ -107,16 +109,16 @@ def _row(name: str, found: dict[str, Any]) -> list[str]:
         f"{found['normal_p99_ms']['median']:.1f}",
         ", ".join(copied) or "-",
         f"{found['link_ms']:.1f}" if copied else "-",
-        _sum(found["counted"], "tokens_recomputed"),
-        _sum(found["counted"], "tokens_restored"),
+        _sum(found["counted"], "tokens_recomputed", "kv_lost_tokens"),
+        _sum(found["counted"], "tokens_restored", "kv_regained_tokens"),
         str(found["num_inexact"]),
     ]
 
 
 def _sum(counted: dict[str, float], *parts: str) -> str:
     """Per loss, of counters with such names."""
-    found = [f"{num:,.0f}" for name, num in counted.items() if any(part in name for part in parts)]
-    return " + ".join(found) or "-"
+    found = [num for name, num in counted.items() if any(part in name for part in parts)]
+    return f"{sum(found):,.0f}" if found else "-"
 
 
 def _planner_row(num: int | str, name: str, found: dict[str, float], speed: float) -> list[str]:

@@ -8,7 +8,14 @@ from everserve.bench import incident, repaired
 from everserve.plan.reshard import PLANNERS, Row, lost_bytes
 from everserve.tables.ids import Rank
 
-_COUNTED = ("bytes", "recomputed", "restored", "preemptions")  # parts of names of counters that tell what was moved
+_COUNTED = (
+    "bytes",
+    "recomputed",
+    "restored",
+    "preemptions",
+    "kv_regained",
+    "kv_lost",
+)  # in names of counters of what was moved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """What an instance starts with: the capacity that it allocates once, and the first goal."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from everserve.backends.cpu.lane import LaneShape
 from everserve.config.cluster import ClusterConfig
@@ -66,22 +66,14 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) ->
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:
-    """Of every expert worker in each call; calls of the same kind and width have the same number."""
+    """Of every expert worker in each call; calls of the same kind and width have the same number. Of heads there is
+    room for all, so that any worker can take over any: a slot without one costs next to nothing, its KV is memory that
+    is only paid for where it is used."""
     most: dict[tuple[ShardKind, int], int] = {}
     alike = [(call.kind, call.num_shards) for call in placement.calls]
     for key, num in zip(alike, placement.slots_by_call, strict=True):
-        most[key] = max(most.get(key, 0), num)
-    fewest = _fewest_workers(most)
-    for (kind, num_shards), num in most.items():
-        if kind is ShardKind.HEAD:
-            most[kind, num_shards] = max(num, -(-num_shards // fewest))
+        most[key] = key[1] if key[0] is ShardKind.HEAD else max(most.get(key, 0), num)
     return tuple(most[key] for key in alike)
-
-
-def _fewest_workers(slots: Mapping[tuple[ShardKind, int], int]) -> int:
-    """On which all shards that have copies find room: heads, which have none, need slots for as many losses."""
-    others = ((num_shards, num) for (kind, num_shards), num in slots.items() if kind is not ShardKind.HEAD)
-    return max((-(-num_shards // num) for num_shards, num in others), default=1)
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
