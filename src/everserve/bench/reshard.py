@@ -174,5 +174,9 @@ def _one(
         round_ = kill.kill_worker(instance.server, "expert", rank, asks, right, settings.warm_s)
         return Loss.of_kill(name, num_devices, round_, counted(before, processes.counters(instance.server)))
     case = Case(1, fault, "enough", 0)
-    lost = lose.lose_devices(instance.server, case, [device], asks, right, settings.warm_s)
-    return Loss.of_device(name, num_devices, lost, counted(before, processes.counters(instance.server)))
+    after: dict[str, float] = {}
+    lost = lose.lose_devices(
+        *(instance.server, case, [device], asks, right, settings.warm_s),
+        when_repaired=lambda: after.update(processes.counters(instance.server)),
+    )
+    return Loss.of_device(name, num_devices, lost, counted(before, after))

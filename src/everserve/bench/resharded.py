@@ -28,7 +28,7 @@ class Loss:
     normal_p99_ms: float
     whole_s: float
     bytes_by_source: dict[str, int]
-    counted: dict[str, float]  # how counters of the server changed: of all its doing from before the load to after it
+    counted: dict[str, float]  # how counters of the server changed, from before the load until all was repaired
     num_streams: int
     num_tokens: int
     num_missing: int
