@@ -7,6 +7,7 @@ from typing import Any
 from everserve.bench import (
     balance_report,
     checkpoint,
+    decline_report,
     decode_report,
     degree_report,
     failover_report,
@@ -15,10 +16,12 @@ from everserve.bench import (
     prefill_report,
     repair_report,
     report,
+    reshard_report,
     restore_report,
     revive_report,
     scale_report,
     scaling_report,
+    trace_report,
 )
 from everserve.errors import ConfigError
 
@@ -30,6 +33,9 @@ _SHOW: dict[str, Show] = {
     "scaling": lambda result, path: scaling_report.show(result, path, _plot_beside(path)),
     "scale": scale_report.show,
     "repair": repair_report.show,
+    "reshard": reshard_report.show,
+    "decline": decline_report.show,
+    "trace": trace_report.show,
     "overhead": overhead_report.show,
     "prefill": prefill_report.show,
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),

@@ -28,7 +28,8 @@ import typer
 from everserve.errors import UserError
 
 _COMMANDS = (
-    *("bench", "bench_degree", "bench_load", "bench_revive", "chaos", "demo", "drain", "health", "kill", "scale"),
+    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "chaos", "demo", "drain", "health"),
+    *("kill", "scale"),
     *("serve", "status", "switch", "version"),
 )
 

@@ -37,6 +37,7 @@ log_references.py   which KV logs exist, and when they can be released
 weights_sources.py  which weights exist, that expert workers can copy from
 repairs.py          how far a repair is, for events
 experts_view.py     loads and places of experts, for the gateway
+survivals_view.py   which failures are survived now, for the log and the gateway
 anchor_client.py    requests to the anchor for memory
 to_gateway.py       messages to the gateway
 """

@@ -11,6 +11,7 @@ from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
 from everserve.plan.repair import Room, replan
 from everserve.plan.shards import Spread, place_shards
+from everserve.plan.survival import repairable_devices
 from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
@@ -65,11 +66,13 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) ->
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:
-    """Of every expert worker in each call; calls of the same kind and width have the same number."""
-    most: dict[tuple[str, int], int] = {}
+    """Of every expert worker in each call; calls of the same kind and width have the same number. Of heads there is
+    room for all, so that any worker can take over any: a slot without one costs next to nothing, its KV is memory that
+    is only paid for where it is used."""
+    most: dict[tuple[ShardKind, int], int] = {}
     alike = [(call.kind, call.num_shards) for call in placement.calls]
     for key, num in zip(alike, placement.slots_by_call, strict=True):
-        most[key] = max(most.get(key, 0), num)
+        most[key] = key[1] if key[0] is ShardKind.HEAD else max(most.get(key, 0), num)
     return tuple(most[key] for key in alike)
 
 
@@ -133,9 +136,7 @@ def describe(goal: Goal, placement: Placement, capacity: Capacity) -> PlacementM
     device_of = {seat.rank: seat.device for seat in goal.seats}
     deaths, losses = survivable_deaths(placement), survivable_losses(placement, device_of)
     devices = {device_of[seat.rank] for seat in placement.seats}
-    slots = zip(placement.calls, capacity.slots(len(placement.calls)), strict=True)
-    per_device = ((call, num * len(placement.seats) // len(devices)) for call, num in slots)
-    repairable = len(devices) - max(-(-call.num_shards // num) for call, num in per_device)
+    repairable = repairable_devices(goal, placement, capacity)
     num_active = max(len(experts) for seat in placement.seats for experts in seat.active)
     num_shadow = max(len(experts) for seat in placement.seats for experts in seat.shadows)
     log.info(

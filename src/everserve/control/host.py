@@ -24,6 +24,7 @@ from everserve.control.health_watch import HealthWatch
 from everserve.control.injection import Injection
 from everserve.control.parts import Decider, Parts
 from everserve.control.recovery import Recovery
+from everserve.control.survivals_view import SurvivalsView
 from everserve.tables.ids import WorkerId
 from everserve.wire.channel import RETRY_S, Channel
 from everserve.wire.messages import StartOrchestrator
@@ -41,6 +42,7 @@ class Host:
         self._machine = parts.machine
         self._gateway = parts.gateway
         self._experts_view = ExpertsView(parts.gateway)
+        self._survivals_view = SurvivalsView(parts.gateway, parts.needs.capacity, start.worker.log.mode)
         self._health = HealthWatch(parts, self._queue, start)
         injection = Injection(parts)
         self._workers = FromWorkers(parts, self._queue)
@@ -94,6 +96,7 @@ class Host:
         if not self._queue.is_recovering:
             tables = self._machine.tables()
             self._experts_view.flush(self._machine, time.monotonic())
+            self._survivals_view.flush(self._machine, time.monotonic())
         self._gateway.flush(tables, self._machine.moves)
         for channel in self._helpers():
             channel.flush()

@@ -11,8 +11,11 @@ After a loss or a return the third only chooses among places that there are anyw
 alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
-another one is planned like it. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
-worker that has a slot left.
+another one is planned like it. Of workers that have as little to do, whole experts go to the lowest rank: every layer
+is as slow as its busiest worker, so different patterns would gain nothing. Shards that every row needs (plan/shards.py)
+go to each of them in turn, from call to call, so that no worker ends up with the lost shard of every layer. Where a
+remainder is to be dealt (tables/placement.py), it gets an active place on every worker that has a slot left.
+Heads get no copies: their KV is in one place.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,6 +25,7 @@ import msgspec
 from everserve.plan.dealing import Dealing, Loads
 from everserve.plan.layer_plan import LayerPlan, Room
 from everserve.plan.load_search import lower_the_busiest
+from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
 
@@ -44,17 +48,22 @@ def replan(
         return msgspec.structs.replace(before, seats=())
     planned: dict[object, LayerPlan] = {}
     layers: dict[int, LayerPlan] = {}
+    num_homeless = dict.fromkeys(ShardKind, 0)  # so far
     for index in range(len(before.calls)) if balanced is None else balanced:
         num_experts = before.calls[index].num_shards
         load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
         here = tuple(room.of_layer(index) for room in rooms)
         num_dealt = before.num_dealt(index, len(rooms))
-        key = places, load, here, num_dealt
+        kind = before.calls[index].kind
+        turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
+        has_copies = kind is not ShardKind.HEAD
+        key = places, load, here, num_dealt, has_copies, turn
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, has_copies, turn)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
+        num_homeless[kind] += planned[key].num_homeless
     seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.calls)) for room in rooms)
     return msgspec.structs.replace(before, seats=seats)
 
@@ -75,6 +84,9 @@ def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan
 
 class _Layer(LayerPlan):
     def plan(self, may_move: bool = False) -> None:
+        self.num_homeless = sum(not homes for homes in self.homes)
+        if not self.has_copies:
+            self._drop_copies()
         self._drop_what_does_not_fit()
         self._cover()
         self._separate()
@@ -86,6 +98,16 @@ class _Layer(LayerPlan):
         self._choose_homes()
         if may_move or is_disturbed or not all(map(self.active_on, self.held)):
             lower_the_busiest(self, may_move=may_move)  # else it stays as it was balanced: loads may not be known
+
+    def _drop_copies(self) -> None:
+        """One place for each: where it is served, or else where there is least. What is held beyond the plan stays
+        until its slot is needed."""
+        for expert, places in enumerate(self.places):
+            if expert in self.dealt or len(places) < 2:
+                continue
+            kept = min(self.homes[expert] or places, key=self._how_full)
+            for rank in [rank for rank in places if rank != kept]:
+                self.take(expert, rank)
 
     def _drop_what_does_not_fit(self) -> None:
         """A worker may have fewer slots than before."""
@@ -205,9 +227,9 @@ class _Layer(LayerPlan):
         work = self.work()
         homeless = [e for e, ranks in enumerate(self.places) if ranks and not self.homes[e]]
         for expert in sorted(homeless, key=lambda e: (-self.loads[e], len(self.places[e]), e)):
-            rank = min(self.places[expert], key=lambda r: (work[r], r))
+            rank = min(self.places[expert], key=lambda r: (work[r], self.order[r]))
             self.homes[expert].append(rank)
             work[rank] += self.loads[expert]
 
     def _how_full(self, rank: Rank) -> tuple[int, float, int]:
-        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), rank
+        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), self.order[rank]

@@ -59,6 +59,7 @@ from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
+from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
 from everserve.tables.work import Work
 from everserve.wire.events import AnyEvent
@@ -299,6 +300,7 @@ class ClusterChanged(Message, frozen=True):
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
     slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
     num_masked_experts: int = 0  # over all layers
+    survivals: tuple[Survival, ...] = ()  # which failures would be survived now, and how
 
 
 class ExpertsChanged(Message, frozen=True):

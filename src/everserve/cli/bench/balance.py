@@ -15,6 +15,12 @@ def balance(
     layers: Layers = None,
     attention_workers: AttentionWorkers = 2,
     expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=2, max=MAX_RANKS)] = 4,
+    tensor_parallel: Annotated[
+        int | None,
+        typer.Option(
+            help="Divide experts over so many devices instead, of which one is lost.", min=3, max=MAX_RANKS // 2
+        ),
+    ] = None,
     shadow_experts: Annotated[
         int | None, typer.Option(help="`--shadow-experts` of the server. Default: the server's.", min=0)
     ] = None,
@@ -44,5 +50,6 @@ def balance(
         rounds=rounds,
         shape=shape,
         num_layers=layers,
+        tensor_parallel=tensor_parallel,
     )
     exit_unless(benchmark.run(settings, out))
