@@ -25,11 +25,16 @@ class PoolMemory:
     """Memory that outlives its users."""
 
     def __init__(self, config: ModelConfig, num_blocks: int, num_pieces: int, item_bytes: int = 4) -> None:
-        self.shape = KvShape(num_blocks, max(num_pieces, 1), 2 * BLOCK_SIZE * config.head_size * item_bytes)
+        self.shape = KvShape(num_blocks, max(num_pieces, 1), 2 * BLOCK_SIZE * config.head_size * item_bytes, BLOCK_SIZE)
         self.fd = create_memory("kv-pieces", self.shape.num_bytes)
+        self.mirror_fd: int | None = None
+
+    def mirrored(self) -> "PoolMemory":
+        self.mirror_fd = create_memory("kv-mirror", self.shape.num_bytes)
+        return self
 
     def forget(self) -> None:
-        """The memory is lost."""
+        """The memory is lost, but not its mirror."""
         os.close(self.fd)
         self.fd = create_memory("kv-pieces", self.shape.num_bytes)
 
@@ -39,7 +44,7 @@ def head_half(
 ) -> HeadHalf:
     """These heads, in slots from 0 on in each layer."""
     config, checkpoint = ModelConfig.from_directory(str(directory)), Checkpoint.open(str(directory))
-    kv = KvPieces(memory.fd, memory.shape)
+    kv = KvPieces(memory.fd, memory.shape, memory.mirror_fd)
     kv_dtype = Weights(config, checkpoint, dtype, ops.device).dtype
     shape = (memory.shape.num_blocks, memory.shape.num_pieces, 2, BLOCK_SIZE, config.head_size)
     pool = torch.frombuffer(kv.blocks, dtype=kv_dtype).view(shape)

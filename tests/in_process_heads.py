@@ -19,6 +19,7 @@ import torch
 
 from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.exchange import Exchange
+from everserve.backends.cpu.kept_kv import KeptKv, NoBlocks
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer, Request
 from everserve.backends.cpu.local_experts import LocalExperts
@@ -28,8 +29,12 @@ from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.config.engine import EngineConfig
 from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward
+from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
+from everserve.kvlog.layout import LogShape
+from everserve.kvlog.log import Log
 from everserve.memory.liveness import Cell, PeerState
+from everserve.memory.pieces.sources import KvSources
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
@@ -39,6 +44,7 @@ from everserve.model.layout import Weights
 from everserve.tables.block_ranges import BlockRange, block_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
+from everserve.tables.memory import Kind
 from everserve.tables.routes import Routes
 from tests.heads import BLOCK_SIZE, PoolMemory, head_half
 from tests.in_process_experts import MemoryWarden, new_cell, new_memory
@@ -47,6 +53,7 @@ OPS = native.NativeOps(num_threads=1)
 BLOCKS_PER_HOME = 24
 MAX_TOKENS, MAX_SEQS = 48, 8
 FIRST_WORKER = 20
+FETCH = -1  # as the call of a fault: it dies when it is asked for KV
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 Identity = tuple[int, int]  # layer, number
 
@@ -67,10 +74,14 @@ class ShardWorker:
     def __init__(self, world: "HeadWorld", rank: Rank, heads: Sequence[Identity], shards: Sequence[Identity]) -> None:
         self.world, self.rank = world, rank
         self.heads, self.shards = list(heads), list(shards)
-        self.memory = PoolMemory(world.config, len(world.homes) * BLOCKS_PER_HOME, len(self.heads), world.item_bytes)
+        num_blocks = len(world.homes) * BLOCKS_PER_HOME
+        self.memory = PoolMemory(world.config, num_blocks, world.num_pieces or len(self.heads), world.item_bytes)
+        if world.has_mirrors:
+            self.memory.mirrored()
         self.incarnation = Incarnation(0)
         self.fault: Callable[[int, list[Request]], bool] = lambda call, batch: False
         self.dies_after = False  # computing, before it answers
+        self.mirrors_at_once = True
         self.batches: list[tuple[int, list[int]]] = []  # call, ranks
         self.is_dead = True
 
@@ -86,15 +97,28 @@ class ShardWorker:
         self.server = LaneServer(
             self.cell, ctypes.addressof(self._no_alarm), world.shape, self.ffn, heads=self.half, calls=world.calls
         )
+        self.sources = KvSources(self.half.kv)
+        world.offer(self)
         for home in world.homes:
-            lane_fd = new_memory(world.shape.lane_bytes())
-            self.server.open(home.rank, home.cell, os.dup(lane_fd), block_range_of(home.rank, BLOCKS_PER_HOME))
-            home.peers.join(self.rank, self.incarnation, Cell(self.cell_fd), lane_fd)
+            self.meet(home)
+
+    def meet(self, home: "Home") -> None:
+        lane_fd = new_memory(self.world.shape.lane_bytes())
+        self.server.open(home.rank, home.cell, os.dup(lane_fd), block_range_of(home.rank, BLOCKS_PER_HOME))
+        home.peers.join(self.rank, self.incarnation, Cell(self.cell_fd), lane_fd)
 
     def turn(self) -> bool:
         if self.is_dead:
             return False
         server, requests = self.server, self.server.poll(0)
+        num_fetches = len(server.fetches)
+        while server.fetches:
+            if self.fault(FETCH, []):
+                self.die()
+                return True
+            server.fetch_next(self.sources)
+        if self.mirrors_at_once and self.half.kv.mirror is not None:
+            self.half.kv.mirror.copy_some(1 << 30)
         for call in sorted({request.layer for request in requests}):
             batch = [request for request in requests if request.layer == call]
             if self.fault(call, batch):
@@ -106,7 +130,7 @@ class ShardWorker:
                 return True
             self.batches.append((call, [request.rank for request in batch]))
             server.compute(batch)
-        return bool(requests)
+        return bool(requests or num_fetches)
 
     def die(self) -> None:
         """The process ends; all homes see it."""
@@ -158,7 +182,9 @@ class Home:
         head_calls = {call.layer: i for i, call in enumerate(world.calls) if call.kind is ShardKind.HEAD}
         ffn_calls = {call.layer: i for i, call in enumerate(world.calls) if call.kind is not ShardKind.HEAD}
         answer_size = config.num_heads // config.num_kv_heads * config.head_size
-        self.heads = RemoteHeads(self.exchange, head_calls, config.num_kv_heads, answer_size)
+        row_bytes = 2 * config.head_size * world.item_bytes
+        sizes = {"row_bytes": row_bytes, "block_size": BLOCK_SIZE}
+        self.heads = RemoteHeads(self.exchange, head_calls, config.num_kv_heads, answer_size, **sizes)
         self.experts = RemoteExperts(self.exchange, OPS, ffn_calls)
         self._world = world
 
@@ -168,7 +194,14 @@ class Home:
         return self._world.turn()
 
 
-def make_engine(config: ModelConfig, forward: EagerForward, blocks: BlockRange, **changes: int) -> Engine:
+def make_engine(
+    config: ModelConfig,
+    forward: EagerForward,
+    blocks: BlockRange,
+    journal: Journal | None = None,
+    heads: RemoteHeads | None = None,
+    **changes: int,
+) -> Engine:
     told = {
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": MAX_TOKENS,
@@ -181,7 +214,13 @@ def make_engine(config: ModelConfig, forward: EagerForward, blocks: BlockRange, 
         first_block=blocks.first_block,
         vocab_size=config.vocab_size,
     )
-    return Engine(EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told), limits, OPS, forward)
+    config = EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told)
+    return Engine(config, limits, OPS, forward, journal=journal, kv_elsewhere=heads)
+
+
+def config_heads(config: ModelConfig) -> int:
+    """Of all layers."""
+    return config.num_layers * config.num_kv_heads
 
 
 class HeadWorld:
@@ -195,7 +234,12 @@ class HeadWorld:
         num_homes: int = 1,
         seed: int = 0,
         places: Mapping[int, Sequence[Identity]] | None = None,
+        keeps_kv: bool = False,
+        has_copies: bool = False,
     ) -> None:
+        """`keeps_kv`: pools have mirrors, and homes have records. `has_copies`: half of all heads have a second place,
+        which has no KV of its own."""
+        self.has_mirrors, self.num_pieces = keeps_kv, 0
         self.directory = directory
         self.config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=True)
         self.checkpoint = Checkpoint.open(str(directory))
@@ -216,9 +260,18 @@ class HeadWorld:
             for number in range(call.num_shards):
                 where = heads if call.kind is ShardKind.HEAD else shards
                 where[rng.randrange(num_workers)].append((call.layer, number))
+        if has_copies:
+            for mine, others in zip(heads, [*heads[1:], heads[0]], strict=True):
+                mine += [head for head in others[::2] if head not in mine]
         if places is not None:
             heads = [list(places.get(i, ())) for i in range(num_workers)]
         ranks = [Rank(FIRST_WORKER + i) for i in range(num_workers)]
+        if keeps_kv:
+            self.num_pieces = config_heads(self.config)
+            for home in self.homes:
+                home.log_fd = new_memory(self.log_shape().head_bytes)
+                home.log = Log(home.log_fd, self.log_shape(), NoBlocks())
+        self.workers = []
         self.workers = [ShardWorker(self, *seat) for seat in zip(ranks, heads, shards, strict=True)]
         for worker in self.workers:
             worker.start()
@@ -234,13 +287,38 @@ class HeadWorld:
         weights = Weights(self.config, self.checkpoint, "auto", OPS.device)
         return Decoder(self.config, weights, OPS, self.config.max_position_embeddings, has_heads=has_heads)
 
-    def engine(self, index: int = 0, decoder: Decoder | None = None, **config: int) -> Engine:
-        """Of one home."""
+    def engine(self, index: int = 0, decoder: Decoder | None = None, log: Log | None = None, **config: int) -> Engine:
+        """Of one home; `log`: of a predecessor."""
         home, decoder = self.homes[index], decoder or self.decoder()
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, home.heads, experts), OPS.device, home.experts
         )
-        return make_engine(self.config, forward, block_range_of(home.rank, BLOCKS_PER_HOME), **config)
+        journal = Journal(KeptKv(log or home.log, home.heads)) if self.has_mirrors else None
+        blocks = block_range_of(home.rank, BLOCKS_PER_HOME)
+        return make_engine(self.config, forward, blocks, journal, home.heads, **config)
+
+    def log_shape(self) -> LogShape:
+        """Of a home's records."""
+        config = self.config
+        return LogShape(
+            num_blocks=len(self.homes) * BLOCKS_PER_HOME,
+            block_size=BLOCK_SIZE,
+            num_layers=config.num_layers,
+            num_planes=2 * config.num_kv_heads,
+            piece_bytes=config.head_size * self.item_bytes,
+            num_records=2 * MAX_SEQS,
+            max_blocks=-(-config.max_position_embeddings // BLOCK_SIZE),
+        )
+
+    def offer(self, worker: ShardWorker) -> None:
+        """Every worker gets the memory of all others, as the orchestrator gives it to them."""
+        for other in self.workers if self.has_mirrors else ():
+            if other is worker or other.is_dead:
+                continue
+            for reader, owner in ((worker, other), (other, worker)):
+                reader.sources.offer(owner.rank, Kind.KV_PIECES, os.dup(owner.memory.fd))
+                if owner.memory.mirror_fd is not None:
+                    reader.sources.offer(owner.rank, Kind.KV_MIRROR, os.dup(owner.memory.mirror_fd))
 
     def engine_alone(self, decoder: Decoder) -> Engine:
         """All in one process: what all others must reproduce."""
@@ -251,6 +329,17 @@ class HeadWorld:
             lambda batch, experts: decoder.forward(batch, pool, experts), OPS.device, LocalExperts(half)
         )
         return make_engine(self.config, forward, BlockRange(0, BLOCKS_PER_HOME))
+
+    def restart(self, index: int) -> None:
+        """The process of a home ends, and another one comes."""
+        before = self.homes[index]
+        home = self.homes[index] = Home(self, before.rank)
+        home.log_fd, home.log = before.log_fd, before.log
+        before.peers.close()
+        for worker in self.workers:
+            if not worker.is_dead:
+                worker.meet(home)
+        self.publish()
 
     def publish(self) -> None:
         """Routes to all workers that live."""

@@ -7,8 +7,9 @@
     │   └── RequestError     one request                 (HTTP 400; no other request is affected)
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After, or an error event; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
-    └── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
-        └── KvLost           all KV of one engine        (likewise, after everything was forgotten that was computed)
+    ├── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
+    │   └── KvLost           KV of one engine            (likewise, after it was regained or everything was forgotten)
+    └── FetchFailed          KV that a worker was to fetch (it is computed again)
 
 Our own bugs are `assert`s: they end the process, and the supervisor decides what happens next.
 """
@@ -53,19 +54,23 @@ class ProtocolError(EverserveError):
 class StepAbandoned(EverserveError):
     """A step needs experts that have no living place. Nothing is lost: repeat it when the routes have changed."""
 
-    def __init__(self, layer: int, experts: tuple[int, ...]) -> None:
-        super().__init__(f"layer {layer}: no place for the experts {', '.join(map(str, experts))}")
+    def __init__(self, layer: int, experts: tuple[int, ...], why: str | None = None) -> None:
+        super().__init__(why or f"layer {layer}: no place for the experts {', '.join(map(str, experts))}")
         self.layer = layer
         self.experts = experts
 
 
 class KvLost(StepAbandoned):
-    """The KV of some heads is gone, and every stream needs every head: all KV has to be computed again, from tokens.
+    """The KV of some heads is not where they have to be asked, and every stream needs every head.
 
-    Who raises this has forgotten where KV was. Who catches it must not use any KV that was computed before.
+    Who catches this must have the KV fetched (engine/regaining.py), or not use any that was computed before.
     """
 
     def __init__(self, layer: int, why: str) -> None:
-        EverserveError.__init__(self, f"layer {layer}: {why}; all KV is computed again")
+        EverserveError.__init__(self, f"layer {layer}: {why}")
         self.layer = layer
         self.experts = ()
+
+
+class FetchFailed(EverserveError):
+    """A worker that should have fetched KV would not."""

@@ -1,5 +1,6 @@
 """Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
-workers that die anywhere in a step, and come back with their memory or without.
+workers that die anywhere in a step or while they fetch KV, and come back with their memory or without it; heads that
+move from one worker to another; mirrors that lag behind; homes that die, and whose streams go on at the other one.
 
 Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
 """
@@ -8,8 +9,13 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from everserve.backends.cpu.kept_kv import NoBlocks
+from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
+from everserve.kvlog.chains import key_of
+from everserve.kvlog.log import Log
 from tests.examples import examples
 from tests.in_process_heads import HeadWorld
 from tests.models import model_directory, random_tokens
@@ -17,13 +23,16 @@ from tests.toy import spec
 
 NUM_WORKERS = 3
 requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 10), st.sampled_from([0.0, 0.8]))
-deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(0, 3), st.booleans(), st.booleans())
+deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(-1, 3), st.booleans(), st.booleans())
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 1), requests),
         st.tuples(st.just("step"), st.integers(0, 1), st.integers(1, 3)),
         st.tuples(st.just("cancel"), st.integers(0, 1), st.integers(0, 5)),
         deaths,
+        st.tuples(st.just("move"), st.integers(0, 1)),
+        st.tuples(st.just("lag"), st.integers(0, NUM_WORKERS - 1), st.booleans()),
+        st.tuples(st.just("end"), st.integers(0, 1), st.booleans()),
     ),
     min_size=2,
     max_size=20,
@@ -56,14 +65,42 @@ def _spec(id: str, request: tuple):
 class Schedule:
     """Two homes and their streams."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, num_homes=2, seed=seed)
-        decoder = alone()[1]
-        self.engines = [self.world.engine(i, decoder, max_num_batched_tokens=20, max_num_seqs=5) for i in (0, 1)]
+    def __init__(self, seed: int, keeps_kv: bool) -> None:
+        told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "has_copies": keeps_kv}
+        self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, **told)
+        self.keeps_kv = keeps_kv
+        self.engines = [self._engine(i) for i in (0, 1)]
         self.requests: dict[str, tuple] = {}
         self.streams: dict[str, list[int]] = {}
         self.cancelled: set[str] = set()
         self.loses_memory: dict[int, bool] = {}
+
+    def _engine(self, home: int, log: Log | None = None):
+        return self.world.engine(home, alone()[1], log, max_num_batched_tokens=20, max_num_seqs=5)
+
+    def move(self, home: int) -> None:
+        """Routes prefer other places for all heads that have more than one."""
+        self.world.workers.reverse()
+        self.loses_memory = {NUM_WORKERS - 1 - index: lost for index, lost in self.loses_memory.items()}
+        self.world.publish()
+
+    def lag(self, index: int, does: bool) -> None:
+        self.world.workers[index].mirrors_at_once = not does
+
+    def end(self, home: int, moves: bool) -> None:
+        """A home dies. Its streams go on at the other one, or at its successor."""
+        if not self.keeps_kv:
+            return
+        ended, world = self.engines[home], self.world
+        lost = Log(world.homes[home].log_fd, world.log_shape(), NoBlocks())
+        world.restart(home)
+        self.engines[home] = self._engine(home, Log(world.homes[home].log_fd, world.log_shape(), NoBlocks()))
+        goes_on = self.engines[1 - home if moves else home]
+        for id in ended.stream_ids():
+            known = structs.replace(_spec(id, self.requests[id]), known=list(self.streams[id]))
+            record = lost.find(key_of(id))
+            own = goes_on._journal.log
+            goes_on.add(known, Saved.of(lost, record, own) if record is not None else None)
 
     def add(self, home: int, request: tuple) -> None:
         id = f"{home}-{sum(id.startswith(str(home)) for id in self.requests)}"
@@ -71,7 +108,8 @@ class Schedule:
         self.engines[home].add(_spec(id, request))
 
     def cancel(self, home: int, number: int) -> None:
-        if self.engines[home].cancel(f"{home}-{number}"):
+        found = [engine.cancel(f"{home}-{number}") for engine in self.engines]
+        if any(found):
             self.cancelled.add(f"{home}-{number}")
 
     def die(self, index: int, call: int, after: bool, memory_lost: bool) -> None:
@@ -93,6 +131,7 @@ class Schedule:
             assert output.id not in self.cancelled
             assert output.index == len(self.streams[output.id]), "a gap or a duplicate"
             self.streams[output.id].append(output.token)
+        engine.log_step()
         engine.check()
 
     def finish(self) -> None:
@@ -104,10 +143,10 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
-@examples(10)
-@given(events, st.integers(0, 3))
-def test_every_stream_is_what_it_would_be_alone(events, seed):
-    schedule = Schedule(seed)
+@examples(15)
+@given(events, st.integers(0, 3), st.booleans())
+def test_every_stream_is_what_it_would_be_alone(events, seed, keeps_kv):
+    schedule = Schedule(seed, keeps_kv)
     try:
         for name, home, *rest in events:
             if name == "step":
@@ -122,6 +161,7 @@ def test_every_stream_is_what_it_would_be_alone(events, seed):
             stream = schedule.streams[id]
             assert stream == (expected(request)[: len(stream)] if id in schedule.cancelled else expected(request))
         assert all(engine.scheduler.pool.num_used == 0 for engine in schedule.engines)
-        assert all(symptom == "died" for home in schedule.world.homes for _, symptom in home.suspected)
+        symptoms = {symptom for home in schedule.world.homes for _, symptom in home.suspected}
+        assert symptoms <= {"died"}
     finally:
         schedule.world.close()

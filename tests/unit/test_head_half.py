@@ -1,6 +1,7 @@
 """Heads computed apart have the bits of heads computed together: any subset, any order, prefill, chunks and decode."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -159,6 +160,6 @@ def test_a_pool_of_another_shape_is_another_pool():
     id = first.id
     first.close()
     other = PoolMemory.__new__(PoolMemory)
-    other.shape = type(memory.shape)(memory.shape.num_blocks, 1, memory.shape.piece_bytes)
+    other.shape = replace(memory.shape, num_pieces=1)
     second = KvPieces(memory.fd, other.shape)
     assert second.id != id

@@ -69,8 +69,9 @@ def test_a_worker_dies_in_the_middle_of_a_step_and_its_memory_stays(make_world, 
         assert torch.equal(logits(sequences, step), logits(alone, step))
 
 
-def run(engine, world=None, events=None) -> dict[str, list[int]]:
-    """All streams to their end. `events[n]` happens before step n; where a step is abandoned, the dead are replaced."""
+def run(engine, world=None, events=None, offset=None) -> dict[str, list[int]]:
+    """All streams to their end. `events[n]` happens before step n; where a step is abandoned, the dead are replaced.
+    `offset`: how many tokens of each stream are known."""
     streams: dict[str, list[int]] = {}
     for number in range(400):
         if events and number in events:
@@ -86,7 +87,7 @@ def run(engine, world=None, events=None) -> dict[str, list[int]]:
             engine.check()
             continue
         for output in result.outputs:
-            assert output.index == len(streams.setdefault(output.id, []))
+            assert output.index == len(streams.setdefault(output.id, [])) + (offset or {}).get(output.id, 0)
             streams[output.id].append(output.token)
         engine.check()
     assert not engine.has_work

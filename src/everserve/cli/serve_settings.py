@@ -87,14 +87,13 @@ def worker_settings(
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism on CPUs heads and their KV are divided too. Their KV is in memory that outlives workers,
-    and in no log."""
+    """With tensor parallelism on CPUs heads and their KV are divided too."""
     source = settings.model
     if not (source.tensor_parallel and cluster.expert_workers and settings.compute.device == "cpu"):
         return settings
     if source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
-    return structs.replace(settings, model=structs.replace(source, divides_heads=True), log=LogConfig(mode="off"))
+    return structs.replace(settings, model=structs.replace(source, divides_heads=True))
 
 
 def start_orchestrator(

@@ -80,7 +80,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
     """For the first goal and every later one."""
     slots = _slots(goal.placement) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
-    log_bytes, kv_bytes = _log_bytes(model, start.worker)
+    log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
@@ -121,11 +121,16 @@ def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) ->
     return LaneShape.for_engine(model, settings.engine).lane_bytes()
 
 
-def _log_bytes(model: ModelConfig, settings: WorkerSettings) -> tuple[int, int]:
-    """The size of each log: in host memory, and in device memory where its blocks are the KV cache itself."""
+def _log_bytes(model: ModelConfig, settings: WorkerSettings, num_devices: int | None) -> tuple[int, int]:
+    """The size of each log: in host memory, and in device memory where its blocks are the KV cache itself. Where heads
+    are divided, a log has records only."""
     if settings.log.mode == "off":
         return 0, 0
-    shape = KvSizes.of(model, settings.engine, settings.model.dtype).log
+    sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
+    if model.divides_heads:
+        assert num_devices is not None, "divided heads have devices"
+        return sizes.records(num_devices).head_bytes, 0
+    shape = sizes.log
     if settings.compute.device == "cuda" and settings.log.mode == "anchor":
         return shape.head_bytes, shape.num_blocks * shape.block_bytes
     return shape.num_bytes, 0

@@ -144,6 +144,7 @@ class Executor:
 
     def _release(self, memory: Memory) -> None:
         """Also by the supervisor, so that a new orchestrator does not find it."""
+        self._parts.kv.drop(memory)
         self._parts.anchor.release(memory)
         self._parts.supervisor.send(DropMemory(memory=memory))
 

@@ -89,6 +89,7 @@ class FromWorkers:
         self._parts.ends.connect(end)
         self._parts.logs.introduce(end, but=end.report.logs if end.report is not None else ())
         self._parts.weights.introduce(end)
+        self._parts.kv.introduce(end)
         self._queue.tell(events.SaidHello(end.rank, end.incarnation))
 
     def _on_report(self, end: WorkerEnd, report: Report) -> None:

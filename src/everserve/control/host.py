@@ -52,6 +52,7 @@ class Host:
         if self._machine.goal.placement is not None and recovery is None:
             parts.records.note_placement()
             parts.needs.describe_backup()
+            parts.needs.describe_mirrors(self._machine.goal)
 
     @property
     def is_over(self) -> bool:

@@ -61,6 +61,8 @@ class Needs:
             sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
             num_bytes = sizes.pieces(self.model, self.capacity).num_bytes
             needed.append(self._of(Kind.KV_PIECES, seat_owner(worker.rank), num_bytes, seat.device))
+            if self.settings.log.mode == "mirror":
+                needed.append(self._of(Kind.KV_MIRROR, seat_owner(worker.rank), num_bytes))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
@@ -76,6 +78,18 @@ class Needs:
             Memory(kind=Kind.BACKUP, owners=(), num_bytes=plan.num_bytes),
             Memory(kind=Kind.BACKUP_STATE, owners=(), num_bytes=table_bytes),
         )
+
+    @property
+    def logs_are_inherited(self) -> bool:
+        """Whether the next worker in a seat goes on with its predecessor's log: KV stays where it is."""
+        return self.settings.log.mode == "anchor" or self.model.divides_heads
+
+    def describe_mirrors(self, goal: Goal) -> None:
+        """Log the size of all mirrors of heads' KV: each has room for all heads, and as much as its own heads need."""
+        pieces = {piece for seat in goal.seats for piece in self.memory(goal, seat_owner(seat.rank))}
+        mirrors = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_MIRROR]
+        if mirrors:
+            log.info("the mirrors of KV take up to %.2f GB of host memory", sum(mirrors) / len(mirrors) / 1e9)
 
     def describe_backup(self) -> None:
         """Log its size."""

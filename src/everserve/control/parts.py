@@ -8,6 +8,7 @@ from everserve.control import events
 from everserve.control.anchor_client import AnchorClient
 from everserve.control.design import capacity_of, first_goal, lost_expert_policy, max_fills
 from everserve.control.detector import Detector
+from everserve.control.kv_sources import KvSources
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
 from everserve.control.needs import Needs
@@ -64,6 +65,7 @@ class Parts:
     ends: WorkerEnds
     logs: Logs
     weights: WeightsSources
+    kv: KvSources
     births: Births
     detector: Detector
     records: Records
@@ -89,6 +91,7 @@ class Parts:
         ends = WorkerEnds(anchor, needs, goal, tell)
         logs = Logs(anchor, ends, supervisor)
         weights = WeightsSources(anchor, ends, supervisor, needs, goal)
+        kv = KvSources(anchor, ends)
         return cls(
             machine=machine,
             needs=needs,
@@ -99,7 +102,8 @@ class Parts:
             ends=ends,
             logs=logs,
             weights=weights,
-            births=Births(needs, anchor, ends, logs, weights, supervisor, tell),
+            kv=kv,
+            births=Births(needs, anchor, ends, logs, weights, kv, supervisor, tell),
             detector=Detector(start.cluster.detect_ms),
             records=Records(event_log, machine, needs.capacity, began_s),
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from everserve.control import events
 from everserve.control.anchor_client import AnchorClient
+from everserve.control.kv_sources import KvSources
 from everserve.control.log_references import Logs
 from everserve.control.needs import Needs
 from everserve.control.weights_sources import WeightsSources
@@ -35,6 +36,7 @@ class Births:
         ends: WorkerEnds,
         logs: Logs,
         weights: WeightsSources,
+        kv: KvSources,
         supervisor: Channel,
         tell: Callable[[events.AnyEvent], None],
     ) -> None:
@@ -43,6 +45,7 @@ class Births:
         self._ends = ends
         self._logs = logs
         self._weights = weights
+        self._kv = kv
         self._supervisor = supervisor
         self._tell = tell
         self._coming: dict[WorkerId, Goal] = {}  # workers whose memory is being allocated, and their goal
@@ -108,7 +111,11 @@ class Births:
             self._logs.add(memory, fd)
         else:
             self._anchor.hold(memory, fd)
-            self._weights.note(memory)
+            self._note(memory)
+
+    def _note(self, memory: Memory) -> None:
+        self._weights.note(memory)
+        self._kv.note(memory)
 
     def _go_on(self, worker: WorkerId) -> None:
         goal = self._coming.get(worker)
@@ -125,7 +132,7 @@ class Births:
     def _ask_for(self, worker: WorkerId, memory: Memory) -> None:
         def go_on(fd: int) -> None:
             self._anchor.hold(memory, os.dup(fd))
-            self._weights.note(memory)
+            self._note(memory)
             self._go_on(worker)
 
         def fail(reason: str) -> None:
@@ -135,11 +142,11 @@ class Births:
         self._anchor.allocate(memory, then=go_on, otherwise=fail)
 
     def _inherit_log(self, worker: WorkerId, memory: tuple[Memory, ...], missing: Memory) -> bool:
-        """With `--kv-log anchor` a worker adopts its predecessor's KV in place, if no process can write to it any more:
-        both the log and its blocks, or neither."""
+        """With `--kv-log anchor`, and where KV is with heads, a worker adopts its predecessor's KV in place, if no
+        process can write to it any more: both the log and its blocks, or neither."""
         of_log = [piece for piece in memory if piece.kind in _OF_LOG]
         before = self._logs.last_of(worker.rank)
-        if self._needs.settings.log.mode != "anchor" or before is None or missing not in of_log[:1]:
+        if not self._needs.logs_are_inherited or before is None or missing not in of_log[:1]:
             return False
         end = self._ends.get(before)
         if end is not None and not end.cell.is_dead(ORCHESTRATOR_WORD):

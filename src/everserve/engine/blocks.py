@@ -127,6 +127,10 @@ class BlockPool:
         """The block that holds these tokens, if one does."""
         return self.block_of.get(chain_hash)
 
+    def has(self, block: int) -> bool:
+        """Whether this is a number of this pool."""
+        return self.first_block <= block < self.first_block + self.num_blocks
+
     def is_forgotten(self, block: int) -> bool:
         """Free, not cached, and not taken in this step: this pool does not know what it holds."""
         return self.refs[block] == 0 and self.hash_of[block] is None and block not in self.taken

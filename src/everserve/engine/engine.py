@@ -3,7 +3,7 @@
 The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
@@ -19,13 +19,14 @@ from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
+from everserve.engine.regaining import KvElsewhere, Regained, Regainer
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Chunk, Sequence
 from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
-from everserve.errors import KvLost, RequestError
+from everserve.errors import KvLost, RequestError, StepAbandoned
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
@@ -46,14 +47,15 @@ _Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogpro
 @dataclass(frozen=True)
 class StepResult:
     """What one step produced: streams that advanced, streams that broke (id, reason), streams that were preempted, and
-    streams whose KV was brought back. `kv_lost`: why all KV has to be computed again; all running streams were
-    preempted, and nothing else has happened."""
+    streams whose KV was brought back. `kv_lost`: why the step was abandoned, because KV was not where it was needed;
+    then nothing else has happened. `regained`: what became of the KV then, or before this step."""
 
     advanced: list[_Advanced]
     failed: list[tuple[str, str]]
     preempted: list[Sequence]
     restored: list[Restored]
     kv_lost: str | None = None
+    regained: Regained | None = None
 
     @cached_property
     def outputs(self) -> list[Output]:
@@ -97,6 +99,7 @@ class Engine:
         forward: Forward,
         clock: Callable[[], float] = monotonic,
         journal: Journal | None = None,
+        kv_elsewhere: KvElsewhere | None = None,
     ) -> None:
         self.config = config
         self.limits = limits
@@ -118,14 +121,17 @@ class Engine:
         pool = BlockPool(limits.num_blocks, config.block_size, self._undo, limits.first_block)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
+        self._regained: Regained | None = None  # not told yet: the step after it was abandoned
+        self._regainer = Regainer(kv_elsewhere, self.scheduler, journal, clock) if kv_elsewhere is not None else None
 
     def _make_restorer(self, pool: BlockPool, journal: Journal) -> Restorer:
         """Blocks of streams that our predecessor had may be asked for soon: they are the last to be taken."""
         shape, config = journal.log.shape, self.config
-        assert (shape.num_blocks, shape.block_size) == (self.limits.num_blocks, config.block_size), "one pool, one log"
+        end = self.limits.first_block + self.limits.num_blocks
+        assert shape.num_blocks >= end and shape.block_size == config.block_size, "one pool, one log"
         assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
         for record in journal.adopted.values():
-            pool.put_last(reversed(record.blocks))
+            pool.put_last(block for block in reversed(record.blocks) if pool.has(block))
         return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
 
     @property
@@ -195,16 +201,21 @@ class Engine:
         `meanwhile` is called in every step, while a device computes if there is one.
         """
         began_s = self._clock()
-        chunks = self.scheduler.schedule()
+        self.regain()
+        try:
+            chunks = self.scheduler.schedule()
+        except StepAbandoned:  # a stream could not be restored, because workers are missing that every step needs
+            self._abandon()
+            raise
         assert chunks or not self._sequences, "there is work but nothing could be scheduled"
         if not chunks:
             meanwhile()
-            return StepResult([], [], [], [])
+            return StepResult([], [], [], [], regained=self._take_regained())
         try:
             results = self._run(chunks, meanwhile)
         except KvLost as lost:
             self._abandon()
-            return StepResult([], [], self._forget_kv(), [], kv_lost=str(lost))
+            return self._without_kv(str(lost))
         except BaseException:
             self._abandon()
             raise
@@ -218,7 +229,15 @@ class Engine:
         if self.scheduler.mask_id:
             self._num_masked_tokens += len(advanced)
         self.times.end()
-        return StepResult(advanced, failed, self.scheduler.preempted, self.scheduler.restored)
+        regained = self._take_regained()
+        preempted = [*(regained.preempted if regained is not None else ()), *self.scheduler.preempted]
+        return StepResult(advanced, failed, preempted, self.scheduler.restored, regained=regained)
+
+    def regain(self) -> None:
+        """Between two steps: have KV where heads will be asked, if that is elsewhere now. StepAbandoned if workers are
+        missing that have to fetch it; nothing has happened then."""
+        if self._regainer is not None:
+            self._regained = self._regainer.regain() or self._regained
 
     def use_mask(self, mask_id: int, masked: bytes = b"") -> None:
         """Between two steps: the router leaves these experts out from now on (`Routes.masked`). 0: no experts are
@@ -246,6 +265,11 @@ class Engine:
         if self._journal is not None:
             self._journal.commit(self.scheduler.certain())
 
+    def spare(self, blocks: Iterable[int]) -> None:
+        """Between two steps: a predecessor's streams have KV in these blocks. They are the last to be taken."""
+        pool = self.scheduler.pool
+        pool.put_last([block for block in dict.fromkeys(blocks) if pool.has(block) and pool.is_forgotten(block)][::-1])
+
     def forget_adopted(self) -> None:
         """No stream that our predecessor in this log had will come to us any more, but those that came."""
         if self._journal is not None:
@@ -261,7 +285,7 @@ class Engine:
         self.scheduler.share.use(home, others)
 
     def stats(self) -> EngineStats:
-        scheduler, restorer, journal = self.scheduler, self._restorer, self._journal
+        scheduler, restorer, journal, regainer = self.scheduler, self._restorer, self._journal, self._regainer
         prompts = list(scheduler.pending_prompts())
         return EngineStats(
             num_running=len(scheduler.running),
@@ -283,6 +307,9 @@ class Engine:
             prefill_cost=self._prefill_cost,
             pending_prefill_cost=scheduler.share.cost.of_all(prompts),
             prompts=scheduler.share.first_of(prompts),
+            num_regained_tokens=regainer.num_kept if regainer is not None else 0,
+            num_lost_tokens=regainer.num_lost if regainer is not None else 0,
+            num_regained_bytes=regainer.num_bytes if regainer is not None else 0,
         )
 
     def _count(self, chunks: list[Chunk]) -> None:
@@ -315,12 +342,19 @@ class Engine:
         if self._journal is not None:
             self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
 
-    def _forget_kv(self) -> list[Sequence]:
-        """Everything is computed again, from tokens."""
-        preempted = self.scheduler.forget_kv()
-        if self._journal is not None:
-            self._journal.clear(preempted)
-        return preempted
+    def _without_kv(self, why: str) -> StepResult:
+        """The step was abandoned, because KV is not where it was needed. Raises StepAbandoned if heads have no place:
+        then the next step begins with this."""
+        assert self._regainer is not None, "only KV that others keep can be lost"
+        if self._regained is None:
+            self._regained = self._regainer.regain()
+        regained = self._take_regained()
+        return StepResult([], [], regained.preempted if regained else [], [], kv_lost=why, regained=regained)
+
+    def _take_regained(self) -> Regained | None:
+        """What has not been told yet."""
+        regained, self._regained = self._regained, None
+        return regained
 
     def _end(self, sequence: Sequence, is_delivered: bool) -> None:
         del self._sequences[sequence.id]

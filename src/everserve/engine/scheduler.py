@@ -22,7 +22,7 @@ back is the content of blocks that were taken from another stream: see `abandon`
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import chain
 
 from everserve.config.engine import EngineConfig
@@ -97,12 +97,7 @@ class Scheduler:
         masked, sequence.masked = sequence.masked, None
         if masked is None or masked.position >= sequence.num_computed:
             return False
-        num_kept = masked.position // self.pool.block_size
-        for block in reversed(sequence.blocks[num_kept:]):
-            self.pool.release(block)
-        del sequence.blocks[num_kept:]
-        sequence.num_computed = num_kept * self.pool.block_size
-        sequence.forget_prompt_scores()
+        self._cut_to(sequence, masked.position - masked.position % self.pool.block_size)
         return True
 
     def _expect(self, sequence: Sequence) -> None:
@@ -227,17 +222,48 @@ class Scheduler:
         self._undo.commit()
         self.preempted, self.restored, self.started = [], [], []
 
-    def forget_kv(self) -> list[Sequence]:
-        """All KV is lost: nothing is cached any more, and every running stream waits again, in the order in which they
-        were admitted. Returns them."""
-        assert len(self._undo) == 0, "KV is forgotten between steps only"
+    def keep_kv(self, num_right: Mapping[str, int]) -> tuple[list[Sequence], list[Sequence]]:
+        """KV was lost: of each running stream so many of its first tokens are left (none, if it is not named), and
+        nothing is cached but these. Returns the streams that have nothing left, which wait again in the order in which
+        they were admitted, and those that have lost a part."""
+        assert len(self._undo) == 0, "KV is lost between steps only"
         self._round, self.preempted = [], []
+        cut: list[Sequence] = []
+        size = self.pool.block_size
+        right = {block for s in self.running for block in s.blocks[: num_right.get(s.id, 0) // size]}
         for block in list(self.pool.block_of.values()):
-            self.pool.withdraw(block)
+            if block not in right:
+                self.pool.withdraw(block)
         for sequence in self.running[::-1]:
-            self._preempt(sequence)
+            num_kept = self._num_kept(sequence, num_right.get(sequence.id, 0))
+            if not num_kept:
+                self._preempt(sequence)
+            elif num_kept < sequence.num_computed:
+                self._cut_to(sequence, num_kept)
+                cut.append(sequence)
         self._undo.commit()
-        return self.preempted
+        return self.preempted, cut
+
+    def _num_kept(self, sequence: Sequence, num_right: int) -> int:
+        """Whole blocks only, if the last one is shared or the rest is still to be restored."""
+        size = self.pool.block_size
+        if num_right >= sequence.num_computed:
+            return sequence.num_computed
+        is_shared = num_right % size and self.pool.refs[sequence.blocks[num_right // size]] > 1
+        return num_right - num_right % size if is_shared or sequence.saved is not None else num_right
+
+    def _cut_to(self, sequence: Sequence, num_kept: int) -> None:
+        """Give up what comes after so many tokens."""
+        num_blocks = sequence.num_blocks_for(num_kept)
+        for block in reversed(sequence.blocks[num_blocks:]):
+            self.pool.release(block)
+        del sequence.blocks[num_blocks:]
+        sequence.num_computed = num_kept
+        if sequence.masked is not None and sequence.masked.position >= num_kept:
+            sequence.masked = None
+        if sequence.saved is None:
+            self._note_masked(sequence)
+        sequence.forget_prompt_scores()
 
     def _extend(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
         """Schedule a running sequence; returns how many tokens it got."""

@@ -1,7 +1,7 @@
 """How large a worker's KV pool is, and its log. The orchestrator, which allocates logs, and the worker, which uses one,
 come to the same sizes by this; hence no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everserve.config.engine import EngineConfig
 from everserve.errors import ConfigError
@@ -33,7 +33,11 @@ class KvSizes:
         slots = zip(model.calls, capacity.slots(len(model.calls)), strict=True)
         num_pieces = sum(num for call, num in slots if call.kind is ShardKind.HEAD)
         piece_bytes = 2 * self.log.block_size * self.log.piece_bytes
-        return KvShape(capacity.devices * self.num_blocks, num_pieces, piece_bytes)
+        return KvShape(capacity.devices * self.num_blocks, num_pieces, piece_bytes, self.log.block_size)
+
+    def records(self, num_devices: int) -> LogShape:
+        """The log of a home whose streams' KV is kept by other workers: block numbers are those of all homes."""
+        return replace(self.log, num_blocks=num_devices * self.num_blocks)
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":

@@ -51,6 +51,7 @@ class Writer(Protocol):
 
     log: Log
     pool_is_in_log: bool  # then nothing is copied, only words are written
+    is_elsewhere: bool  # KV is kept, and certified, by other workers: to look at it is to ask them
     is_on_device: bool  # a step may be begun, and finished, when the next one computes; copies cost less together
     reach: int  # blocks with a lower number go into the log, others do not yet; it may grow with `begin` and `copy_in`
 
@@ -117,6 +118,7 @@ class LogWriter:
     """`Writer` in C. pool_address == log.blocks_address: the pool is in the log."""
 
     is_on_device = False
+    is_elsewhere = False
 
     def __init__(self, log: Log, pool_address: int) -> None:
         assert not log.closed

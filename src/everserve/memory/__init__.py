@@ -4,6 +4,7 @@ anchor.py     the process that owns it: one loop over the orchestrator's message
 owned.py      what it owns (tables/memory.py), of the host and of devices; nothing in the file system
 names.py      sizes of memory that backends share, and what to tell a user when there is no room
 kv_pieces.py  the KV of some heads for all streams, and who it belongs to
+pieces/       its layout, its words, its mirror, and fetching it from other memory
 liveness/     cells and wardens: doorbells, pulses, life words
 device.py     libcuda through ctypes, without torch: device memory as descriptors, addresses, streams, waiting
 devices.py    which devices there are and how much memory they have, asked of a process that ends again

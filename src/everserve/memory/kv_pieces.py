@@ -1,8 +1,9 @@
-"""KvPieces: the KV of some heads, in memory that outlives the process which computes them.
+"""KvPieces: the KV of some heads, in memory that outlives the process which computes them (pieces/layout.py has the
+picture).
 
-    page 0      magic | id | num_blocks | num_pieces | piece_bytes
-    page 1 ...  for each piece the (layer, head) that it belongs to
-    then        [block][piece][piece_bytes]: keys and values of block_size tokens
+The memory certifies itself: beside each token's keys and values in each piece stands a *word* of their checksum and of
+the token's chain (kvlog/chains.py). So what is in a pool, or in its mirror, can be used by whoever knows the chains of
+a stream: what is torn, missing or of another stream only shortens what is believed.
 
 The *id* is a random number. Homes compute streams with the KV of a pool with a certain id; when KV was lost, the id is
 another one, and requests that name the old one are refused. It is new
@@ -15,19 +16,17 @@ uses a pool holds a lock that the kernel gives up when the process ends, and onl
 that process has ended, and not before.
 """
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import struct
-from dataclasses import dataclass
 
-_PAGE = 4096
-_MAGIC = 0x736563656970766B  # "kvpieces"
-_MAGIC_AT, _ID_AT = 0, 1  # words of page 0
-_FREE = 0
-_HEAD_BITS = 16
+from everserve.memory.pieces.layout import NOBODY, PAGE, KvMemory, KvShape, owner_of
+from everserve.memory.pieces.library import load
+from everserve.memory.pieces.mirror import Mirror
+
+__all__ = ["KvPieces", "KvShape", "PoolInUseError"]
+
 _flock = struct.Struct("@hhqqi")
 
 
@@ -35,82 +34,73 @@ class PoolInUseError(RuntimeError):
     """The process that had this pool before has not ended."""
 
 
-@dataclass(frozen=True)
-class KvShape:
-    """The pool of one worker."""
-
-    num_blocks: int
-    num_pieces: int
-    piece_bytes: int  # keys and values of one block in one piece
-
-    @property
-    def blocks_at(self) -> int:
-        return _PAGE + -(-self.num_pieces * 8 // _PAGE) * _PAGE
-
-    @property
-    def num_bytes(self) -> int:
-        return self.blocks_at + self.num_blocks * self.num_pieces * self.piece_bytes
-
-
 class KvPieces:
-    """A pool in memory that another process owns. `fd` stays the caller's. Raises PoolInUseError."""
+    """A pool in memory that another process owns. `fd` stays the caller's. Raises PoolInUseError.
 
-    def __init__(self, fd: int, shape: KvShape) -> None:
-        if os.fstat(fd).st_size < shape.num_bytes:
-            raise ValueError(f"a pool has {shape.num_bytes} bytes, this memory has {os.fstat(fd).st_size}")
+    `mirror_fd`: of a second memory, if there is one, into which everything is copied that is stored here. New memory
+    takes over from it which piece belongs to which head: so what the mirror has can be fetched (pieces/sources.py).
+    """
+
+    def __init__(self, fd: int, shape: KvShape, mirror_fd: int | None = None) -> None:
         self.shape = shape
         # A description of our own: locks of descriptors that were passed between processes are one lock.
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
         try:
             self._lock()
-        except PoolInUseError:
+            self.memory = KvMemory(fd, shape)
+        except (PoolInUseError, ValueError):
             os.close(self._lock_fd)
             raise
-        self._map = mmap.mmap(fd, shape.num_bytes)
-        words = (ctypes.c_int64 * 5).from_buffer(self._map)
-        self.id_address = ctypes.addressof(words) + 8 * _ID_AT
-        self._id = ctypes.c_int64.from_address(self.id_address)
-        self._owners = (ctypes.c_int64 * shape.num_pieces).from_buffer(self._map, _PAGE)
-        facts = [shape.num_blocks, shape.num_pieces, shape.piece_bytes]
-        if words[_MAGIC_AT] != _MAGIC or words[2:] != facts or not self._id.value:
-            words[_MAGIC_AT] = 0
-            self._owners[:] = [_FREE] * shape.num_pieces
-            for at, fact in enumerate(facts, start=2):
-                words[at] = fact
-            self._id.value = _new_id()
-            words[_MAGIC_AT] = _MAGIC  # last: a process that dies before leaves nothing that counts
+        self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape)) if mirror_fd is not None else None
+        if not self.memory.is_signed:
+            owners = self.mirror.owners if self.mirror is not None else None
+            self.memory.sign(owners or [NOBODY] * shape.num_pieces, _new_id())
+        if self.mirror is not None:
+            self.mirror.note_owners()
         self._is_used = [False] * shape.num_pieces  # by this process
 
     @property
     def id(self) -> int:
-        return self._id.value
+        return self.memory.id
+
+    @property
+    def id_address(self) -> int:
+        return self.memory.id_address
 
     @property
     def blocks(self) -> memoryview:
         """All of the pool's KV."""
-        return memoryview(self._map)[self.shape.blocks_at : self.shape.num_bytes]
+        return self.memory.blocks
 
     def piece_of(self, layer: int, head: int) -> int:
         """The piece of this head, from now on. If no piece is free, one is taken whose head is not used here, and the
         id changes."""
-        owner = _owner(layer, head)
-        owners = list(self._owners)
+        owner = owner_of(layer, head)
+        owners = list(self.memory.owners)
         if owner in owners:
             piece = owners.index(owner)
-        elif _FREE in owners:
-            piece = owners.index(_FREE)
+        elif NOBODY in owners:
+            piece = owners.index(NOBODY)
         elif False in self._is_used:
             piece = self._is_used.index(False)
-            self._id.value = _new_id()  # first: who dies here has lost more than it had to, never less
+            self.memory.id = _new_id()  # first: who dies here has lost more than it had to, never less
         else:
             raise ValueError(f"a pool with {self.shape.num_pieces} pieces, all in use, has none for layer {layer}")
-        self._owners[piece] = owner
+        self.memory.owners[piece] = owner
         self._is_used[piece] = True
+        if self.mirror is not None:
+            self.mirror.note_owners()
         return piece
 
     def give_up(self, layer: int, head: int) -> None:
         """This head is not served here any more. Its KV stays until the piece is needed."""
-        self._is_used[list(self._owners).index(_owner(layer, head))] = False
+        self._is_used[list(self.memory.owners).index(owner_of(layer, head))] = False
+
+    def sign(self, kv_slots: int, chains: int, num_rows: int, pieces: int, num_pieces: int) -> None:
+        """Rows are stored in all of these pieces: addresses of int32, of uint64, and of int32."""
+        load().brief.es_pieces_sign(self.memory.address, kv_slots, chains, num_rows, pieces, num_pieces)
+        if self.mirror is not None:
+            self.mirror.note(kv_slots, num_rows, pieces, num_pieces)
 
     def close(self) -> None:
         """Gives up the lock. The memory stays mapped for as long as there is a view of it."""
@@ -119,17 +109,13 @@ class KvPieces:
         self._lock_fd = -1
 
     def _lock(self) -> None:
-        request = _flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, _PAGE, 0)
+        request = _flock.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, PAGE, 0)
         try:
             fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, request)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise PoolInUseError("the process that had this KV has not ended") from None
-
-
-def _owner(layer: int, head: int) -> int:
-    return 1 + (layer << _HEAD_BITS | head)
 
 
 def _new_id() -> int:

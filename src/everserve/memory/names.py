@@ -18,6 +18,7 @@ _ADVICE = {
     Kind.LANE: "lower --max-num-batched-tokens or --gpu-memory-utilization",
     Kind.KV: "lower --gpu-memory-utilization or --kv-cache-memory-bytes, or end what else uses the device",
     Kind.KV_PIECES: "lower --kv-cache-memory-bytes",
+    Kind.KV_MIRROR: "lower --kv-cache-memory-bytes, or use --kv-log anchor",
     KV_CACHE: "lower --kv-cache-memory-bytes",
     Kind.LOG: "lower --kv-cache-memory-bytes, or use --kv-log off",
     Kind.BACKUP: "use --expert-backup off",

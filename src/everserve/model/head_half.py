@@ -18,7 +18,7 @@ from torch import Tensor
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import HeadSources, Weights
-from everserve.model.ops import HeadOps, HeadWeights
+from everserve.model.ops import HeadOps, HeadRequest, HeadWeights
 from everserve.model.rope import Rotation, rope_tables
 from everserve.tables.slots import EMPTY
 
@@ -35,6 +35,9 @@ class KvPool(Protocol):
 
     def give_up(self, layer: int, head: int) -> None:
         """This head is not served here any more."""
+
+    def sign(self, kv_slots: int, chains: int, num_rows: int, pieces: int, num_pieces: int) -> None:
+        """Rows with these chains are stored in these pieces (addresses): certify them."""
 
 
 class HeadHalf:
@@ -113,3 +116,6 @@ class HeadHalf:
         self.ops.head_rows_at(
             requests, num_requests, self._slots[layer], self.kv_pool, self._rotations[layer], scale
         )  # fmt: skip
+        for request in (HeadRequest * num_requests).from_address(requests):
+            if request.chains:
+                self.kv.sign(request.kv_slots, request.chains, request.num_rows, request.pieces, request.num_heads)

@@ -91,7 +91,7 @@ class HeadRequest(ctypes.Structure):
         (name, ctypes.c_int64)
         for name in (
             *("x", "y", "positions", "kv_slots", "query_starts", "block_tables", "slots", "pieces"),
-            *("num_rows", "num_sequences", "table_width", "num_heads"),
+            *("num_rows", "num_sequences", "table_width", "num_heads", "chains"),
         )
     ]
     x: int  # normed rows

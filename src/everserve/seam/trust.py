@@ -103,6 +103,10 @@ class Peers(ABC):
         self.owner_LN = np.full((len(self.moe_layers), num_experts), NO_RANK, np.int32)
         self.slot_LN = np.full_like(self.owner_LN, NO_RANK)
         self.num_changes = 0  # of these two
+        # The same without `stick`, where that is used: as if it did not matter where experts were asked before.
+        self.wanted_LN = np.full_like(self.owner_LN, NO_RANK)
+        self.wanted_slot_LN = np.full_like(self.owner_LN, NO_RANK)
+        self._sticky: tuple[np.ndarray, np.ndarray] | None = None
         self._candidates = np.empty((*self.owner_LN.shape, 0, 2), np.int16)
         self._is_moved_LNC = np.zeros(self._candidates.shape[:3], bool)
 
@@ -135,6 +139,11 @@ class Peers(ABC):
         """Forget retired peers once their processes are certainly dead. Not in the middle of a layer: answers that they
         sent in time may still be in use."""
 
+    def stick(self, layers: np.ndarray, ranks_LN: np.ndarray) -> None:
+        """What is in these layers (by index) is asked in these ranks, as long as they are candidates: something is
+        there that other candidates do not have. The array is looked at whenever places are resolved."""
+        self._sticky = layers, ranks_LN
+
     # -- what the orchestrator says --------------------------------------------------------------
 
     def join(self, rank: Rank, incarnation: Incarnation, cell: Cell, lane_fd: int, bell_fd: int | None = None) -> None:
@@ -149,7 +158,7 @@ class Peers(ABC):
                     os.close(fd)
         self._peers[rank] = Peer(rank, incarnation, cell, lane)
         self.warden.watch(rank, cell, self._word)
-        self._resolve()
+        self.resolve()
 
     def leave(self, rank: Rank, incarnation: Incarnation) -> None:
         """That incarnation is gone: nothing of it counts any more."""
@@ -160,7 +169,7 @@ class Peers(ABC):
         self.warden.unwatch(rank)
         self._retire(peer)
         self._is_moved_LNC[self._candidates[..., 0] == rank] = False  # that was about its slots
-        self._resolve()
+        self.resolve()
 
     def use(self, routes: Routes) -> None:
         """Follow these routes from now on. They pardon all suspects: the orchestrator knows of them. What was moved by
@@ -213,7 +222,7 @@ class Peers(ABC):
             if state is PeerState.ALIVE:
                 if peer.is_pardoned:
                     self._trust(peer)
-                    self._resolve()
+                    self.resolve()
             elif peer.suspicion is None:
                 suspicions.append(self.suspect(peer, _SYMPTOMS[state]))
         return suspicions
@@ -221,7 +230,7 @@ class Peers(ABC):
     def suspect(self, peer: Peer, reason: Symptom) -> Suspicion:
         """Route around a peer from now on."""
         peer.suspicion = reason
-        self._resolve()
+        self.resolve()
         return Suspicion(peer.rank, peer.incarnation, reason)
 
     def note_moved(self, rank: Rank, layer: int, places: Collection[tuple[int, int]]) -> None:
@@ -230,7 +239,7 @@ class Peers(ABC):
         for slot, expert in places:
             is_there_C = (self._candidates[index, expert] == (rank, slot)).all(axis=1)
             self._is_moved_LNC[index, expert] |= is_there_C
-        self._resolve()
+        self.resolve()
 
     def reconsider(self) -> None:
         """Trust every suspect again that pulses, and ask for what was moved: there is no other candidate, or there are
@@ -239,12 +248,12 @@ class Peers(ABC):
         for peer in self._peers.values():
             if peer.suspicion is not None and self.warden.state(peer.rank) is PeerState.ALIVE:
                 self._trust(peer)
-        self._resolve()
+        self.resolve()
 
     def _trust(self, peer: Peer) -> None:
         peer.suspicion, peer.is_pardoned = None, False
 
-    def _resolve(self) -> None:
+    def resolve(self) -> None:
         """Owners and slots: for each expert the first candidate that is trusted. Runs in the middle of a layer."""
         self.num_changes += 1
         trusted = np.zeros(MAX_RANKS + 1, bool)  # NO_RANK is -1: the last one
@@ -253,13 +262,24 @@ class Peers(ABC):
             self._note_trust(rank, peer.suspicion is None)
         if self._candidates.shape[2] == 0:
             self.owner_LN[...] = NO_RANK
+            self.wanted_LN[...] = NO_RANK
             return
         rank_LNC, slot_LNC = self._candidates[..., 0], self._candidates[..., 1]
         usable_LNC = trusted[rank_LNC] & ~self._is_moved_LNC
-        first_LN1 = usable_LNC.argmax(axis=2)[..., None]
+        is_usable_LN = usable_LNC.any(axis=2)
 
-        def first(table_LNC: np.ndarray) -> np.ndarray:
-            return np.take_along_axis(table_LNC, first_LN1, axis=2)[..., 0]
+        def choose(index_LN: np.ndarray, rank_LN: np.ndarray, slot_LN: np.ndarray) -> None:
+            def at(table_LNC: np.ndarray) -> np.ndarray:
+                return np.take_along_axis(table_LNC, index_LN[..., None], axis=2)[..., 0]
 
-        self.owner_LN[...] = np.where(first(usable_LNC), first(rank_LNC), NO_RANK)
-        self.slot_LN[...] = first(slot_LNC)
+            rank_LN[...], slot_LN[...] = np.where(is_usable_LN, at(rank_LNC), NO_RANK), at(slot_LNC)
+
+        first_LN = usable_LNC.argmax(axis=2)
+        if self._sticky is not None:
+            choose(first_LN, self.wanted_LN, self.wanted_slot_LN)
+            layers, ranks_LN = self._sticky
+            narrow = slice(ranks_LN.shape[1])
+            stays_LNC = usable_LNC[layers, narrow] & (rank_LNC[layers, narrow] == ranks_LN[..., None])
+            stays_LN, index_LN = stays_LNC.any(axis=2), stays_LNC.argmax(axis=2)
+            first_LN[layers, narrow] = np.where(stays_LN, index_LN, first_LN[layers, narrow])
+        choose(first_LN, self.owner_LN, self.slot_LN)

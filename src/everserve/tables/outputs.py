@@ -63,6 +63,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prefill_cost: int = 0  # of prompt tokens computed (plan/prefill.py)
     pending_prefill_cost: int = 0  # gauge: of those still to compute
     prompts: tuple[PendingPrompt, ...] = ()  # gauge: the next of them, no more than other homes need to know
+    num_regained_tokens: int = 0  # of running streams, kept when heads had to be computed elsewhere
+    num_lost_tokens: int = 0  # of running streams, computed again because heads had to be computed elsewhere
+    num_regained_bytes: int = 0  # of KV, copied for that
 
 
 class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -277,6 +277,18 @@ class StreamRestored(Event, frozen=True):
     took_ms: float
 
 
+class KvRegained(Event, frozen=True):
+    """Heads have to be computed elsewhere than before, and an attention worker has had their KV fetched: how much of
+    that of its running streams is there, and how much is computed again."""
+
+    rank: int
+    num_streams: int
+    num_kept: int  # tokens
+    num_lost: int  # tokens
+    num_bytes: int  # that were copied
+    took_ms: float
+
+
 class StreamDiverged(Event, frozen=True):
     """A worker sent a token that contradicts the one that the client has at this index. It was dropped."""
 
@@ -452,6 +464,7 @@ AnyEvent = (
     | RequestResumed
     | StreamMoved
     | StreamRestored
+    | KvRegained
     | StreamDiverged
     | StreamBroke
     | ClientResumed

@@ -4,7 +4,7 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   WeightsJoined, WeightsLeft, Leave, Hang, Fenced, Shutdown
+                                   WeightsJoined, WeightsLeft, KvJoined, KvLeft, Leave, Hang, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
                                    Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
@@ -53,7 +53,7 @@ from everserve.tables.goal import Capacity, Goal
 from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
-from everserve.tables.memory import Memory
+from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec
@@ -213,6 +213,21 @@ class WeightsLeft(Message, frozen=True):
     """Orchestrator to expert worker: that memory is gone; do not use it any more."""
 
     rank: Rank | None
+
+
+class KvJoined(Message, frozen=True):
+    """Orchestrator to expert worker: the pool of another expert seat's heads, or its mirror, to fetch KV from. Replaces
+    what was announced as that before. + fd: the memory."""
+
+    rank: Rank
+    kind: Kind
+
+
+class KvLeft(Message, frozen=True):
+    """Orchestrator to expert worker: this memory is lost."""
+
+    rank: Rank
+    kind: Kind
 
 
 class Leave(Message, frozen=True):
@@ -750,6 +765,8 @@ AnyMessage = (
     | SlotsReported
     | WeightsJoined
     | WeightsLeft
+    | KvJoined
+    | KvLeft
     | Leave
     | Hang
     | Fenced

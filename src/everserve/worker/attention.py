@@ -21,6 +21,7 @@ from functools import partial
 import msgspec
 
 from everserve.engine.engine import StepResult
+from everserve.engine.regaining import Regained
 from everserve.errors import RequestError, StepAbandoned
 from everserve.memory.liveness import Cell
 from everserve.memory.liveness.lease import LEAST_S, Lease
@@ -28,7 +29,14 @@ from everserve.seam.trust import Peers
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.outputs import EngineStats
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
-from everserve.wire.events import BadBytes, RequestPreempted, StreamRestored, StreamsContinued, StreamsPaused
+from everserve.wire.events import (
+    BadBytes,
+    KvRegained,
+    RequestPreempted,
+    StreamRestored,
+    StreamsContinued,
+    StreamsPaused,
+)
 from everserve.wire.messages import (
     AnyMessage,
     Cancel,
@@ -90,6 +98,7 @@ class AttentionLoop:
         self._was_busy = False
         self._dropped_said = False
         self._acknowledged = 0  # the latest epoch sent in RoutesUsed
+        self._is_behind = False  # newer routes could not be used yet
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
@@ -133,8 +142,15 @@ class AttentionLoop:
 
     def _acknowledge(self) -> None:
         """Between two steps: use the mask of the latest routes, and report these, if they are new. No request in flight
-        follows older routes, and no step runs under two masks."""
+        follows older routes, no step runs under two masks, and no KV is needed from where older routes led to."""
         if self._seam is not None and self._has_new_routes:
+            try:
+                self._engine.regain()
+            except StepAbandoned as abandoned:
+                self._is_behind = True
+                self._pause(abandoned)
+                return
+            self._is_behind = False
             self._use_mask(self._seam.peers)
             self._acknowledged = self._seam.peers.epoch
             self._control.send(RoutesUsed(epoch=Epoch(self._acknowledged)))
@@ -165,7 +181,7 @@ class AttentionLoop:
 
     def _receive(self) -> None:
         timeout_s = 0.0 if self._engine.has_work or self._was_busy else _IDLE_REPORT_S
-        if self._paused_since is not None and not self._has_new_routes:
+        if self._paused_since is not None and (self._is_behind or not self._has_new_routes):
             timeout_s = _TRY_AGAIN_S
         for key, _ in self._selector.select(timeout_s):
             key.data()
@@ -274,7 +290,9 @@ class AttentionLoop:
     def _tell(self, result: StepResult) -> None:
         """Publish the results of a step: first to the gateway, then to the log."""
         if result.kv_lost is not None:
-            log.warning("%s: %d streams", result.kv_lost, len(result.preempted))
+            log.warning("%s", result.kv_lost)
+        if result.regained is not None:
+            self._tell_regained(result.regained)
         for id, reason in result.failed:
             self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
         self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
@@ -289,6 +307,25 @@ class AttentionLoop:
                     num_tokens=len(sequence.tokens),
                 )
             )
+
+    def _tell_regained(self, regained: Regained) -> None:
+        log.log(
+            logging.WARNING if regained.num_lost else logging.INFO,
+            "heads are elsewhere: %d streams keep the KV of %d tokens, that of %d is computed again (%.1f MB, %.1f ms)",
+            regained.num_streams, regained.num_kept, regained.num_lost, regained.num_bytes / 1e6,
+            regained.took_s * 1e3,
+        )  # fmt: skip
+        self._events.append(
+            KvRegained(
+                process=self._events.process,
+                rank=self._rank,
+                num_streams=regained.num_streams,
+                num_kept=regained.num_kept,
+                num_lost=regained.num_lost,
+                num_bytes=regained.num_bytes,
+                took_ms=regained.took_s * 1e3,
+            )
+        )
 
     def _tell_restored(self, result: StepResult) -> None:
         for restored in result.restored:

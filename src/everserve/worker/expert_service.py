@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
 from everserve.memory.liveness.lease import LEAST_S, Lease
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
+from everserve.tables.memory import Kind
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.channel import Descriptors
 from everserve.wire.events import EventLog, StaleDropped
@@ -24,6 +25,8 @@ from everserve.wire.messages import (
     ExpertReport,
     Fenced,
     FillSlots,
+    KvJoined,
+    KvLeft,
     Leave,
     Leaving,
     PeerJoined,
@@ -136,6 +139,13 @@ class ExpertService(ABC):
     def _note_health(self, rank: Rank, state: PeerState) -> None:
         """A customer has died, has become silent, or is alive again."""
 
+    def _offer_kv(self, rank: Rank, kind: Kind, fd: int) -> None:
+        """Memory that KV can be fetched from. Takes over the descriptor."""
+        os.close(fd)
+
+    def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:  # noqa: B027 (only where heads are divided)
+        """That memory is lost."""
+
     def report_slots(self) -> None:
         """Report what all slots hold; sent before Ready."""
         self._control.send(SlotsReported(slots=self.slots.held))
@@ -213,6 +223,11 @@ class ExpertService(ABC):
             self.slots.offer(message.rank, message.weights, fds.take())
         elif isinstance(message, WeightsLeft):
             self.slots.withdraw(message.rank)
+        elif isinstance(message, KvJoined):
+            (fd,) = fds.take()
+            self._offer_kv(message.rank, message.kind, fd)
+        elif isinstance(message, KvLeft):
+            self._withdraw_kv(message.rank, message.kind)
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif isinstance(message, Leave):

@@ -12,7 +12,7 @@ from everserve.engine.engine import Engine
 from everserve.engine.saved import Saved
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
-from everserve.tables.ids import WorkerId
+from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.requests import RequestSpec
 
 # (fd of the log, fd of its blocks) -> the log, or None if it cannot be read here. The caller keeps the descriptors.
@@ -20,14 +20,23 @@ OpenLog = Callable[[int, int | None], Log | None]
 
 
 class KeptLogs:
-    """Logs by the incarnation that wrote them."""
+    """Logs by the incarnation that wrote them. `shares_blocks_with`: a rank whose logs name blocks of our own range, in
+    pools that others keep."""
 
-    def __init__(self, open_log: OpenLog | None, own: Log | None, opens_early: bool = False) -> None:
+    def __init__(
+        self,
+        open_log: OpenLog | None,
+        own: Log | None,
+        opens_early: bool = False,
+        shares_blocks_with: Rank | None = None,
+    ) -> None:
         self._open_log = open_log  # None: logs are off
         self._own = own
         self._opens_early = opens_early
         self._fds: dict[WorkerId, tuple[int, int | None]] = {}
         self._open: dict[WorkerId, Log | None] = {}
+        self._shares_blocks_with = shares_blocks_with
+        self._to_spare: list[WorkerId] = []  # logs whose blocks should be used last
         self._left: list[Log] = []  # left, but a stream may still wait to be restored from one
 
     @property
@@ -40,6 +49,7 @@ class KeptLogs:
             close_fds(fd, kv_fd)
         else:
             self._fds[id] = fd, kv_fd
+            self._to_spare += [id] if id.rank == self._shares_blocks_with else []
 
     def leave(self, id: WorkerId, engine: Engine) -> None:
         """The log is not needed any more. The next `sweep` unmaps it: a device may be in the middle of a step."""
@@ -61,6 +71,10 @@ class KeptLogs:
 
     def sweep(self, engine: Engine) -> None:
         """Unmap logs that are not needed any more, map new ones in advance. Call it between steps."""
+        for id in self._to_spare:
+            log = self._log(id)
+            engine.spare(block for record in (log.records() if log is not None else ()) for block in record.blocks)
+        self._to_spare.clear()
         for log in [log for log in self._left if not engine.waits_for(log)]:
             self._left.remove(log)
             log.close()

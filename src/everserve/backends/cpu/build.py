@@ -11,7 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.kept_kv import KeptKv, NoBlocks
 from everserve.backends.cpu.memory_slots import MemorySlots
+from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.backends.cpu.select import HostOps, select_ops
 from everserve.engine.engine import Engine
 from everserve.engine.forward import EagerForward
@@ -111,13 +113,15 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
     return half
 
 
-def load_heads(opened: Opened, start: StartWorker, pool_fd: int) -> HeadHalf:
+def load_heads(opened: Opened, start: StartWorker, pool_fd: int, mirror_fd: int | None) -> tuple[HeadHalf, KvPieces]:
     """The heads of one seat, and their KV in the seat's own memory, where a predecessor may have left some. The
-    descriptor is ours."""
+    descriptors are ours."""
     model, slots, settings = opened.model, start.slots, start.settings
     assert slots is not None
-    kv = _open_pool(pool_fd, opened.sizes.pieces(model, start.capacity))
-    os.close(pool_fd)
+    kv = _open_pool(pool_fd, opened.sizes.pieces(model, start.capacity), mirror_fd)
+    for fd in (pool_fd, mirror_fd):
+        if fd is not None:
+            os.close(fd)
     shape = (kv.shape.num_blocks, kv.shape.num_pieces, 2, settings.engine.block_size, model.head_size)
     kv_pool = torch.frombuffer(kv.blocks, dtype=resolve_dtype(settings.model.dtype, model)).view(shape)
     held = {
@@ -132,15 +136,15 @@ def load_heads(opened: Opened, start: StartWorker, pool_fd: int) -> HeadHalf:
     for done, place in enumerate(places):
         half.load(*place)
         progress(done + 1, len(places))
-    return half
+    return half, kv
 
 
-def _open_pool(fd: int, shape: KvShape) -> KvPieces:
+def _open_pool(fd: int, shape: KvShape, mirror_fd: int | None) -> KvPieces:
     """A predecessor that was stopped is killed within seconds; until then it could write to the pool."""
     deadline = time.monotonic() + _PREDECESSOR_S
     while True:
         try:
-            return KvPieces(fd, shape)
+            return KvPieces(fd, shape, mirror_fd)
         except PoolInUseError:
             if time.monotonic() > deadline:
                 raise
@@ -180,11 +184,19 @@ class EngineBuilder:
         self.log: Log | None = None
         self.writer: LogWriter | None = None
         if log_fd is not None:
-            with memory_for(start.rank, Kind.LOG, opened.sizes.log.num_bytes):
-                self.log = Log(log_fd, opened.sizes.log)
+            self.log = self.open_log(log_fd)
             os.close(log_fd)
 
-    def build(self, experts: Experts, heads: Heads | None = None) -> Engine:
+    def open_log(self, fd: int) -> Log:
+        """One like ours. The descriptor stays the caller's."""
+        sizes, start = self._opened.sizes, self._start
+        if self._opened.model.divides_heads:
+            assert start.capacity.devices is not None
+            return Log(fd, sizes.records(start.capacity.devices), NoBlocks())
+        with memory_for(start.rank, Kind.LOG, sizes.log.num_bytes):
+            return Log(fd, sizes.log)
+
+    def build(self, experts: Experts, heads: RemoteHeads | None = None) -> Engine:
         """`heads`: where they and their KV are; None: here."""
         settings, ops, sizes = self._start.settings, self._opened.ops, self._opened.sizes
         decoder = Decoder(
@@ -195,10 +207,10 @@ class EngineBuilder:
             progress=self._opened.loading.part("layers"),
             has_heads=heads is None,
         )
-        kv: Tensor | Heads = self._make_pool(decoder) if heads is None else self._no_heads()
+        pool = self._make_pool(decoder) if heads is None else None
+        kv: Tensor | Heads = pool if pool is not None else self._no_heads()
         if self.log is not None:
-            assert isinstance(kv, Tensor), "KV that is elsewhere is not logged here"
-            self.writer = LogWriter(self.log, kv.data_ptr())
+            self.writer = LogWriter(self.log, pool.data_ptr()) if pool is not None else _kept(self.log, heads)
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, kv, experts),
             ops.device,
@@ -216,6 +228,7 @@ class EngineBuilder:
             ops,
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
+            kv_elsewhere=heads,
         )
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
         forward.experts, kv = experts, heads if heads is not None else kv
@@ -231,3 +244,8 @@ class EngineBuilder:
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)
         with memory_for(self._start.rank, KV_CACHE, math.prod(shape) * decoder.kv_dtype.itemsize):
             return torch.empty(shape, dtype=decoder.kv_dtype, device=self._opened.ops.device)
+
+
+def _kept(log: Log, heads: RemoteHeads | None) -> KeptKv:
+    assert heads is not None, "KV is here, or where heads are"
+    return KeptKv(log, heads)

@@ -20,10 +20,13 @@ looked at; its box is used again only once it has come.
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from struct import Struct
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from everserve.backends.cpu.lane import MAX_EXPERTS, LaneLayout, load, moved_place
@@ -40,6 +43,8 @@ _OPEN, _ARRIVED, _LOST, _REFUSED = range(4)
 _RING_AGAIN, _GIVE_UP = 2, 3  # after so many looks, detect_ms apart, at a peer that is idle although we asked
 _int64 = ctypes.c_int64
 _call_fields = Struct("13q").pack_into
+_fetch_args = Struct("8q").pack
+_FETCHED_AT = 64  # in struct fetch
 
 
 class _Part(ctypes.Structure):
@@ -61,7 +66,7 @@ class StepPage(ctypes.Structure):
         (name, _int64)
         for name in (
             *("page", "num_sequences", "table_width"),
-            *("positions", "kv_slots", "query_starts", "block_tables", "pools"),
+            *("positions", "kv_slots", "query_starts", "block_tables", "chains", "pools"),
         )
     ]
     page: int
@@ -71,7 +76,28 @@ class StepPage(ctypes.Structure):
     kv_slots: int
     query_starts: int
     block_tables: int
+    chains: int
     pools: int
+
+
+class Fetch(NamedTuple):
+    """Tokens of a stream that a worker shall have, for some of its heads (memory/pieces/sources.py)."""
+
+    calls: NDArray[np.int32]  # of these heads
+    words: NDArray[np.int32]  # of these heads: slot and number (lane.py: row_word)
+    sources: NDArray[np.int32]  # the blocks that the tokens are in
+    blocks: NDArray[np.int32]  # the blocks that they shall be in
+    chains: NDArray[np.uint64]  # one for each token
+
+
+class Fetched(ctypes.Structure):
+    """What a worker has answered: the second line of struct fetch in csrc/lane.h."""
+
+    _fields_ = [(name, _int64) for name in ("answer", "status", "num_right", "num_bytes", "pool")]
+    status: int
+    num_right: int
+    num_bytes: int
+    pool: int
 
 
 class _Exchange(ctypes.Structure):
@@ -206,6 +232,55 @@ class Exchange:
         """Copy the answers of the last call, in the order of tokens and shards."""
         self._library.brief.es_lane_collect(self._address, out.data_ptr())
 
+    def fetch(self, asked: Mapping[Rank, Fetch]) -> dict[Rank, Fetched] | None:
+        """Between two steps: have these workers get KV, all at once, and wait. None if one of them is not there, or
+        will not: then some may have done it."""
+        self.peers.warden.renew(self._lease_s)
+        self._await_fetches()  # one that we did not wait for
+        if not self.begin_fetch(asked):
+            return None
+        self._await_fetches()
+        return self.fetched(asked)
+
+    def begin_fetch(self, asked: Mapping[Rank, Fetch]) -> bool:
+        """The same without waiting. False if one of them is not there, or has not answered the request before."""
+        if any(self.peers.trusted(rank) is None for rank in asked):
+            return False
+        for rank, (calls, words, sources, blocks, chains) in asked.items():
+            arrays = (chains, calls, words, sources, blocks)
+            args = _fetch_args(len(calls), len(blocks), len(chains), *(array.ctypes.data for array in arrays))
+            if self._library.brief.es_lane_send_fetch(self._address, rank, args):
+                return False
+        return True
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether a request for KV that was sent to a worker which is trusted has no answer yet."""
+        return bool(self._library.brief.es_lane_num_fetching(self._address))
+
+    def fetched(self, asked: Iterable[Rank]) -> dict[Rank, Fetched] | None:
+        """What these workers have answered last. None if one of them is not there, or has not answered."""
+        fetch_at = self._exchange.layout.fetch_at
+        answers: dict[Rank, Fetched] = {}
+        for rank in asked:
+            peer = self.peers.trusted(rank)
+            if peer is None or self.peers.ends[rank].is_fetching:
+                return None
+            answers[rank] = Fetched.from_buffer_copy(Fetched.from_address(peer.lane + fetch_at + _FETCHED_AT))
+        return answers
+
+    def _await_fetches(self) -> None:
+        """Of peers that are trusted."""
+        num_looks: dict[Rank, int] = {}
+        while (outcome := self._library.blocking.es_lane_wait_fetches(self._address)) != Outcome.DONE:
+            if outcome == Outcome.ATTEND:
+                suspicions = self._attend()
+            else:
+                fetching = [Rank(rank) for rank in range(MAX_RANKS) if self.peers.ends[rank].is_fetching]
+                suspicions = self._look_at_the_idle(num_looks, fetching)
+            for suspicion in suspicions:
+                self._on_suspect(*suspicion)
+
     def _heal(self, outcome: int, call: int) -> None:
         """Something happened: decide, send again what needs it, wait, until the call is complete."""
         num_looks: dict[Rank, int] = {}
@@ -215,7 +290,7 @@ class Exchange:
             if outcome == Outcome.ATTEND:
                 suspicions = self._attend()
             elif outcome == Outcome.TIMEOUT:
-                suspicions = self._look_at_the_idle(num_looks)
+                suspicions = self._look_at_the_idle(num_looks, self._awaited())
             elif outcome == Outcome.REFUSAL:
                 if self._has_lost_kv():
                     raise self._kv_lost(call, "a worker has not the KV that streams were computed with")
@@ -249,15 +324,19 @@ class Exchange:
         self._on_control()
         return suspicions
 
-    def _look_at_the_idle(self, num_looks: dict[Rank, int]) -> list[Suspicion]:
+    def _awaited(self) -> set[Rank]:
+        """The ranks without which the call cannot go on."""
+        blocked = self._exchange.blocked[: self._exchange.num_blocked]
+        return {part.rank for part in self._parts(_OPEN).values()}.union(map(Rank, blocked))
+
+    def _look_at_the_idle(self, num_looks: dict[Rank, int], awaited: Iterable[Rank]) -> list[Suspicion]:
         """Nothing came for detect_ms. A peer that computes is busy; one that waits for work did not hear us."""
         if self._others_turn is not None and self._others_turn():
             return []
         self.peers.warden.renew(self._lease_s)
         self._on_control()  # the ringing process may have died before it rang
         suspicions: list[Suspicion] = []
-        blocked = self._exchange.blocked[: self._exchange.num_blocked]
-        for rank in {part.rank for part in self._parts(_OPEN).values()}.union(map(Rank, blocked)):
+        for rank in awaited:
             peer = self.peers.trusted(rank)
             if peer is not None:
                 num_looks[rank] = num_looks.get(rank, 0) + 1 if peer.cell.idle else 0

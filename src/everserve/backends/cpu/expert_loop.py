@@ -4,18 +4,23 @@ import time
 
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
+from everserve.memory.kv_pieces import KvPieces
 from everserve.memory.liveness import Cell, PeerState, Warden
+from everserve.memory.pieces.sources import KvSources
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of
 from everserve.tables.ids import Rank
+from everserve.tables.memory import Kind
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.events import EventLog
 from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.slot_changes import ChangeableSlots
+
+_MIRRORED_AT_ONCE = 1 << 18  # bytes: a request that comes meanwhile waits for some 50 us
 
 
 class ExpertLoop(ExpertService):
@@ -35,6 +40,7 @@ class ExpertLoop(ExpertService):
         policy: BatchPolicy = ON_CPUS,
         spin_us: float = 0.0,
         heads: HeadHalf | None = None,
+        kv: KvPieces | None = None,
     ) -> None:
         super().__init__(start, slots, cell, warden, control, leave, events)
         self._policy = policy
@@ -43,6 +49,8 @@ class ExpertLoop(ExpertService):
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us, heads, calls)
         # Homes share the pool in equal parts: there is one home on each device.
         self._blocks_per_home = len(heads.kv_pool) // (start.capacity.devices or 1) if heads is not None else 0
+        self._kv = KvSources(kv) if kv is not None else None
+        self._mirror = kv.mirror if kv is not None else None
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
         self._timeout_s = 0.0
@@ -71,9 +79,16 @@ class ExpertLoop(ExpertService):
 
     def _wait(self) -> None:
         timeout_s = self._changes.wait_s(self._timeout_s)
+        if self._server.fetches or (self._mirror is not None and self._mirror.num_waiting and not self._pending):
+            timeout_s = 0.0
         self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
 
     def _work(self) -> None:
+        if self._kv is not None and self._server.fetches:  # before what the same home asks for next
+            self._server.fetch_next(self._kv)
+            return
+        if self._mirror is not None and self._mirror.num_waiting and not self._pending:
+            self._mirror.copy_some(_MIRRORED_AT_ONCE)
         choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)
         if choice.batch:
             self._compute(choice)
@@ -99,6 +114,14 @@ class ExpertLoop(ExpertService):
         """None for a worker that is not one of the homes which the pool was made for: its requests are refused."""
         is_home = home < (self._start.capacity.devices or 0)
         return block_range_of(home, self._blocks_per_home) if is_home else NO_BLOCKS
+
+    def _offer_kv(self, rank: Rank, kind: Kind, fd: int) -> None:
+        if self._kv is not None:
+            self._kv.offer(rank, kind, fd)
+
+    def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:
+        if self._kv is not None:
+            self._kv.withdraw(rank, kind)
 
     def _close(self, rank: Rank) -> None:
         self._drop_pending(rank)

@@ -1,8 +1,9 @@
 """Lanes: the memory through which one attention worker and one expert worker exchange rows.
 
-    header | page | box 0 | box 1              one lane; the anchor owns it, both workers map it
+    header | page | fetch | box 0 | box 1      one lane; the anchor owns it, both workers map it
 
     page   positions, KV slots, block tables   of all rows of the step at hand; only where heads are asked for
+    fetch  heads, blocks, chains               KV that the expert worker shall have; likewise
 
     box    request, call, epoch, sizes         the attention worker's line
            answer, status                      the expert worker's line
@@ -32,6 +33,7 @@ from typing import Any
 
 from everserve.config.engine import EngineConfig
 from everserve.engine.sizing import resolve_max_model_len
+from everserve.kvlog.layout import MAX_BLOCK_SIZE
 from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
@@ -43,6 +45,9 @@ _LINE = 64
 _WORDS_BYTES = 2 * _LINE  # struct box
 _HEADER_BYTES = 2 * _LINE
 _PAGE_BYTES = _LINE  # struct page, before its words
+_FETCH_BYTES = 2 * _LINE  # struct fetch, before its words
+_CHAIN_BYTES = 8
+_FETCH_BLOCKS = 64  # memory is only touched where it is used
 _FLOAT_BYTES = _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
 # A row's word in slot_R (csrc/lane.h).
@@ -73,6 +78,7 @@ class LaneLayout(ctypes.Structure):
             *("first_box", "box_bytes"),
             *("tokens_at", "slots_at", "x_at", "y_at"),
             *("y_floats", "page_at", "page_words"),
+            *("fetch_at", "fetch_heads", "fetch_blocks", "fetch_tokens"),
         )
     ]
     first_box: int
@@ -80,6 +86,7 @@ class LaneLayout(ctypes.Structure):
     slots_at: int
     x_at: int
     y_at: int
+    fetch_at: int
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class LaneShape:
     hidden_size: int
     answer_size: int = 0  # most floats that come back for one token in one call; 0: `top_k` rows
     page_words: int = 0  # of the largest page; 0: no heads are asked for
+    fetch_heads: int = 0  # of all layers
+    fetch_blocks: int = 0  # most blocks of one fetch
 
     def __post_init__(self) -> None:
         assert min(self.max_tokens, self.top_k, self.hidden_size) > 0, self
@@ -127,7 +136,9 @@ class LaneShape:
             max(per_token, model.num_kv_heads),
             model.hidden_size,
             answer_size=max(per_token * model.hidden_size, model.num_heads * model.head_size),
-            page_words=2 * max_tokens + num_seqs + 1 + num_seqs * max_blocks,
+            page_words=_up(4 * max_tokens + num_seqs + 2 + num_seqs * max_blocks, 2),
+            fetch_heads=model.num_layers * model.num_kv_heads,
+            fetch_blocks=_FETCH_BLOCKS,
         )
 
     @property
@@ -150,13 +161,27 @@ class LaneShape:
         x_at = _up(slots_at + indices_bytes, unit)
         y_at = _up(x_at + self.max_tokens * self.row_bytes, unit)
         box_bytes = _up(y_at + self.y_floats * _FLOAT_BYTES, unit)
-        first_box = _up(_HEADER_BYTES + _PAGE_BYTES + self.page_words * _INT32_BYTES, unit)
+        fetch_at = _up(_HEADER_BYTES + _PAGE_BYTES + self.page_words * _INT32_BYTES, _LINE)
+        first_box = _up(fetch_at + self._fetch_bytes, unit)
         return LaneLayout(
             *(self.max_tokens, self.top_k, self.hidden_size),
             *(first_box, box_bytes),
             *(tokens_at, slots_at, x_at, y_at),
             *(self.y_floats, _HEADER_BYTES, self.page_words),
+            *(fetch_at, self.fetch_heads, self.fetch_blocks, self.fetch_tokens),
         )
+
+    @property
+    def fetch_tokens(self) -> int:
+        """Most tokens of one fetch."""
+        return self.fetch_blocks * MAX_BLOCK_SIZE if self.fetch_blocks else 0
+
+    @property
+    def _fetch_bytes(self) -> int:
+        if not self.fetch_heads:
+            return 0
+        num_words = 2 * self.fetch_heads + 2 * self.fetch_blocks
+        return _FETCH_BYTES + _CHAIN_BYTES * self.fetch_tokens + _INT32_BYTES * num_words
 
     def lane_bytes(self) -> int:
         """How much memory a lane needs: a whole number of pages and of rows."""
@@ -240,6 +265,11 @@ class Library:
             (self.brief.es_lane_gather, [pointer, int64, int64], int64),
             (self.brief.es_lane_gather_heads, [pointer, int64, int64], int64),
             (self.brief.es_lane_answer, [pointer, int64], None),
+            (self.brief.es_lane_send_fetch, [pointer, int64, pointer], int64),
+            (self.blocking.es_lane_wait_fetches, [pointer], int64),
+            (self.brief.es_lane_num_fetching, [pointer], int64),
+            (self.brief.es_lane_take_fetch, [pointer, int64, pointer], int64),
+            (self.brief.es_lane_answer_fetch, [pointer, int64, int64, int64, int64], None),
         ]
         for function, arguments, result in signatures:
             function.argtypes, function.restype = arguments, result

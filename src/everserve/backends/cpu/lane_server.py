@@ -6,6 +6,9 @@ A request is refused, with a status that says why, if its sizes or indices are i
 behind costs that peer a request, and cannot crash this worker. A request is answered *moved* if a row names another
 expert than its slot holds now: that is compared when the batch is gathered, and slots only change between batches.
 
+Beside steps an attention worker may ask for KV: tokens of a stream that shall be in the pool
+(memory/pieces/sources.py).
+
 Several kinds of calls come through the same lanes: rows of experts, and heads. A batch is of one call, and so of one
 kind.
 """
@@ -16,19 +19,24 @@ from collections.abc import Mapping, Sequence
 from struct import Struct
 from typing import NamedTuple
 
+import numpy as np
+
 from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneLayout, LaneRegion, LaneShape, load
 from everserve.memory.liveness import Cell
+from everserve.memory.pieces.sources import Got, KvSources, Wanted
 from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.ops import HeadRequest, RowIndices, RowMemory
 from everserve.seam.batching import Request
+from everserve.seam.outcomes import Status
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import MAX_RANKS, Rank
 
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
+_FETCH = -1  # csrc/serve.c
 _int64 = ctypes.c_int64
 _PerBox = _int64 * NUM_BOXES
 _INT32_BYTES = 4
@@ -49,6 +57,7 @@ class _Incoming(ctypes.Structure):
         ("page", _PerBox),
         *((name, _int64) for name in ("first_block", "num_blocks", "copied")),
         *((name, _int64) for name in ("page_status", "page_pool", "page_rows", "page_sequences", "page_width")),
+        ("fetch", _int64),
     ]
     lane: int
     position: int
@@ -62,10 +71,11 @@ class _Server(ctypes.Structure):
         *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held", "rows_of")),
         *((name, _int64) for name in ("num_slots", "pieces", "num_calls", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("pool", "num_heads", "answer_size", "num_positions", "block_size")),
+        ("num_blocks", _int64),
         *((name, _int64) for name in ("pages", "head_requests", "head_slots", "head_pieces")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
-        ("requests", _int64 * (6 * _MAX_REQUESTS)),
+        ("requests", _int64 * (6 * (_MAX_REQUESTS + MAX_RANKS))),
         ("batch", _int64 * (2 * _MAX_REQUESTS)),
     ]
     timeout_ns: int
@@ -73,6 +83,25 @@ class _Server(ctypes.Structure):
     alarm_seen: int
     control_seen: int
     num_refused: int
+
+
+class _Taken(ctypes.Structure):
+    """struct taken in csrc/serve.c, before its words."""
+
+    _fields_ = [(name, _int64) for name in ("num_heads", "num_blocks", "num_tokens")]
+    num_heads: int
+    num_blocks: int
+    num_tokens: int
+
+
+def _wanted(address: int) -> Wanted:
+    """What is behind it."""
+    taken, at = _Taken.from_address(address), address + ctypes.sizeof(_Taken)
+    chains = np.ctypeslib.as_array((ctypes.c_uint64 * taken.num_tokens).from_address(at))
+    counts = (taken.num_heads, taken.num_heads, taken.num_blocks, taken.num_blocks)
+    words = (ctypes.c_int32 * sum(counts)).from_address(at + chains.nbytes)
+    _, pieces, sources, blocks = np.split(np.ctypeslib.as_array(words), np.cumsum(counts)[:-1])
+    return Wanted(pieces, sources, blocks, chains)
 
 
 class _Tables:
@@ -135,6 +164,7 @@ class LaneServer:
         calls: Sequence[Call] | None = None,
     ) -> None:
         self.changed = False
+        self.fetches: list[Rank] = []  # attention workers that have asked for KV, in order of arrival
         self._cell = cell
         self._experts = experts
         self._heads = heads
@@ -161,12 +191,13 @@ class LaneServer:
             ctypes.addressof(self._tables.pieces),
             self._tables.num_calls,
             *self._index_addresses,
-            *(self._head_fields(heads, shape) if heads is not None else [0] * 9),
+            *(self._head_fields(heads, shape) if heads is not None else [0] * 10),
             round(spin_us * 1e3),
         )
         self._address = ctypes.addressof(self._server)
         self._requests = memoryview(self._server.requests).cast("B")
         self._batch = memoryview(self._server.batch).cast("B")
+        self._library = load().brief
         self._poll = load().blocking.es_lane_poll
         self._gather = load().brief.es_lane_gather
         self._gather_heads = load().brief.es_lane_gather_heads
@@ -175,10 +206,13 @@ class LaneServer:
     def _head_fields(self, heads: HeadHalf, shape: LaneShape) -> list[int]:
         num_heads = heads.config.num_kv_heads
         self._pages = Memory(_INT32_BYTES * MAX_RANKS * shape.page_words)
+        layout = shape.layout()
+        self._taken = Memory(layout.first_box - layout.fetch_at)
         self._head_requests = (HeadRequest * _MAX_REQUESTS)()
         self._head_places = [Memory(_INT32_BYTES * _MAX_REQUESTS * num_heads) for _ in range(2)]
         return [
             *(heads.kv.id_address, num_heads, heads.answer_size, heads.max_model_len, heads.block_size),
+            len(heads.kv_pool),
             *(self._pages.address, ctypes.addressof(self._head_requests)),
             *(memory.address for memory in self._head_places),
         ]
@@ -199,6 +233,7 @@ class LaneServer:
         """It is gone: neither read its requests nor answer them."""
         if rank in self._ranks:
             self._ranks.remove(rank)
+            self.fetches = [other for other in self.fetches if other != rank]
             self._region.unmap(self._lanes[rank].lane)
             self._lanes[rank] = _Incoming()
 
@@ -228,7 +263,22 @@ class LaneServer:
         self._server.is_holding = is_holding
         found = self._poll(self._address)
         self.changed = found > _COUNT
-        return [Request._make(_request.unpack_from(self._requests, 48 * i)) for i in range(found & _COUNT)]
+        came = [Request._make(_request.unpack_from(self._requests, 48 * i)) for i in range(found & _COUNT)]
+        self.fetches += [request.rank for request in came if request.layer == _FETCH]
+        return [request for request in came if request.layer != _FETCH]
+
+    def fetch_next(self, sources: KvSources) -> Got | None:
+        """Get the KV that an attention worker has asked for first; None: nothing was asked for, or it was refused. A
+        worker's requests of a step come after those for KV that it has sent before."""
+        if not self.fetches:
+            return None
+        rank = self.fetches.pop(0)
+        status = self._library.es_lane_take_fetch(self._address, rank, self._taken.address)
+        got = Got(0, 0)
+        if status == Status.COMPUTED:
+            got = sources.fetch(_wanted(self._taken.address))
+        self._library.es_lane_answer_fetch(self._address, rank, status, *got)
+        return got if status == Status.COMPUTED else None
 
     def compute(self, batch: list[Request]) -> int:
         """All rows of these requests, which are of one call, in one call of the kernel; then answer. How many rows."""

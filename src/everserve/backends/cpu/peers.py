@@ -28,6 +28,8 @@ class End(ctypes.Structure):
         ("abandoned", _PerBox),
         ("num_stale", _int64),
         ("page", _int64),
+        ("fetch", _int64),
+        ("is_fetching", _int64),
         ("filling", _int64),
         ("num_tokens", _int64),
         ("num_rows", _int64),
@@ -41,6 +43,7 @@ class End(ctypes.Structure):
     cell: int
     trusted: int
     num_stale: int
+    is_fetching: int
     answer_ns: int
     num_answers: int
     num_answered_rows: int

@@ -22,8 +22,8 @@ from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.backends.cpu.slots import MappedSlots
 from everserve.kvlog import library
-from everserve.kvlog.log import Log
 from everserve.memory import liveness
+from everserve.memory.pieces import library as pieces_library
 from everserve.memory.weights import copying
 from everserve.model.fingerprint import check_unchanged
 from everserve.tables.calls import ShardKind
@@ -46,6 +46,7 @@ def prepare() -> None:
     library.load()
     liveness.load()
     copying.load()
+    pieces_library.load()
 
 
 def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
@@ -64,9 +65,13 @@ def build_attention(around: Surroundings) -> AttentionParts:
         peers, experts, heads = _reach_shards(around, opened)
         seam = Seam(peers, experts)
         engine = builder.build(experts, heads)
-        if builder.writer is not None:
+        if builder.writer is not None and not builder.writer.is_elsewhere:
             experts.do_meanwhile(*builder.writer.meanwhile)
-    logs = KeptLogs((lambda fd, _: Log(fd, opened.sizes.log)) if log_fd is not None else None, builder.log)
+    logs = KeptLogs(
+        (lambda fd, _: builder.open_log(fd)) if log_fd is not None else None,
+        builder.log,
+        shares_blocks_with=start.rank if opened.model.divides_heads else None,
+    )
     num_slots = opened.model.num_experts if seam is None else 0
     return AttentionParts(engine, seam, logs, opened.ops.name, num_slots)
 
@@ -80,7 +85,10 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         check_unchanged(source.directory, source.fingerprint)
 
     slots: ChangeableSlots
-    heads = load_heads(opened, start, around.memory.pop(Kind.KV_PIECES)) if opened.model.divides_heads else None
+    heads, kv = None, None
+    if opened.model.divides_heads:
+        mirror_fd = around.memory.pop(Kind.KV_MIRROR, None)
+        heads, kv = load_heads(opened, start, around.memory.pop(Kind.KV_PIECES), mirror_fd)
     if source.weights == "memory":
         experts, slots = load_into_memory(opened, start, around.memory, check_source)
     else:
@@ -97,6 +105,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         around.events,
         spin_us=_spin_us(around),
         heads=heads,
+        kv=kv,
     )
     if isinstance(slots, MemorySlots):
         slots.begin_backup(start.rank)
@@ -122,7 +131,14 @@ def _reach_shards(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, Re
     if not model.divides_heads:
         return peers, experts, None
     answer_size = model.num_heads // model.num_kv_heads * model.head_size
-    heads = RemoteHeads(exchange, model.numbers_of(ShardKind.HEAD), model.num_kv_heads, answer_size)
+    heads = RemoteHeads(
+        exchange,
+        model.numbers_of(ShardKind.HEAD),
+        model.num_kv_heads,
+        answer_size,
+        row_bytes=2 * opened.sizes.log.piece_bytes,
+        block_size=opened.sizes.log.block_size,
+    )
     return peers, experts, heads
 
 

@@ -41,6 +41,9 @@ _LOG_COUNTERS = (
     ("num_broken_tokens", "log_broken_tokens", "Tokens that a log should have had: a gap, or a wrong checksum."),
     ("num_masked_tokens", "masked_tokens", "Tokens sampled while experts were masked: they are not exact."),
     ("num_unmasked_tokens", "unmasked_tokens", "Tokens whose KV was computed again because a mask was lifted."),
+    ("num_regained_tokens", "kv_regained_tokens", "Tokens of running streams that kept their KV when heads moved."),
+    ("num_lost_tokens", "kv_lost_tokens", "Tokens of running streams computed again because heads moved."),
+    ("num_regained_bytes", "kv_regained_bytes", "Bytes of KV that were copied because heads or streams moved."),
 )
 
 

@@ -36,6 +36,7 @@ ENGINE_COUNTERS = (
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
     *("num_stale", "num_restored_tokens", "num_broken_tokens", "num_masked_tokens", "num_unmasked_tokens"),
     "prefill_cost",
+    *("num_regained_tokens", "num_lost_tokens", "num_regained_bytes"),
 )
 
 

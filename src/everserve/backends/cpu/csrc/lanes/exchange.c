@@ -44,6 +44,8 @@ struct end { /* of the lane to one expert rank */
     int64_t abandoned[NUM_BOXES]; /* its rows went to other peers: the answer will be counted, not used */
     int64_t num_stale;            /* such answers */
     uint64_t page;                /* the number of the page in the lane */
+    uint64_t fetch;               /* the last request for KV */
+    int64_t is_fetching;          /* it has no answer yet */
     /* while a part is being filled */
     int64_t filling, num_tokens, num_rows, last_token, replay;
     /* from a request to its answer, since peers.py last took these */
@@ -62,6 +64,7 @@ struct step {
     uint64_t page; /* its number; never 0, and only growing */
     int64_t num_sequences, table_width;
     const int32_t *positions, *kv_slots, *query_starts, *block_tables;
+    const uint64_t *chains; /* by row */
     int64_t *pools; /* by rank: the KV pool that the streams were computed with, 0 if there is no KV yet */
 };
 
@@ -219,6 +222,8 @@ static void write_page(struct exchange *e, struct end *end, int64_t rank) {
     memcpy(words += num_rows, step->query_starts, num_starts * sizeof(int32_t));
     memcpy(words += num_starts, step->block_tables,
            (size_t)(step->num_sequences * step->table_width) * sizeof(int32_t));
+    memcpy(words_of(page) + chains_at(e->num_tokens, step->num_sequences, step->table_width), step->chains,
+           num_rows * sizeof(uint64_t));
     atomic_store_explicit(&page->number, step->page, memory_order_release);
     end->page = step->page;
 }
@@ -404,4 +409,69 @@ EXPORT void es_lane_count_stale(const struct layout *layout, struct end *end) {
 EXPORT void es_lane_retire(const struct layout *layout, struct end *end) {
     for (int64_t b = 0; b < NUM_BOXES && end->lane; b++)
         if (!is_answered(layout, end, b)) end->abandoned[b] = 1;
+}
+
+struct fetch_args { /* exchange.py: Fetch */
+    int64_t num_heads, num_blocks, num_tokens;
+    const uint64_t *chains;
+    const int32_t *calls, *words, *sources, *blocks;
+};
+
+static void *put(void *to, const void *from, int64_t num, size_t size) {
+    memcpy(to, from, (size_t)num * size);
+    return (char *)to + (size_t)num * size;
+}
+
+/* Ask an expert worker to have KV. 0 if it was sent; the last such request to it must have been answered before. */
+EXPORT int64_t es_lane_send_fetch(struct exchange *e, int64_t rank, const struct fetch_args *args) {
+    const struct layout *layout = &e->layout;
+    struct end *end = &e->ends[rank];
+    if (!end->lane || end->is_fetching || args->num_heads > layout->fetch_heads ||
+        args->num_blocks > layout->fetch_blocks || args->num_tokens > layout->fetch_tokens)
+        return -1;
+    atomic_store_explicit(&page_of(layout, end->lane)->number, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    end->page = 0;
+    struct fetch *fetch = fetch_of(layout, end->lane);
+    fetch->num_heads = args->num_heads;
+    fetch->num_blocks = args->num_blocks;
+    fetch->num_tokens = args->num_tokens;
+    void *to = put(fetch + 1, args->chains, args->num_tokens, sizeof(uint64_t));
+    to = put(to, args->calls, args->num_heads, sizeof(int32_t));
+    to = put(to, args->words, args->num_heads, sizeof(int32_t));
+    to = put(to, args->sources, args->num_blocks, sizeof(int32_t));
+    put(to, args->blocks, args->num_blocks, sizeof(int32_t));
+    end->is_fetching = 1;
+    atomic_store_explicit(&fetch->request, ++end->fetch, memory_order_release);
+    cell_ring(end->cell);
+    return 0;
+}
+
+/* Note the answers that are there; returns how many are still to come from peers that are trusted. */
+static int64_t collect_fetches(struct exchange *e) {
+    int64_t num_open = 0;
+    for (int64_t rank = 0; rank < MAX_RANKS; rank++) {
+        struct end *end = &e->ends[rank];
+        if (!end->lane || !end->is_fetching || !end->trusted) continue;
+        const struct fetch *fetch = fetch_of(&e->layout, end->lane);
+        if (atomic_load_explicit(&fetch->answer, memory_order_acquire) == end->fetch) end->is_fetching = 0;
+        else num_open++;
+    }
+    return num_open;
+}
+
+EXPORT int64_t es_lane_num_fetching(struct exchange *e) { return collect_fetches(e); }
+
+/* Block until every request for KV to a peer that is trusted has its answer, or until there is something to decide. */
+EXPORT int64_t es_lane_wait_fetches(struct exchange *e) {
+    int64_t deadline = 0;
+    for (;;) {
+        uint32_t seen = atomic_load(&e->own->doorbell);
+        if (!collect_fetches(e)) return DONE;
+        if (wants_attention(e)) return ATTEND;
+        int64_t now = cell_now_ns();
+        if (!deadline) deadline = now + e->timeout_ns;
+        if (now >= deadline) return TIMEOUT;
+        cell_wait(e->own, seen, deadline - now, e->spin_ns);
+    }
 }

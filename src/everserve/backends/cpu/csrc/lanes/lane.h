@@ -2,6 +2,7 @@
 
        header                       written by the attention worker before its first request
        page                         where the rows of the step at hand belong; only where heads are asked for
+       fetch                        KV that the expert worker shall have; only where heads are asked for
        box 0, box 1                 each: words, token_R, slot_R, x_TD, y_RD
 
    One-sided writes, then a sequence word. The attention worker fills a box and stores its sequence number in `request`
@@ -14,9 +15,14 @@
    The whole request is answered MOVED then, with IS_MOVED set in the words of such rows.
 
    The page is written once per step, before the first request that names its number. It says for all rows of the step
-   what attention needs to know: positions, KV slots, where sequences begin, block tables. Its number is 0 while it is
-   being written. A request whose page is not the one in the lane is not computed: its step was abandoned, and its KV slots
+   what attention needs to know: positions, KV slots, where sequences begin, block tables, and the chains that the words
+   of KV are made of. Its number is 0 while it is being written. A request whose page is not the one in the lane is not computed: its step was abandoned, and its KV slots
    may belong to others by now.
+
+   A *fetch* is a request of its own kind, with its own words: these tokens of a stream shall be in these blocks of the
+   expert worker's pool, for these heads. The answer says how many of them are (memory/pieces/sources.py). Nothing of a
+   step may be under way when a fetch is sent: the page's number becomes 0, so that requests of a step that was abandoned
+   do not write to blocks that KV is fetched into.
 
    A process that reads from a lane copies sizes and indices into its own memory first and checks the copies. Its peer
    may die, or be stopped, at any instruction. */
@@ -43,6 +49,7 @@ struct layout {
     int64_t tokens_at, slots_at, x_at, y_at;     /* from the beginning of the box */
     int64_t y_floats;                            /* room for answers */
     int64_t page_at, page_words;                 /* words: int32, behind struct page */
+    int64_t fetch_at, fetch_heads, fetch_blocks, fetch_tokens; /* room for so many */
 };
 
 struct lane_header {
@@ -75,14 +82,27 @@ struct box {
     int64_t pool; /* the identity of the KV pool that the answer was computed with */
 };
 
-/* Behind it: positions[num_rows], kv_slots[num_rows], query_starts[num_sequences + 1], and block_tables of num_sequences
-   times table_width. */
+/* Behind it: positions[num_rows], kv_slots[num_rows], query_starts[num_sequences + 1], block_tables of num_sequences times
+   table_width, and chains[num_rows], two words each. */
 struct page {
     _Alignas(CELL_LINE) _Atomic uint64_t number;
     int64_t pool; /* the KV pool that the streams were computed with; 0: there is no KV yet, any pool will do */
     int64_t num_rows, num_sequences, table_width;
 };
 
+/* Behind it: chains[num_tokens], then calls[num_heads], row words of the heads, as in a box, [num_heads], and the blocks
+   that tokens are in [num_blocks], and those that they shall be in [num_blocks]. */
+struct fetch {
+    /* The attention worker's line. */
+    _Alignas(CELL_LINE) _Atomic uint64_t request;
+    int64_t num_heads, num_blocks, num_tokens;
+    /* The expert worker's line. */
+    _Alignas(CELL_LINE) _Atomic uint64_t answer;
+    int64_t status, num_right, num_bytes;
+    int64_t pool; /* the identity of the KV pool */
+};
+
+_Static_assert(sizeof(struct fetch) == 2 * CELL_LINE, "lane.py knows the layout");
 _Static_assert(sizeof(struct box) == 2 * CELL_LINE, "lane.py knows the layout");
 _Static_assert(sizeof(struct lane_header) == 2 * CELL_LINE, "lane.py knows the layout");
 _Static_assert(sizeof(struct page) == CELL_LINE, "lane.py knows the layout");
@@ -91,6 +111,15 @@ static inline struct page *page_of(const struct layout *layout, char *lane) {
     return (struct page *)(lane + layout->page_at);
 }
 static inline int32_t *words_of(struct page *page) { return (int32_t *)(page + 1); }
+
+/* Where chains begin among the words of a page: at a whole number of them. */
+static inline int64_t chains_at(int64_t num_rows, int64_t num_sequences, int64_t table_width) {
+    return (2 * num_rows + num_sequences + 1 + num_sequences * table_width + 1) / 2 * 2;
+}
+
+static inline struct fetch *fetch_of(const struct layout *layout, char *lane) {
+    return (struct fetch *)(lane + layout->fetch_at);
+}
 
 static inline struct box *box_of(const struct layout *layout, char *lane, int64_t box) {
     return (struct box *)(lane + layout->first_box + box * layout->box_bytes);

@@ -11,6 +11,7 @@
 #include "lane.h"
 
 #define MAX_REQUESTS (MAX_RANKS * NUM_BOXES)
+#define FETCH (-1) /* the call of a request that is no part of a step */
 #define SOMETHING_CHANGED (INT64_C(1) << 32)
 
 /* All fields are 8 bytes wide: lane_server.py declares the same structs. */
@@ -27,6 +28,7 @@ struct incoming { /* the lane from one attention rank */
     int64_t first_block, num_blocks; /* blocks that this attention worker may name */
     uint64_t copied;                 /* the number of the page that was copied last */
     int64_t page_status, page_pool, page_rows, page_sequences, page_width;
+    uint64_t fetch; /* the request for KV that was seen last */
 };
 
 struct request {
@@ -52,11 +54,12 @@ struct server {
     /* Heads. */
     const _Atomic int64_t *pool;  /* the identity of our KV pool; NULL: no heads here */
     int64_t num_heads, answer_size, num_positions, block_size; /* heads of a layer; floats of an answer */
+    int64_t num_blocks;           /* of the pool */
     int32_t *pages;               /* [rank][page_words]: copies */
     struct head_request *head_requests;
     int32_t *head_slots, *head_pieces; /* [request][num_heads] */
     int64_t spin_ns, timeout_ns, is_holding, alarm_seen, control_seen, num_refused;
-    struct request requests[MAX_REQUESTS];
+    struct request requests[MAX_REQUESTS + MAX_RANKS];
     struct batch_entry batch[MAX_REQUESTS];
 };
 
@@ -113,11 +116,26 @@ static bool take(struct server *s, int64_t rank, int64_t b, struct request *requ
     return true;
 }
 
+static bool take_fetch(struct server *s, int64_t rank, struct request *request) {
+    struct incoming *from = &s->lanes[rank];
+    uint64_t seq = atomic_load_explicit(&fetch_of(&s->layout, from->lane)->request, memory_order_acquire);
+    if (seq <= from->fetch) return false;
+    from->fetch = seq;
+    if (!has_our_shape(s, from->lane)) {
+        s->num_refused++;
+        return false;
+    }
+    *request = (struct request){.rank = rank, .call = FETCH, .arrived_ns = cell_now_ns()};
+    return true;
+}
+
 static int64_t scan(struct server *s) {
     int64_t count = 0;
-    for (int64_t rank = 0; rank < MAX_RANKS; rank++)
+    for (int64_t rank = 0; rank < MAX_RANKS; rank++) {
         for (int64_t b = 0; b < NUM_BOXES && s->lanes[rank].lane; b++)
             if (take(s, rank, b, &s->requests[count])) count++;
+        if (s->pool && s->lanes[rank].lane && take_fetch(s, rank, &s->requests[count])) count++;
+    }
     return count;
 }
 
@@ -208,7 +226,7 @@ static int64_t copy_page(struct server *s, int64_t rank, uint64_t number) {
     int64_t num_rows = page->num_rows, num_sequences = page->num_sequences, width = page->table_width, pool = page->pool;
     bool is_sane = num_rows > 0 && num_rows <= layout->max_tokens && num_sequences > 0 && num_sequences <= num_rows &&
                    width > 0 && width <= layout->page_words;
-    int64_t num_words = is_sane ? 2 * num_rows + num_sequences + 1 + num_sequences * width : 0;
+    int64_t num_words = is_sane ? chains_at(num_rows, num_sequences, width) + 2 * num_rows : 0;
     if (!is_sane || num_words > layout->page_words) return BAD_REQUEST;
     int32_t *words = s->pages + rank * layout->page_words;
     from->copied = 0; /* what was there is overwritten */
@@ -278,6 +296,7 @@ static int64_t add_heads(struct server *s, int64_t rank, int64_t b, int64_t call
         .query_starts = words + 2 * num_rows, .block_tables = words + 2 * num_rows + from->page_sequences + 1,
         .slots = slots, .pieces = pieces, .num_rows = num_rows, .num_sequences = from->page_sequences,
         .table_width = from->page_width, .num_heads = num_heads,
+        .chains = (const uint64_t *)(words + chains_at(num_rows, from->page_sequences, from->page_width)),
     };
     for (int64_t j = 0; j < num_heads; j++) s->rows_of[call][s->held[call][slots[j]]] += num_rows;
     return COMPUTED;
@@ -303,4 +322,56 @@ EXPORT int64_t es_lane_gather_heads(struct server *s, int64_t num_entries, int64
 EXPORT void es_lane_answer(const struct server *s, int64_t num_entries) {
     for (int64_t i = 0; i < num_entries; i++)
         if (s->batch[i].rank >= 0) answer(s, s->batch[i].rank, s->batch[i].box, COMPUTED);
+}
+
+struct taken { /* lane_server.py: _Taken. Behind it: what is behind struct fetch, with pieces instead of row words. */
+    int64_t num_heads, num_blocks, num_tokens;
+};
+
+/* Heads become pieces; why not, or COMPUTED. */
+static int64_t find_pieces(const struct server *s, const int32_t *calls, int32_t *words, int64_t num_heads) {
+    for (int64_t i = 0; i < num_heads; i++) {
+        int32_t call = calls[i], slot = slot_in(words[i]);
+        if (call < 0 || call >= s->num_calls || !is_about_heads(s, call)) return BAD_REQUEST;
+        if (words[i] < 0 || slot >= s->num_slots[call]) return NO_SUCH_SLOT;
+        if (s->held[call][slot] != expert_in(words[i])) return MOVED;
+        words[i] = s->pieces[call][slot];
+    }
+    return COMPUTED;
+}
+
+/* Copy a request for KV, and check the copy: nothing may be written but to blocks of the home that asks. Why not, or
+   COMPUTED; then `taken` says what is wanted. */
+EXPORT int64_t es_lane_take_fetch(struct server *s, int64_t rank, struct taken *taken) {
+    const struct layout *layout = &s->layout;
+    const struct incoming *from = &s->lanes[rank];
+    const struct fetch *fetch = fetch_of(layout, from->lane);
+    int64_t num_heads = fetch->num_heads, num_blocks = fetch->num_blocks, num_tokens = fetch->num_tokens;
+    bool is_sane = num_heads >= 0 && num_heads <= layout->fetch_heads && num_tokens >= 0 &&
+                   num_tokens <= layout->fetch_tokens && num_blocks <= layout->fetch_blocks &&
+                   num_blocks == (num_tokens + s->block_size - 1) / s->block_size;
+    if (!is_sane) return BAD_REQUEST;
+    *taken = (struct taken){num_heads, num_blocks, num_tokens};
+    size_t num_bytes = (size_t)(8 * num_tokens + 4 * (2 * num_heads + 2 * num_blocks));
+    memcpy(taken + 1, fetch + 1, num_bytes);
+    int32_t *calls = (int32_t *)((uint64_t *)(taken + 1) + num_tokens), *words = calls + num_heads;
+    const int32_t *sources = words + num_heads, *blocks = sources + num_blocks;
+    for (int64_t i = 0; i < num_blocks; i++) {
+        bool is_own = blocks[i] >= from->first_block && blocks[i] < from->first_block + from->num_blocks;
+        if (!is_own || sources[i] < 0 || sources[i] >= s->num_blocks) return BAD_REQUEST;
+    }
+    return find_pieces(s, calls, words, num_heads);
+}
+
+/* So many leading tokens are there, and so many bytes were copied. */
+EXPORT void es_lane_answer_fetch(struct server *s, int64_t rank, int64_t status, int64_t num_right, int64_t num_bytes) {
+    struct incoming *from = &s->lanes[rank];
+    struct fetch *fetch = fetch_of(&s->layout, from->lane);
+    if (status != COMPUTED) s->num_refused++;
+    fetch->status = status;
+    fetch->num_right = num_right;
+    fetch->num_bytes = num_bytes;
+    fetch->pool = atomic_load(s->pool);
+    atomic_store_explicit(&fetch->answer, from->fetch, memory_order_release);
+    cell_ring(from->cell);
 }

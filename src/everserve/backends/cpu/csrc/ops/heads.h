@@ -19,4 +19,5 @@ struct head_request {
     const int32_t *positions, *kv_slots, *query_starts, *block_tables;
     const int32_t *slots, *pieces; /* of the heads that are asked for */
     int64_t num_rows, num_sequences, table_width, num_heads;
+    const uint64_t *chains; /* by row: what the words of KV are made of; NULL: it gets none */
 };

@@ -1,0 +1,61 @@
+"""Which pools of heads' KV exist, and their mirrors, so that workers can fetch KV out of each other's memory.
+
+Both belong to an expert seat and outlive its workers. A pool is lost with its device, a mirror is not. Every other
+expert worker gets the descriptors in advance, so that a fetch needs no other process (memory/pieces/sources.py).
+"""
+
+from everserve.control.anchor_client import AnchorClient
+from everserve.control.worker_ends import WorkerEnd, WorkerEnds
+from everserve.tables.ids import Rank, Role
+from everserve.tables.memory import Kind, Memory
+from everserve.wire.messages import KvJoined, KvLeft
+
+_KINDS = (Kind.KV_PIECES, Kind.KV_MIRROR)
+
+
+class KvSources:
+    """The pools and mirrors of all expert seats, by rank and kind. Whoever drops the memory itself tells it here."""
+
+    def __init__(self, anchor: AnchorClient, ends: WorkerEnds) -> None:
+        self._anchor = anchor
+        self._ends = ends
+        self._known: dict[tuple[Rank, Kind], Memory] = {}
+
+    def note(self, memory: Memory) -> None:
+        """This memory is held now."""
+        if memory.kind not in _KINDS:
+            return
+        rank = memory.owners[0].rank
+        if self._known.get((rank, memory.kind)) != memory:
+            self._known[rank, memory.kind] = memory
+            for end in self._ends:
+                self._give(end, memory)
+
+    def introduce(self, end: WorkerEnd) -> None:
+        """A worker has connected: send it what there is. One that an earlier orchestrator has started may know of
+        memory that is gone."""
+        for memory in self._known.values():
+            self._give(end, memory)
+        if end.report is not None and self._known:
+            ranks = {rank for rank, _ in self._known}
+            for rank, kind in sorted({(rank, kind) for rank in ranks for kind in _KINDS} - self._known.keys()):
+                if _fetches_from(end, rank):
+                    end.send(KvLeft(rank=rank, kind=kind))
+
+    def drop(self, memory: Memory) -> None:
+        """It is lost, or not kept any more."""
+        rank = memory.owners[0].rank if memory.owners else None
+        if rank is not None and self._known.get((rank, memory.kind)) == memory:
+            del self._known[rank, memory.kind]
+            for end in self._ends:
+                if _fetches_from(end, rank):
+                    end.send(KvLeft(rank=rank, kind=memory.kind))
+
+    def _give(self, end: WorkerEnd, memory: Memory) -> None:
+        fd, rank = self._anchor.held(memory), memory.owners[0].rank
+        if fd is not None and _fetches_from(end, rank):
+            end.send(KvJoined(rank=rank, kind=memory.kind), fds=(fd,))
+
+
+def _fetches_from(end: WorkerEnd, rank: Rank) -> bool:
+    return Role.ATTENTION not in end.roles and end.is_connected and end.rank != rank

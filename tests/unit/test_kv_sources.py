@@ -1,0 +1,110 @@
+"""The orchestrator tells workers with heads of each other's KV, as long as it exists; homes inherit their records."""
+
+import gc
+import os
+
+import msgspec
+import pytest
+
+from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
+from everserve.tables.memory import Kind, Memory
+from everserve.wire.messages import DropMemory, KvJoined, KvLeft, LogJoined, LoseDevice, ReturnDevice
+from tests.unit.orchestrator_toy import ToyOrchestrator, ToyWorker, start_of, succeed
+
+NUM = 3
+HOMES, SHARDS = (0, 1, 2), (3, 4, 5)
+BOTH = (Kind.KV_MIRROR, Kind.KV_PIECES)
+
+
+@pytest.fixture(autouse=True)
+def collect():
+    yield
+    gc.collect()
+
+
+def serving(mode: str = "mirror") -> ToyOrchestrator:
+    """Three devices, with a home and a worker with heads each."""
+    start = start_of(NUM, NUM, mode)
+    source = msgspec.structs.replace(start.worker.model, tensor_parallel=True, divides_heads=True)
+    start = msgspec.structs.replace(
+        start,
+        cluster=msgspec.structs.replace(start.cluster, devices=NUM),
+        worker=msgspec.structs.replace(start.worker, model=source),
+    )
+    orchestrator = ToyOrchestrator(start)
+    for worker in list(orchestrator.workers.values()):
+        worker.come_up()
+    return orchestrator
+
+
+def known(worker: ToyWorker) -> dict[tuple[int, Kind], bool]:
+    """What it has been told to be there, and what not any more."""
+    told = [message for message in worker.got if isinstance(message, KvJoined | KvLeft)]
+    return {(message.rank, message.kind): isinstance(message, KvJoined) for message in told}
+
+
+def of_kind(worker: ToyWorker, kind: Kind) -> Memory:
+    (memory,) = (piece for piece in worker.start.memory if piece.kind is kind)
+    return memory
+
+
+def identity(worker: ToyWorker, kind: Kind) -> int:
+    """Of the memory behind a descriptor; its cell's comes first."""
+    return os.fstat(worker.memory[1 + worker.start.memory.index(of_kind(worker, kind))]).st_ino
+
+
+def lose(orchestrator: ToyOrchestrator, device: int) -> None:
+    orchestrator.gateway.send(LoseDevice(id="x", device=device, gone=True))
+    orchestrator.settle()
+
+
+def test_every_worker_has_the_pools_and_mirrors_of_all_others():
+    orchestrator = serving()
+    for rank in SHARDS:
+        others = {(other, kind): True for other in SHARDS if other != rank for kind in BOTH}
+        assert known(orchestrator.worker(rank)) == others
+        assert of_kind(orchestrator.worker(rank), Kind.KV_PIECES).device != NO_DEVICE
+        assert of_kind(orchestrator.worker(rank), Kind.KV_MIRROR).device == NO_DEVICE
+    assert not any(known(orchestrator.worker(home)) for home in HOMES)
+
+
+def test_without_a_mirror_there_are_pools():
+    orchestrator = serving("anchor")
+    assert known(orchestrator.worker(3)) == {(rank, Kind.KV_PIECES): True for rank in (4, 5)}
+
+
+def test_a_lost_device_takes_its_pool_and_leaves_its_mirror():
+    orchestrator = serving()
+    pool, mirror = (of_kind(orchestrator.worker(4), kind) for kind in (Kind.KV_PIECES, Kind.KV_MIRROR))
+    lose(orchestrator, pool.device)
+    for rank in (3, 5):
+        assert not known(orchestrator.worker(rank))[4, Kind.KV_PIECES]
+        assert known(orchestrator.worker(rank))[4, Kind.KV_MIRROR]
+    dropped = {message.memory for message in orchestrator.said(DropMemory)}
+    assert pool in dropped and mirror not in dropped and mirror.name not in orchestrator.released
+    for rank in (1, 4):
+        orchestrator.exit(orchestrator.worker(rank))
+    orchestrator.gateway.send(ReturnDevice(id="y", device=pool.device))
+    orchestrator.settle()
+    orchestrator.worker(4, 2).come_up()
+    assert of_kind(orchestrator.worker(4, 2), Kind.KV_MIRROR) == mirror, "the one with its KV"
+    assert known(orchestrator.worker(3))[4, Kind.KV_PIECES], "new memory under the same name"
+
+
+def test_a_new_orchestrator_tells_it_again():
+    orchestrator = serving()
+    after = succeed(orchestrator, epoch=7, gone=[WorkerId(Rank(5), Incarnation(1))])
+    assert all(known(after.worker(3))[rank, kind] for rank in (4, 5) for kind in BOTH)
+
+
+def test_the_next_home_in_a_seat_goes_on_with_the_records_of_the_last():
+    """Its streams' KV is in blocks of its range: their numbers are known, so they are not used for others at once."""
+    orchestrator = serving()
+    first = orchestrator.worker(0)
+    assert of_kind(first, Kind.LOG).device == NO_DEVICE
+    before = identity(first, Kind.LOG)
+    orchestrator.exit(first)
+    second = orchestrator.worker(0, 2)
+    second.come_up()
+    assert identity(second, Kind.LOG) == before
+    assert {(m.rank, m.incarnation) for m in orchestrator.worker(1).heard(LogJoined)} >= {(0, 1), (0, 2)}
