@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 
+# Otherwise every process of every test compiles all of our modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-long check bench chaos gpu clean
 
 demo: $(STAMP)-run
@@ -41,6 +44,8 @@ bench: $(STAMP)-dev
 	$(BIN)/everserve bench checkpoint
 	$(BIN)/everserve bench restore
 	$(BIN)/everserve bench balance
+	$(BIN)/everserve bench degree
+	$(BIN)/everserve bench prefill
 
 # Half an hour of faults under streams; every token is compared. See docs/reliability.md.
 chaos: $(STAMP)-run

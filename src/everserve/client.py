@@ -135,6 +135,8 @@ class Stream:
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
+    id: str = ""  # of the answer: names of its streams in the server's events begin with it
+    masked: list[tuple[int, int]] = field(default_factory=list)  # tokens marked as not exact: first, end
 
     @property
     def first_token_s(self) -> float:
@@ -180,8 +182,10 @@ async def _read_events(connection: Connection, stream: Stream) -> None:
         if "error" in event.data:
             stream.error = event.data["error"]["message"]
             continue
+        stream.id = event.data.get("id", "")
         for choice in event.data["choices"]:
             ids = choice.get("token_ids") or []
+            stream.masked += [(first, end) for first, end in choice.get("degraded", {}).get("masked_ranges", ())]
             stream.token_ids += ids
             stream.text += choice.get("text", "")
             stream.arrivals_s += [event.at_s] * len(ids)

@@ -1,14 +1,25 @@
 """Heads, their KV and experts over three devices: the tokens of one process, whatever dies; and KV outlives it."""
 
+import json
+import random
+import re
 import signal
+from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
+from everserve.model.bundled import DEMO_MODEL
+from everserve.model.config import ModelConfig
+from everserve.plan.prefill import TokenCost
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 
 HOME, SHARDS = 0, 4
-LONG = c.asks(3, num_prompt=12, max_tokens=200)
+PREFILL_COST = re.compile(r'^everserve_prefill_cost_total\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
+TASKS = Path(__file__).parents[1] / "serving" / "lm_eval_task"
+LONG = c.asks(3, num_prompt=12, max_tokens=300)
 LOST = 1  # a device, which has a home and a worker with heads
 
 
@@ -103,3 +114,59 @@ def test_heads_move_with_their_kv_when_a_device_is_gone_and_when_it_returns(whol
     c.assert_equal(c.run_with(whole, LONG, c.in_decode, give_back), expected_long)
     c.wait_whole(whole)
     assert since.preemptions == since.kv_lost_tokens == 0
+
+
+def costs(server) -> dict[int, int]:
+    """Of the prompts that each home has computed."""
+    text = httpx.get(f"{server.url}/metrics").text
+    return {int(rank): int(float(cost)) for rank, cost in PREFILL_COST.findall(text)}
+
+
+def test_a_long_prompt_has_a_home_of_its_own_while_others_take_the_short_ones(whole, server):
+    generator = random.Random("prefill")
+    prompts = [[generator.randrange(1, 250) for _ in range(num)] for num in (700, *[90] * 8)]
+    body = {"prompt": prompts, "max_tokens": 3, "temperature": 0, "seed": 1}
+    before = costs(whole)
+    answer, expected = (c.post(one, "/v1/completions", {"model": one.model, **body}) for one in (whole, server))
+    texts = [[choice["text"] for choice in one.json()["choices"]] for one in (answer, expected)]
+    assert texts[0] == texts[1] and len(texts[0]) == 9
+    cost, done = TokenCost.of_model(ModelConfig.from_directory(DEMO_MODEL)), costs(whole)
+    worked = sorted(done[rank] - before[rank] for rank in done)
+    assert worked == sorted([4 * cost.of(0, 90), 4 * cost.of(0, 90), cost.of(0, 700)])
+
+
+# -- real clients --------------------------------------------------------------------------------
+
+
+def scores(server) -> list:
+    """What lm-evaluation-harness asks for: log likelihoods of all tokens of paragraphs, several prompts at a time."""
+    lines = (TASKS / "paragraphs.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["text"][:400] for line in lines[:6]]
+    body = {"prompt": prompts, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 3, "seed": 1}
+    answer = c.post(server, "/v1/completions", {"model": server.model, **body})
+    assert answer.status_code == 200, answer.text
+    return [(choice["text"], choice["logprobs"]) for choice in answer.json()["choices"]]
+
+
+def streamed(server) -> list[str]:
+    """Greedy and sampled, by the official client."""
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+    texts = []
+    for params in ({"temperature": 0}, {"temperature": 0.9, "seed": 7}, {"temperature": 1.2, "top_p": 0.9, "seed": 8}):
+        chunks = client.completions.create(
+            model=server.model, prompt="Call me Ishmael. " * 20, max_tokens=40, stream=True, **params
+        )
+        texts.append("".join(chunk.choices[0].text for chunk in chunks))
+    return texts
+
+
+def test_clients_get_the_same_scores_to_the_digit(whole, server):
+    expected = scores(server)
+    assert len(expected) == 6 and all(len(logprobs["token_logprobs"]) > 50 for _, logprobs in expected)
+    assert scores(whole) == expected
+
+
+def test_the_official_client_streams_the_same_text(whole, server):
+    expected = streamed(server)
+    assert len(set(expected)) == 3
+    assert streamed(whole) == expected

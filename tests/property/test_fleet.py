@@ -125,7 +125,7 @@ class Life:
 
     def act_of_worker(self, kind: str, worker: ToyWorker, ids: frozenset[int] = frozenset()) -> None:
         if kind == "ready" and worker not in self.lost:
-            worker.say_ready()
+            worker.say_ready(shares_workers=True)
         elif kind == "step" and worker not in self.lost:
             worker.step(*(self.toy.streams[i].spec.id for i in ids if i < len(self.toy.streams)))
         elif kind == "wake" and worker in self.lost:
@@ -147,7 +147,7 @@ class Life:
         worker = self.toy.attach(rank, self.incarnations[rank])
         self.alive.append(worker)
         if is_ready:
-            worker.say_ready()
+            worker.say_ready(shares_workers=True)
 
     def mark_lost(self, worker: ToyWorker) -> None:
         worker.is_liar = True
@@ -173,8 +173,9 @@ class Life:
         for link in fleet.ready_links():
             running = [stream for stream in self.toy.streams if stream.link is link]
             assert len(running) == len(link.streams) <= link.capacity
-            assert link.streams.num_owed == sum(stream.num_owed for stream in running)
-            assert not link.is_leaving
+            assert link.streams.prefill_cost == sum(stream.prefill_cost for stream in running)
+            assert (link.streams.decode_cost > 0) == bool(running) and link.room.owed >= 0
+            assert not link.is_leaving and link.rank not in link.told
         here = self.here()
         waiting = [stream for stream in here if stream.link is None]
         if any(stream.num_losses < poison._FREE_LOSSES for stream in waiting):

@@ -11,10 +11,11 @@ from everserve.gateway.streams.fleet import Fleet
 from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import EngineStats, Output
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec, SamplingParams
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.events import AnyEvent
-from everserve.wire.messages import Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
+from everserve.wire.messages import Cancel, GivenBack, PrefillsPending, Rejected, StepOutput, Submit, WorkerReady
 
 CAPACITY = 4 + 4  # of a worker with 4 seats
 LIE = 1_000_000  # added to tokens that nobody may ever see
@@ -65,6 +66,8 @@ class ToyWorker:
         self.sources: dict[str, WorkerId | None] = {}  # with each of them
         self.following: list[int] = []  # how many were announced behind each of them
         self.tokens: dict[str, list[int]] = {}  # of those that run
+        self.prefills: list[dict[Rank, tuple[PendingPrompt, ...]]] = []  # what it was told of other homes
+        self._publishes = False
         self.is_liar = False
         self.is_leaving = False
         self._channel = channel
@@ -74,7 +77,8 @@ class ToyWorker:
     def log(self) -> WorkerId:
         return self.rank, self.incarnation
 
-    def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64, num_blocks: int = 100) -> None:
+    def say_ready(self, max_num_seqs: int = 4, max_model_len: int = 64, num_blocks: int = 100, **more: Any) -> None:
+        self._publishes = more.get("shares_workers", False)
         self._channel.send(
             WorkerReady(
                 rank=self.rank,
@@ -84,6 +88,7 @@ class ToyWorker:
                 num_blocks=num_blocks,
                 block_size=16,
                 max_num_seqs=max_num_seqs,
+                **more,
             )
         )
 
@@ -104,15 +109,25 @@ class ToyWorker:
                     self.tokens[message.spec.id] = list(message.spec.known)
             elif isinstance(message, Cancel):
                 self.tokens.pop(message.id, None)
+            elif isinstance(message, PrefillsPending):
+                self.prefills.append(message.homes)
 
     def step(self, *ids: str) -> None:
         """One more token of each of these streams (of all, if none is named), in one message."""
         self.receive()
-        self.send([self._advance(id) for id in ids or list(self.tokens) if id in self.tokens])
+        outputs = [self._advance(id) for id in ids or list(self.tokens) if id in self.tokens]
+        self.send(outputs, **(self._pending() if self._publishes else {}))
 
     def send(self, outputs: list[Output], **stats: Any) -> None:
         self._stats |= stats
         self._channel.send(StepOutput(outputs=outputs, stats=engine_stats(**self._stats)))
+
+    def _pending(self) -> dict[str, Any]:
+        """What a home publishes: prompts without an answer."""
+        waiting = [self.specs[id] for id, tokens in self.tokens.items() if tokens == self.specs[id].known]
+        prompts = tuple(PendingPrompt(0, len(spec.prompt) + len(spec.known)) for spec in waiting)
+        cost = sum(prompt.num_tokens * (prompt.num_tokens + 3) // 2 for prompt in prompts)
+        return {"num_received": len(self.following), "prompts": prompts, "pending_prefill_cost": cost}
 
     def reject(self, id: str, is_server_fault: bool = False) -> None:
         self.receive()
@@ -145,10 +160,10 @@ class ToyWorker:
 class ToyFleet:
     """A fleet, its workers, its clients, and a clock that stands still until it is moved."""
 
-    def __init__(self, max_queue: int = 100) -> None:
+    def __init__(self, max_queue: int = 100, balances: bool = True) -> None:
         self.now_s = 1000.0
         self.events: list[AnyEvent] = []
-        self.fleet = Fleet(max_queue, tell=self.events.append, clock=lambda: self.now_s)
+        self.fleet = Fleet(max_queue, tell=self.events.append, clock=lambda: self.now_s, balances=balances)
         self.fleet.has_orchestrator = True
         self.settled: list[WorkerId] = []  # what the orchestrator was told
         self.fleet.logs.report_to(self.settled.append)

@@ -10,14 +10,15 @@ from everserve.errors import ConfigError
 
 
 def test_the_traces_are_those_of_their_paper():
-    conversations, code = read("azure-conv"), read("azure-code")
+    conversations, code, long = read("azure-conv"), read("azure-code"), read("mooncake-conv")
     assert (len(conversations), len(code)) == (19_366, 8_819)
     assert conversations[0] == Lengths(374, 44)
+    assert len(long) == 12_031 and round(sum(one.num_prompt for one in long) / len(long)) == 12_035
     assert round(sum(one.num_output for one in conversations) / len(conversations), 1) == 211.1
 
 
 def test_an_unknown_trace_is_an_error_that_says_which_there_are():
-    with pytest.raises(ConfigError, match="azure-conv or azure-code"):
+    with pytest.raises(ConfigError, match="azure-conv or azure-code or mooncake-conv"):
         read("burst")
 
 

@@ -50,7 +50,7 @@ def test_a_shape_that_does_not_exist(run):
     settings = overhead.Settings(
         streams=(1,), prompt=1, max_tokens=16, rounds=1, shape="round", variants=tuple(overhead.GPU_VARIANTS)
     )
-    with pytest.raises(ConfigError, match="--shape round: choose bundled, mixtral"):
+    with pytest.raises(ConfigError, match="--shape round: choose bundled, small-moe"):
         run(settings, None)
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from everserve.chaos.answers import Answer, Choice, Usage
-from everserve.chaos.compare import Kind, classify, compare, first_difference
+from everserve.chaos.compare import Kind, classify, compare, first_difference, marks
 from everserve.chaos.continuations import can_ask, continuations
 from everserve.chaos.requests import Request, make_catalogue
 from everserve.gateway.http.requests import CompletionRequest
@@ -191,6 +191,12 @@ def test_only_what_comes_before_a_mask_is_compared_with_the_expected_answer():
     assert compare(other_numbers, right) == []
     other_numbers.choices[0].masked = []
     assert [found.kind for found in compare(other_numbers, right)] == [Kind.LOGPROBS]
+
+
+def test_undisturbed_no_token_may_be_marked():
+    assert marks(answer()) == []
+    (found,) = marks(answer(masked=[(1, 3)]))
+    assert (found.kind, found.choice, found.index) == (Kind.MASKED, 0, 1)
 
 
 def test_marks_of_events_and_of_whole_answers_are_the_same():

@@ -134,6 +134,29 @@ def test_a_fault_without_a_victim_is_missed(children):
     assert not record.is_injected
 
 
+def test_to_hang_is_asked_for_also_here(children):
+    view = cluster(children[0].pid, children[1].pid)
+    record, posted = inject(view, Blow(0, EXPERT, "HANG"))
+    assert posted == [("/cluster/fault", {"rank": 1, "signal": "HANG"})]
+    assert f"HANG to expert 0 (pid {children[1].pid}, incarnation 3)" in record.hit[0]
+    assert process.state_of(children[1].pid) == "S"
+
+
+def test_the_worker_that_changes_its_role_is_the_one_that_changes_it_back(children):
+    """By its rank: what number it has in its other role does not matter."""
+    view = cluster(children[0].pid, children[1].pid)
+    request, undo = (Request("/cluster/switch", {"role": role}) for role in ("attention", "expert"))
+    switch = Blow(0, EXPERT, "role attention", wake_after_s=600, request=request, undo=undo)
+    record, posted = inject(view, switch)
+    assert posted == [
+        ("/cluster/switch", {"role": "attention", "rank": 1}),
+        ("/cluster/switch", {"role": "expert", "rank": 1}),
+    ]
+    assert "role attention for 600.000 s of expert 0" in record.hit[0]
+    record, posted = inject(view, Blow(0, Victim("expert", 1), "role attention", 600, request, undo))
+    assert not posted and "no such process" in record.missed[0]
+
+
 def test_a_server_elsewhere_is_asked_to_do_it(children):
     view = cluster(children[0].pid, children[1].pid, children[2].pid)
     blows = (Blow(0, EXPERT, "KILL"), Blow(0, ANCHOR, "STOP", wake_after_s=600), Blow(0, ATTENTION, "drain"))

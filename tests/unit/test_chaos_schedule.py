@@ -21,7 +21,7 @@ from everserve.chaos.schedule import (
 ALONE = tuple(Device(i, i < 2, i >= 2) for i in range(4))  # each worker on a device of its own
 SEATS = Seats(num_attention=2, num_expert=2, devices=ALONE)
 WIDE = Seats(num_attention=4, num_expert=4, devices=tuple(Device(i, 1, 1) for i in range(4)))
-WITH_DEVICES = {kind for kind in KINDS if "device" in kind or "scale" in kind}
+WITH_DEVICES = {kind for kind in KINDS if "device" in kind or "scale" in kind or "its role" in kind}
 
 
 def test_the_same_seed_gives_the_same_faults():
@@ -153,3 +153,40 @@ def test_scaling_down_and_up_again(seats, few, many, retired):
     assert blows
     for blow in blows:
         assert (blow.request.body, blow.undo.body, blow.takes) == (few, many, retired)
+
+
+def test_a_worker_whose_main_thread_hangs():
+    blows = [blow for fault in make_schedule(3, 600, SEATS) for blow in fault.blows if blow.what == "HANG"]
+    assert blows and {blow.victim for blow in blows} <= set(SEATS.workers), "no other process can be told to"
+    assert all(blow.wake_after_s is None for blow in blows), "it is replaced"
+
+
+@pytest.mark.parametrize("seats", [SEATS, WIDE], ids=["each worker alone", "wide"])
+def test_a_role_is_changed_and_changed_back(seats):
+    faults = [fault for fault in make_schedule(3, 2000, seats) if "its role" in fault.kind]
+    assert {fault.kind for fault in faults} == {kind for kind in KINDS if "its role" in kind}
+    switches = [fault.blows[0] for fault in faults]
+    assert {blow.victim.name for blow in switches} == {"attention", "expert"}
+    for blow in switches:
+        assert blow.request.path == blow.undo.path == "/cluster/switch" and blow.wake_after_s is not None
+        assert blow.undo.body == {"role": blow.victim.name} != blow.request.body
+        (device,) = blow.takes
+        assert device in [one.number for one in seats.devices]
+    if seats is SEATS:
+        assert {(str(blow.victim), blow.takes[0]) for blow in switches} == {
+            ("attention 0", 0), ("attention 1", 1), ("expert 0", 2), ("expert 1", 3)
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_roles_and_the_size_never_change_at_the_same_time(seed):
+    """The number of workers that scaling asks for at its end would be wrong."""
+    away = [
+        (fault.at_s, fault.at_s + blow.wake_after_s, blow.request.path)
+        for fault in make_schedule(seed, 2000, SEATS)
+        for blow in fault.blows
+        if blow.request is not None and blow.request.path in ("/cluster/switch", "/cluster/scale")
+    ]
+    assert {path for _, _, path in away} == {"/cluster/switch", "/cluster/scale"}
+    for begin, end, path in away:
+        assert not [other for a, b, other in away if other != path and a <= end and b >= begin]

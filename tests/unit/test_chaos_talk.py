@@ -15,7 +15,7 @@ from everserve.chaos.talk import Break, Talk, Trouble
 from everserve.chaos.target import Target
 from tests.unit.chaos_toy import DONE, Asked, event, head, json_answer, serving, token_event, usage_event
 
-REQUEST = Request(0, {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5})
+REQUEST = Request(0, {"model": "m", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.0})
 TOKENS = [10, 11, 12, 13, 14]
 EVENTS = [token_event(token, i, finish_reason="length" if i == 4 else None) for i, token in enumerate(TOKENS)]
 ENDING = [usage_event(3, 5, 5), DONE]
@@ -229,6 +229,33 @@ def changed(events: list[bytes]) -> list[bytes]:
 @pytest.mark.parametrize("manner", [Manner.STREAM, Manner.RESUME])
 def test_one_changed_token_is_found(manner):
     assert judge(Answering(changed), manner) == [Kind.DIVERGENCE]
+
+
+def marked(events: list[bytes]) -> list[bytes]:
+    """The right token, but marked."""
+    choice = {"index": 0, "text": f"<{TOKENS[2]}>", "token_ids": [TOKENS[2]], "finish_reason": None}
+    return [*events[:2], event({"choices": [choice | {"degraded": {"masked_ranges": [[2, 3]]}}]}, 2), *events[3:]]
+
+
+def test_a_marked_token_without_a_fault_is_found():
+    assert judge(Answering(marked), Manner.STREAM) == [Kind.MASKED]
+
+
+def test_an_answer_that_is_marked_is_not_learnt():
+    answers = [Answering(marked), Answering(marked), Answering()]
+
+    async def respond(asked: Asked) -> AsyncIterator[bytes]:
+        async for piece in answers.pop(0)(asked):
+            yield piece
+
+    async def learn() -> list[str]:
+        async with serving(respond) as url:
+            findings = Findings()
+            known = await Clients(Target(url), 5.0, findings).learn([REQUEST], 1)
+            assert known.answers[0].choices[0].masked == [] and not answers
+            return [finding.kind for finding in findings.all]
+
+    assert asyncio.run(learn()) == []
 
 
 def test_events_without_ids_cannot_be_resumed():

@@ -11,6 +11,7 @@ from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, WorkerState
 from everserve.tables.outputs import Output
+from everserve.tables.survival import Kv, Survival, Weights
 from everserve.tables.validity import Conditions
 from everserve.wire.events import FaultDetected
 from everserve.wire.messages import (
@@ -52,7 +53,8 @@ def test_cluster() -> None:
             )
             ill = DeviceHealth(device=1, level=Level.DRAIN, reason="a fan", note="is used on: …")
             tables = {"violations": ("v",), "degraded": ("d",), "health": (ill,), "num_health_troubles": 2}
-            server.orchestrator.publish(member(0, device=0), expert, **tables, slowness={0: 1.1})
+            told = Survival(failure="any one process", weights=Weights.SUCCESSOR, kv=Kv.COMPUTED)
+            server.orchestrator.publish(member(0, device=0), expert, **tables, slowness={0: 1.1}, survivals=(told,))
             task, _, gone = server.begin("POST", "/v1/completions", {"prompt": "a", "n": 2})
             await until(lambda: len(server.worker.specs) == 2)
             stats = engine_stats(num_running=1, num_waiting=1, kv_usage=0.5)
@@ -89,6 +91,7 @@ def test_cluster() -> None:
                     },
                 ],
                 "moves": [],
+                "survives": [{"failure": "any one process", "weights": Weights.SUCCESSOR, "kv": Kv.COMPUTED}],
             }
             server.orchestrator.publish(member(0, incarnation=2))
             await until(lambda: server.gateway.cluster.epoch == 3)

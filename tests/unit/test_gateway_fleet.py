@@ -5,26 +5,28 @@ import pytest
 from everserve.errors import OverloadedError, RequestError
 from everserve.plan.spread import Room
 from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.prompts import PendingPrompt
 from tests.unit.fleet_toy import CAPACITY, ToyFleet, assert_complete, with_fleet
 
 # -- placement -----------------------------------------------------------------------------------
 
 
-def test_streams_go_to_the_worker_that_owes_the_fewest_tokens() -> None:
+def test_streams_go_to_the_worker_with_the_least_to_compute() -> None:
     async def test(toy: ToyFleet) -> None:
         a, b = await toy.join(0), await toy.join(1)
-        toy.submit(prompt=[1] * 5, max_tokens=30)  # 35 to a
-        toy.submit(prompt=[1] * 30, max_tokens=4)  # 34 to b
-        toy.submit(max_tokens=4)  # b has fewer: 41
-        toy.submit(max_tokens=4)  # a
+        first, second = (toy.fleet.link(Rank(rank)) for rank in (0, 1))
+        toy.submit(prompt=[1] * 5, max_tokens=30)
+        toy.submit(prompt=[1] * 30, max_tokens=4)
+        assert (first.room.owed, second.room.owed) == (20 + 30 * 6, 495 + 4 * 31)
+        toy.submit(max_tokens=4)
         await toy.settle()
-        assert [list(w.specs) for w in (a, b)] == [["s0", "s3"], ["s1", "s2"]]
+        assert [list(w.specs) for w in (a, b)] == [["s0", "s2"], ["s1"]]
         b.step("s1")  # its 30 prompt tokens are answered
         await toy.settle()
-        assert toy.fleet.link(Rank(1)).streams.num_owed == 3 + 7
+        assert second.room.owed == 3 * 32
         toy.submit(max_tokens=20)
         await toy.settle()
-        assert "s4" in b.specs
+        assert "s3" in b.specs
 
     with_fleet(test)
 
@@ -132,9 +134,9 @@ def test_what_the_workers_kv_has_room_for_is_known_from_their_reports_and_what_t
         await toy.join(0, num_blocks=20)
         await toy.join(1, num_blocks=20)
         first, second = (toy.fleet.link(Rank(rank)) for rank in (0, 1))
-        assert first.room == Room(rank=0, num_streams_free=8, num_free_blocks=20, num_owed_tokens=0)
+        assert first.room == Room(rank=0, num_streams_free=8, num_free_blocks=20, owed=0)
         toy.submit(prompt=[1] * 40, max_tokens=4, n=2)  # 2 shared blocks, and one more each
-        assert first.room == Room(rank=0, num_streams_free=6, num_free_blocks=16, num_owed_tokens=88)
+        assert first.room == Room(rank=0, num_streams_free=6, num_free_blocks=16, owed=2048)
         toy.workers[0].send([], kv_usage=0.25)
         await toy.settle()
         assert first.room.num_free_blocks == 15
@@ -142,6 +144,89 @@ def test_what_the_workers_kv_has_room_for_is_known_from_their_reports_and_what_t
         assert (first.room.num_free_blocks, second.room.num_free_blocks) == (15, 17)
 
     with_fleet(test)
+
+
+def test_the_rest_of_a_prompt_is_known_from_reports() -> None:
+    async def test(toy: ToyFleet) -> None:
+        worker = await toy.join(0, token_cost=10)
+        link = toy.fleet.link(Rank(0))
+        toy.submit(prompt=[1] * 40, max_tokens=1)
+        toy.submit(prompt=[1] * 20, max_tokens=1)
+        unseen = (40 * 10 + 820) + (20 * 10 + 210)
+        decoding = 2 * (10 + 30)
+        assert link.room.owed == unseen + decoding
+        worker.send([], num_received=1, pending_prefill_cost=500, prompts=(PendingPrompt(24, 16),))
+        await toy.settle()
+        assert link.room.owed == 500 + 410 + decoding, "the second has come after that report"
+        assert link.prompts == (PendingPrompt(24, 16), PendingPrompt(0, 20))
+        worker.send([], num_received=2, pending_prefill_cost=300, prompts=(PendingPrompt(8, 12),))
+        await toy.settle()
+        assert link.room.owed == 300 + decoding and link.prompts == (PendingPrompt(8, 12),)
+        worker.send([], num_received=2, pending_prefill_cost=10**9)
+        await toy.settle()
+        assert link.room.owed == unseen + decoding, "not more than all of it"
+
+    with_fleet(test)
+
+
+def test_homes_that_use_the_same_workers_hear_of_each_others_prompts() -> None:
+    async def test(toy: ToyFleet) -> None:
+        a, b = await toy.join(0, shares_workers=True), await toy.join(1, shares_workers=True)
+        toy.submit(prompt=[1] * 40)
+        toy.submit(prompt=[1] * 30)
+        await toy.settle()
+        a.receive()
+        b.receive()
+        assert a.prefills == [] and b.prefills == [{0: (PendingPrompt(0, 40),)}]
+        a.send([], num_received=1, prompts=(PendingPrompt(16, 24),))
+        await toy.settle()
+        a.receive()
+        assert a.prefills == [{1: (PendingPrompt(0, 30),)}]
+        for _ in range(2):
+            b.send([], num_received=1, prompts=(PendingPrompt(16, 14),))
+            await toy.settle()
+        b.receive()
+        assert b.prefills[1:] == [{0: (PendingPrompt(16, 24),)}], "said once"
+        b.die()
+        await toy.settle()
+        a.send([], num_received=2, prompts=(PendingPrompt(32, 8), PendingPrompt(0, 30)))
+        await toy.settle()
+        a.receive()
+        assert a.prefills[-1] == {}, "the other home is gone"
+
+    with_fleet(test)
+
+
+def test_homes_that_share_nothing_hear_nothing() -> None:
+    async def test(toy: ToyFleet) -> None:
+        a, b = await toy.join(0), await toy.join(1)
+        toy.submit(prompt=[1] * 40)
+        toy.submit(prompt=[1] * 30)
+        for worker in (a, b):
+            worker.send([], num_received=1, prompts=(PendingPrompt(16, 14),))
+        await toy.settle()
+        a.receive()
+        b.receive()
+        assert a.prefills == b.prefills == []
+
+    with_fleet(test)
+
+
+def test_in_turn_if_work_shall_not_count() -> None:
+    async def test(toy: ToyFleet) -> None:
+        a, b = await toy.join(0, shares_workers=True), await toy.join(1, shares_workers=True)
+        for num_prompt in (50, 1, 1, 1):
+            toy.submit(prompt=[1] * num_prompt)
+        await toy.settle()
+        assert [list(w.specs) for w in (a, b)] == [["s0", "s2"], ["s1", "s3"]]
+        assert a.prefills == b.prefills == []
+        c = await toy.join(2)
+        toy.submit()
+        toy.submit()
+        await toy.settle()
+        assert list(c.specs) == ["s4"] and list(a.specs)[-1] == "s5", "a new worker is next, and only once"
+
+    with_fleet(test, balances=False)
 
 
 # -- back-pressure -------------------------------------------------------------------------------

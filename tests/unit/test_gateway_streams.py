@@ -4,7 +4,7 @@ import pytest
 
 from everserve.errors import RequestError
 from everserve.gateway.streams.log_references import LostLogs
-from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams.metrics import AnswerLengths, EngineMetrics, FleetMetrics
 from everserve.gateway.streams.stream import Stream, StreamBroken, StreamTable, count_blocks
 from everserve.gateway.streams.waiting import WaitingLine
 from everserve.tables.ids import Rank
@@ -92,7 +92,7 @@ def test_an_output_without_a_token_takes_no_index() -> None:
     toy = Table("a")
     toy.table.deliver([Output(id="a", index=0, token=None, finish_reason="length")], 0.0)
     assert toy.recorders()[0].tokens == [None] and len(toy.table) == 0
-    assert toy.table.num_owed == 0
+    assert toy.table.prefill_cost == toy.table.decode_cost == 0
 
 
 def test_a_bug_in_one_listener_costs_one_stream(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,21 +124,37 @@ def test_a_rejected_stream_is_the_clients_fault_only_before_its_first_token() ->
         assert [type(error) for error in toy.recorders()[0].errors] == [kind]
 
 
-def test_owed_tokens_are_the_prompt_until_it_is_answered_and_what_is_still_to_come() -> None:
-    toy = Table("a", "b")
-    assert toy.table.num_owed == 2 * (1 + 9)
+def test_what_is_owed_is_the_prompt_until_it_is_answered_and_what_is_still_to_come() -> None:
+    def owed() -> tuple[int, int]:
+        return toy.table.prefill_cost, toy.table.decode_cost
+
+    toy = Table("a", "b")  # one token each, and nine to come
+    assert owed() == (2 * (1 + 1), (9 + 9) * (1 + 1))
     toy.table.deliver([token("a", 0)], 0.0)
-    assert toy.table.num_owed == 8 + 10
+    assert owed() == (2, (8 + 9) * (1 + 1)), "1.5 keys on average"
     toy.table.deliver([token("a", 1)], 0.0)
-    assert toy.table.num_owed == 7 + 10
+    assert owed() == (2, (7 + 9) * (1 + 2))
     toy.table.remove(toy.streams[1])
-    assert toy.table.num_owed == 7
+    assert owed() == (0, 7 * (1 + 3))
     (a,) = toy.table.remove_all()
-    assert toy.table.num_owed == 0
+    assert owed() == (0, 0)
     toy.table.add(a)
-    assert toy.table.num_owed == (1 + 2) + 7, "known tokens are computed again"
+    assert owed() == (3 * 1 + 1 + 2 + 3, 7 * (1 + 3)), "known tokens are computed again"
     toy.table.deliver([token("a", 2, "stop")], 0.0)
-    assert toy.table.num_owed == 0
+    assert owed() == (0, 0)
+
+
+def test_answers_are_expected_to_be_as_long_as_they_were_lately() -> None:
+    lengths = AnswerLengths()
+    exact, stops = SamplingParams(max_tokens=900), SamplingParams(max_tokens=900, stop_ids=(7,))
+    for _ in range(1000):
+        lengths.note(40)
+    assert lengths.expect(exact, 100) == 800, "only its limit ends it"
+    assert lengths.expect(stops, 0) == 40 and lengths.expect(stops, 30) == 10
+    assert lengths.expect(stops, 500) == 1, "it has outlived all of them, and is not over"
+    assert lengths.expect(SamplingParams(max_tokens=8, stop_ids=(7,)), 2) == 6
+    assert lengths.expect(SamplingParams(max_tokens=900, min_tokens=300, stop_ids=(7,)), 100) == 200
+    assert lengths.expect(SamplingParams(max_tokens=0, stop_ids=(7,)), 0) == 0
 
 
 def test_siblings_share_the_blocks_that_their_prompt_fills() -> None:

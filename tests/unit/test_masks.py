@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from everserve.engine.engine import Engine
+from everserve.kvlog.chains import key_of
 from everserve.tables.outputs import Output
 from everserve.tables.requests import Masked, RequestSpec
 from tests.toy import LoggedToy, make_config, make_engine, mask, run_alone, spec
@@ -157,6 +158,34 @@ def test_what_a_log_certifies(heir_mask: int, label: Masked | None, num_restored
     new.engine.check()
     new.close()
     old.close()
+
+
+def test_a_mask_that_begins_right_behind_what_was_restored_is_in_the_log_of_the_heir():
+    """The log has exactly what is exact, and the next token is computed under the mask: its chain begins with the mask,
+    although the chain of the restored tokens is known and ends there. Else the heir of the heir takes it for exact."""
+    config = make_config(num_blocks=64)
+    old, heir, last = (LoggedToy(config, False) for _ in range(3))
+    request = spec("a", PROMPT, max_tokens=12, temperature=1.0)
+    old.engine.add(request)
+    outputs = steps(old.engine, 3)
+    left = LoggedToy(config, False, old.photograph())  # it dies before it has committed anything under the mask
+    old.engine.use_mask(*mask(1))
+    outputs += steps(old.engine, 4)
+    heir.engine.use_mask(*mask(1))
+    resumed = msgspec.structs.replace(request, known=tokens(outputs), masked=Masked(12, 1))
+    heir.engine.add(resumed, heir.find(left.log, "a"))
+    result = heir.engine.step()
+    assert [restored.num_restored for restored in result.restored] == [12], "up to where the mask begins"
+    heir.engine.log_step()
+    outputs += result.outputs + steps(heir.engine, 2)
+    record = heir.log.find(key_of("a"))
+    assert record is not None and record.num_tokens > 12, "what followed is in the log too"
+    last.engine.add(msgspec.structs.replace(request, known=tokens(outputs)), last.find(heir.log, "a"))
+    result = last.engine.step()
+    assert [restored.num_restored for restored in result.restored] == [12], "what was computed under the mask is not"
+    assert tokens(result.outputs + steps(last.engine, 10)) == given(request, tokens(outputs))
+    for toy in (old, left, heir, last):
+        toy.close()
 
 
 @pytest.mark.parametrize("is_in_place", [False, True])

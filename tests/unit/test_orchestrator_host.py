@@ -1,7 +1,9 @@
 """The orchestrator's host with everything around it played by the test: what it is told, and what it then tells."""
 
 import gc
+import os
 import signal
+import time
 
 import msgspec
 import pytest
@@ -434,6 +436,44 @@ def test_a_device_returns_empty():
     orchestrator.worker(2, 2).come_up()
     assert orchestrator.worker(0).routed == {1, 2}
     assert orchestrator.said(KeepGoal)[-1].goal.gone == latest(orchestrator).gone == ()
+
+
+def weights_of(worker: ToyWorker) -> int:
+    """Which memory it was given for its weights."""
+    fds = dict(zip(worker.start.memory, worker.memory[1:], strict=True))
+    return os.fstat(next(fd for memory, fd in fds.items() if memory.kind is Kind.WEIGHTS)).st_ino
+
+
+def wait_for(orchestrator: ToyOrchestrator, rank: int, incarnation: int) -> None:
+    """A seat whose workers end while they start waits before the next."""
+    deadline = time.monotonic() + 30.0
+    while WorkerId(Rank(rank), Incarnation(incarnation)) not in orchestrator.workers:
+        assert time.monotonic() < deadline
+        orchestrator.host.turn(0.05)
+        orchestrator.settle()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["the same orchestrator", "the next orchestrator"])
+def test_what_a_worker_lost_with_its_device_while_it_was_forked_is_not_used(is_replaced):
+    """Two processes of one seat exist, each with memory of the same name: that of the later one is the seat's."""
+    orchestrator = serving(weights="memory")
+    orchestrator.is_birth_held = True
+    for name in "ab":
+        ask(orchestrator, LoseDevice(id=name, device=1, gone=False))
+    orchestrator.exit(orchestrator.worker(1))
+    orchestrator.is_birth_held = False
+    wait_for(orchestrator, 1, incarnation=3)
+    lost, latest_one = orchestrator.worker(1, 2), orchestrator.worker(1, 3)
+    assert weights_of(lost) != weights_of(latest_one), "the device came back empty"
+    expected = weights_of(latest_one)
+    if is_replaced:
+        orchestrator = succeed(orchestrator, epoch=7, gone=[])
+    orchestrator.exit(orchestrator.worker(1, 2))
+    orchestrator.exit(orchestrator.worker(1, 3))
+    wait_for(orchestrator, 1, incarnation=4)
+    assert weights_of(orchestrator.worker(1, 4)) == expected
+    memory = next(piece for piece in orchestrator.worker(1, 4).start.memory if piece.kind is Kind.WEIGHTS)
+    assert os.fstat(orchestrator.owned.allocate(memory)).st_ino == expected, "the anchor has the same"
 
 
 def test_a_mirror_outlives_the_device_of_its_worker():

@@ -1,12 +1,13 @@
 """Which workers are slow: reports in, levels out."""
 
+import math
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import pytest
 
 from everserve.control.slowness import Slowness, SlowPolicy, Standing
-from everserve.tables.work import Work, slowdown
+from everserve.tables.work import Work, slowdown, slowdown_at_most
 
 POLICY = SlowPolicy()
 ATTENTION, EXPERTS = (0, 1), (2, 3, 4)
@@ -64,6 +65,8 @@ def test_more_work_is_not_slower() -> None:
     assert slowdown(much, little) <= 1 and slowdown(little, much) <= 1
     assert slowdown(Work(3 * 0.3, (10, 20)), little) == pytest.approx(3)
     assert slowdown(Work(1.0, (0, 0)), little) == 0, "nothing to compare"
+    assert slowdown_at_most(much, little) >= 1 and slowdown_at_most(little, much) >= 1
+    assert slowdown_at_most(Work(1.0, (0, 0)), little) == math.inf
 
 
 @pytest.mark.parametrize(("times", "at_least_s", "at_most_s"), [(3.0, 6.0, 9.0), (10.0, 1.5, 3.0)])
@@ -186,3 +189,60 @@ def test_a_worker_that_is_not_ready_has_no_deadline() -> None:
     world = World()
     world.run(3, only(3, 10.0))
     assert world.slowness.next_deadline(EXPERTS) is not None and world.slowness.next_deadline((2, 4)) is None
+
+
+def test_streams_that_come_in_batches_do_not_hide_the_one_that_works_longest() -> None:
+    """Stopped for 80 % of the time, it takes five times as long; its peer works for a second of eight."""
+    world = World(experts=())
+    began = world.now
+    for i in range(32):
+        world.now += 0.5
+        world.slowness.report(0, world.steps(0, only(0, 5.0)), [], world.now)
+        if i % 16 < 2:
+            world.slowness.report(1, world.steps(1, only(0, 5.0)), [], world.now)
+        world._decide()
+    assert [(rank, level) for _, rank, level in world.levels][:1] == [(0, Standing.DEMOTED)]
+    assert world.levels[0][0] - began <= 7.0, "within the first batch"
+
+
+def test_a_worker_alone_is_not_accused() -> None:
+    """What its peers did long ago says nothing about the host now."""
+    world = World(experts=())
+    world.run(20)
+    for _ in range(100):
+        world.now += 0.5
+        if world.now - 1020.0 > POLICY.stale_s:
+            world.slowness.report(0, world.steps(0, only(0, 10.0)), [], world.now)
+            world._decide()
+    assert world.levels == []
+
+
+def test_a_time_in_which_all_are_slow_does_not_hide_the_one_that_stays_slow() -> None:
+    """With one peer a worker must be slower than its role is used to: that is not what both did while expert workers
+    were slow."""
+    world = World(experts=())
+    world.run(40)
+    world.run(20, lambda rank: 5.0)
+    began = world.now
+    assert world.run(7, only(0, 5.0)) == [(0, Standing.DEMOTED)]
+    assert world.levels[0][0] - began <= 6.0
+
+
+def test_a_pace_that_only_the_peer_has_is_not_what_the_role_is_used_to() -> None:
+    world = World(experts=())
+    world.run(60)
+    assert world.run(300, only(1, 0.2)) == []
+
+
+def test_other_work_shows_neither_that_a_worker_is_slow_nor_that_it_is_not() -> None:
+    """Its streams are long, and those of its peer have just begun: then a key seems cheap, and nothing is known."""
+    world = World(experts=())
+    assert world.run(2, only(0, 5.0)) == []
+    for _ in range(4):  # for two seconds the peer's rows have a tenth of the keys
+        world.now += 0.5
+        rows = world.num_rows[1]
+        world.slowness.report(1, Work(40 * (0.002 + 0.0001 * rows), (40, 40 * rows, 400 * rows)), [], world.now)
+        world.slowness.report(0, world.steps(0, only(0, 5.0)), [], world.now)
+        world._decide()
+    assert world.levels == []
+    assert world.run(3.5, only(0, 5.0)) == [(0, Standing.DEMOTED)], "what was known before still counts"

@@ -65,7 +65,7 @@ def test_nobody_better_is_passed_over(found, num_siblings, num_blocks):
         has_blocks = best.num_free_blocks >= num_blocks
         for other in fitting:
             if has_blocks:
-                assert other.num_owed_tokens >= best.num_owed_tokens or other.num_free_blocks < num_blocks
+                assert other.owed >= best.owed or other.num_free_blocks < num_blocks
             else:
                 assert other.num_free_blocks <= best.num_free_blocks
     assert choose(workers[::-1], num_siblings, num_blocks) == chosen, "the order in which they are asked says nothing"

@@ -82,7 +82,7 @@ def test_a_successor_has_the_memory_of_its_seat(orchestrator):
 
 def test_the_memory_of_a_lost_device(orchestrator):
     memory = [of_kind(orchestrator.worker(rank), Kind.WEIGHTS) for rank in RANKS]
-    orchestrator.host._weights.drop(memory[0].device)
+    orchestrator.host.parts.weights.drop(memory[0].device)
     orchestrator.settle()
     lost = [rank for rank, piece in zip(RANKS, memory, strict=True) if piece.device == memory[0].device]
     for rank in RANKS:

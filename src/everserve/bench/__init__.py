@@ -4,6 +4,9 @@ engine.py    is one worker fast, next to what people would use instead?
 decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py)
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 repair.py    what does a client see when devices are lost, next to restarting everything?
+reshard.py   an instance that is divided over devices loses one: what does how much of what is done again cost?
+decline.py   ... loses one after the other and gets them back, next to restarts (restarted.py: servers with fewer)
+trace.py     ... as devices came and went in a cloud (availability.py: the trace)
 scaling.py   how does recovery grow with the number of running streams and with their context? (grid.py: which)
 scale.py     what does a client see while devices come and go?
 grey.py      what does a client see of a worker that is only slow, with and without the mechanism that finds it?
@@ -16,6 +19,7 @@ mask.py      what do answers lose while experts are masked, next to none? (mask_
 duty.py      take a worker's CPU away: duty cycles, quotas, busy neighbours
 kill.py      one worker is killed under load (instance.py: the server that it belongs to; restart.py: everything is)
 lose.py      devices are lost under load (repair_cases.py: how many, how, and with how many shadow experts)
+divided.py   an instance that is divided over devices: flags, bytes (link.py: how fast those come)
 subject.py   what is served: the bundled model, or a large shape (on_gpu.py: which is for a GPU)
 baseline.py  transformers, measured in a process of its own
 shapes.py    model directories with random weights, of any shape (device_shapes.py: as large as a GPU is for)
@@ -24,9 +28,11 @@ restore_stage.py  workers that lose a stream and go on with it, in one process (
 masked_model.py  the bundled model in this process, with a mask (held_out.py: text that it was not trained on)
 load.py      streams that run side by side, and whose right answer is known
 processes.py a server from outside: /cluster, its processes, their core time
-incident.py  one killed worker, told from the typed events (repaired.py: lost devices)
+incident.py  one killed worker, told from the typed events (repaired.py: lost devices; resharded.py, declined.py,
+             traced.py: of a divided instance)
 analysis.py  what arrival times say: gaps, rates over time, ratios (pure)
 report.py    where and with what it ran; tables and files (show.py: the tables of earlier results once more)
 decode_report.py, failover_report.py, repair_report.py, scaling_report.py, scale_report.py, overhead_report.py,
-restore_report.py, balance_report.py, mask_report.py, grey_report.py, plot.py   summaries, tables, pictures
+restore_report.py, balance_report.py, mask_report.py, grey_report.py, reshard_report.py, decline_report.py,
+trace_report.py, plot.py   summaries, tables, pictures
 """

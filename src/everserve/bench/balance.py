@@ -6,6 +6,9 @@ balances (`--enable-eplb`) and another one with the same flags does not; both ge
 
     streams begin ──before── the first decision that moves something ──during── nothing moves any more ──after── end
 
+With `tensor_parallel` experts are divided over devices (`-tp N`) of which one is gone from the beginning: AnchorTP's
+question, what balancing gives after a loss.
+
 The server that does not balance is measured in the same stretches of time. Every stream is compared with the answer of
 an undisturbed run.
 """
@@ -23,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from everserve.bench import balance_report, kill, report
+from everserve.bench import balance_report, decline, divided, kill, report
 from everserve.bench.analysis import Verdict, gaps_between
 from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, Load
@@ -52,8 +55,12 @@ class Settings:
     rounds: int = 1
     shape: str = BUNDLED
     num_layers: int | None = None
+    tensor_parallel: int | None = None
 
     def flags(self, served: Subject) -> tuple[str, ...]:
+        if self.tensor_parallel is not None:
+            longest, num = self.num_prompt + self.max_tokens, self.tensor_parallel
+            return divided.flags(served, num, num - 1, num_streams=self.num_streams, longest=longest)
         flags = flags_for(
             served,
             num_attention=self.num_attention,
@@ -137,6 +144,8 @@ def _measure(
 ) -> tuple[Run, list[list[int]]]:
     flags = (*settings.flags(served), *more)
     with contextlib.closing(Instance(served.model, flags)) as instance:
+        if settings.tensor_parallel is not None:
+            asyncio.run(_lose_one(instance.server, settings.tensor_parallel))
         found = asyncio.run(_load(instance.server, asks, settings.seconds))
         arrivals, streams = found
         arrivals.decisions = [e for e in instance.server.events("orchestrator") if e["event"] == "balance_decided"]
@@ -144,6 +153,12 @@ def _measure(
             expected = kill.undisturbed(instance.server, asks)
         arrivals.verdicts = streams.verdicts(expected)
         return arrivals, expected
+
+
+async def _lose_one(server: LocalServer, num_devices: int) -> None:
+    """The last device is gone, and everything has other places."""
+    await decline.change(server, num_devices - 1, is_lost=True)
+    await decline.wait_settled(server, num_devices - 1)
 
 
 async def _load(server: LocalServer, asks: list[Ask], seconds: float) -> tuple[Run, Load]:

@@ -61,6 +61,8 @@ def show(result: dict[str, Any], path: Path) -> None:
         + (f"{share:.0%} of its rows (evenly: 12%)" if share is not None else "an unknown share of its rows")
     )
     setup = f"{settings['num_attention']} attention and {settings['num_expert']} expert workers"
+    if num_devices := settings.get("tensor_parallel"):
+        setup = f"divided over {num_devices} devices, one of which is lost"
     report.print_table(
         f"{settings['num_streams']} streams of skewed tokens; {result['model']}, {setup}; median of rounds",
         ["server", "phase", "tokens/s", "max/mean", "gap p50 ms", "p99 ms", "largest ms"],

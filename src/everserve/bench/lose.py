@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everserve.bench import incident, kill, processes, repaired, report
@@ -24,9 +24,10 @@ def lose_devices(
     asks: list[Ask],
     expected: list[list[int]],
     warm_s: float,
+    when_repaired: Callable[[], None] = lambda: None,
 ) -> Round:
-    """Everything after the loss is the server's own doing."""
-    return kill.run(_lose_devices(server, case, devices, asks, expected, warm_s))
+    """Everything after the loss is the server's own doing. `when_repaired` is called before devices return."""
+    return kill.run(_lose_devices(server, case, devices, asks, expected, warm_s, when_repaired))
 
 
 async def _lose_devices(
@@ -36,6 +37,7 @@ async def _lose_devices(
     asks: list[Ask],
     expected: list[list[int]],
     warm_s: float,
+    when_repaired: Callable[[], None],
 ) -> Round:
     await processes.wait_whole(server, timeout_s=kill.WHOLE_TIMEOUT_S)
     workers = _workers_on(processes.cluster(server), devices)
@@ -51,9 +53,12 @@ async def _lose_devices(
     if case.fault == "gone":
         settled_s = await _wait_redundant(server, lost, lost_s)
         await asyncio.sleep(max(lost_s + kill.AFTER_S, settled_s + kill.AFTER_S) - time.perf_counter())
+        await asyncio.to_thread(when_repaired)
         returned_s = time.perf_counter()
         await _ask(server, "/cluster/return", [{"device": device} for device in devices])
     whole_s = await processes.wait_whole(server, lost, timeout_s=kill.WHOLE_TIMEOUT_S)
+    if returned_s is None:
+        await asyncio.to_thread(when_repaired)
     end_s = whole_s + kill.AFTER_S
     await asyncio.sleep(end_s - time.perf_counter())
     stolen = steal.share()

@@ -39,6 +39,18 @@ def post(server: LocalServer, path: str, body: dict[str, Any]) -> dict[str, Any]
     return answer
 
 
+def counters(server: LocalServer) -> dict[str, float]:
+    """All counters of /metrics, each with its labels."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=15.0)
+    try:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+    finally:
+        connection.close()
+    pairs = (line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs if name.partition("{")[0].endswith("_total")}
+
+
 def is_whole(view: dict[str, Any]) -> bool:
     """Every seat is taken and ready, and every expert has all the places that it should have."""
     ready = all(worker["state"] == "ready" for worker in view["workers"])

@@ -109,7 +109,8 @@ class Round:
     devices: list[int]
     normal_p50_ms: float
     normal_p99_ms: float
-    gap_ms: float  # the largest of any stream, until the repair is complete
+    gaps_ms: list[float]  # the largest of each stream that was running, until the repair is complete
+    gap_ms: float  # the largest of any stream
     excess_ms: float  # over the normal p99
     return_gap_ms: float | None  # the same from the return of the devices to full strength
     repair: Repair
@@ -140,10 +141,10 @@ def judge(
     """All figures of one loss, from the arrival times of all streams."""
     lost_s, settled_s, returned_s = times.lost_s, times.settled_s, times.returned_s
     normal = [gap for arrivals in streams for gap in analysis.gaps_between(arrivals, lost_s - warm_s, lost_s)]
-    gap_s = _largest(streams, lost_s, settled_s)
-    if not normal or gap_s is None:
+    gaps_s = _gaps(streams, lost_s, settled_s)
+    if not normal or not gaps_s:
         raise EverserveError("no stream was running at the time of the loss: give --tokens a larger value")
-    p99 = percentile(normal, 0.99)
+    p99, gap_s = percentile(normal, 0.99), max(gaps_s)
     during_until_s = max(settled_s, lost_s + WITHIN_S)
     after_until_s = returned_s if returned_s is not None else times.end_s
     is_returned = returned_s is not None
@@ -154,6 +155,7 @@ def judge(
         devices=list(devices),
         normal_p50_ms=1e3 * percentile(normal, 0.5),
         normal_p99_ms=1e3 * p99,
+        gaps_ms=[round(1e3 * gap, 2) for gap in gaps_s],
         gap_ms=1e3 * gap_s,
         excess_ms=1e3 * (gap_s - p99),
         return_gap_ms=1e3 * return_gap_s if return_gap_s is not None else None,
@@ -173,7 +175,12 @@ def judge(
 
 
 def _largest(streams: Sequence[Sequence[float]], at_s: float, until_s: float) -> float | None:
-    """The largest gap that spans the moment, or begins before the end (or within a second, if that is later)."""
+    return max(_gaps(streams, at_s, until_s), default=None)
+
+
+def _gaps(streams: Sequence[Sequence[float]], at_s: float, until_s: float) -> list[float]:
+    """Of each stream the largest gap that spans the moment, or begins before the end (or within a second, if that is
+    later)."""
     within_s = max(until_s - at_s, WITHIN_S)
-    gaps = [analysis.largest_gap(arrivals, at_s, within_s) for arrivals in streams]
-    return max((gap for gap in gaps if gap is not None), default=None)
+    gaps = (analysis.largest_gap(arrivals, at_s, within_s) for arrivals in streams)
+    return [gap for gap in gaps if gap is not None]

@@ -25,7 +25,7 @@ def show(result: dict[str, Any], path: Path) -> None:
     settings = result["settings"]
     title = f"Scaling under {settings['num_streams']} streams: {result['model']}"
     report.print_table(title, columns, rows)
-    print(f"tokens/s over time: {_line(result['series']['tokens_per_s'])}")
+    print(f"tokens/s over time: {bars(result['series']['tokens_per_s'])}")
     verdict = "all exact" if not result["num_wrong"] else f"{result['num_wrong']} NOT EXACT"
     print(f"{result['num_streams']} streams, {result['num_tokens']} tokens: {verdict}")
     for error in result["errors"]:
@@ -33,7 +33,7 @@ def show(result: dict[str, Any], path: Path) -> None:
     print(f"written to {path}")
 
 
-def _line(values: list[float]) -> str:
+def bars(values: list[float]) -> str:
     """Several values share a bar where there are many."""
     width = -(-len(values) // _MAX_BARS)
     parts = [values[i : i + width] for i in range(0, len(values), width)] if width else []

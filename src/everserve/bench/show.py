@@ -7,30 +7,42 @@ from typing import Any
 from everserve.bench import (
     balance_report,
     checkpoint,
+    decline_report,
     decode_report,
+    degree_report,
     failover_report,
     mask_report,
     overhead_report,
+    prefill_report,
     repair_report,
     report,
+    reshard_report,
     restore_report,
+    revive_report,
     scale_report,
     scaling_report,
+    trace_report,
 )
 from everserve.errors import ConfigError
 
 Show = Callable[[dict[str, Any], Path], None]
 _SHOW: dict[str, Show] = {
     "decode": decode_report.show,
+    "degree": degree_report.show,
     "failover": lambda result, path: failover_report.show(result, path, _plot_beside(path)),
     "scaling": lambda result, path: scaling_report.show(result, path, _plot_beside(path)),
     "scale": scale_report.show,
     "repair": repair_report.show,
+    "reshard": reshard_report.show,
+    "decline": decline_report.show,
+    "trace": trace_report.show,
     "overhead": overhead_report.show,
+    "prefill": prefill_report.show,
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
     "restore": restore_report.show,
     "balance": balance_report.show,
     "mask": mask_report.show,
+    "revive": revive_report.show,
 }
 
 

@@ -1,4 +1,5 @@
-"""What the servers of a benchmark serve: the bundled model, or on a GPU a large shape with random weights."""
+"""What the servers of a benchmark serve: the bundled model, or a shape with random weights: a small one, or on a GPU a
+large one."""
 
 import contextlib
 import tempfile
@@ -9,10 +10,12 @@ from typing import Any
 
 from everserve.bench import report
 from everserve.bench.device_shapes import SHAPES, write_shape
+from everserve.bench.shapes import SMALL, write_random_model
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 
 BUNDLED = "bundled"
+SMALL_SHAPES = {f"small-{name}": config for name, config in SMALL.items()}
 
 
 @dataclass(frozen=True)
@@ -42,16 +45,21 @@ def subject(shape: str = BUNDLED, num_layers: int | None = None) -> Iterator[Sub
             num_experts=_num_experts(config),
         )
         return
-    if shape not in SHAPES:
-        raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SHAPES))}")
+    if shape not in SHAPES and shape not in SMALL_SHAPES:
+        raise ConfigError(f"--shape {shape}: choose {', '.join((BUNDLED, *SMALL_SHAPES, *SHAPES))}")
     with tempfile.TemporaryDirectory(prefix="everserve-") as directory:
-        config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
+        is_small = shape in SMALL_SHAPES
+        if is_small:
+            config = SMALL_SHAPES[shape] | ({"num_hidden_layers": num_layers} if num_layers else {})
+            write_random_model(Path(directory), config)
+        else:
+            config = report.read_json(write_shape(Path(directory), shape, num_layers) / "config.json")
         yield Subject(
             f"{shape}, {config['num_hidden_layers']} layers",
             directory,
             config["vocab_size"],
             config["max_position_embeddings"],
-            ("--device", "cuda", "--load-format", "dummy"),
+            () if is_small else ("--device", "cuda", "--load-format", "dummy"),
             _num_experts(config),
         )
 

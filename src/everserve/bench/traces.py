@@ -13,7 +13,7 @@ from pathlib import Path
 from everserve.errors import ConfigError
 
 _DATA = Path(__file__).parent / "data"
-NAMES = ("azure-conv", "azure-code")
+NAMES = ("azure-conv", "azure-code", "mooncake-conv")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,11 @@ def scaled(lengths: list[Lengths], factor: float, most: int) -> list[Lengths]:
         num_output = min(max(1, round(one.num_output * factor)), most - 1)
         found.append(Lengths(min(max(1, round(one.num_prompt * factor)), most - num_output), num_output))
     return found
+
+
+def with_mean_prompt(lengths: list[Lengths], mean: float, most: int) -> list[Lengths]:
+    """Scaled so that prompts have so many tokens on average, before the longest are cut."""
+    return scaled(lengths, mean * len(lengths) / sum(one.num_prompt for one in lengths), most)
 
 
 def poisson(lengths: list[Lengths], per_s: float, duration_s: float, seed: int) -> list[Arrival]:

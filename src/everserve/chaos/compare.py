@@ -1,7 +1,8 @@
 """One answer beside the expected one: what is missing, what came twice, what differs, and where first.
 
 Tokens that are marked as computed under a mask of experts may be any. What comes before the first of them is compared
-with the expected answer as always; what comes after them is another matter (continuations.py).
+with the expected answer as always; what comes after them is another matter (continuations.py). While nothing is
+disturbed no token may be marked.
 """
 
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ class Kind(StrEnum):
     ENDING = "ending"  # finish reason, usage or text do not fit the tokens
     ERROR = "error"  # an HTTP error, an error event, a broken connection
     HANG = "hang"  # nothing for too long
+    MASKED = "masked"  # marked as computed under a mask, when nothing was disturbed
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,12 @@ def compare(answer: Answer, expected: Answer, is_complete: bool = True) -> list[
     if is_complete and not found and not is_masked and answer.usage != expected.usage:
         found.append(Difference(Kind.ENDING, 0, answer.num_tokens, expected.usage, answer.usage))
     return found
+
+
+def marks(answer: Answer) -> list[Difference]:
+    """Of an answer that was not disturbed: the first marked token of each choice."""
+    marked = [(i, choice.masked[0]) for i, choice in enumerate(answer.choices) if choice.masked]
+    return [Difference(Kind.MASKED, i, first, "no mark", f"marks up to {end}") for i, (first, end) in marked]
 
 
 def _compare_choice(number: int, choice: Choice, expected: Choice, is_complete: bool) -> Difference | None:

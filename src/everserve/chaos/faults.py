@@ -106,7 +106,7 @@ class Injector:
             raise Missed("there is no such process")
         if blow.what == "drain":
             victim = await self._drain(victim)
-        elif self._supervisor is not None:
+        elif self._supervisor is not None and blow.what != "HANG":  # which is no signal
             self._signal(victim, blow, self._supervisor)
         else:
             victim = await self._ask_for(blow, victim)
@@ -114,17 +114,18 @@ class Injector:
         return f"{_words(blow)} to {blow.victim} (pid {victim.pid or 'unknown'}{number})"
 
     async def _ask_server(self, blow: Blow, request: Request, view: View) -> str:
-        """What the server does by itself: the loss of a device and its return, its health, scaling."""
+        """What the server does by itself: the loss of a device and its return, its health, scaling, another role."""
         if not view.seats.can_spare({*blow.takes, *view.devices_away}):
             raise Missed("too few devices would be left")
+        request, undo = _named_rank(request, blow, view), blow.undo and _named_rank(blow.undo, blow, view)
         try:
             await self._insist(request, _PATIENCE_S)
         except Missed as error:
-            if blow.undo is not None and error.is_unknown:
-                self._wake_later(self._undo(blow.undo, 0.0))
+            if undo is not None and error.is_unknown:
+                self._wake_later(self._undo(undo, 0.0))
             raise
-        if blow.undo is not None:
-            self._wake_later(self._undo(blow.undo, blow.wake_after_s or 0.0))
+        if undo is not None:
+            self._wake_later(self._undo(undo, blow.wake_after_s or 0.0))
         return f"{_words(blow)} of {blow.victim}"
 
     def _signal(self, victim: Process, blow: Blow, supervisor: int) -> None:
@@ -208,6 +209,16 @@ class Injector:
 
 def _words(blow: Blow) -> str:
     return blow.what + (f" for {blow.wake_after_s:.3f} s" if blow.wake_after_s is not None else "")
+
+
+def _named_rank(request: Request, blow: Blow, view: View) -> Request:
+    """A worker is named by the rank that it has now."""
+    if blow.victim.name not in ("attention", "expert"):
+        return request
+    victim = view.find(blow.victim)
+    if victim is None:
+        raise Missed("there is no such process")
+    return Request(request.path, {**request.body, "rank": victim.rank})
 
 
 def _named(answer: dict[str, Any], expected: Process) -> Process:

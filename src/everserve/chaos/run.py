@@ -2,7 +2,7 @@
 
 learn      every request of the catalogue once, undisturbed: the right answers; some of them twice
 storm      clients send requests without a pause while the schedule's faults are injected
-heal       stopped processes are woken; full strength within a minute
+heal       stopped processes are woken; full strength within a minute, with as many workers of each role as before
 recheck    every request once more, undisturbed
 look       nothing runs, nothing waits, nothing is held that was not held before
 """
@@ -108,6 +108,7 @@ class Run:
         self._clients = Clients(target, settings.stall_limit_s, self._findings)
         self._clients.on_answer = progress.advance
         self._until = asyncio.Event()  # the storm ends
+        self._roles: dict[str, int] | None = None  # workers of each role before the storm
         self._num_undisturbed = 0
         self._notes: list[str] = []
 
@@ -115,7 +116,8 @@ class Run:
         """All phases. A server that goes away in the middle is a finding, not an end."""
         await self._target.check_chaos()
         await self._wait_whole_first()
-        supervisor = supervisor_here(await self._target.view())
+        view = await self._target.view()
+        self._roles, supervisor = view.roles, supervisor_here(view)
         if supervisor is None:
             self._notes.append(
                 "the server's processes are not on this host: faults go over HTTP, leaks are not looked for"
@@ -252,7 +254,7 @@ class Run:
         whole_s = await self._wait_until_whole()
         if whole_s is None:
             view = await self._target.view()
-            states = [f"worker {worker['rank']} {worker['state']} {worker['note']}" for worker in view.workers]
+            states = [f"{'+'.join(w['roles'])} worker {w['rank']} {w['state']} {w['note']}" for w in view.workers]
             missing = view.data["violations"] + view.data["degraded"] + states
             self._findings.add("strength", "server", f"not reached within {WHOLE_WITHIN_S:g} s: {'; '.join(missing)}")
         return whole_s
@@ -318,7 +320,8 @@ class Run:
         """How long it took; None: too long."""
 
         async def is_whole() -> bool:
-            return (await self._target.view()).is_whole
+            view = await self._target.view()
+            return view.is_whole and self._roles in (None, view.roles)
 
         return await _within(WHOLE_WITHIN_S, is_whole)
 

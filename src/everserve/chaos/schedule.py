@@ -43,7 +43,8 @@ class Victim:
 
 @dataclass(frozen=True)
 class Request:
-    """What an operator asks the server for: a POST with this body."""
+    """What an operator asks the server for: a POST with this body, and with the rank of the victim if that is a
+    worker."""
 
     path: str
     body: Mapping[str, Any]
@@ -51,12 +52,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Blow:
-    """What one victim gets: a signal by name; `drain`, which asks it to leave; or what the server does at a request,
-    and perhaps undoes at another one."""
+    """What one victim gets: a signal by name; HANG, which stops its main thread only; `drain`, which asks it to leave;
+    or what the server does at a request, and perhaps undoes at another one."""
 
     after_s: float  # since the fault began
     victim: Victim
-    what: str  # KILL, STOP, TERM, drain, or in words what the request is for
+    what: str  # KILL, STOP, TERM, HANG, drain, or in words what the request is for
     wake_after_s: float | None = None  # of a STOP: when that very process gets its CONT; or when `undo` is due
     request: Request | None = None
     undo: Request | None = None  # also asked for at the end of the run
@@ -98,6 +99,12 @@ class Seats:
     def workers(self) -> list[Victim]:
         attention = [Victim("attention", i) for i in range(self.num_attention)]
         return attention + [Victim("expert", i) for i in range(self.num_expert)]
+
+    def device_of(self, worker: Victim) -> int:
+        """Workers of a role are numbered as their devices are."""
+        by_role = {"attention": [d.num_attention for d in self.devices], "expert": [d.num_expert for d in self.devices]}
+        numbers = [d.number for d, num in zip(self.devices, by_role[worker.name], strict=True) for _ in range(num)]
+        return numbers[worker.number]
 
 
 Blows = tuple[Blow, ...]
@@ -391,6 +398,39 @@ def _can_scale(seats: Seats) -> bool:
     return bool(_retired(seats)) and seats.can_spare(_retired(seats))
 
 
+def _switch(dice: random.Random, seats: Seats) -> Blows:
+    """A worker gets the other role for a while. Its device counts as away: its role has one worker less."""
+    victim = dice.choice(_switchable(seats))
+    other = {"attention": "expert", "expert": "attention"}[victim.name]
+    return (
+        Blow(
+            after_s=0.0,
+            victim=victim,
+            what=f"role {other}",
+            wake_after_s=round(dice.uniform(*_AWAY_S), 3),
+            request=Request("/cluster/switch", {"role": other}),
+            undo=Request("/cluster/switch", {"role": victim.name}),
+            takes=(seats.device_of(victim),),
+        ),
+    )
+
+
+def _switch_and_kill(dice: random.Random, seats: Seats) -> Blows:
+    """While it leaves, or its successor starts, a worker or the orchestrator is killed; it may be the one."""
+    (switch,) = _switch(dice, seats)
+    victim = dice.choice((switch.victim, dice.choice(seats.workers), Victim("orchestrator")))
+    return switch, Blow(dice.choice((0.0, 0.02, 0.2)), victim, "KILL")
+
+
+def _switchable(seats: Seats) -> list[Victim]:
+    """Workers whose role has enough others."""
+    return [worker for worker in seats.workers if seats.can_spare({seats.device_of(worker)})] if seats.devices else []
+
+
+def _can_switch(seats: Seats) -> bool:
+    return seats.num_expert > 0 and bool(_switchable(seats))
+
+
 def _any(seats: Seats) -> bool:
     return bool(seats.workers)
 
@@ -430,6 +470,7 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "stop, as long as detection": (2, _any, _stop("around")),
     "stop, longer than detection": (2, _any, _stop("long")),
     "stop, until it is killed": (1, _any, _stop("very long")),
+    "a main thread hangs": (1, _any, _signal("HANG")),
     "terminate a worker": (2, _any, _signal("TERM")),
     "drain a worker": (2, _any, _signal("drain")),
     "kill the orchestrator": (2, _has("orchestrator"), _kill("orchestrator")),
@@ -458,6 +499,8 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
         _ill_and_kill(3, 4, 5),
     ),
     "scale down and up again": (2, _can_scale, _scale),
+    "a worker changes its role, and back": (2, _can_switch, _switch),
+    "a worker changes its role, and a process dies": (1, _both(_can_switch, _has("orchestrator")), _switch_and_kill),
     "kill a spare": (1, _has(SPARE), _kill(SPARE)),
     "stop a spare": (1, _has(SPARE), _stop_process(SPARE)),
     "kill a worker and a spare": (2, _has(SPARE), _hit_worker_and_spare("KILL")),

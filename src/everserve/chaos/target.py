@@ -56,6 +56,11 @@ class View:
         )
 
     @property
+    def roles(self) -> dict[str, int]:
+        """How many workers have each role."""
+        return {role: len(self._of_role(role)) for role in ("attention", "expert")}
+
+    @property
     def is_whole(self) -> bool:
         """Every rank has a ready worker, every expert has all its places, and there is an orchestrator."""
         ready = all(worker["state"] == "ready" for worker in self.workers)

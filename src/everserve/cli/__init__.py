@@ -14,10 +14,11 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench.py    one benchmark by name (the benchmarks themselves are in everserve.bench); bench_load.py more of them
+bench/      one benchmark by name (the benchmarks themselves are in everserve.bench); bench_*.py more of them
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
+import importlib
 import signal
 import sys
 from types import FrameType
@@ -25,6 +26,12 @@ from types import FrameType
 import typer
 
 from everserve.errors import UserError
+
+_COMMANDS = (
+    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "chaos", "demo", "drain", "health"),
+    *("kill", "scale"),
+    *("serve", "status", "switch", "version"),
+)
 
 app = typer.Typer(
     name="everserve",
@@ -66,4 +73,5 @@ def main() -> None:
 
 def _register() -> None:
     """Each module registers its command. That takes a moment, which is why it is not done above."""
-    from everserve.cli import bench, bench_load, chaos, demo, drain, health, kill, scale, serve, status, switch, version  # noqa: F401, PLC0415
+    for name in _COMMANDS:
+        importlib.import_module(f"everserve.cli.{name}")

@@ -14,7 +14,7 @@ def load(
         list[float] | None, typer.Option(help="Requests per second; repeatable. Default: 1, 2, 4, 8, 16.", min=0.01)
     ] = None,
     seconds: Annotated[float, typer.Option(help="Of each rate, on each variant.", min=1)] = 30.0,
-    trace: Annotated[str, typer.Option(help="Whose lengths: azure-conv or azure-code.")] = "azure-conv",
+    trace: Annotated[str, typer.Option(help="Whose lengths: azure-conv, azure-code or mooncake-conv.")] = "azure-conv",
     scale: Annotated[float, typer.Option(help="Lengths are multiplied by it.", min=0.001, max=10)] = 0.1,
     variant: Annotated[
         list[str] | None, typer.Option(help="protected, unprotected, 'under kills'; repeatable. Default: all.")

@@ -51,6 +51,16 @@ def chaos(
             "--enable-expert-parallel", help="With -dp N: N devices with an attention and an expert worker each."
         ),
     ] = False,
+    tensor_parallel_size: Annotated[
+        int | None,
+        typer.Option(
+            "--tensor-parallel-size",
+            "-tp",
+            help="So many devices instead, over which every layer is divided.",
+            min=1,
+            max=MAX_RANKS // 2,
+        ),
+    ] = None,
     kv_log: Annotated[str | None, typer.Option(help="KV log of the server: mirror, anchor or off.")] = None,
     serve: Annotated[
         str, typer.Option(help="More flags of the server, in one string: --serve '--block-size 32'.")
@@ -84,13 +94,15 @@ def chaos(
         stall_limit_s=stall_limit,
     )
     if url is not None:
-        given = (attention_workers, expert_workers, data_parallel_size, kv_log)
+        given = (attention_workers, expert_workers, data_parallel_size, tensor_parallel_size, kv_log)
         if any(flag is not None for flag in given) or enable_expert_parallel or serve:
             raise ConfigError("--url: the server runs already; flags for a server make no sense")
         with Progress() as progress:
             verdict = run.check_running(Target(url, api_key, admin_key), settings, progress)
     else:
-        workers = _workers(attention_workers, expert_workers, data_parallel_size, enable_expert_parallel)
+        workers = _workers(
+            attention_workers, expert_workers, data_parallel_size, tensor_parallel_size, enable_expert_parallel
+        )
         log = ["--kv-log", kv_log] if kv_log is not None else []
         with Progress() as progress:
             flags = [*workers, *log, *shlex.split(serve)]
@@ -105,15 +117,20 @@ def chaos(
 
 
 def _workers(
-    num_attention: int | None, num_expert: int | None, data_parallel_size: int | None, has_expert_parallel: bool
+    num_attention: int | None,
+    num_expert: int | None,
+    data_parallel_size: int | None,
+    tensor_parallel_size: int | None,
+    has_expert_parallel: bool,
 ) -> list[str]:
     """Flags of the server: what was said, else two workers of each role."""
     said = {
         "--attention-workers": num_attention,
         "--expert-workers": num_expert,
         "--data-parallel-size": data_parallel_size,
+        "--tensor-parallel-size": tensor_parallel_size,
     }
-    if data_parallel_size is None:
+    if data_parallel_size is None and tensor_parallel_size is None:
         said |= {"--attention-workers": num_attention or 2, "--expert-workers": 2 if num_expert is None else num_expert}
     flags = [word for flag, value in said.items() if value is not None for word in (flag, str(value))]
     return [*flags, "--enable-expert-parallel"] if has_expert_parallel else flags

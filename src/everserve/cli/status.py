@@ -88,6 +88,8 @@ def _print(cluster: dict[str, Any]) -> None:
         typer.echo(f"  degraded: {what}")
     for line in device_lines(cluster.get("devices", [])):
         typer.echo(f"  {line}")
+    for one in cluster.get("survives", []):
+        typer.echo(f"  survives {one['failure']}: {one['weights']}, {one['kv']}")
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
     typer.echo(f"processes: {processes}")
     spares = cluster.get("spares", {"wanted": 0})

@@ -51,6 +51,13 @@ class GatewayConfig(Config, frozen=True, kw_only=True):
         ),
     ] = msgspec.field(default_factory=list)
     max_queue: Annotated[int, Flag("Most streams in flight, waiting ones included; beyond: 503.", min=1)] = 1024
+    balance_prefill: Annotated[
+        bool,
+        Flag(
+            "Streams go to the worker with the least work left, and workers that use the same expert workers divide the"
+            " prompt tokens of a step among each other. Off: in turn, and as they come."
+        ),
+    ] = True
     seed: Annotated[int | None, Flag("Seed of requests that bring none. Default: a random one each.", min=0)] = None
     max_logprobs: Annotated[int, Flag("Most alternatives per token.", min=0, max=20)] = 20
     chat_template: str | None = None  # the text of --chat-template; None: the model's own

@@ -16,7 +16,14 @@ seats.py            one seat: its state diagram, its restart delay, its note for
 
 recovery.py         a new orchestrator before its machine resumes: which processes have reported
 
-host.py             the process around the machine: messages become events, effects become messages
+host.py             the process around the machine: messages become events, effects become messages. Its parts:
+    event_queue.py      events in order, each decided and carried out before the next
+    from_workers.py     what workers say; from_supervisor.py, from_gateway.py (operators too): what these say
+    executor.py         effects become messages
+    records.py          ... and typed events
+    injection.py        faults that operators inject
+    health_watch.py     observations of devices become diagnoses
+    parts.py            the machine and all ends together
 design.py           what an instance starts with: its capacity and its first goal
 needs.py            what a worker starts with: its memory and its StartWorker message
 provisioning.py     how a worker is started: memory, process, channel
@@ -30,6 +37,7 @@ log_references.py   which KV logs exist, and when they can be released
 weights_sources.py  which weights exist, that expert workers can copy from
 repairs.py          how far a repair is, for events
 experts_view.py     loads and places of experts, for the gateway
+survivals_view.py   which failures are survived now, for the log and the gateway
 anchor_client.py    requests to the anchor for memory
 to_gateway.py       messages to the gateway
 """

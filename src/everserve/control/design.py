@@ -11,6 +11,7 @@ from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.plan.placement import place_experts, survivable_deaths, survivable_losses
 from everserve.plan.repair import Room, replan
 from everserve.plan.shards import Spread, place_shards
+from everserve.plan.survival import repairable_devices
 from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import NO_DEVICE, Rank, Role
@@ -140,9 +141,7 @@ def describe(goal: Goal, placement: Placement, capacity: Capacity) -> PlacementM
     device_of = {seat.rank: seat.device for seat in goal.seats}
     deaths, losses = survivable_deaths(placement), survivable_losses(placement, device_of)
     devices = {device_of[seat.rank] for seat in placement.seats}
-    slots = zip(placement.calls, capacity.slots(len(placement.calls)), strict=True)
-    per_device = ((call, num * len(placement.seats) // len(devices)) for call, num in slots)
-    repairable = len(devices) - max(-(-call.num_shards // num) for call, num in per_device)
+    repairable = repairable_devices(goal, placement, capacity)
     num_active = max(len(experts) for seat in placement.seats for experts in seat.active)
     num_shadow = max(len(experts) for seat in placement.seats for experts in seat.shadows)
     log.info(

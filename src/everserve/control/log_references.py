@@ -9,7 +9,7 @@ that restoring a stream needs no other process. It is released when both are tru
 Where the blocks are in device memory of their own, that memory is held before the log is added, and released with it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from everserve.control.anchor_client import AnchorClient
 from everserve.control.worker_ends import WorkerEnd, WorkerEnds
@@ -30,6 +30,7 @@ class Logs:
         self._blocks: dict[WorkerId, Memory] = {}  # of logs that are not added yet
         self._lost: set[WorkerId] = set()
         self._settled: set[WorkerId] = set()
+        self.needed: Sequence[WorkerId] | None = None  # by streams, as the gateway reported during a recovery
 
     def add(self, memory: Memory, fd: int) -> None:
         """Takes ownership of the descriptor. The memory of a log's blocks is added before the log itself; then every

@@ -19,7 +19,7 @@ from everserve.memory.liveness import ORCHESTRATOR_WORD, Cell
 from everserve.memory.names import lack
 from everserve.tables.goal import Goal
 from everserve.tables.ids import WorkerId
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import Kind, Memory, seat_owner
 from everserve.wire.channel import Channel
 from everserve.wire.messages import Provision, StartWorker, WorkerStarted
 
@@ -49,10 +49,13 @@ class Births:
         self._supervisor = supervisor
         self._tell = tell
         self._coming: dict[WorkerId, Goal] = {}  # workers whose memory is being allocated, and their goal
+        self._newest: dict[Memory, int] = {}  # of a seat: the latest incarnation that has it, or will have
 
     def provision(self, worker: WorkerId, goal: Goal) -> StartWorker:
         """Request its memory; when the last piece is allocated, the worker is started."""
         self._coming[worker] = goal
+        of_seat = (piece for piece in self._needs.memory(goal, worker) if piece.owners == (seat_owner(worker.rank),))
+        self._newest |= dict.fromkeys(of_seat, worker.incarnation)
         self._go_on(worker)
         return self._needs.start(goal, worker)
 
@@ -74,11 +77,28 @@ class Births:
         end.is_lost = is_lost
         self._ends.add(end)
         for memory, fd in zip(start.memory, memory_fds, strict=True):
-            self._hold(memory, fd)
+            if self._is_current(end, memory, fd):
+                self._hold(memory, fd)
+            else:
+                os.close(fd)
         if end.is_lost:  # before its process existed: it never had a stream that could need its log
             self._logs.lose(worker)
             self._logs.settle(worker)
         return end
+
+    def _is_current(self, end: WorkerEnd, memory: Memory, fd: int) -> bool:
+        """A device may be lost while a worker on it is being forked: what that worker has is lost then, and the next
+        incarnation gets other memory, by the same name. A new orchestrator may find both processes: the memory of the
+        later one counts, and what was held before does not."""
+        if memory.owners != (seat_owner(end.rank),):
+            return True
+        if end.is_lost or end.incarnation < self._newest.get(memory, 0):
+            return False
+        self._newest[memory] = end.incarnation
+        held = self._anchor.held(memory)
+        if held is not None and not os.path.sameopenfile(held, fd):
+            self._anchor.release(memory)
+        return True
 
     def take_in_memory(self, memory: Memory, fd: int) -> None:
         """Memory of a worker that had exited before this orchestrator started."""

@@ -9,7 +9,13 @@ Each report moves a *score* (a CUSUM test): up by ln(ratio / factor) for each se
 ratio that counts is the median over the peers (the lower one: a majority that is slow together is the host). So a
 little slowness must last, a lot is believed soon, and a neighbour that takes a core for three seconds is neither.
 An expert worker is slow if half of the attention workers that ask it find so. With a single peer there is no majority:
-there the ratio to what its role was used to counts too, if that is less.
+there the ratio to what its role was used to counts too, if that is less. A role is used to what all of its workers did
+at about the same pace; a pace far slower than that counts little, or a time in which all are slow would hide one that
+stays slow after it.
+
+The ratio is a bound from below. That it is small shows that a worker is fast only if the bound from above is small too:
+peers with other work (streams that are much longer, say) say little either way. And where streams come in batches a
+slow worker is the last one that works: it is compared with what its peers did before they fell idle, which counts less.
 
                 score full                              no evidence for `trial_s`
       fine ─────────────────> demoted ─────────────────────────────────────────────> trial
@@ -36,7 +42,7 @@ from enum import StrEnum
 from statistics import median_low
 
 from everserve.tables.ids import Rank, Role
-from everserve.tables.work import Work, slowdown
+from everserve.tables.work import Work, slowdown, slowdown_at_most
 
 _SMOOTH_S = 5.0  # of the ratio that operators see
 
@@ -54,7 +60,9 @@ class SlowPolicy:
     longest_trial_s: float = 300.0
     proof_s: float = 2.0  # of evidence that it is not slow any more
     memory_s: float = 600.0
-    fresh_s: float = 2.0  # older reports are not compared with new ones, and their scores do not count
+    fresh_s: float = 2.0  # older work of peers counts a quarter in comparisons, and nothing after `stale_s`
+    stale_s: float = 6.0
+    forget: float = 0.2  # that a score falls in each second that shows nothing
     usual_s: float = 60.0  # over which a role's usual pace is taken
 
 
@@ -87,8 +95,12 @@ class _Score:
     evidence_s: float = 0.0  # since the last verdict
     at: float = -math.inf  # of the last report
 
-    def add(self, ratio: float, weight_s: float, policy: SlowPolicy, now: float) -> None:
-        slope = math.log(max(ratio, 1e-3) / policy.factor)
+    def add(self, bounds: tuple[float, float], weight_s: float, policy: SlowPolicy, now: float) -> None:
+        """The ratio lies between the bounds: above the factor for certain, or most likely in the middle."""
+        lower, upper = bounds
+        slope = math.log(max(lower, 1e-3) / policy.factor)
+        if slope <= 0:
+            slope = min(-policy.forget, slope / 2 + math.log(max(upper, 1e-3) / policy.factor) / 2)
         self.value += weight_s * max(-policy.steepest, min(policy.steepest, slope))
         self.value = min(policy.full, max(0.0, self.value))
         self.evidence_s += weight_s
@@ -158,8 +170,10 @@ class Slowness:
         if passed_s <= 0:
             return
         self._steps[observer] = (own, now)
-        steps = {rank: work for rank, (work, at) in self._steps.items() if now - at <= self.policy.fresh_s}
-        self._compare(Role.ATTENTION, observer, observer, steps, passed_s, now)
+        steps = {rank: (work, at) for rank, (work, at) in self._steps.items() if now - at <= self.policy.stale_s}
+        fresh = [at for rank, (_, at) in steps.items() if rank != observer and now - at <= self.policy.fresh_s]
+        works = {rank: work for rank, (work, at) in steps.items() if not fresh or now - at <= self.policy.fresh_s}
+        self._compare(Role.ATTENTION, observer, observer, works, passed_s if fresh else passed_s / 4, now)
         answers = dict(peers)
         for rank in answers:
             self._compare(Role.EXPERT, rank, observer, answers, passed_s, now)
@@ -192,26 +206,28 @@ class Slowness:
     def _compare(
         self, role: Role, rank: Rank, observer: Rank, works: Mapping[Rank, Work], passed_s: float, now: float
     ) -> None:
-        work = works[rank]
-        others = [slowdown(work, other) for peer, other in works.items() if peer != rank]
+        work, policy = works[rank], self.policy
+        others = [other for peer, other in works.items() if peer != rank]
         if not others or work.seconds <= 0:
             return
-        ratio = median_low(others)
+        ratio = median_low([slowdown(work, other) for other in others])
+        upper = median_low([slowdown_at_most(work, other) for other in others])
+        is_even = max(ratio, *(slowdown(other, work) for other in others)) <= policy.factor
         usual = self._usual.setdefault(role, _Usual())
         if len(others) == 1:
-            ratio = min(ratio, usual.slowdown_of(work, self.policy))
+            ratio = min(ratio, usual.slowdown_of(work, policy))
         one = self._watched.get(rank)
         if one is None or one.role is not role:
             one = self._watched[rank] = _Watched(role)
         weight_s = passed_s * min(1.0, work.units[0] / _ENOUGH[role])
         one.ratio += (ratio - one.ratio) * (1 - math.exp(-weight_s / _SMOOTH_S))
-        if self.policy.factor:
+        if policy.factor:
             score = one.scores.setdefault(observer, _Score())
-            if now - score.at > 5 * self.policy.fresh_s:
+            if now - score.at > 5 * policy.fresh_s:
                 score.value = 0.0  # about a time that is past
-            score.add(ratio, weight_s, self.policy, now)
-            if one.level is Standing.FINE and not score.value:
-                usual.add(work, weight_s, self.policy)
+            score.add((ratio, upper), weight_s, policy, now)
+            if one.level is Standing.FINE and not score.value and is_even:
+                usual.add(work, weight_s, policy)
 
     # -- judging ---------------------------------------------------------------------------------
 
@@ -272,13 +288,16 @@ class _Usual:
         self._seen_s = 0.0
 
     def add(self, work: Work, weight_s: float, policy: SlowPolicy) -> None:
-        keep = math.exp(-weight_s / policy.usual_s)
-        self._seen_s = self._seen_s * keep + weight_s
+        """Work that is far slower counts as little as memory is longer."""
+        is_slow = self._work is not None and slowdown(work, self._work) > policy.factor
+        share = policy.usual_s / policy.memory_s if is_slow else 1.0
+        keep = math.exp(-share * weight_s / policy.usual_s)
+        self._seen_s = self._seen_s * keep + share * weight_s
         if self._work is None:
             self._work = work
         else:
-            units = tuple(keep * old + new for old, new in zip(self._work.units, work.units, strict=True))
-            self._work = Work(keep * self._work.seconds + work.seconds, units)
+            units = tuple(keep * old + share * new for old, new in zip(self._work.units, work.units, strict=True))
+            self._work = Work(keep * self._work.seconds + share * work.seconds, units)
 
     def slowdown_of(self, work: Work, policy: SlowPolicy) -> float:
         """Infinite while there is no history worth the name."""

@@ -6,6 +6,7 @@ from everserve.control.effects import Lost, Publish
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.tables.slots import Fill
+from everserve.tables.survival import Survival
 from everserve.wire.channel import Channel
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, ClusterChanged, EventHappened, WorkerLost
@@ -20,6 +21,7 @@ class GatewayEnd:
         self.channel: Channel | None = channel
         self._expert_stats: dict[Rank, ExpertStats] = {}
         self._slowness: dict[Rank, float] = {}
+        self._survivals: tuple[Survival, ...] = ()
         self._num_stale = 0
         self._num_health_troubles = 0
         self._has_news = False
@@ -54,6 +56,7 @@ class GatewayEnd:
                 num_health_troubles=self._num_health_troubles,
                 moves=moves,
                 slowness=self._slowness,
+                survivals=self._survivals,
                 num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
             )
         )
@@ -69,6 +72,11 @@ class GatewayEnd:
     def count_slowness(self, ratios: dict[Rank, float]) -> None:
         self._slowness = ratios
         self._has_news = True
+
+    def tell_survivals(self, survivals: tuple[Survival, ...]) -> None:
+        """Which failures are survived now: sent with the next tables, at the end of this turn if they are others."""
+        self._has_changed |= survivals != self._survivals
+        self._survivals = survivals
 
     def count_stale(self, num: int) -> None:
         self._num_stale += num

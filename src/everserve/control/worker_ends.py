@@ -9,11 +9,12 @@ A worker that was started before this orchestrator sends Report instead of Hello
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from everserve.control import events
 from everserve.control.anchor_client import AnchorClient
+from everserve.control.effects import Publish
 from everserve.control.needs import Needs
 from everserve.memory.liveness import Cell
 from everserve.memory.names import lack
@@ -21,7 +22,7 @@ from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel
-from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report
+from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report, RoutesChanged
 
 
 @dataclass(eq=False)
@@ -164,6 +165,13 @@ class WorkerEnds:
         if end.has_said_ready and not end.is_ready and not end.waits_for:
             end.is_ready = True
             self._tell(events.SaidReady(end.rank, end.incarnation))
+
+
+def send_routes(ends: Iterable[WorkerEnd], tables: Publish) -> None:
+    """To attention workers; the others need none."""
+    for end in ends if tables.routes is not None else ():
+        if tables.routes is not None and Role.ATTENTION in end.roles and end.is_connected:
+            end.send(RoutesChanged(routes=tables.routes))
 
 
 def _have_a_lane(one: WorkerEnd, other: WorkerEnd) -> bool:

@@ -3,7 +3,7 @@
 The engine owns its streams' tokens and KV. It knows nothing of processes, sockets or text.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import repeat
@@ -30,7 +30,9 @@ from everserve.errors import KvLost, RequestError, StepAbandoned
 from everserve.kvlog.log import Log
 from everserve.model.ops import Ops
 from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
+from everserve.tables.ids import Rank
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import Masked, RequestSpec
 
 _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
@@ -115,6 +117,7 @@ class Engine:
         self._num_known_tokens = 0
         self._num_masked_tokens = 0
         self._num_unmasked_tokens = 0
+        self._prefill_cost = 0
         pool = BlockPool(limits.num_blocks, config.block_size, self._undo, limits.first_block)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
@@ -277,8 +280,13 @@ class Engine:
         found = integrity.violations(self.scheduler, self._journal)
         assert not found, "; ".join(found)
 
+    def share_prefill(self, home: Rank, others: Mapping[Rank, tuple[PendingPrompt, ...]]) -> None:
+        """Other homes have these prompts to compute, on the same workers."""
+        self.scheduler.share.use(home, others)
+
     def stats(self) -> EngineStats:
         scheduler, restorer, journal, regainer = self.scheduler, self._restorer, self._journal, self._regainer
+        prompts = list(scheduler.pending_prompts())
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -296,6 +304,9 @@ class Engine:
             num_captures=self._forward.num_captures,
             num_masked_tokens=self._num_masked_tokens,
             num_unmasked_tokens=self._num_unmasked_tokens,
+            prefill_cost=self._prefill_cost,
+            pending_prefill_cost=scheduler.share.cost.of_all(prompts),
+            prompts=scheduler.share.first_of(prompts),
             num_regained_tokens=regainer.num_kept if regainer is not None else 0,
             num_lost_tokens=regainer.num_lost if regainer is not None else 0,
             num_regained_bytes=regainer.num_bytes if regainer is not None else 0,
@@ -308,6 +319,7 @@ class Engine:
             if chunk[0].num_computed < chunk[0].num_given:
                 self._num_prompt_tokens += chunk.num_prompt_tokens
                 self._num_known_tokens += chunk.num_known_tokens
+                self._prefill_cost += self.limits.token_cost.of(chunk.sequence.num_computed, chunk.num_tokens)
 
     def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
         """Compute the chunks, logging what is computed."""

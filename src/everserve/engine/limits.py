@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from everserve.plan.prefill import KEYS_ONLY, TokenCost
 from everserve.plan.steps import StepWork
 
 
@@ -15,6 +16,7 @@ class EngineLimits:
     first_block: int = 0  # the number of its first block, where others have other blocks of the same memory
     max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
     max_logits_bytes: int = 128 << 20  # in one step
+    token_cost: TokenCost = KEYS_ONLY  # by which homes divide prompts among each other
     work: StepWork | None = None  # bounds what prompts may cost in one step; None: only their tokens are counted
 
     @property

@@ -3,6 +3,7 @@
 Each step has a budget of tokens. Decoding streams come first (one token each), then streams in the middle of their
 prompt, then new ones, so that long prompts fill what is left of each step instead of delaying all streams. While
 streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
+While other homes that use the same workers have prompts too, they get a part of it (prefill_share.py).
 
 When blocks run out, the stream admitted last gives its blocks back and waits at the head of the queue; it is
 recomputed later, never dropped. The stream admitted first can take all other streams' blocks, and one stream alone
@@ -21,15 +22,18 @@ back is the content of blocks that were taken from another stream: see `abandon`
 
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 from everserve.config.engine import EngineConfig
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
 from everserve.engine.limits import EngineLimits
+from everserve.engine.prefill_share import PrefillShare, pending
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored
 from everserve.engine.sequence import Chunk, Sequence, Status, is_of_masked
 from everserve.engine.undo import UndoLog
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import Masked
 
 
@@ -53,6 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.share = PrefillShare(limits.token_cost, config.max_num_batched_tokens, config.block_size)
         self.mask_id = 0  # of the experts that are masked in the next steps; 0: none are
         self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
@@ -161,6 +166,7 @@ class Scheduler:
                     budget -= self._extend(sequence, budget, chunks)
         if chunks:
             budget = min(budget, self._config.max_prefill_while_decoding)
+        budget = self.share.limit(chain(prefilling, self.waiting), budget)
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
@@ -168,6 +174,12 @@ class Scheduler:
             self._admit(budget, chunks)
         self._round = chunks if len(chunks) == len(decoding) == len(self.running) else []
         return chunks
+
+    def pending_prompts(self) -> Iterator[PendingPrompt]:
+        """What is still to compute, apart from the next token of each decoding stream, in this order."""
+        if self._round and not self.waiting:
+            return iter(())  # nearly always
+        return pending(chain(self.running, self.waiting))
 
     def certain(self) -> list[Sequence]:
         """The running streams. In the middle of a step, without those that it has started or restored: if the step is

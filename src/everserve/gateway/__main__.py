@@ -165,7 +165,7 @@ def _build(config: GatewayConfig) -> Gateway:
     defaults = read_defaults(config.model, tokenizer.eos_id)
     feed = EventFeed()
     events = EventLog("gateway", config.event_log, tell=feed.publish)
-    fleet = Fleet(config.max_queue, tell=events.append)
+    fleet = Fleet(config.max_queue, tell=events.append, balances=config.balance_prefill)
     return Gateway(config, tokenizer, defaults, fleet, feed, make_tracing())
 
 

@@ -6,6 +6,8 @@ weights.py    where each weight of a seat lies in device memory
 expert_memory.py  where each expert of a seat, or of the backup, lies in host memory
 placement.py  which workers hold which experts at first, and how many deaths that survives
 repair.py     where experts should be from now on (layer_plan.py: one layer, load_search.py: by load)
+reshard.py    which bytes are kept, moved or reloaded by repair.py and by the planners of others
+survival.py   what streams wait for if any one or two workers or devices are lost
 moves.py      which slots to fill next, from what is held to what should be
 balance.py    whether moves for load are worth it
 lost_experts.py  what to do while experts have no place: mask them, or give a worker another role

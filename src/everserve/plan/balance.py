@@ -20,6 +20,7 @@ from everserve.plan.dealing import Dealing, Loads, work_of
 from everserve.plan.moves import Have, given_up, next_moves
 from everserve.plan.repair import Room, replan
 from everserve.plan.weights import ITEM_BYTES, ModelSizes
+from everserve.tables.calls import ShardKind
 from everserve.tables.placement import Placement, SeatExperts
 from everserve.tables.slots import HeldSlots
 
@@ -70,7 +71,9 @@ def decide(
     dealing: Dealing,
     policy: BalancePolicy,
 ) -> Verdict:
-    """`loads`: rows per second by index of the layer. `have`: what workers hold."""
+    """`loads`: rows per second by index of the layer. `have`: what workers hold. Heads stay: their KV would have to
+    move with them."""
+    loads = {index: load for index, load in loads.items() if before.calls[index].kind is not ShardKind.HEAD}
     layers = [_measure(before, index, load, dealing) for index, load in loads.items()]
     total, means = sum(layer.busiest for layer in layers), sum(layer.mean for layer in layers)
     now = total / means if means else 0.0

@@ -24,7 +24,8 @@ class Room(NamedTuple):
 
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
-    The last `num_dealt` experts should be served by all workers. Without `has_copies` no other gets a second place."""
+    The last `num_dealt` experts should be served by all workers. Without `has_copies` no other gets a second place. Of
+    equals the worker with number `turn` is the first, then the next one."""
 
     def __init__(
         self,
@@ -34,10 +35,13 @@ class LayerPlan:
         dealing: Dealing | None = None,
         num_dealt: int = 0,
         has_copies: bool = True,
+        turn: int = 0,
     ) -> None:
         self.rooms = rooms
-        self.loads = loads
         self.has_copies = has_copies
+        self.order = {room.rank: (i - turn) % len(rooms) for i, room in enumerate(rooms)}
+        self.num_homeless = 0  # experts that no worker served before
+        self.loads = loads
         self.dealing = dealing or Dealing()
         self.by_rank = {room.rank: room for room in rooms}
         self.places: list[list[Rank]] = [[] for _ in loads]

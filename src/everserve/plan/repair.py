@@ -11,8 +11,11 @@ After a loss or a return the third only chooses among places that there are anyw
 alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
-another one is planned like it. Where a remainder is to be dealt (tables/placement.py), it gets an active place on every
-worker that has a slot left. Heads get no copies: their KV is in one place.
+another one is planned like it. Of workers that have as little to do, whole experts go to the lowest rank: every layer
+is as slow as its busiest worker, so different patterns would gain nothing. Shards that every row needs (plan/shards.py)
+go to each of them in turn, from call to call, so that no worker ends up with the lost shard of every layer. Where a
+remainder is to be dealt (tables/placement.py), it gets an active place on every worker that has a slot left.
+Heads get no copies: their KV is in one place.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,18 +48,22 @@ def replan(
         return msgspec.structs.replace(before, seats=())
     planned: dict[object, LayerPlan] = {}
     layers: dict[int, LayerPlan] = {}
+    num_homeless = dict.fromkeys(ShardKind, 0)  # so far
     for index in range(len(before.calls)) if balanced is None else balanced:
         num_experts = before.calls[index].num_shards
         load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
         here = tuple(room.of_layer(index) for room in rooms)
         num_dealt = before.num_dealt(index, len(rooms))
-        has_copies = before.calls[index].kind is not ShardKind.HEAD
-        key = places, load, here, num_dealt, has_copies
+        kind = before.calls[index].kind
+        turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
+        has_copies = kind is not ShardKind.HEAD
+        key = places, load, here, num_dealt, has_copies, turn
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, has_copies)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, has_copies, turn)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
+        num_homeless[kind] += planned[key].num_homeless
     seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.calls)) for room in rooms)
     return msgspec.structs.replace(before, seats=seats)
 
@@ -77,6 +84,7 @@ def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan
 
 class _Layer(LayerPlan):
     def plan(self, may_move: bool = False) -> None:
+        self.num_homeless = sum(not homes for homes in self.homes)
         if not self.has_copies:
             self._drop_copies()
         self._drop_what_does_not_fit()
@@ -219,9 +227,9 @@ class _Layer(LayerPlan):
         work = self.work()
         homeless = [e for e, ranks in enumerate(self.places) if ranks and not self.homes[e]]
         for expert in sorted(homeless, key=lambda e: (-self.loads[e], len(self.places[e]), e)):
-            rank = min(self.places[expert], key=lambda r: (work[r], r))
+            rank = min(self.places[expert], key=lambda r: (work[r], self.order[r]))
             self.homes[expert].append(rank)
             work[rank] += self.loads[expert]
 
     def _how_full(self, rank: Rank) -> tuple[int, float, int]:
-        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), rank
+        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), self.order[rank]

@@ -12,5 +12,6 @@ memory.py        memory shared between processes: its kind, size, owner, place
 block_ranges.py  which KV blocks belong to which home, where homes share pools
 slots.py         which worker holds which expert in which slot: what workers report
 routes.py        logical expert -> ordered candidates, per layer
+survival.py      which failures are survived, and what streams wait for meanwhile
 validity.py      the contract between the tables: three conditions and their violations
 """

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import Masked
 
 
@@ -58,6 +59,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
     num_masked_tokens: int = 0  # sampled under a mask of experts
     num_unmasked_tokens: int = 0  # whose KV was dropped when a mask was lifted, to be computed again exactly
+    num_received: int = 0  # streams that it was given so far: what follows counts these
+    prefill_cost: int = 0  # of prompt tokens computed (plan/prefill.py)
+    pending_prefill_cost: int = 0  # gauge: of those still to compute
+    prompts: tuple[PendingPrompt, ...] = ()  # gauge: the next of them, no more than other homes need to know
     num_regained_tokens: int = 0  # of running streams, kept when heads had to be computed elsewhere
     num_lost_tokens: int = 0  # of running streams, computed again because heads had to be computed elsewhere
     num_regained_bytes: int = 0  # of KV, copied for that

@@ -1,5 +1,7 @@
 """Work that was done in some time, counted so that workers with different work can be compared."""
 
+import math
+
 import msgspec
 
 
@@ -20,3 +22,10 @@ def slowdown(work: Work, other: Work) -> float:
     """
     pairs = [(mine, its) for mine, its in zip(work.units, other.units, strict=True) if mine > 0 and its > 0]
     return min(((work.seconds / mine) / (other.seconds / its) for mine, its in pairs), default=0.0)
+
+
+def slowdown_at_most(work: Work, other: Work) -> float:
+    """The largest ratio, which in the same way is a bound from above; infinite if there is nothing to compare. Where
+    workers do work of different kinds the bounds are far apart, and say little."""
+    pairs = [(mine, its) for mine, its in zip(work.units, other.units, strict=True) if mine > 0 and its > 0]
+    return max(((work.seconds / mine) / (other.seconds / its) for mine, its in pairs), default=math.inf)

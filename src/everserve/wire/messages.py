@@ -1,6 +1,6 @@
 """Every message between processes. Frozen, tagged, no pickle: `encode` and `decode` are msgpack.
 
-    gateway -> attention worker    Submit, Cancel
+    gateway -> attention worker    Submit, Cancel, PrefillsPending
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
@@ -55,9 +55,11 @@ from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, Work
 from everserve.tables.members import Members, Process
 from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
+from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
+from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
 from everserve.tables.work import Work
 from everserve.wire.events import AnyEvent
@@ -85,6 +87,13 @@ class Cancel(Message, frozen=True):
     id: str
 
 
+class PrefillsPending(Message, frozen=True):
+    """Gateway to worker, whenever it has prompts and this is new: the prompts that other homes have to compute, on the
+    same expert workers."""
+
+    homes: dict[Rank, tuple[PendingPrompt, ...]]
+
+
 # -- worker -> gateway ---------------------------------------------------------------------------
 
 
@@ -98,6 +107,8 @@ class WorkerReady(Message, frozen=True):
     num_blocks: int
     block_size: int
     max_num_seqs: int  # streams in one step; the gateway queues streams far beyond this
+    token_cost: int = 1  # what a token costs besides the keys that it attends to (plan/prefill.py)
+    shares_workers: bool = False  # with other homes: expert workers
 
 
 class StepOutput(Message, frozen=True):
@@ -304,6 +315,7 @@ class ClusterChanged(Message, frozen=True):
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
     slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
     num_masked_experts: int = 0  # over all layers
+    survivals: tuple[Survival, ...] = ()  # which failures would be survived now, and how
 
 
 class ExpertsChanged(Message, frozen=True):
@@ -737,6 +749,7 @@ class EventHappened(Message, frozen=True):
 AnyMessage = (
     Submit
     | Cancel
+    | PrefillsPending
     | WorkerReady
     | StepOutput
     | Rejected

@@ -49,6 +49,7 @@ from everserve.wire.messages import (
     PaceReported,
     PeerJoined,
     PeerLeft,
+    PrefillsPending,
     Rejected,
     Report,
     RoutesChanged,
@@ -83,6 +84,7 @@ class AttentionLoop:
         self._logs = parts.logs
         self._sends_late = parts.sends_late
         self._late: Callable[[], None] | None = None  # sends the results of the last step, not called yet
+        self._num_received = 0  # Submits
         self._sources: dict[str, Rank] = {}  # the worker whose log a waiting stream is restored from
         self._gateway = gateway
         self._control = control = around.control
@@ -208,6 +210,8 @@ class AttentionLoop:
         elif isinstance(message, Cancel):
             self._engine.cancel(message.id)
             self._sources.pop(message.id, None)
+        elif isinstance(message, PrefillsPending):
+            self._engine.share_prefill(self._rank, message.homes)
         else:
             log.warning("dropped a %s: the gateway does not send it", type(message).__name__)
 
@@ -230,6 +234,7 @@ class AttentionLoop:
 
     def _submit(self, message: Submit) -> None:
         """A new stream, or one that another worker has run so far."""
+        self._num_received += 1
         spec, source = message.spec, message.source
         saved = self._logs.find(spec, source) if source is not None else None
         try:
@@ -368,11 +373,12 @@ class AttentionLoop:
         self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
 
     def _stats(self) -> EngineStats:
-        stats = self._engine.stats()
-        if self._seam is None:
-            return stats
+        stats, seam = self._engine.stats(), self._seam
         return msgspec.structs.replace(
-            stats, num_replayed_rows=self._seam.experts.num_replayed_rows, num_stale=self._seam.peers.num_stale
+            stats,
+            num_received=self._num_received,
+            num_replayed_rows=seam.experts.num_replayed_rows if seam is not None else 0,
+            num_stale=seam.peers.num_stale if seam is not None else 0,
         )
 
     def _mention_bad_bytes(self, channel: Channel | ControlEnd) -> None:

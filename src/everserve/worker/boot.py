@@ -101,7 +101,7 @@ class Worker:
         parts = self._backend.build_attention(self._around)
         loop = AttentionLoop(self._around, parts, gateway)
         self._on_control = loop.read_control
-        gateway.send(self._hello(parts.engine))
+        gateway.send(self._hello(parts.engine, shares_workers=parts.seam is not None))
         self._say_ready(parts.ops_name, parts.engine.limits.num_blocks, parts.num_slots)
         loop.run()
 
@@ -139,7 +139,7 @@ class Worker:
             )
         )
 
-    def _hello(self, engine: Engine) -> WorkerReady:
+    def _hello(self, engine: Engine, shares_workers: bool) -> WorkerReady:
         return WorkerReady(
             rank=self._start.rank,
             incarnation=self._start.incarnation,
@@ -148,6 +148,8 @@ class Worker:
             vocab_size=engine.limits.vocab_size,
             num_blocks=engine.limits.num_blocks,
             block_size=engine.config.block_size,
+            token_cost=engine.limits.token_cost.constant,
+            shares_workers=shares_workers,
         )
 
     def _say_ready(self, ops_name: str, num_blocks: int, num_slots: int) -> None:

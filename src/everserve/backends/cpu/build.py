@@ -34,6 +34,7 @@ from everserve.model.fingerprint import check_unchanged, expert_identity
 from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights, check_checkpoint, resolve_dtype
 from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.plan.prefill import TokenCost
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
 from everserve.tables.block_ranges import block_range_of
@@ -222,6 +223,7 @@ class EngineBuilder:
                 num_blocks=sizes.num_blocks,
                 first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
                 vocab_size=self._opened.model.vocab_size,
+                token_cost=TokenCost.of_model(self._opened.model),
             ),
             ops,
             forward,

@@ -29,6 +29,7 @@ from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.model.decoder import Decoder
 from everserve.model.fingerprint import check_unchanged
 from everserve.model.layout import Weights
+from everserve.plan.prefill import TokenCost
 from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.tables.ids import Role
@@ -191,5 +192,6 @@ def engine_limits(device: Device) -> EngineLimits:
         num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,
         max_restored_while_serving=_MAX_RESTORED[device.start.settings.log.mode],
+        token_cost=TokenCost.of_model(device.model),
         work=StepWork.of(device.model, device.start.num_attention_on_gpu),
     )

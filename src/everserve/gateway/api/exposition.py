@@ -81,9 +81,20 @@ class Metrics(Collector):
             "Graphs that the rank's process has captured: none once it serves, whatever happens around it.",
             labels=["rank"],
         )
+        pending = GaugeMetricFamily(
+            "everserve_prefill_cost_pending",
+            "Prompt tokens that a home has still to compute, each with the cost of its context.",
+            labels=["rank"],
+        )
         for rank in present:
             captures.add_metric([rank], getattr(stats[rank], "num_captures", 0))
+            pending.add_metric([rank], getattr(stats[rank], "pending_prefill_cost", 0))
         yield captures
+        yield pending
+        done = CounterMetricFamily("everserve_prefill_cost", "The same of those that it has computed.", labels=["rank"])
+        for rank, engine in engines.items():
+            done.add_metric([rank], engine.total("prefill_cost", stats[rank]))
+        yield done
         for field, name, text in _ENGINE_COUNTERS:
             counter = CounterMetricFamily(f"vllm:{name}", text, labels=labels)
             for rank, engine in engines.items():

@@ -250,6 +250,14 @@ class MoveView(msgspec.Struct, kw_only=True):
     expert: int
 
 
+class SurvivalView(msgspec.Struct, kw_only=True):
+    """What streams would wait for after the worst failure of a kind, and what would become of their KV, in words."""
+
+    failure: str
+    weights: str
+    kv: str
+
+
 class ClusterView(msgspec.Struct, kw_only=True):
     """`/cluster`: processes and workers; no violations = valid."""
 
@@ -263,6 +271,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
     workers: list[WorkerView]
     devices: list[DeviceView]
     moves: list[MoveView]  # in progress
+    survives: list[SurvivalView]
     recent: list[str]  # what happened lately, in words, newest first
 
 

@@ -9,6 +9,7 @@ from everserve.gateway.http.responses import (
     MoveView,
     ProcessView,
     SparesView,
+    SurvivalView,
     WorkerView,
 )
 from everserve.gateway.observe.experts import Experts
@@ -19,6 +20,7 @@ from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.slots import Fill
+from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
 from everserve.wire.messages import ClusterChanged, ProcessesChanged
 
@@ -42,6 +44,7 @@ class Cluster:
         self._health_troubles = RestartingCounter()
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
         self.slowness: dict[Rank, float] = {}
+        self._survivals: tuple[Survival, ...] = ()
         self.experts = Experts()
         self.num_experts_without_place = 0
         self.num_masked_experts = 0
@@ -75,6 +78,7 @@ class Cluster:
         self._health_troubles.update(change.num_health_troubles)
         self.moves = change.moves
         self.slowness = change.slowness
+        self._survivals = change.survivals
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
@@ -131,6 +135,7 @@ class Cluster:
                 for rank, fills in self.moves.items()
                 for fill in fills
             ],
+            survives=[SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals],
             recent=self._timeline.sentences(_NUM_RECENT),
         )
 

@@ -56,6 +56,7 @@ class Fleet:
         max_queue: int,
         tell: Callable[[AnyEvent], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
+        balances: bool = True,
     ) -> None:
         self.max_queue = max_queue
         self.clock = clock
@@ -71,6 +72,8 @@ class Fleet:
         self._slow: frozenset[WorkerId] = frozenset()
         self._waiting = WaitingLine()
         self._groups = itertools.count(1)
+        self._turns = itertools.count(1)
+        self._balances = balances  # False: workers get streams in turn
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -127,6 +130,11 @@ class Fleet:
         """Streams may have ended, so there may be room."""
         if self._waiting:
             self._bind_waiting(self.clock())
+
+    def on_stats(self, link: WorkerLink) -> None:
+        """A home has reported what it has still to compute. It hears what the others have, if it has anything."""
+        if link.prompts or link.told:
+            self._tell_prompts(link)
 
     def on_divergence(self, link: WorkerLink, stream: Stream, output: Output) -> None:
         """A token contradicts the one that was delivered. The client has that one, and the stream goes on with it."""
@@ -327,8 +335,11 @@ class Fleet:
                 elif not stream.is_first:
                     stream.waited_s = now_s - stream.submitted_s
             link.submit(bound)
+            link.turn = next(self._turns)
         for link in self._links.values():
-            link.send_submitted()
+            if link.has_unsent:
+                self._tell_prompts(link)
+                link.send_submitted()
         for stream in parted:  # after all of them are on their way
             self._count_parted(stream, now_s)
 
@@ -342,8 +353,16 @@ class Fleet:
         assert self.limits is not None
         num_blocks = count_blocks(siblings, self.limits.block_size)
         rooms = [link.room._replace(is_slow=link.log in self._slow) for link in links]
+        if not self._balances:
+            rooms = [room._replace(owed=link.turn) for link, room in zip(links, rooms, strict=True)]
         rank = spread.choose(rooms, len(siblings), num_blocks)
         return self._links[rank] if rank is not None else None
+
+    def _tell_prompts(self, link: WorkerLink) -> None:
+        """The prompts of other homes. They matter to homes that use the same workers, and only while there are any."""
+        if self._balances and link.is_open and link.shares_workers:
+            others = {other.rank: other.prompts for other in self.ready_links() if other is not link}
+            link.tell_prompts({rank: prompts for rank, prompts in others.items() if prompts})
 
     def _count_parted(self, stream: Stream, now_s: float) -> None:
         """A stream that had a worker was given to another one."""

@@ -10,6 +10,7 @@ so that its messages can be counted; none of them is used.
 
 import asyncio
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,11 +20,22 @@ from everserve.errors import EverserveError, ProtocolError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
 from everserve.gateway.streams.stream import Stream, StreamTable, count_blocks
+from everserve.plan.prefill import TokenCost
 from everserve.plan.spread import Room
 from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.tables.outputs import AttentionLoad, EngineStats, Output
+from everserve.tables.prompts import PendingPrompt
 from everserve.wire.channel import Channel, ChannelClosed
-from everserve.wire.messages import AnyMessage, Cancel, GivenBack, Rejected, StepOutput, Submit, WorkerReady
+from everserve.wire.messages import (
+    AnyMessage,
+    Cancel,
+    GivenBack,
+    PrefillsPending,
+    Rejected,
+    StepOutput,
+    Submit,
+    WorkerReady,
+)
 
 
 class LinkOwner(Protocol):
@@ -48,6 +60,8 @@ class LinkOwner(Protocol):
     def on_step(self) -> None:
         """Streams may have ended."""
         ...
+
+    def on_stats(self, link: "WorkerLink") -> None: ...
 
     def on_bad_bytes(self, num_dropped: int) -> None:
         """Once per link."""
@@ -80,6 +94,10 @@ class WorkerLink:
         self.is_fenced = False
         self.num_stale = 0  # messages since it was fenced
         self._num_blocks_given = 0  # to streams, since the last stats
+        self._num_given = 0  # streams
+        self._unseen: deque[PendingPrompt] = deque()  # the prompts of the last of them, which it has not reported yet
+        self.told: dict[Rank, tuple[PendingPrompt, ...]] = {}  # which prompts other homes have, as we said last
+        self.turn = 0  # when it was last given a stream: counted by the fleet
         self._unsent: list[Stream] = []  # submitted, and still to be sent
         self._owner = owner
         self._channel = Channel(sock)
@@ -97,6 +115,11 @@ class WorkerLink:
     def is_open(self) -> bool:
         """Whether it may get streams."""
         return self.ready is not None and not self.is_leaving
+
+    @property
+    def shares_workers(self) -> bool:
+        """Whether other homes use the same expert workers."""
+        return self.ready is not None and self.ready.shares_workers
 
     @property
     def max_total_tokens(self) -> int:
@@ -122,8 +145,19 @@ class WorkerLink:
             rank=self.rank,
             num_streams_free=self.capacity - len(self.streams),
             num_free_blocks=round((1.0 - usage) * self.ready.num_blocks) - self._num_blocks_given,
-            num_owed_tokens=self.streams.num_owed,
+            owed=self._prefill_cost + self.streams.decode_cost,
         )
+
+    @property
+    def _prefill_cost(self) -> int:
+        """As it was reported, and of what it was given since; what is answered or cancelled is no work in any case."""
+        reported = self.stats.pending_prefill_cost if self.stats is not None else 0
+        return min(self.streams.prefill_cost, reported + self.streams.cost.of_all(self._unseen))
+
+    @property
+    def prompts(self) -> tuple[PendingPrompt, ...]:
+        """That it has still to compute: the next of them, as far as we know."""
+        return (*(self.stats.prompts if self.stats is not None else ()), *self._unseen)
 
     @property
     def load(self) -> AttentionLoad:
@@ -140,7 +174,13 @@ class WorkerLink:
         for stream in siblings:
             stream.link, stream.metrics = self, self.metrics
             self.streams.add(stream)
+            self._unseen.append(PendingPrompt(0, stream.num_given))
+        self._num_given += len(siblings)
         self._unsent += siblings
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
 
     def send_submitted(self) -> None:
         """Each says how many come behind it: the worker begins with all of them at once."""
@@ -150,6 +190,12 @@ class WorkerLink:
             if stream.tokens:
                 spec = msgspec.structs.replace(spec, known=stream.tokens, masked=stream.masked)
             self._send(Submit(spec=spec, source=stream.source, num_following=len(unsent) - num_sent))
+
+    def tell_prompts(self, others: dict[Rank, tuple[PendingPrompt, ...]]) -> None:
+        """What other homes have still to compute, on the same workers. Only news is sent."""
+        if others != self.told:
+            self.told = others
+            self._send(PrefillsPending(homes=others))
 
     def cancel(self, stream: Stream) -> None:
         """The client of this stream has left, or needs no more of it."""
@@ -187,9 +233,10 @@ class WorkerLink:
 
     def _handle(self, message: AnyMessage) -> None:
         if isinstance(message, StepOutput):
-            self.stats, self._num_blocks_given = message.stats, 0
+            self._note_stats(message.stats)
             for stream_id in self.streams.deliver(message.outputs, self._owner.clock()):
                 self._send(Cancel(id=stream_id))
+            self._owner.on_stats(self)
             self._owner.on_step()
         elif isinstance(message, Rejected):
             self.streams.reject(message.id, message.reason, message.is_server_fault)
@@ -198,13 +245,18 @@ class WorkerLink:
             self.is_leaving = True
             self._owner.on_given_back(self)
         elif isinstance(message, WorkerReady) and (message.rank, message.incarnation) == self.log:
-            self.ready = message
+            self.ready, self.streams.cost = message, TokenCost(message.token_cost)
             if self.is_open:
                 self._owner.on_ready(self)
         else:
             self._channel.num_dropped += 1  # one of our messages, but not one that this worker sends
 
-    def _send(self, message: Submit | Cancel) -> None:
+    def _note_stats(self, stats: EngineStats) -> None:
+        self.stats, self._num_blocks_given = stats, 0
+        while len(self._unseen) > max(0, self._num_given - stats.num_received):
+            self._unseen.popleft()
+
+    def _send(self, message: Submit | Cancel | PrefillsPending) -> None:
         self._channel.send(message)
         if self._channel.wants_write and not self._is_writing:
             self._is_writing = True

@@ -10,6 +10,7 @@ from collections import Counter
 from everserve.gateway.streams.cadence import Cadence
 from everserve.tables.ids import Role
 from everserve.tables.outputs import EngineStats
+from everserve.tables.requests import SamplingParams
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -28,10 +29,13 @@ _STALL_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
 )
+_FIRST_GUESS = 128.0  # tokens of an answer, before any has ended
+_LATELY = 64  # answers
 FINISH_REASONS = ("stop", "length", "abort", "error")
 ENGINE_COUNTERS = (
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
     *("num_stale", "num_restored_tokens", "num_broken_tokens", "num_masked_tokens", "num_unmasked_tokens"),
+    "prefill_cost",
     *("num_regained_tokens", "num_lost_tokens", "num_regained_bytes"),
 )
 
@@ -86,10 +90,29 @@ class EngineMetrics:
         return self._past[field] + (getattr(now, field) if now is not None else 0)
 
 
+class AnswerLengths:
+    """How many tokens streams have, lately."""
+
+    def __init__(self) -> None:
+        self._mean = _FIRST_GUESS
+
+    def note(self, num_tokens: int) -> None:
+        """Of a stream that has ended."""
+        self._mean += (num_tokens - self._mean) / _LATELY
+
+    def expect(self, params: SamplingParams, num_tokens: int) -> int:
+        """How many more a stream with so many will have: exactly, if nothing but its limit can end it."""
+        most = params.max_tokens - num_tokens
+        if not params.stop_ids:
+            return most
+        return min(most, max(1, round(max(self._mean, params.min_tokens)) - num_tokens))
+
+
 class FleetMetrics:
     """What the gateway saw of the fleet as a whole."""
 
     def __init__(self) -> None:
+        self.answer_lengths = AnswerLengths()
         self.num_resumed = 0  # streams that lost their worker and were given to another one
         self.num_moved = 0  # streams that their worker gave back
         self.num_diverged = 0  # outputs that contradicted what clients had already

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.plan.prefill import KEYS_ONLY
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.outputs import Output
 from everserve.tables.requests import Masked, RequestSpec
@@ -44,7 +45,7 @@ class Stream:
 
     __slots__ = (
         *("group", "is_first", "last_s", "link", "listener", "lost_s", "masked", "metrics", "moved_s", "num_losses"),
-        *("num_unanswered", "parted_rank", "source", "spec", "submitted_s", "tokens", "waited_s"),
+        *("num_expected", "parted_rank", "prefill_cost", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
     def __init__(self, spec: RequestSpec, listener: StreamListener) -> None:
@@ -55,7 +56,8 @@ class Stream:
         self.group = 0  # siblings have the same number
         self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
         self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; set by the fleet
-        self.num_unanswered = 0  # tokens that its worker must compute before the next output
+        self.prefill_cost = 0  # of the tokens that its worker must compute before the next output
+        self.num_expected = 0  # tokens that are still to come; an estimate
         self.submitted_s = 0.0
         self.waited_s = 0.0  # before it was given to its first worker
         self.last_s: float | None = None  # when its last token came
@@ -68,9 +70,9 @@ class Stream:
         self.source: WorkerId | None = None  # the worker with a log that may have its KV; set by log_references.py
 
     @property
-    def num_owed(self) -> int:
-        """How many tokens its worker has still to compute, at most."""
-        return self.num_unanswered + self.spec.params.max_tokens - len(self.tokens)
+    def num_given(self) -> int:
+        """Tokens that the next one follows."""
+        return len(self.spec.prompt) + len(self.tokens)
 
     def mark_lost(self, rank: Rank, now_s: float) -> None:
         """Its worker is gone. A second loss before it went on belongs to the same stall."""
@@ -112,7 +114,9 @@ class StreamTable:
         on_divergence: Callable[[Stream, Output], None],
         on_broken: Callable[[Stream, EverserveError], None] = lambda stream, error: None,
     ) -> None:
-        self.num_owed = 0  # tokens still to compute, over all streams
+        self.cost = KEYS_ONLY
+        self.prefill_cost = 0  # of prompts without an answer, as if nothing of them were computed
+        self._num_expected = self._num_keys = 0  # tokens that are still to come; tokens that there are
         self._streams: dict[str, Stream] = {}
         self._totals = totals
         self._logs = logs
@@ -128,16 +132,27 @@ class StreamTable:
     def __contains__(self, stream_id: str) -> bool:
         return stream_id in self._streams
 
+    @property
+    def decode_cost(self) -> int:
+        """Of the tokens that are still to come, with as many keys as streams have now."""
+        return self._num_expected * (self.cost.constant + self._num_keys // max(1, len(self._streams)))
+
     def add(self, stream: Stream) -> None:
         assert stream.spec.id not in self._streams, f"two streams with the id {stream.spec.id}"
-        stream.num_unanswered = len(stream.spec.prompt) + len(stream.tokens)
-        self.num_owed += stream.num_owed
+        num_given = stream.num_given
+        stream.prefill_cost = self.cost.of(0, num_given)
+        stream.num_expected = self._totals.answer_lengths.expect(stream.spec.params, len(stream.tokens))
+        self.prefill_cost += stream.prefill_cost
+        self._num_expected += stream.num_expected
+        self._num_keys += num_given
         self._streams[stream.spec.id] = stream
 
     def remove(self, stream: Stream) -> None:
         """It ends here: finished, failed, cancelled, given back or lost."""
         del self._streams[stream.spec.id]
-        self.num_owed -= stream.num_owed
+        self.prefill_cost -= stream.prefill_cost
+        self._num_expected -= stream.num_expected
+        self._num_keys -= stream.num_given
         stream.link = None
 
     def remove_all(self) -> list[Stream]:
@@ -165,17 +180,21 @@ class StreamTable:
                 broken.append(output.id)
                 self.fail(output.id, StreamBroken(f"Token {len(tokens)} of this stream was lost."))
                 continue
-            if stream.num_unanswered:
+            if stream.prefill_cost:
                 self._note_answer(stream, now_s)
             stream.masked = output.masked
             if token is not None:
                 tokens.append(token)
-                self.num_owed -= 1
+                self._num_keys += 1
+                if stream.num_expected > 1:
+                    stream.num_expected -= 1
+                    self._num_expected -= 1
                 num_tokens += 1
                 if stream.last_s is not None:
                     gaps.append(now_s - stream.last_s)
                 stream.last_s = now_s
             if output.finish_reason is not None:
+                self._totals.answer_lengths.note(len(tokens))
                 self.remove(stream)
             try:
                 stream.listener.on_output(output, now_s)
@@ -210,8 +229,8 @@ class StreamTable:
 
     def _note_answer(self, stream: Stream, now_s: float) -> None:
         """The first output from this worker: everything that was given is computed, and a stall is over."""
-        self.num_owed -= stream.num_unanswered
-        stream.num_unanswered = 0
+        self.prefill_cost -= stream.prefill_cost
+        stream.prefill_cost = 0
         if stream.lost_s is not None:
             self._totals.stall_s.observe(now_s - stream.lost_s)
         stream.mark_going_on()

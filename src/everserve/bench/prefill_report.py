@@ -1,0 +1,73 @@
+"""`bench prefill` as tables: what clients saw, the same in lock-step, and one engine alone."""
+
+from pathlib import Path
+from typing import Any
+
+from everserve.bench import report
+
+
+def show(result: dict[str, Any], path: Path) -> None:
+    settings = result["settings"]
+    report.print_table(
+        f"{result['model']}, `-tp {settings['num_homes']}`: prompts of {settings['mean_prompt']} tokens on average, at"
+        f" {settings['load']:g} of what it can compute (ms: median, p95, p99)",
+        ["lengths of", "streams and tokens", "requests", "time to first token", "between tokens", "work", "pending"],
+        [
+            [
+                row["trace"],
+                row["variant"],
+                str(row["num_requests"]),
+                _row(row["first_token_ms"]),
+                _row(row["between_tokens_ms"]),
+                f"{row['work_max_over_mean']:.2f}",
+                f"{row['pending_most']:.2f}",
+            ]
+            for row in result["clients"]
+        ],
+    )
+    print(
+        "work: prompts that the busiest home computed, over the mean; pending: what waits at the home with the most, on"
+    )
+    print("average, in mean prompts")
+    report.print_table(
+        "The same lengths in lock-step, on paper: the busiest home of a batch over the mean, and the wait for a first"
+        " token in mean prompts (median, p95, p99)",
+        ["lengths of", "homes", "streams and tokens", "max/mean", "wait"],
+        [
+            [
+                row["trace"],
+                str(row["num_homes"]),
+                row["variant"],
+                f"{row['max_over_mean']:.2f}",
+                ", ".join(f"{wait:g}" for wait in row["waits"]),
+            ]
+            for row in result["lock_step"]
+        ],
+    )
+    engine = result["engine"]
+    report.print_table(
+        f"One engine alone; measured limits: {engine['flops'] / 1e9:,.0f} GFLOP/s,"
+        f" {engine['bandwidth'] / 1e9:,.1f} GB/s for {engine['weight_bytes'] / 1e6:,.0f} MB of weights in each step",
+        ["prompt", "prompts", "tokens/s", "arithmetic allows", "weights allow", "of the tighter limit"],
+        [
+            [
+                str(row["prompt"]),
+                str(row["batch"]),
+                f"{row['tokens_per_s']:,.0f}",
+                f"{row['arithmetic_tokens_per_s']:,.0f}",
+                f"{row['reading_tokens_per_s']:,.0f}",
+                f"{row['share']:.0%}",
+            ]
+            for row in engine["rows"]
+        ],
+    )
+    num_unfinished = sum(row["num_unfinished"] for row in result["clients"])
+    same = f"{result['num_different']} answers DIFFER" if result["num_different"] else "the same tokens on both"
+    disturbed = sum(row["num_disturbed"] for row in result["clients"])
+    if disturbed:
+        print(f"{disturbed} measurements are void: a process was declared gone without any fault")
+    print(f"{same}; {num_unfinished} requests did not finish; written to {path}")
+
+
+def _row(percentiles: list[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in percentiles) or "-"

@@ -1,0 +1,13 @@
+"""The group of commands that all benchmarks join."""
+
+import typer
+
+from everserve.cli import app
+
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, each with its baseline in the same run.")
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback()
+def _bench() -> None:
+    """Benchmarks, each with its baseline in the same run."""

@@ -1,0 +1,56 @@
+"""`everserve bench engine` and `decode`: how fast one process is, against transformers and against the memory."""
+
+from typing import Annotated
+
+import typer
+
+from everserve.cli.bench.app import bench_app
+from everserve.cli.bench.options import Out, Repetitions
+
+
+@bench_app.command()
+def engine(
+    rounds: Repetitions = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Only the comparison with transformers generate.")] = False,
+    out: Out = None,
+) -> None:
+    """One worker through HTTP against transformers: tokens/s, latencies, distance from the memory floor."""
+    from everserve.bench import engine as benchmark  # noqa: PLC0415 (torch)
+
+    benchmark.run(rounds, quick, out)
+
+
+@bench_app.command()
+def decode(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="mixtral, qwen3, llama; repeatable. Default: the first two, mixtral with 16 layers."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Use only this many of the shape's layers. With --shape.", min=1)
+    ] = None,
+    streams: Annotated[
+        list[int] | None,
+        typer.Option(help="Concurrent streams; repeatable. Default: 1, 16, 64, 128, 256.", min=1, max=256),
+    ] = None,
+    context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    out: Out = None,
+) -> None:
+    """One process on a GPU, random weights: time of a step against what its memory allows, and against transformers."""
+    from everserve.bench import decode as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.device_shapes import SHAPES  # noqa: PLC0415
+
+    unknown = set(shape or ()) - set(SHAPES)
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}: choose {' or '.join(SHAPES)}", param_hint="--shape")
+    if layers is not None and not shape:
+        raise typer.BadParameter("of which shape? Say --shape too", param_hint="--layers")
+    defaults = benchmark.Settings()
+    settings = benchmark.Settings(
+        shapes=tuple((name, layers) for name in shape) if shape else defaults.shapes,
+        batches=tuple(streams or defaults.batches),
+        context=context,
+        has_baseline=baseline,
+    )
+    benchmark.run(settings, out)

@@ -1,0 +1,96 @@
+"""`everserve bench degree` and `everserve bench prefill`: dividing a model over devices, and prompts over homes."""
+
+from typing import Annotated
+
+import typer
+
+from everserve.cli.bench import Layers, Out, Shape, bench_app
+from everserve.config.cluster import MAX_RANKS
+
+
+@bench_app.command()
+def degree(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="small-llama, small-mixtral, small-qwen3, small-moe; on a GPU mixtral, llama, llama-70b, qwen3,"
+            " qwen3-dense; repeatable. Default: the first two."
+        ),
+    ] = None,
+    layers: Layers = None,
+    sizes: Annotated[str, typer.Option(help="Numbers of devices; 1 must be among them.")] = "8,7,6,5,4,3,2,1",
+    streams: Annotated[int | None, typer.Option(help="Concurrent streams. Default: 8; on a GPU 64.", min=1)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
+    tokens: Annotated[int | None, typer.Option(help="Of each stream. Default: 48; on a GPU 192.", min=16)] = None,
+    slices: Annotated[int, typer.Option(help="Measurements of each size.", min=1)] = 2,
+    out: Out = None,
+) -> None:
+    """One model on 8, 7, 6, ... devices: tokens/s, time between tokens and core time against one process; and as
+    planned, against other placements: work and memory of the busiest device, KV tokens that fit.
+
+    Exit status 1 if a token differs between sizes, or a size could not be measured.
+    """
+    from everserve.bench import degree as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
+
+    numbers = [int(text) if text.strip().isdecimal() else 0 for text in sizes.split(",")]
+    if min(numbers) < 1 or 2 * max(numbers) > MAX_RANKS:
+        raise typer.BadParameter(f"numbers from 1 to {MAX_RANKS // 2}: 8,7,4,1", param_hint="--sizes")
+    shapes = tuple(shape or ("small-llama", "small-mixtral"))
+    is_gpu = any(map(is_for_gpu, shapes))
+    settings = benchmark.Settings(
+        shapes=shapes,
+        sizes=tuple(dict.fromkeys(numbers)),
+        num_streams=streams or (64 if is_gpu else 8),
+        prompt=prompt or (512 if is_gpu else 32),
+        max_tokens=tokens or (192 if is_gpu else 48),
+        slices=slices,
+        num_layers=layers,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)
+
+
+@bench_app.command()
+def prefill(
+    trace: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose lengths: mooncake-conv, azure-conv, azure-code; repeatable. Default: the first two."),
+    ] = None,
+    homes: Annotated[int, typer.Option(help="`-tp` of the server.", min=2, max=MAX_RANKS // 2)] = 3,
+    mean_prompt: Annotated[
+        int | None, typer.Option(help="Prompts are scaled to so many tokens on average. Default: 192; on a GPU 4096.")
+    ] = None,
+    load: Annotated[
+        float, typer.Option(help="Rate of requests, over what the server computes in a burst.", min=0.05, max=2)
+    ] = 0.7,
+    seconds: Annotated[float, typer.Option(help="Of each trace on each server in each round.", min=1)] = 12.0,
+    rounds: Annotated[int, typer.Option(help="Rounds, each with both servers.", min=1)] = 2,
+    shape: Shape = "bundled",
+    layers: Layers = None,
+    out: Out = None,
+) -> None:
+    """Prompts of very different lengths on several homes: time to first token, and how even work is, with balanced
+    prefill against streams in turn and tokens as they come; and one engine alone against measured limits.
+
+    Exit status 1 if a request did not finish, or if the two servers answered different tokens.
+    """
+    from everserve.bench import prefill as benchmark  # noqa: PLC0415 (torch)
+    from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
+
+    is_gpu = is_for_gpu(shape)
+    prompts = (512, 2048, 8192) if is_gpu else (32, 128, 512, 1024)
+    settings = benchmark.Settings(
+        traces=tuple(trace or ("mooncake-conv", "azure-conv")),
+        num_homes=homes,
+        mean_prompt=mean_prompt or (4096 if is_gpu else 192),
+        max_prompt=32_768 if is_gpu else 2048,
+        load=load,
+        seconds=seconds,
+        rounds=rounds,
+        shape=shape,
+        points=tuple((prompt, batch) for prompt in prompts for batch in (1, 4)),
+        num_layers=layers,
+    )
+    if not benchmark.run(settings, out):
+        raise typer.Exit(1)

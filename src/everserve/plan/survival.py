@@ -1,0 +1,79 @@
+"""What becomes of streams when any one or two workers or devices are lost: as placement, slots and KV log are now.
+
+                    one more place for every shard      room for every shard          neither
+    processes die   at once                             when survivors, or the        when the successor has started
+                                                        successor, have loaded it
+    devices lost    at once                             when survivors have           when a device returns
+                                                        loaded it
+
+Heads have no second place. Their KV outlives processes, so streams wait for the successor, which finds it; with their
+device it is lost, and what there is of it elsewhere is a mirror in the memory of the host.
+"""
+
+from everserve.plan.placement import survivable_losses
+from everserve.tables.calls import ShardKind
+from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
+from everserve.tables.ids import Role
+from everserve.tables.placement import Placement
+from everserve.tables.survival import Kv, Survival, Weights
+
+_NUMBERS = {1: "one", 2: "two"}
+
+
+def survivals(goal: Goal, capacity: Capacity, kv_log: str) -> tuple[Survival, ...]:
+    """Of the workers that there should be now. `kv_log`: where KV outlives its worker (`--kv-log`)."""
+    seats = [s for s in goal.seats if s.wanted is not Wanted.RETIRE and s.device not in goal.absent]
+    domains = {"process": len(seats), "device": len({seat.device for seat in seats})}
+    found = []
+    for name, num_there in domains.items():
+        is_device = name == "device"
+        for num in (num for num in _NUMBERS if num <= num_there):
+            weights = _weights(goal, seats, capacity, num, is_device=is_device)
+            is_kept = kv_log == "mirror" or (kv_log == "anchor" and not is_device)
+            found.append(
+                Survival(
+                    failure=f"any {_NUMBERS[num]} {name if num == 1 else _plural(name)}",
+                    weights=weights,
+                    kv=Kv.KEPT if is_kept else Kv.COMPUTED,
+                )
+            )
+    return tuple(found)
+
+
+def repairable_devices(goal: Goal, placement: Placement, capacity: Capacity) -> int:
+    """How many devices may be lost at once so that the slots of the others have room for every shard."""
+    devices = _devices(goal, placement)
+    slots = zip(placement.calls, capacity.slots(len(placement.calls)), strict=True)
+    per_device = ((call, num * len(placement.seats) // len(devices)) for call, num in slots)
+    return len(devices) - max(-(-call.num_shards // num) for call, num in per_device)
+
+
+def _weights(goal: Goal, seats: list[SeatGoal], capacity: Capacity, num: int, *, is_device: bool) -> Weights:
+    homes = [seat for seat in seats if Role.ATTENTION in seat.roles]
+    num_left = len({seat.device for seat in homes} if is_device else homes) - num
+    if num_left < 1:
+        return Weights.RETURN if is_device else Weights.SUCCESSOR
+    if goal.placement is None:
+        return Weights.AT_ONCE
+    there = tuple(seat for seat in goal.placement.seats if any(s.rank == seat.rank for s in seats))
+    if not there:
+        return Weights.RETURN
+    placement = Placement(calls=goal.placement.calls, seats=there)
+    has_heads = any(call.kind is ShardKind.HEAD for call in placement.calls)
+    if has_heads and not is_device:
+        return Weights.SUCCESSOR
+    device_of = {seat.rank: seat.device if is_device else seat.rank for seat in seats}
+    if not has_heads and survivable_losses(placement, device_of) >= num:
+        return Weights.AT_ONCE
+    if repairable_devices(goal, placement, capacity) >= num:
+        return Weights.LOADED
+    return Weights.RETURN if is_device else Weights.SUCCESSOR
+
+
+def _devices(goal: Goal, placement: Placement) -> set[int]:
+    device_of = {seat.rank: seat.device for seat in goal.seats}
+    return {device_of[seat.rank] for seat in placement.seats}
+
+
+def _plural(name: str) -> str:
+    return f"{name}es" if name.endswith("s") else f"{name}s"

@@ -1,0 +1,10 @@
+"""Prompts that a home has still to compute, as it publishes them."""
+
+from typing import NamedTuple
+
+
+class PendingPrompt(NamedTuple):
+    """Of one stream: tokens that are computed already, and those that are not."""
+
+    first: int
+    num_tokens: int
