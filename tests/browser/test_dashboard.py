@@ -12,7 +12,7 @@ from everserve.procs.local_server import LocalServer
 from tests.browser.conftest import Visitor
 from tests.process.cluster import cluster, wait_until, wait_whole, worker
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 60_000
 STORE = "import('/dashboard/main.js').then(({ store, chart }) => %s)"
 
 

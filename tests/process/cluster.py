@@ -16,7 +16,8 @@ from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 30.0, what: str = "it") -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = 90.0, what: str = "it") -> None:
+    """The time is for what hangs: a machine that is busy with other things may need much of it."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in time"

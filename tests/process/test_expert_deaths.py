@@ -230,7 +230,7 @@ def test_shutdown_waits_for_those_who_still_need_it(attention):
 def test_an_expert_worker_reports_what_it_did(attention):
     attention.check(50)
     for process in attention.processes:
-        report = process.control.receive(timeout_s=30)
+        report = process.control.receive(timeout_s=60)
         assert isinstance(report, ExpertReport)
         assert 0 < report.stats.num_batches <= 50 and report.stats.num_rows > 0 and report.stats.num_stale == 0
 

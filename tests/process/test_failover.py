@@ -247,7 +247,7 @@ def test_a_kill_during_start_up(tmp_path, rank):
             assert httpx.get(f"{url}/health").status_code == 200
         finally:
             process.terminate()
-            assert process.wait(timeout=20) == 0
+            assert process.wait(timeout=90) == 0
 
 
 def test_nothing_is_left_after_the_supervisor_is_killed(start_server):
@@ -284,7 +284,7 @@ def test_shutdown_with_a_stopped_worker(start_server):
         pids = [one["pid"] for one in now["processes"] + now["workers"]]
         os.kill(now["workers"][-1]["pid"], signal.SIGSTOP)
         server.process.terminate()
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=90) == 0
         assert not any(c.is_alive(pid) for pid in pids)
 
 

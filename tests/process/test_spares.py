@@ -168,7 +168,7 @@ def test_nobody_is_left(start_server, signum):
         os.kill(spares(server)[0], signal.SIGSTOP)
         everybody = [server.process.pid, *process.children_of(server.process.pid)]
         server.process.send_signal(signum)
-        assert server.process.wait(timeout=30) == (0 if signum == signal.SIGTERM else -signum)
+        assert server.process.wait(timeout=90) == (0 if signum == signal.SIGTERM else -signum)
         if signum == signal.SIGTERM:
             assert not any(c.is_alive(pid) for pid in everybody)
         c.wait_until(lambda: not any(c.is_alive(pid) for pid in everybody), what="the end of everybody")

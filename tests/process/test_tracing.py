@@ -151,5 +151,5 @@ def test_a_collector_that_is_gone_harms_nobody(start_server):
             body = {"model": "demo", "prompt": "It was", "max_tokens": 5}
             httpx.post(f"{running.url}/v1/completions", json=body).raise_for_status()
             running.process.terminate()
-            assert running.process.wait(timeout=15) == 0
+            assert running.process.wait(timeout=90) == 0
             assert "Traceback" not in running.log_text(), running.log_text()

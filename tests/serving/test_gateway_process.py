@@ -51,7 +51,7 @@ from everserve.wire.messages import (
 from tests.readable import num_readable
 from tests.unit.fleet_toy import engine_stats
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class GatewayUnderTest:

@@ -151,7 +151,7 @@ def test_request_ids(http: httpx.Client) -> None:
 )
 def test_what_is_not_http(http: httpx.Client, server, raw: bytes) -> None:
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
         sock.sendall(raw)
         answer = b""
         while part := sock.recv(4096):
@@ -164,7 +164,7 @@ def test_what_is_not_http(http: httpx.Client, server, raw: bytes) -> None:
 def test_half_a_request(http: httpx.Client, server) -> None:
     """A client that promises a body and leaves."""
     address = urlsplit(server.url)
-    with socket.create_connection((address.hostname, address.port), timeout=10) as sock:
+    with socket.create_connection((address.hostname, address.port), timeout=60) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{")
     assert http.get("/health").status_code == 200
 

@@ -70,7 +70,7 @@ def test_a_whole_life(start_server):
         asyncio.run(during(streams, server, lambda: server.process.send_signal(signal.SIGTERM)))
         assert [len(stream.token_ids) for stream in streams] == [400] * 4
         assert all(stream.error is None and stream.finish_reason == "length" for stream in streams)
-        assert server.process.wait(timeout=20) == 0
+        assert server.process.wait(timeout=90) == 0
         assert not any(is_alive(pid) for pid in pids.values())
         said = server.log_text()
         assert said[said.index("everserve: SIGTERM") :].splitlines() == [
@@ -92,7 +92,7 @@ def test_a_second_signal_ends_everything_at_once(start_server):
             streams: list[Stream] = []
             asyncio.run(during(streams, server, twice, max_tokens=4000))
             assert all(stream.finish_reason for stream in streams)
-        server.process.wait(timeout=20)
+        server.process.wait(timeout=90)
         wait_until(lambda: not any(is_alive(pid) for pid in pids.values()))
 
 
@@ -103,7 +103,7 @@ def test_a_signal_while_it_starts_ends_everything_at_once(tmp_path):
     wait_until(lambda: len(children_of(server.pid)) == 4)
     pids = children_of(server.pid)
     server.send_signal(signal.SIGTERM)
-    _, said = server.communicate(timeout=20)
+    _, said = server.communicate(timeout=90)
     assert server.returncode == 0 and "Traceback" not in said, said
     assert not any(is_alive(pid) for pid in pids)
     events = [json.loads(line) for path in tmp_path.glob("supervisor*") for line in path.read_text().splitlines()]
@@ -119,7 +119,7 @@ def test_a_death_that_cannot_be_survived_is_told(start_server):
             asyncio.run(during(streams, server, lambda: os.kill(pids["gateway"], signal.SIGKILL), max_tokens=4000))
         wait_until(lambda: not is_alive(pids["gateway"]))
         assert all(stream.finish_reason is None for stream in streams)
-        assert server.process.wait(timeout=20) == 1
+        assert server.process.wait(timeout=90) == 1
         assert "the gateway died (signal SIGKILL)" in server.log_text()
         assert not any(is_alive(pid) for pid in pids.values())
 
@@ -151,7 +151,7 @@ def test_helpers_that_die_during_start_up_are_replaced(tmp_path):
     started = [event["child"] for event in server.events("process_started")]
     assert sorted(started) == sorted(["gateway", *helpers, *helpers])
     server.process.terminate()
-    _, errors = server.process.communicate(timeout=30)
+    _, errors = server.process.communicate(timeout=90)
     assert server.process.returncode == 0 and "Traceback" not in errors, errors
 
 
@@ -281,7 +281,7 @@ def test_who_has_a_server_of_its_own_takes_it_along(command, number, tmp_path):
         wait_until(lambda: any(children_of(pid) for pid in servers), 60, "the server's own processes")
         processes = servers + [pid for server in servers for pid in children_of(server)]
         owner.send_signal(number)
-        _, said = owner.communicate(timeout=30)
+        _, said = owner.communicate(timeout=90)
         assert owner.returncode != 0 and b"Traceback" not in said, said
     wait_until(lambda: not any(is_alive(pid) for pid in processes), 10, "the end of its server")
     assert number == signal.SIGKILL or not list(tmp_path.iterdir()), "and its files"

@@ -70,7 +70,7 @@ class Terminal:
         deadline = time.monotonic() + 60
         while self._read():
             assert time.monotonic() < deadline, self.text[-3000:]
-        status = self.process.wait(timeout=30)
+        status = self.process.wait(timeout=90)
         os.close(self._ours)
         assert self.raw.count("\x1b[?25l") <= self.raw.count("\x1b[?25h"), "the cursor is shown again"
         return status
@@ -125,7 +125,7 @@ def test_a_watcher_leaves_when_its_terminal_is_gone():
     terminal.read_until(lambda: "no answer" in terminal.text)
     terminal.hang_up()
     try:
-        terminal.process.wait(timeout=30)
+        terminal.process.wait(timeout=90)
     finally:
         terminal.process.kill()
 

@@ -450,7 +450,7 @@ class ToyServer:
         return await self.request("POST", path, body, headers)
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Let the event loop run until the condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():
