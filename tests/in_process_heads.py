@@ -215,7 +215,7 @@ def make_engine(
         vocab_size=config.vocab_size,
     )
     config = EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told)
-    return Engine(config, limits, OPS, forward, journal=journal, kv_elsewhere=heads)
+    return Engine(config, limits, OPS, forward, journal=journal, kv_elsewhere=heads.kv if heads is not None else None)
 
 
 def config_heads(config: ModelConfig) -> int:

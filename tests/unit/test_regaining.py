@@ -19,7 +19,7 @@ from tests.models import model_directory, random_tokens
 from tests.toy import spec
 from tests.unit.test_remote_heads import PLACES, add_streams, expected_streams, run, write
 
-BESIDE = "everserve.backends.cpu.remote_heads._BESIDE_BYTES"
+BESIDE = "everserve.backends.cpu.head_kv._BESIDE_BYTES"
 EVERYTHING = [(layer, head) for layer in (0, 1) for head in (0, 1)]
 
 
@@ -119,7 +119,7 @@ def test_a_head_takes_its_kv_along(make_world):
         world.publish()
 
     def check() -> None:
-        assert not world.homes[0].heads.is_moving
+        assert not world.homes[0].heads.kv.is_moving
 
     events = {4: turn_around, 8: check, 9: turn_around}
     assert run(engine, world, events) == expected_streams(world)
@@ -132,7 +132,7 @@ def test_streams_go_on_while_a_head_takes_its_kv_along(make_world, monkeypatch):
     monkeypatch.setattr(BESIDE, 1)
     world = make_world(places={0: EVERYTHING, 1: EVERYTHING})
     engine, alone = world.engine(), world.engine_alone(world.decoder(has_heads=True))
-    heads, streams = world.homes[0].heads, {}
+    kv, streams = world.homes[0].heads.kv, {}
     for one in (engine, alone):
         one.add(spec("a", random_tokens(200, seed=1), max_tokens=20))
         one.add(spec("b", random_tokens(90, seed=2), max_tokens=20))
@@ -142,14 +142,14 @@ def test_streams_go_on_while_a_head_takes_its_kv_along(make_world, monkeypatch):
     world.workers.reverse()
     world.publish()
     num_moving = 0
-    while heads.is_moving:
+    while kv.is_moving:
         result = engine.step()
         assert len(result.outputs) == 2 and result.kv_lost is None
         for output in result.outputs:
             streams[output.id].append(output.token)
         num_moving += 1
     assert num_moving > 3, "a little at a time"
-    assert result.regained.num_lost == 0 and set(heads._kv_at_LG.flat) == {world.workers[0].rank}
+    assert result.regained.num_lost == 0 and set(kv.kv_at_LG.flat) == {world.workers[0].rank}
     while engine.has_work:
         for output in engine.step().outputs:
             streams[output.id].append(output.token)
@@ -171,7 +171,7 @@ def test_a_worker_dies_while_kv_is_copied_beside_steps(make_world, monkeypatch, 
         world.publish()
 
     def die() -> None:
-        assert world.homes[0].heads.is_moving
+        assert world.homes[0].heads.kv.is_moving
         world.workers[dies].die()
         world.workers[dies].replace(memory_lost=memory_lost)
 
@@ -266,13 +266,13 @@ def test_the_next_home_in_the_seat_uses_blocks_where_they_are(make_world):
     first = world.engine(0)
     add_streams(first)
     streams = serve(first, 5)
-    bytes_before = world.homes[0].heads.num_fetched_bytes
+    bytes_before = world.homes[0].heads.kv.num_fetched_bytes
     second = world.engine(0, log=Log(world.homes[0].log_fd, world.log_shape(), world.homes[0].log.elsewhere))
     take_over(second, world, streams, second._journal.log)
     rest = run(second, offset={id: len(tokens) for id, tokens in streams.items()}, world=world)
     expected = expected_streams(world)
     assert {id: streams[id] + rest[id] for id in expected} == expected
-    assert second.stats().num_known_tokens == 0 and world.homes[0].heads.num_fetched_bytes == bytes_before
+    assert second.stats().num_known_tokens == 0 and world.homes[0].heads.kv.num_fetched_bytes == bytes_before
 
 
 def test_blocks_of_a_home_whose_process_has_not_ended_yet_are_used_last(make_world):
@@ -331,6 +331,6 @@ def test_a_fetch_that_is_wrong_is_refused_and_nothing_is_written(make_world, nam
     before = worker.half.kv_pool.clone()
     home.before_others = lambda: write(lane, fetch_at + at, kind, value)
     with pytest.raises(FetchFailed):
-        home.heads.fetch_all(stream.blocks, [3], NUM_TOKENS, told)
+        home.heads.kv.fetch_all(stream.blocks, [3], NUM_TOKENS, told)
     assert worker.server.num_refused == 1 and torch.equal(worker.half.kv_pool, before)
-    assert home.heads.fetch_all(stream.blocks, [3], NUM_TOKENS, told) == NUM_TOKENS
+    assert home.heads.kv.fetch_all(stream.blocks, [3], NUM_TOKENS, told) == NUM_TOKENS

@@ -192,7 +192,7 @@ def test_homes_do_not_notice_each_other(make_world):
     for engine in engines:
         add_streams(engine)
     expected = expected_streams(world)
-    world.homes[1].heads._pools[:] = 12345  # as if it had KV of another pool
+    world.homes[1].heads.kv.pools[:] = 12345  # as if it had KV of another pool
     lost = engines[1].step()
     assert lost.kv_lost is not None
     assert run(engines[0], world) == expected and run(engines[1], world) == expected

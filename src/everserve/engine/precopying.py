@@ -25,7 +25,7 @@ _TO_RUN_AHEAD = 4  # a part has so many times the tokens that streams get in one
 
 
 class MovableKv(Protocol):
-    """The KV of all heads, at other workers (backends/cpu/remote_heads.py)."""
+    """The KV of all heads, at other workers (backends/cpu/head_kv.py)."""
 
     @property
     def is_moving(self) -> bool:

@@ -28,7 +28,7 @@ from everserve.kvlog.chains import marked_chains
 
 
 class KvElsewhere(MovableKv, Protocol):
-    """The KV of all heads, which other workers keep (backends/cpu/remote_heads.py). Asked between two steps."""
+    """The KV of all heads, which other workers keep (backends/cpu/head_kv.py). Asked between two steps."""
 
     num_fetched_bytes: int
 

@@ -7,8 +7,8 @@ What comes back are *attended rows*: for each row of the step the results of all
 head's result depends on that head's weights and KV alone, so it is the same, bit for bit, wherever the head is; there
 is no sum over heads before the output projection, which stays with the caller.
 
-A head's KV is in one place only. If that place is gone, or has lost its memory, a call raises KvLost: all KV has to be
-computed again, since every stream needs every head.
+A head's KV is in one place only. If that place is gone, or has lost its memory, a call raises KvLost: before the next
+step the KV is fetched from elsewhere, or computed again (engine/regaining.py).
 """
 
 from typing import TYPE_CHECKING, Protocol

@@ -228,7 +228,7 @@ class EngineBuilder:
             ops,
             forward,
             journal=Journal(self.writer) if self.writer is not None else None,
-            kv_elsewhere=heads,
+            kv_elsewhere=heads.kv if heads is not None else None,
         )
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
         forward.experts, kv = experts, heads if heads is not None else kv

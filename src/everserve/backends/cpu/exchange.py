@@ -12,7 +12,7 @@ Otherwise, until all rows have an answer:
     an answer says moved        a slot holds another expert than our routes say: no suspicion, the next candidate
     then                        the rows of suspects that have no answer yet go to the next candidates, as replays
     a shard has no candidate    StepAbandoned: the step is rolled back and repeated later
-    a head's KV is elsewhere    or its pool is another one than before: KvLost, everything is computed again
+    a head's KV is elsewhere    or its pool is another one than before: KvLost, it has to be fetched first
 
 What the rows are computed from does not change, and shards are pure functions (of their KV, too): so answers are the
 same, bit for bit, whatever happened. An answer that comes after its rows were sent elsewhere is not
@@ -244,7 +244,7 @@ class Exchange:
 
     def begin_fetch(self, asked: Mapping[Rank, Fetch]) -> bool:
         """The same without waiting. False if one of them is not there, or has not answered the request before."""
-        if any(self.peers.trusted(rank) is None for rank in asked):
+        if self.is_fetching or any(self.peers.trusted(rank) is None for rank in asked):
             return False
         for rank, (calls, words, sources, blocks, chains) in asked.items():
             arrays = (chains, calls, words, sources, blocks)
@@ -387,7 +387,7 @@ class Exchange:
         return any(part.status == Status.POOL_CHANGED for part in self._parts(_REFUSED).values())
 
     def _kv_lost(self, call: int, why: str) -> KvLost:
-        """As where a step is abandoned; and it is of no use to know where KV was."""
+        """As where a step is abandoned."""
         self._leave_step()
         return KvLost(self._layer_of[call], why)
 

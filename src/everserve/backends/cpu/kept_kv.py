@@ -3,7 +3,7 @@
 The home has the records, in memory that outlives it: which streams there are, how far they have come, in which blocks.
 Their KV is in the pools of the workers that have heads, with a word for each token in each piece. So the log has no
 blocks and no words of its own: a stream's next home takes blocks of its own range, and all workers bring the tokens
-over, each for its heads (RemoteHeads.fetch_all).
+over, each for its heads (HeadKv.fetch_all).
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ class KeptKv(LogWriter):
     ) -> int:
         """Raises StepAbandoned if a worker is not there that has to bring its part."""
         try:
-            return self._heads.fetch_all(source_blocks, blocks, num_tokens, chains)
+            return self._heads.kv.fetch_all(source_blocks, blocks, num_tokens, chains)
         except FetchFailed:
             return 0
 
