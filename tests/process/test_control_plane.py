@@ -133,6 +133,7 @@ def test_an_operator_can_do_it_over_http(whole):
     assert c.post(whole, "/cluster/fault", {"process": "nobody", "signal": "KILL"}).status_code == 404
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_kills", [4])
 def test_an_orchestrator_that_dies_again_and_again(whole, expected, num_kills):
     """Also in the middle of its recovery."""

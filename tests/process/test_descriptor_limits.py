@@ -84,6 +84,7 @@ def become_ordinary() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a limit of Linux")
+@pytest.mark.long
 def test_too_many_descriptors_in_flight_are_waited_for():
     done = subprocess.run(
         [sys.executable, "-c", USER],

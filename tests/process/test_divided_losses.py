@@ -8,6 +8,7 @@ from everserve.model.config import ModelConfig
 from everserve.tables.survival import Kv, Weights
 from tests.process import cluster as c
 
+pytestmark = pytest.mark.long
 NUM_DEVICES = 3
 ASKS = c.asks(9, num_prompt=12, max_tokens=140)
 BLOCK_SIZE = 16

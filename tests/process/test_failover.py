@@ -216,7 +216,8 @@ def test_an_expert_without_a_place_makes_streams_wait(start_server, expected):
         assert any("no place" in violation for event in told for violation in event["violations"])
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_kill_during_start_up(tmp_path, rank):
     """The instance starts anyway."""
     command = [

@@ -89,6 +89,7 @@ def test_it_is_killed_while_it_leaves(whole, expected):
     c.wait_whole(whole)
 
 
+@pytest.mark.long
 def test_the_only_worker_leaves(start_server, server):
     """Its streams wait for its successor, and go on from its log."""
     right = c.run_all(server, DECODE)

@@ -57,8 +57,11 @@ DIVIDED_FFN = ("--attention-workers", "2", "--expert-workers", "3", "--weights",
     ("kind", "flags", "victims", "one"),
     [
         pytest.param("llama3", ("--attention-workers", "2"), [0], (), marks=pytest.mark.long),
-        ("llama3", DIVIDED_FFN, [3, 4], ()),
-        ("qwen3-moe-mixed", ("--attention-workers", "1", "--expert-workers", "2"), [1, 0], ()),
+        pytest.param("llama3", DIVIDED_FFN, [3, 4], (), marks=pytest.mark.long),
+        pytest.param(
+            *("qwen3-moe-mixed", ("--attention-workers", "1", "--expert-workers", "2"), [1, 0], ()),
+            marks=pytest.mark.long,
+        ),
         ("mixtral", ("-tp", "3"), [4], ("-tp", "1")),
     ],
 )

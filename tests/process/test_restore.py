@@ -91,6 +91,7 @@ def test_logs_are_let_go(logged, expected):
     c.wait_until(lambda: len(c.memory_names(pids, "log-")) <= 2, what="the end of old logs")
 
 
+@pytest.mark.long
 def test_the_only_attention_worker_adopts_what_its_predecessor_left(start_server, server):
     """Nobody else could take the streams; the successor finds their KV where it lies."""
     wanted = c.asks(4, num_prompt=400, max_tokens=100)

@@ -144,6 +144,7 @@ def test_what_cannot_be_is_refused(scalable, body, reason):
     assert size(scalable) == {"attention": 1, "expert": 2}
 
 
+@pytest.mark.long
 def test_whole_devices_come_and_go_and_one_is_lost(start_server, expected):
     """The device that is gone does not count; when it returns, no worker is on it."""
     flags = ("-dp", "2", "--enable-expert-parallel", "--max-workers", "8", "--enable-chaos", *c.PATIENT)

@@ -161,7 +161,8 @@ def test_status_says_how_many_there_are(whole):
     assert "spares: 1 of 1 ready" in done.stdout
 
 
-@pytest.mark.parametrize("signum", [pytest.param(signal.SIGTERM, marks=pytest.mark.long), signal.SIGKILL])
+@pytest.mark.long
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_nobody_is_left(start_server, signum):
     with start_server("--spares", "3") as server:
         c.wait_until(lambda: len(spares(server)) == 3, what="three spares")

@@ -114,6 +114,7 @@ def test_what_cannot_be_is_refused(shared):
         assert answer.status_code == 409 and reason in answer.json()["error"]["message"]
 
 
+@pytest.mark.long
 def test_an_attention_worker_stands_in_for_a_device_that_is_gone(start_server, expected):
     with start_server("--attention-workers", "3", "--expert-workers", "2", *ON_GONE) as server:
 

@@ -144,6 +144,7 @@ def test_a_killed_expert_worker_is_an_event_too(traced, collector, expected):
         assert event["everserve.rows_replayed"] > 0 and event["everserve.gap_ms"] > 0
 
 
+@pytest.mark.long
 def test_a_collector_that_is_gone_harms_nobody(start_server):
     with socket.create_server(("127.0.0.1", 0)) as deaf:  # takes connections and never answers
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
