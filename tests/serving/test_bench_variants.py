@@ -9,6 +9,7 @@ from everserve.errors import ConfigError
 SETTINGS = Settings(streams=(2,), prompt=16, max_tokens=48, rounds=1)
 
 
+@pytest.mark.long
 def test_one_at_a_time(monkeypatch):
     """Each is started anew; one that does not start says why and stops nobody else."""
     monkeypatch.setattr(variants, "SLICES", 2)
