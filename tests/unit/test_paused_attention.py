@@ -33,6 +33,9 @@ class _Engine:
         self.mask_id = 0
         self.began_under: list[int] = []  # the masks of its steps
 
+    def regain(self) -> None:
+        """It has its KV itself."""
+
     def use_mask(self, mask_id: int, masked: bytes) -> None:
         assert masked == bytes([mask_id])
         self.mask_id = mask_id
