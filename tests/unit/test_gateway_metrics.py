@@ -41,6 +41,8 @@ EXPECTED = {
     "everserve_kv_log_lag_tokens": "gauge",
     "everserve_tokens_restored": "counter",
     "everserve_log_broken_tokens": "counter",
+    "everserve_degraded_experts": "gauge",
+    "everserve_masked_experts": "gauge",
     "everserve_masked_tokens": "counter",
     "everserve_unmasked_tokens": "counter",
     "everserve_kv_regained_tokens": "counter",
@@ -76,6 +78,8 @@ def test_names_types_labels_and_counts() -> None:
             body = {"prompt": "abcd", "max_tokens": 3, "n": 2}
             assert (await server.post("/v1/completions", body)).status == 200
             text = (await server.request("GET", "/metrics")).body.decode()
+        names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+        assert sorted(names) == sorted(set(names)), "Prometheus takes each name once"
         families = {family.name: family for family in text_string_to_metric_families(text)}
         for name, kind in EXPECTED.items():
             assert families[name].type == kind, name

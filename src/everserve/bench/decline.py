@@ -36,33 +36,13 @@ _LOOK_EVERY_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(divided.Load):
     """What is measured; all of it goes into the JSON."""
 
     num_devices: int
     fewest: int
-    num_streams: int
-    num_prompt: int
-    max_tokens: int
     stay_s: float  # at each number of devices
     has_baseline: bool
-    shape: str
-    num_layers: int | None = None
-    kv_log: str | None = None  # None, here and below: as the server does by itself
-    spares: int | None = None
-    serve: tuple[str, ...] = ()  # more flags of the server
-
-    def flags(self, served: Subject, num_devices: int, fewest: int) -> tuple[str, ...]:
-        told = divided.flags(
-            served,
-            num_devices,
-            fewest,
-            num_streams=self.num_streams,
-            longest=self.num_prompt + self.max_tokens,
-            kv_log=self.kv_log,
-            spares=self.spares,
-        )
-        return (*told, *self.serve)
 
     @property
     def sizes(self) -> list[int]:

@@ -64,3 +64,29 @@ def shard_bytes(model: ModelConfig, kv_tokens: int = 0) -> Sequence[int]:
     head = item * (rows_of_head * model.hidden_size + 2 * model.head_size * kv_tokens)
     ffn = {cut.layer: 3 * item * model.hidden_size * cut.shard_size for cut in model.cuts}
     return [head if call.kind is ShardKind.HEAD else ffn[call.layer] for call in model.calls]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """Streams on such an instance, and how it is started: what settings of several benchmarks have."""
+
+    num_streams: int
+    num_prompt: int
+    max_tokens: int
+    shape: str
+    num_layers: int | None = None
+    kv_log: str | None = None  # None, here and below: as the server does by itself
+    spares: int | None = None
+    serve: tuple[str, ...] = ()  # more flags of the server
+
+    def flags(self, served: Subject, num_devices: int, fewest: int) -> tuple[str, ...]:
+        told = flags(
+            served,
+            num_devices,
+            fewest,
+            num_streams=self.num_streams,
+            longest=self.num_prompt + self.max_tokens,
+            kv_log=self.kv_log,
+            spares=self.spares,
+        )
+        return (*told, *self.serve)

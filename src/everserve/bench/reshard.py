@@ -14,7 +14,7 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,32 +49,13 @@ VARIANTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is measured; all of it goes into the JSON."""
+class Settings(divided.Load):
+    """What is measured; all of it goes into the JSON. Variants have the kinds of KV log."""
 
     degrees: tuple[int, ...]
     variants: tuple[str, ...]
-    num_streams: int
-    num_prompt: int
-    max_tokens: int
     rounds: int
     warm_s: float
-    shape: str
-    num_layers: int | None = None
-    spares: int | None = None
-    serve: tuple[str, ...] = ()  # more flags of the server
-
-    def flags(self, served: Subject, num_devices: int, kv_log: str) -> tuple[str, ...]:
-        told = divided.flags(
-            served,
-            num_devices,
-            num_devices - 1,
-            num_streams=self.num_streams,
-            longest=self.num_prompt + self.max_tokens,
-            kv_log=kv_log,
-            spares=self.spares,
-        )
-        return (*told, *self.serve)
 
 
 @dataclass
@@ -124,7 +105,8 @@ def _measure(settings: Settings, served: Subject) -> Iterator[Found]:
             names = [name for name in settings.variants if VARIANTS[name].kv_log == kv_log]
             if not names:
                 continue
-            with contextlib.closing(Instance(served.model, settings.flags(served, num_devices, kv_log))) as instance:
+            flags = replace(settings, kv_log=kv_log).flags(served, num_devices, num_devices - 1)
+            with contextlib.closing(Instance(served.model, flags)) as instance:
                 if kv_log == "mirror" and not keeps_kv(instance.server):
                     found.skipped.append(f"{num_devices} devices: {', '.join(names)}: this server has no KV mirror")
                     progress.advance("skipped")

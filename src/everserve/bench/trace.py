@@ -46,7 +46,7 @@ _TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(divided.Load):
     """What is measured; all of it goes into the JSON."""
 
     num_devices: int  # of a node
@@ -55,27 +55,7 @@ class Settings:
     seconds: float  # in which each node's history is served
     warm_s: float  # without losses before that
     width_s: float  # of bins of time
-    num_streams: int
-    num_prompt: int
-    max_tokens: int
     seed: int
-    shape: str
-    num_layers: int | None = None
-    kv_log: str | None = None  # None, here and below: as the server does by itself
-    spares: int | None = None
-    serve: tuple[str, ...] = ()  # more flags of the server
-
-    def flags(self, served: Subject, num_devices: int, fewest: int) -> tuple[str, ...]:
-        told = divided.flags(
-            served,
-            num_devices,
-            fewest,
-            num_streams=self.num_streams,
-            longest=self.num_prompt + self.max_tokens,
-            kv_log=self.kv_log,
-            spares=self.spares,
-        )
-        return (*told, *self.serve)
 
 
 @dataclass

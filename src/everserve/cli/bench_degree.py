@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import Layers, Out, Shape, bench_app
+from everserve.cli.bench import Layers, Out, Shape, bench_app, exit_unless
 from everserve.config.cluster import MAX_RANKS
 
 
@@ -47,8 +47,7 @@ def degree(
         slices=slices,
         num_layers=layers,
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))
 
 
 @bench_app.command()
@@ -92,5 +91,4 @@ def prefill(
         points=tuple((prompt, batch) for prompt in prompts for batch in (1, 4)),
         num_layers=layers,
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))

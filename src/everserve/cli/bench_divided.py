@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import KvLog, Layers, Out, Spares, bench_app
+from everserve.cli.bench import KvLog, Layers, Out, Spares, bench_app, exit_unless
 from everserve.config.cluster import MAX_RANKS
 
 Shape = Annotated[
@@ -60,8 +60,7 @@ def reshard(
         spares=spares,
         serve=tuple(shlex.split(serve)),
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))
 
 
 @bench_app.command()
@@ -100,8 +99,7 @@ def decline(
         spares=spares,
         serve=tuple(shlex.split(serve)),
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))
 
 
 @bench_app.command()
@@ -146,5 +144,4 @@ def trace(
         spares=spares,
         serve=tuple(shlex.split(serve)),
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))

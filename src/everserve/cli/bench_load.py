@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import Layers, Out, Shape, bench_app
+from everserve.cli.bench import Layers, Out, Shape, bench_app, exit_unless
 from everserve.config.cluster import MAX_RANKS
 
 
@@ -45,8 +45,7 @@ def load(
         shape=shape,
         num_layers=layers,
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))
 
 
 @bench_app.command()
@@ -77,5 +76,4 @@ def cost(
         shape=shape,
         num_layers=layers,
     )
-    if not benchmark.run(settings, out):
-        raise typer.Exit(1)
+    exit_unless(benchmark.run(settings, out))

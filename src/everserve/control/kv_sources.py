@@ -14,7 +14,7 @@ _KINDS = (Kind.KV_PIECES, Kind.KV_MIRROR)
 
 
 class KvSources:
-    """The pools and mirrors of all expert seats, by rank and kind. Whoever drops the memory itself tells it here."""
+    """The pools and mirrors of all expert seats, by rank and kind. The executor drops the memory itself."""
 
     def __init__(self, anchor: AnchorClient, ends: WorkerEnds) -> None:
         self._anchor = anchor

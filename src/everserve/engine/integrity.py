@@ -98,7 +98,7 @@ def _record_violations(journal: Journal, sequence: Sequence) -> list[str]:
     expected = num_committed, tuple(sequence.blocks[: sequence.num_blocks_for(num_committed)])
     if record is None or (record.num_tokens, record.blocks) != expected:
         return [f"{sequence.id}: the record should say {expected}, and is {record}"]
-    if journal.writer.is_elsewhere:  # that is known when somebody needs it
+    if journal.writer.is_elsewhere:  # that is known when a stream is restored from it
         return []
     num_intact = journal.count_intact(sequence, num_committed)
     return [] if num_intact == num_committed else [f"{sequence.id}: {num_intact} of {num_committed} tokens in the log"]

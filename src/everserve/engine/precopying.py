@@ -5,7 +5,7 @@
     all but the last blocks are there            these are fetched too, while streams wait, and heads are asked there
 
 KV is only appended to, so this converges. What was copied was verified on arrival (memory/pieces/sources.py), and the
-blocks of a stream are written by nobody else: it is counted until the stream loses a block, or the target changes.
+blocks of a stream are written by its home alone: it is counted until the stream loses a block, or the target changes.
 If anything fails, nothing has happened: the next step goes on where it was, and KV is copied again, some steps later.
 """
 

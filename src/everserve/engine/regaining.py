@@ -9,7 +9,7 @@ A worker may use the slot, and the piece, of a head that routes do not lead to a
 have acknowledged these routes. So a home acknowledges routes after this (`Engine.regain`).
 
 Blocks keep their numbers. A stream keeps its first tokens, up to the first one that is missing at any head. What is
-only cached, and belongs to no running stream, is given up: nobody has its tokens to check it with.
+only cached, and belongs to no running stream, is given up: no process has its tokens to check it with.
 """
 
 from collections.abc import Callable, Sequence

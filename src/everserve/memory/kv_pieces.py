@@ -2,8 +2,8 @@
 picture).
 
 The memory certifies itself: beside each token's keys and values in each piece stands a *word* of their checksum and of
-the token's chain (kvlog/chains.py). So what is in a pool, or in its mirror, can be used by whoever knows the chains of
-a stream: what is torn, missing or of another stream only shortens what is believed.
+the token's chain (kvlog/chains.py). So what is in a pool, or in its mirror, can be used by a process that knows the
+chains of a stream: what is torn, missing or of another stream only shortens what is believed.
 
 The *id* is a random number. Homes compute streams with the KV of a pool with a certain id; when KV was lost, the id is
 another one, and requests that name the old one are refused. It is new

@@ -16,9 +16,9 @@ More of them are beside this folder: bench_*.py.
 """
 
 from everserve.cli.bench.app import bench_app
-from everserve.cli.bench.options import KvLog, Layers, Out, Shape, Spares
+from everserve.cli.bench.options import KvLog, Layers, Out, Shape, Spares, exit_unless
 
 # Each module registers its commands, in the order of --help.
 from everserve.cli.bench import speed, failover, devices, grey, protection, balance, restore, mask, show  # noqa: F401  isort: skip
 
-__all__ = ["KvLog", "Layers", "Out", "Shape", "Spares", "bench_app"]
+__all__ = ["KvLog", "Layers", "Out", "Shape", "Spares", "bench_app", "exit_unless"]

@@ -132,8 +132,8 @@ class Metrics(Collector):
         )
         yield GaugeMetricFamily(
             "everserve_degraded_experts",
-            "Experts, over all layers, that no worker can compute now; streams that need them wait.",
-            value=cluster.num_experts_without_place,
+            "Experts, over all layers, that no worker can compute now: streams wait for them, or they are masked.",
+            value=cluster.num_experts_without_place + cluster.num_masked_experts,
         )
         balance = GaugeMetricFamily(
             "everserve_expert_load_max_over_mean",
@@ -223,7 +223,7 @@ class Metrics(Collector):
         if (num_left := self._gateway.cluster.num_survivable_deaths) is not None:
             survivable.add_metric([], num_left)
         masked = GaugeMetricFamily(
-            "everserve_degraded_experts",
+            "everserve_masked_experts",
             "Experts that are masked, over all layers: tokens are computed without them.",
             value=self._gateway.cluster.num_masked_experts,
         )

@@ -86,7 +86,7 @@ class KvMemory:
 
     @property
     def is_signed(self) -> bool:
-        """Whether this is memory of this shape that somebody has used."""
+        """Whether this is memory of this shape that a worker has used."""
         return self._words[_MAGIC_AT] == _MAGIC and self._words[_FACTS_AT:] == self._facts and self.id != 0
 
     def sign(self, owners: Sequence[int], id: int) -> None:

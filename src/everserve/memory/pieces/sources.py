@@ -5,8 +5,8 @@
     pools of others        of workers that live, and of those whose process has died
     mirrors of others      of workers whose device is lost
 
-Each token is verified on arrival by its word, so it does not matter who is asked first, and nobody has to know where KV
-was: a source that does not have a (layer, head), or not these tokens of it, is passed over.
+Each token is verified on arrival by its word, so it does not matter which source is asked first, and no table says
+where KV was: a source that does not have a (layer, head), or not these tokens of it, is passed over.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 /* The KV of some heads, in memory that certifies itself (memory/kv_pieces.py has the picture).
 
    Beside the keys and values of each token in each piece stands a word, made of a checksum of their bytes, of the (layer,
-   head) that the piece belongs to, and of the token's chain. Whoever knows the chains of a stream can tell which of its
+   head) that the piece belongs to, and of the token's chain. A process that knows the chains of a stream can tell which of its
    tokens are right, wherever they lie, and whatever else has been written there since.
 
    Memory of other processes is read while they write. So nothing is believed where it lies there: it is copied first, and
