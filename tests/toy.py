@@ -15,10 +15,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from everserve import errors
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.config.engine import EngineConfig
+from everserve.engine.batching import Rows, to_batch
 from everserve.engine.engine import Engine
-from everserve.engine.forward import EagerForward
+from everserve.engine.forward import EagerForward, Forward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.saved import Saved
@@ -90,8 +92,11 @@ def _kv(tokens: np.ndarray, layer: int, plane: int) -> np.ndarray:
     return tokens * (NUM_LAYERS * NUM_PLANES) + layer * NUM_PLANES + plane
 
 
-class StepAbandoned(Exception):
+class StepAbandoned(errors.StepAbandoned):
     """The injected fault."""
+
+    def __init__(self) -> None:
+        super().__init__(0, ())
 
 
 def logits_after(context: list[int]) -> torch.Tensor:
@@ -124,14 +129,85 @@ def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 
     )
 
 
-def make_engine(num_blocks: int = 24, block_size: int = 4, **overrides: object) -> tuple[Engine, ToyModel]:
+def eager(model: ToyModel) -> Forward:
+    return EagerForward(lambda batch, experts: model(batch), torch.device("cpu"), use_mask=model.use_mask)
+
+
+class LaggingForward:
+    """A device: it computes what was launched in order, when it likes, at the latest when its end is read, and chooses
+    tokens. A step behind one that failed is not computed."""
+
+    num_captures = 0
+    chooses = True
+    may_go_ahead = True
+
+    def __init__(self, model: ToyModel, is_lazy: Callable[[], bool] = lambda: True) -> None:
+        self.use_mask = model.use_mask
+        self.num_ahead = 0  # steps that were launched behind another one
+        self._model = model
+        self._is_lazy = is_lazy
+        self._queue: list[_LaggingStep] = []
+        self._chosen: list[int] = []  # by the last step that was computed
+
+    def launch(self, rows: Rows) -> "_LaggingStep":
+        self._queue.append(_LaggingStep(self, rows))
+        self.num_ahead += len(self._queue) > 1
+        assert len(self._queue) <= 2 and (rows.sources_T is not None) == (len(self._queue) == 2)
+        if not self._is_lazy():
+            self.compute(self._queue[-1])
+        return self._queue[-1]
+
+    def compute(self, last: "_LaggingStep") -> None:
+        """Everything up to this step."""
+        for step in self._queue[: self._queue.index(last) + 1]:
+            if step.error is None and step.result is None:
+                try:
+                    step.result = self._compute(step.rows)
+                except StepAbandoned as error:
+                    step.error = error
+            if step.error is not None:
+                return
+
+    def end(self, step: "_LaggingStep") -> None:
+        assert step is self._queue.pop(0), "read out of order"
+        if step.error is not None:
+            self._queue.clear()
+
+    def _compute(self, rows: Rows) -> torch.Tensor | list[int]:
+        if rows.sources_T is not None:
+            rows = rows._replace(tokens_T=np.array(self._chosen, np.int32)[rows.sources_T])
+        logits_LV = self._model(to_batch(rows, torch.device("cpu")))
+        if rows.draws_L is None:
+            return logits_LV
+        self._chosen = ReferenceOps().choose(logits_LV, rows.draws_L) if len(logits_LV) else []
+        return self._chosen
+
+
+class _LaggingStep:
+    def __init__(self, forward: LaggingForward, rows: Rows) -> None:
+        self.rows = rows
+        self.result: torch.Tensor | list[int] | None = None
+        self.error: StepAbandoned | None = None
+        self._forward = forward
+
+    def read(self) -> torch.Tensor | list[int]:
+        self._forward.compute(self)
+        self._forward.end(self)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None
+        return self.result
+
+
+def make_engine(
+    num_blocks: int = 24,
+    block_size: int = 4,
+    make_forward: Callable[[ToyModel], Forward] = eager,
+    **overrides: object,
+) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
     config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
-    return Engine(
-        *config,
-        ReferenceOps(),
-        EagerForward(lambda batch, experts: model(batch), torch.device("cpu"), use_mask=model.use_mask),
-    ), model
+    return Engine(*config, ReferenceOps(), make_forward(model)), model
 
 
 class LoggedToy:
@@ -155,18 +231,16 @@ class LoggedToy:
         writer = self.make_writer()
         assert writer.pool_is_in_log == is_in_place
         self.journal = Journal(writer)
-        self.engine = Engine(
-            *config,
-            ReferenceOps(),
-            EagerForward(lambda batch, experts: self.model(batch), torch.device("cpu"), use_mask=self.model.use_mask),
-            journal=self.journal,
-        )
+        self.engine = Engine(*config, ReferenceOps(), self.make_forward(), journal=self.journal)
 
     def open_log(self) -> Log:
         return Log(self.memory, self.shape)
 
     def pool_memory(self) -> memoryview:
         return self.log.blocks
+
+    def make_forward(self) -> Forward:
+        return eager(self.model)
 
     def make_writer(self) -> LogWriter:
         writer = LogWriter(self.log, self.model.pool.ctypes.data)

@@ -29,7 +29,7 @@ from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import words_address
 from tests.kernels.test_kvlog_writer import Late
 from tests.property import test_masks, test_restore
-from tests.toy import LoggedToy, StepAbandoned, ToyConfig, make_config, spec
+from tests.toy import LaggingForward, LoggedToy, StepAbandoned, ToyConfig, make_config, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 
@@ -213,13 +213,15 @@ def test_an_adopted_record_outlives_an_abandoned_step(stand_ins):
 KINDS = [pytest.param(False, marks=pytest.mark.long, id="mirror"), pytest.param(True, id="anchor")]
 
 
-@pytest.mark.parametrize("is_late", [False, True], ids=["after each step", "in the next step"])
+@pytest.mark.parametrize("when", ["after each step", "in the next step", "in the next step, launched ahead"])
 @pytest.mark.parametrize("is_in_place", KINDS)
-def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_late, monkeypatch):
+def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, when, monkeypatch):
     stand_ins(is_in_place)
-    if is_late:
+    if when != "after each step":
         monkeypatch.setattr(test_restore.World, "step", step_late)
         monkeypatch.setattr(test_restore.Worker, "abandon", abandon_late)
+    if "ahead" in when:
+        monkeypatch.setattr(LoggedToy, "make_forward", lambda toy: LaggingForward(toy.model))
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -175,3 +175,20 @@ def test_behind_the_ops_of_a_device(device, monkeypatch):
     monkeypatch.setattr(sampling, "sample", lambda *_: [17])
     assert ops.choose(logits[:1].to(device), [FREE]) == [17]
     assert ops.choose(logits[:1].to(device), [GREEDY]) == logits[:1].argmax(1).tolist()
+
+
+@pytest.mark.parametrize("num_programs", [1, 3, 8])
+def test_in_a_step_only_rows_with_a_temperature_are_drawn(device, stop, monkeypatch, num_programs):
+    """One after the other, if there is not room for the weights of all."""
+    monkeypatch.setattr(sampling, "_MOST_PROGRAMS", num_programs)
+    draws = [*some_draws(4), GREEDY, FREE, GREEDY]
+    logits = some_logits(len(draws), 2 * SMALL + 5)
+    logits[5, 7] = math.nan
+    draws_L5 = torch.tensor(draws, dtype=torch.float64, device=device)
+    weights = sampling.make_weights(len(draws), logits.to(device), SMALL)
+    assert len(weights) == min(num_programs, len(draws))
+    tokens = torch.full((len(draws),), -7, dtype=torch.int32, device=device)
+    sampling.draw_into(tokens, logits.to(device), draws_L5, weights, stop + 1, SMALL)
+    assert tokens.tolist() == [-7] * len(draws), "stopped"
+    sampling.draw_into(tokens, logits.to(device), draws_L5, weights, stop, SMALL)
+    assert tokens.tolist() == [*choose(logits[:4], draws[:4]), -7, -1, -7]

@@ -21,7 +21,9 @@ from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts  # noqa
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up  # noqa: E402
 from everserve.backends.cuda.ops.ops import CudaOps  # noqa: E402
 from everserve.backends.cuda.placed_weights import PlacedWeights  # noqa: E402
+from everserve.backends.cuda.report import StepReport  # noqa: E402
 from everserve.backends.cuda.staging import Staging  # noqa: E402
+from everserve.backends.cuda.take_in import take_in  # noqa: E402
 from everserve.model.bundled import DEMO_MODEL  # noqa: E402
 from everserve.model.checkpoint import Checkpoint  # noqa: E402
 from everserve.model.config import ModelConfig  # noqa: E402
@@ -31,20 +33,18 @@ from everserve.tables.ids import Role  # noqa: E402
 
 CPU = torch.device("cpu")
 NUM_SEQS, BLOCK_SIZE, MAX_LEN, NUM_SLOTS, NUM_RANKS = 4, 16, 256, 40, 3
-_PRIVATE_ANONYMOUS_NORESERVE, _READ_WRITE = 0x4022, 3
+_PRIVATE_ANONYMOUS_NORESERVE = 0x4022
 
 
 class Untouchable:
-    """Tensors side by side in memory without any rights, but for the first row of the first one: the embedding."""
+    """Tensors side by side in memory without any rights."""
 
     def __init__(self) -> None:
         libc, size = ctypes.CDLL(None), 1 << 32
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
-        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self.address: int = libc.mmap(None, size, 0, _PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         self._next = self.address
-        assert libc.mprotect(self.address, 4096, _READ_WRITE) == 0
 
     def tensor(self, *shape: int) -> Tensor:
         num_bytes = 2 * math.prod(shape)
@@ -79,11 +79,13 @@ def run_steps(stop: int) -> None:
         send.post(state, hidden_TD, y_row_TK, 0, 0)
         return send.collect(state, y_row_TK, weights_TK, residual_TD, 0)
 
-    group = model.num_heads // model.num_kv_heads
+    group, report = model.num_heads // model.num_kv_heads, StepReport(NUM_SEQS, CPU)
     for num_rows, is_mixed in ((1, False), (4, False), (20, True), (70, True)):
-        batch = Staging(num_rows, NUM_SEQS, MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, group, is_mixed, CPU).batch
+        staging = Staging(num_rows, NUM_SEQS, MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, group, is_mixed, CPU)
         for experts in (local, remote) if num_rows <= shape.max_tokens else (local,):
-            ops.greedy(decoder.forward(batch, pool, experts))
+            take_in(staging, report.chosen_L, ops.words.stop)
+            logits_LV = decoder.forward(staging.batch, pool, experts)
+            report.launch(ops.words, ops.choose_in_step(logits_LV, staging.draws_L5))
 
 
 def serve_nobody() -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from everserve.engine.forward import EagerForward
 from everserve.errors import RequestError
 from tests.toy import VOCAB, StepAbandoned, logits_after, make_engine, run_alone, spec
 
@@ -219,7 +220,9 @@ def test_how_long_a_stream_waited():
 
 def test_a_broken_model_fails_its_streams_and_nobody_hangs():
     engine, _ = make_engine()
-    engine._forward = lambda rows, _: torch.full((len(rows.logits_rows_L), 97), torch.nan)
+    engine._forward = EagerForward(
+        lambda batch, experts: torch.full((len(batch.logits_rows_L), VOCAB), torch.nan), torch.device("cpu")
+    )
     engine.add(spec("a", [1, 2, 3]))
     result = engine.step()
     assert [id for id, _ in result.failed] == ["a"] and result.outputs == []

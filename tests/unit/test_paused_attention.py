@@ -2,17 +2,19 @@
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from everserve.config.compute import ComputeConfig
+from everserve.engine.engine import StepResult
 from everserve.engine.step_times import StepTimes
 from everserve.errors import StepAbandoned
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
-from everserve.wire.messages import RoutesUsed
+from everserve.wire.messages import AnyMessage, RoutesUsed
 from everserve.worker import attention
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd
@@ -26,6 +28,7 @@ class _Engine:
     """Its steps are abandoned. What happens in the middle of each is given by the test."""
 
     has_work = True
+    is_ahead = False
 
     def __init__(self, in_the_middle: list[Callable[[], None]]) -> None:
         self._in_the_middle = iter(in_the_middle)
@@ -40,7 +43,7 @@ class _Engine:
         assert masked == bytes([mask_id])
         self.mask_id = mask_id
 
-    def step(self, meanwhile: Callable[[], None]) -> Any:
+    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool) -> Any:
         happens = next(self._in_the_middle, None)
         if happens is None:
             raise _Over
@@ -54,15 +57,47 @@ class _Engine:
 def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at_once(monkeypatch):
     """And the step is repeated with them: neither waits until it is time to try again, nor for a message."""
     monkeypatch.setattr(attention, "_TRY_AGAIN_S", 3600.0)
-    orchestrator, control, _lifeline, our_lifeline, _gateway, our_gateway = (
-        Channel(end) for _ in range(3) for end in Channel.pair()
-    )
-    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"")
+    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
 
     def use(epoch: int, mask_id: int) -> None:
         peers.epoch, peers.mask_id, peers.masked = epoch, mask_id, bytes([mask_id])
 
     engine = _Engine([lambda: use(7, 1), lambda: use(8, 1), lambda: use(9, 2)])
+    assert run(engine, peers) == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8, 9)]
+    assert engine.began_under == [0, 1, 1], "a mask is used from the next step on, without a message in between"
+
+
+class _AheadEngine(_Engine):
+    """Its steps are on their way when `step` returns, if they may be."""
+
+    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool) -> Any:
+        with suppress(StepAbandoned):
+            super().step(meanwhile, may_go_ahead)
+        self.is_ahead = may_go_ahead
+        return StepResult([], [], [], [])
+
+    def use_mask(self, mask_id: int, masked: bytes) -> None:
+        assert not self.is_ahead
+        super().use_mask(mask_id, masked)
+
+
+def test_routes_are_acknowledged_when_no_step_is_on_its_way():
+    """A step that was launched ahead follows the routes of its time."""
+    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
+
+    def use(epoch: int, mask_id: int) -> None:
+        peers.epoch, peers.mask_id, peers.masked = epoch, mask_id, bytes([mask_id])
+
+    engine = _AheadEngine([lambda: None, lambda: use(7, 1), lambda: None, lambda: use(8, 1), lambda: None])
+    assert run(engine, peers) == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8)]
+    assert engine.began_under == [0, 0, 0, 1, 1], "the third step was on its way when the routes came"
+
+
+def run(engine: _Engine, peers: Any) -> list[AnyMessage]:
+    """Until the test has seen enough: what the orchestrator gets."""
+    orchestrator, control, _lifeline, our_lifeline, _gateway, our_gateway = (
+        Channel(end) for _ in range(3) for end in Channel.pair()
+    )
     around = SimpleNamespace(
         start=SimpleNamespace(rank=0, settings=SimpleNamespace(compute=ComputeConfig(device="cpu"))),
         control=ControlEnd(control, our_lifeline),
@@ -71,8 +106,7 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
         events=EventLog("worker-0", None),
     )
     logs = SimpleNamespace(sweep=lambda engine: None)
-    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=False)
+    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=True)
     with pytest.raises(_Over):
         AttentionLoop(around, parts, our_gateway).run()
-    assert [*orchestrator.receive_all()] == [RoutesUsed(epoch=epoch) for epoch in (3, 7, 8, 9)]
-    assert engine.began_under == [0, 1, 1], "a mask is used from the next step on, without a message in between"
+    return [*orchestrator.receive_all()]

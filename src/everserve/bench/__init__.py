@@ -1,7 +1,8 @@
 """Benchmarks, one file per question. Each prints a table and writes JSON with commit, hardware and configuration.
 
 engine.py    is one worker fast, next to what people would use instead?
-decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py)
+decode.py    how fast does one process decode on a GPU, next to what its memory allows? (decode_baseline.py;
+             served_decode.py: through HTTP)
 failover.py  what does a client see when a worker is killed, next to restarting everything?
 repair.py    what does a client see when devices are lost, next to restarting everything?
 reshard.py   an instance that is divided over devices loses one: what does how much of what is done again cost?
@@ -26,7 +27,7 @@ shapes.py    model directories with random weights, of any shape (device_shapes.
 variants.py  variants of one server, side by side or one after the other (slices.py: one of them, under load)
 restore_stage.py  workers that lose a stream and go on with it, in one process (restore_cpu.py, restore_gpu.py)
 masked_model.py  the bundled model in this process, with a mask (held_out.py: text that it was not trained on)
-load.py      streams that run side by side, and whose right answer is known
+load.py      streams that run side by side, and whose right answer is known (counted_streams.py: only counted)
 processes.py a server from outside: /cluster, its processes, their core time
 incident.py  one killed worker, told from the typed events (repaired.py: lost devices; resharded.py, declined.py,
              traced.py: of a divided instance)

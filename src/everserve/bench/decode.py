@@ -1,7 +1,9 @@
 """`everserve bench decode`: how fast one process decodes on a GPU, and how far from what its memory allows.
 
 The floor is the bytes that a step must read, over the bandwidth of a large copy measured in the same run. Beside it,
-transformers' continuous batching, in a process of its own, on the same shape with random weights.
+transformers' continuous batching, in a process of its own, on the same shape with random weights. With `--served` also
+the time between two tokens of a client, through HTTP. Both are measured with steps that are launched ahead
+(engine/ahead.py), and with every step launched when the one before it has ended.
 """
 
 import json
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
-from everserve.bench import decode_report, report
+from everserve.bench import decode_report, report, served_decode
 from everserve.bench.device_shapes import floor_bytes, write_shape
 from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
@@ -48,6 +50,7 @@ class Settings:
     context: int = 512
     steps: int = 32
     has_baseline: bool = True
+    is_served: bool = False  # measure it through HTTP too
 
 
 def run(settings: Settings, out: Path | None) -> None:
@@ -62,13 +65,30 @@ def run(settings: Settings, out: Path | None) -> None:
             theirs = (
                 _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
             )
-            results += [_row(shape, ours, theirs, batch, bandwidth) for batch in settings.batches]
+            served = _served(str(model), ours, settings) if settings.is_served else {}
+            results += [_row(shape, ours, theirs, served, batch, bandwidth) for batch in settings.batches]
         result = {"settings": asdict(settings), "bandwidth": bandwidth, "rows": results}
         path = report.write("decode", result, out)  # a run that is cut short leaves what it has
     decode_report.show(result, path)
 
 
-def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, bandwidth: float) -> dict[str, Any]:
+def _served(model: str, ours: dict[str, Any], settings: Settings) -> dict[bool, dict[str, float]]:
+    """Milliseconds between tokens by number of streams: launched ahead, and not."""
+    vocab_size, batches = ours["vocab_size"], settings.batches
+    return {
+        is_ahead: served_decode.measure(model, vocab_size, batches, settings.context, settings.steps, is_ahead)
+        for is_ahead in (True, False)
+    }
+
+
+def _row(
+    shape: str,
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
+    served: dict[bool, dict[str, float]],
+    batch: int,
+    bandwidth: float,
+) -> dict[str, Any]:
     step_ms = ours["step_ms"][str(batch)]
     floor_ms = ours["floor_bytes"][str(batch)] / bandwidth * 1e3
     return {
@@ -76,6 +96,9 @@ def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, b
         "num_layers": ours["num_layers"],
         "batch": batch,
         "step_ms": step_ms,
+        "serial_step_ms": ours["serial_step_ms"][str(batch)],
+        "served_ms": served.get(True, {}).get(str(batch)),
+        "served_serial_ms": served.get(False, {}).get(str(batch)),
         "tokens_per_s": batch / step_ms * 1e3,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / step_ms,
@@ -123,12 +146,20 @@ def measure(ask: dict[str, Any]) -> dict[str, Any]:
     most_tokens = num_tokens(max(ask["batches"]), ask["context"], ask["steps"])
     engine, model = build(ask["model"], max(ask["batches"]), ask["context"] + most_tokens)
     step_ms: dict[str, float] = {}
+    serial_ms: dict[str, float] = {}
     floors: dict[str, int] = {}
     for batch in ask["batches"]:
-        step_s, mean_context = _decode(engine, batch, ask["context"], ask["steps"])
+        step_s, mean_context = _decode(engine, batch, ask["context"], ask["steps"], launches_ahead=True)
         step_ms[str(batch)] = step_s * 1e3
+        serial_ms[str(batch)] = _decode(engine, batch, ask["context"], ask["steps"], launches_ahead=False)[0] * 1e3
         floors[str(batch)] = floor_bytes(model, batch, round(mean_context))
-    return {"step_ms": step_ms, "floor_bytes": floors, "num_layers": model.num_layers}
+    return {
+        "step_ms": step_ms,
+        "serial_step_ms": serial_ms,
+        "floor_bytes": floors,
+        "num_layers": model.num_layers,
+        "vocab_size": model.vocab_size,
+    }
 
 
 def num_tokens(batch: int, context: int, steps: int) -> int:
@@ -138,7 +169,7 @@ def num_tokens(batch: int, context: int, steps: int) -> int:
     return steps + 2 * _WARM_STEPS + num_prefill_steps
 
 
-def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float, float]:
+def _decode(engine: Engine, batch: int, context: int, steps: int, launches_ahead: bool) -> tuple[float, float]:
     """Median time of a step in seconds, and the mean context of all streams meanwhile."""
     vocab_size = engine.limits.vocab_size
     params = SamplingParams(max_tokens=num_tokens(batch, context, steps), temperature=0.0)
@@ -146,16 +177,17 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
         prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
         engine.add(RequestSpec(id=f"{batch}-{i}", prompt=prompt, params=params))
     while engine.scheduler.waiting or any(sequence.num_output < _WARM_STEPS for sequence in engine.scheduler.running):
-        engine.step()
+        engine.step(may_go_ahead=launches_ahead)
     times: list[float] = []
     for _ in range(steps):
         began = time.perf_counter()
-        engine.step()
+        engine.step(may_go_ahead=launches_ahead)
         times.append(time.perf_counter() - began)
     running = engine.scheduler.running
     assert len(running) == batch, f"{batch - len(running)} of {batch} streams have ended before the last measured step"
     mean_context = context + sum(sequence.num_output for sequence in running) / batch - steps / 2
     engine.cancel_all()
+    engine.forget_ahead()
     return median(times), mean_context
 
 

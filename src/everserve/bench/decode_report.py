@@ -5,18 +5,24 @@ from typing import Any
 
 from everserve.bench import report
 
+_OTHERS = ("serial_step_ms", "served_ms", "served_serial_ms")
+
 
 def show(result: dict[str, Any], path: Path) -> None:
     """A row for each shape and number of streams."""
     report.print_table(
         f"decode of one process, {result['settings']['context']} tokens of context; a copy moves "
         f"{result['bandwidth'] / 1e12:.2f} TB/s",
-        ["shape", "streams", "ms per step", "tokens/s", "of the memory floor", "transformers ms", "times faster"],
+        [
+            *("shape", "streams", "ms per step", "one by one", "served ms", "served one by one"),
+            *("tokens/s", "of the memory floor", "transformers ms", "times faster"),
+        ],
         [
             [
                 f"{row['shape']}, {row['num_layers']} layers",
                 str(row["batch"]),
                 f"{row['step_ms']:.2f}",
+                *(f"{row[name]:.2f}" if row.get(name) else "-" for name in _OTHERS),  # files of old runs have none
                 f"{row['tokens_per_s']:,.0f}",
                 f"{row['share_of_floor']:.0%}",
                 f"{row['baseline_ms']:.1f}" if row["baseline_ms"] else "-",

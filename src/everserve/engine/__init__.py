@@ -9,7 +9,8 @@ batching.py    scheduled chunks to the rows of a step, and these to a StepBatch
 journal.py     what of each stream is in this engine's KV log, and the records that say so
 saved.py       one stream's KV in a log, for the worker that continues the stream
 restoring.py   bringing it back, when the stream is admitted
-forward.py     what a step is computed with: rows in, logits out
+forward.py     what a step is computed with: rows in, logits or tokens out
+ahead.py       a step that is launched before the one in front of it has ended
 step_times.py  how long steps take, and how much work was in them
 warm_up.py     its first steps
 integrity.py   what must hold between steps; runs whenever the engine is idle

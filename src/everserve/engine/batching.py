@@ -9,10 +9,16 @@ from numpy.typing import NDArray
 
 from everserve.engine.sequence import Chunk, Sequence
 from everserve.model.batch import StepBatch
+from everserve.model.choosing import Draw
 
 
 class Rows(NamedTuple):
-    """As in StepBatch, on the host."""
+    """As in StepBatch, on the host.
+
+    sources_T: in a step that is launched ahead, the row of the step before whose choice is this row's token. `tokens_T`
+    has no meaning then.
+    draws_L: how the token of each row with logits is chosen. None: by the caller, who looks at the logits.
+    """
 
     tokens_T: NDArray[np.int32]
     positions_T: NDArray[np.int32]
@@ -20,6 +26,8 @@ class Rows(NamedTuple):
     query_starts_S: NDArray[np.int32]
     block_tables_SB: NDArray[np.int32]
     logits_rows_L: list[int]
+    sources_T: NDArray[np.int32] | None = None
+    draws_L: list[Draw] | None = None
 
 
 class BatchLayout:
@@ -37,17 +45,19 @@ class BatchLayout:
         self._sequences: list[Sequence] = []
         self._last_blocks: list[int] = []
 
-    def __call__(self, chunks: list[Chunk]) -> Rows:
+    def __call__(self, chunks: list[Chunk], num_ahead: list[int] | None = None) -> Rows:
+        """`num_ahead`: of each chunk's stream, how many tokens are being computed in a step that has not ended. The
+        chunk is what comes after these, one token that is not known."""
         if chunks is self._chunks:
-            self._rows = self._go_on(self._rows)
+            self._rows = self._go_on(self._rows, num_ahead)
         else:
             self._chunks = chunks
             self._sequences = [chunk[0] for chunk in chunks]
             self._last_blocks = [sequence.blocks[-1] for sequence in self._sequences]
-            self._rows = lay_out(chunks, self._block_size)
+            self._rows = lay_out(chunks, self._block_size, num_ahead)
         return self._rows
 
-    def _go_on(self, before: Rows) -> Rows:
+    def _go_on(self, before: Rows, num_ahead: list[int] | None) -> Rows:
         """Every stream is one token further. A stream's block table has changed by one more block at most."""
         sequences, block_size, tables = self._sequences, self._block_size, before.block_tables_SB
         last_blocks = [sequence.blocks[-1] for sequence in sequences]
@@ -55,10 +65,13 @@ class BatchLayout:
             tables = self._extended(tables)
             self._last_blocks = last_blocks
         positions = before.positions_T + 1
-        assert positions[-1] == sequences[-1].num_computed
+        assert positions[-1] == sequences[-1].num_computed + (num_ahead[-1] if num_ahead is not None else 0)
         blocks = tables[before.query_starts_S[:-1], positions // block_size]
+        tokens = before.tokens_T  # of no meaning
+        if num_ahead is None:
+            tokens = np.array([sequence.tokens[-1] for sequence in sequences], np.int32)
         return before._replace(
-            tokens_T=np.array([sequence.tokens[-1] for sequence in sequences], np.int32),
+            tokens_T=tokens,
             positions_T=positions,
             kv_slots_T=blocks * block_size + positions % block_size,
             block_tables_SB=tables,
@@ -75,10 +88,11 @@ class BatchLayout:
         return tables
 
 
-def lay_out(chunks: list[Chunk], block_size: int) -> Rows:
-    """The rows of all chunks, one after the other, and which rows' logits are wanted."""
+def lay_out(chunks: list[Chunk], block_size: int, num_ahead: list[int] | None = None) -> Rows:
+    """The rows of all chunks, one after the other, and which rows' logits are wanted. `num_ahead` as in BatchLayout."""
     if all(chunk.num_tokens == 1 for chunk in chunks):
-        return _lay_out_single(chunks, block_size)
+        return _lay_out_single(chunks, block_size, num_ahead)
+    assert num_ahead is None, "prompts are not computed ahead"
     num_tokens = sum(chunk.num_tokens for chunk in chunks)
     tokens = np.empty(num_tokens, np.int32)
     positions = np.empty(num_tokens, np.int32)
@@ -99,10 +113,14 @@ def lay_out(chunks: list[Chunk], block_size: int) -> Rows:
     return Rows(tokens, positions, kv_slots, query_starts, tables, logits_rows)
 
 
-def _lay_out_single(chunks: list[Chunk], block_size: int) -> Rows:
+def _lay_out_single(chunks: list[Chunk], block_size: int, num_ahead: list[int] | None) -> Rows:
     """The same for chunks of one token each: between two tokens of every stream there is little time."""
     positions = [chunk[0].num_computed for chunk in chunks]
-    tokens = [chunk[0].tokens[at] for chunk, at in zip(chunks, positions, strict=True)]
+    if num_ahead is None:
+        tokens = [chunk[0].tokens[at] for chunk, at in zip(chunks, positions, strict=True)]
+    else:
+        positions = [at + num for at, num in zip(positions, num_ahead, strict=True)]
+        tokens = [0] * len(chunks)
     kv_slots = [
         chunk[0].blocks[at // block_size] * block_size + at % block_size
         for chunk, at in zip(chunks, positions, strict=True)

@@ -4,8 +4,9 @@ The engine owns its streams' tokens and KV. It knows nothing of processes, socke
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import repeat
 from time import monotonic
 
@@ -14,6 +15,7 @@ import torch
 
 from everserve.config.engine import EngineConfig
 from everserve.engine import integrity
+from everserve.engine.ahead import Launched
 from everserve.engine.batching import BatchLayout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
@@ -28,8 +30,9 @@ from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
 from everserve.errors import KvLost, RequestError, StepAbandoned
 from everserve.kvlog.log import Log
+from everserve.model.choosing import Draw
 from everserve.model.ops import Ops
-from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, sample, token_logprobs
+from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, draw, sample, token_logprobs
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.prompts import PendingPrompt
@@ -110,6 +113,7 @@ class Engine:
         self.times = StepTimes(clock)
         self._undo = UndoLog()
         self._layout = BatchLayout(config.block_size)
+        self._queued: Launched | None = None  # behind the step that has ended last: it is being computed
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -136,7 +140,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._sequences)
+        return bool(self._sequences) or self._queued is not None
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step is on its way, between two calls of `step`."""
+        return self._queued is not None
 
     def stream_ids(self) -> list[str]:
         """Of all streams, running and waiting."""
@@ -194,31 +203,29 @@ class Engine:
         for id in list(self._sequences):
             self.cancel(id)
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None) -> StepResult:
+    def step(self, meanwhile: Callable[[], None] = lambda: None, may_go_ahead: bool = True) -> StepResult:
         """Advance. If the forward pass is abandoned (it raises), all streams are as they were before the call (one
         whose blocks were taken in it waits to be computed again). If KV was lost, all streams wait for that.
 
         `meanwhile` is called in every step, while a device computes if there is one.
+        `may_go_ahead`: the next step may be launched too, and be on its way when this returns (ahead.py).
         """
         began_s = self._clock()
-        self.regain()
+        if self._queued is None:
+            self.regain()
         try:
-            chunks = self.scheduler.schedule()
-        except StepAbandoned:  # a stream could not be restored, because workers are missing that every step needs
-            self._abandon()
-            raise
-        assert chunks or not self._sequences, "there is work but nothing could be scheduled"
-        if not chunks:
-            meanwhile()
-            return StepResult([], [], [], [], regained=self._take_regained())
-        try:
-            results = self._run(chunks, meanwhile)
+            step = self._take_queued() if self._queued is not None else self._begin()
+            if step is None:
+                meanwhile()
+                return StepResult([], [], [], [], regained=self._take_regained())
+            results = self._run(step, meanwhile, may_go_ahead)
         except KvLost as lost:
             self._abandon()
             return self._without_kv(str(lost))
         except BaseException:
             self._abandon()
             raise
+        chunks = step.chunks
         self._count(chunks)
         self.scheduler.commit(chunks)
         if self._journal is not None:
@@ -233,6 +240,14 @@ class Engine:
         preempted = [*(regained.preempted if regained is not None else ()), *self.scheduler.preempted]
         return StepResult(advanced, failed, preempted, self.scheduler.restored, regained=regained)
 
+    def forget_ahead(self) -> None:
+        """Between two calls of `step`: wait for the end of a step that is on its way. It never happened."""
+        queued, self._queued = self._queued, None
+        if queued is not None:
+            self.scheduler.forget_ahead()
+            with suppress(StepAbandoned):
+                queued.pending.read()
+
     def regain(self) -> None:
         """Between two steps: have KV where heads will be asked, if that is elsewhere now. StepAbandoned if workers are
         missing that have to fetch it; nothing has happened then."""
@@ -245,6 +260,7 @@ class Engine:
         scheduler, journal = self.scheduler, self._journal
         if mask_id == scheduler.mask_id:
             return
+        self.forget_ahead()
         if journal is not None:
             journal.settle()  # blocks are given up
         self._forward.use_mask(masked)
@@ -321,23 +337,71 @@ class Engine:
                 self._num_known_tokens += chunk.num_known_tokens
                 self._prefill_cost += self.limits.token_cost.of(chunk.sequence.num_computed, chunk.num_tokens)
 
-    def _run(self, chunks: list[Chunk], meanwhile: Callable[[], None]) -> list[_Next]:
-        """Compute the chunks, logging what is computed."""
-        rows, journal = self._layout(chunks), self._journal
+    def _begin(self) -> Launched | None:
+        """Schedule a step and launch it. None: there is nothing to do. StepAbandoned if a stream could not be restored,
+        because workers are missing that every step needs."""
+        chunks = self.scheduler.schedule()
+        assert chunks or not self._sequences, "there is work but nothing could be scheduled"
+        if not chunks:
+            return None
+        rows = self._layout(chunks)
+        if self._forward.chooses:
+            rows = rows._replace(draws_L=self._draws(chunks))
+        return Launched(chunks, rows, self._forward.launch(rows))
+
+    def _take_queued(self) -> Launched:
+        """The step that is on its way is the current one."""
+        queued, self._queued = self._queued, None
+        assert queued is not None
+        self.scheduler.take_up()
+        return queued.of_running()
+
+    def _launch_behind(self, step: Launched) -> Launched | None:
+        """The next step, before this one has ended; None if it must wait for that."""
+        if not self.config.launch_ahead or step.rows.draws_L is None or not self._forward.may_go_ahead:
+            return None
+        chunks = self.scheduler.schedule_ahead(step.chunks)
+        if not chunks:
+            return None
+        rows = self._layout(chunks, step.num_ahead(chunks))
+        rows = rows._replace(sources_T=step.sources(chunks), draws_L=self._draws(chunks, num_ahead=1))
+        return Launched(chunks, rows, self._forward.launch(rows))
+
+    def _draws(self, chunks: list[Chunk], num_ahead: int = 0) -> list[Draw] | None:
+        """How the token of each chunk that completes its sequence is chosen, where logits need not be looked at. Its
+        index is so much higher than the sequence says."""
+        sequences = [chunk[0] for chunk in chunks]
+        if any([sequence.needs_logits for sequence in sequences]):  # noqa: C419 (a list is quicker)
+            return None
+        if all([sequence.is_plain for sequence in sequences]):  # noqa: C419
+            return [GREEDY] * sum([chunk[2] for chunk in chunks])
+        return [draw(chunk[0].params, chunk[0].num_output + num_ahead) for chunk in chunks if chunk[2]]
+
+    def _run(self, step: Launched, meanwhile: Callable[[], None], may_go_ahead: bool) -> list[_Next]:
+        """See it through, logging what is computed."""
+        chunks, rows, journal = step.chunks, step.rows, self._journal
         num_rows = len(rows.positions_T)
         self.times.begin(num_rows, int(np.add.reduce(rows.positions_T)) + num_rows)
-        if journal is None:
-            return self._read_logits(chunks, self._forward(rows, meanwhile))
-        if journal.writer.is_on_device:
-            # What `meanwhile` is about is the step before this one, and its end must be in the log first.
-            meanwhile = _both(meanwhile, partial(journal.begin, chunks, rows))
-        else:
+        if journal is not None and not journal.writer.is_on_device:
             journal.begin(chunks, rows)
-        results = self._read_logits(chunks, self._forward(rows, meanwhile))
-        journal.finish()
+        if may_go_ahead:
+            self._queued = self._launch_behind(step)
+        meanwhile()
+        if journal is not None and journal.writer.is_on_device:
+            # What `meanwhile` is about is the step before this one, and its end must be in the log first.
+            journal.begin(chunks, rows)
+        read = step.pending.read()
+        if isinstance(read, list):
+            tokens = step.chosen(read)
+            results: list[_Next] = list(zip([chunk[0] for chunk in chunks if chunk[2]], tokens, repeat(None)))
+        else:
+            results = self._read_logits(chunks, read)
+        if journal is not None:
+            journal.finish()
         return results
 
     def _abandon(self) -> None:
+        self._queued = None
         self.scheduler.abandon()
         if self._journal is not None:
             self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
@@ -433,11 +497,3 @@ class Engine:
             if finish is not None:
                 self._end(sequence, is_delivered=False)
         return advanced, failed
-
-
-def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
-    def both() -> None:
-        first()
-        then()
-
-    return both

@@ -1,4 +1,4 @@
-"""What the engine computes a step with: rows in, logits out, KV written on the way."""
+"""What the engine computes a step with: rows in, logits or tokens out, KV written on the way."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -11,25 +11,42 @@ from everserve.model.batch import StepBatch
 from everserve.seam.experts import Experts, NoExperts
 
 
+class Pending(Protocol):
+    """A step that was launched."""
+
+    def read(self) -> Tensor | list[int]:
+        """Its end: logits_LV of `rows.logits_rows_L`, or the tokens that were chosen from them (`Rows.draws_L`). If it
+        raises, the step never happened, nor did a step that was launched behind it."""
+
+
 class Forward(Protocol):
-    """logits_LV of `rows.logits_rows_L`. If it raises, the step never happened."""
+    """One step after the other. A second one may be launched before the first has ended, not a third one."""
+
+    chooses: bool  # tokens are chosen where logits are computed, if `Rows.draws_L` says how
 
     @property
     def num_captures(self) -> int:
         """Graphs captured so far."""
 
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether a step may be launched behind one that has not ended, with the tokens that it chooses
+        (`Rows.sources_T`)."""
+
     def use_mask(self, masked: bytes) -> None:
         """The router leaves these experts out from now on: `Routes.masked`. Between two steps."""
 
-    def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
-        """`meanwhile` is called once, when the host has nothing else to do: at the latest before this returns."""
+    def launch(self, rows: Rows) -> Pending:
+        """Begin a step. The host may do something else before it reads the end."""
 
 
 class EagerForward:
-    """Computed here and now, by the processor that would have to do everything else too. `experts` may be replaced
-    between two steps."""
+    """Computed when the end is read, by the processor that would have to do everything else too. `experts` may be
+    replaced between two steps."""
 
     num_captures = 0
+    chooses = False
+    may_go_ahead = False
 
     def __init__(
         self,
@@ -43,10 +60,21 @@ class EagerForward:
         self._device = device
         self.use_mask = use_mask
 
-    def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
-        meanwhile()
+    def launch(self, rows: Rows) -> "_EagerStep":
+        return _EagerStep(self, rows)
+
+    def run(self, rows: Rows) -> Tensor:
         self.experts.begin_step(len(rows.tokens_T))
         try:
             return self._compute(to_batch(rows, self._device), self.experts)
         finally:
             self.experts.end_step()
+
+
+class _EagerStep:
+    def __init__(self, forward: EagerForward, rows: Rows) -> None:
+        self._forward = forward
+        self._rows = rows
+
+    def read(self) -> Tensor:
+        return self._forward.run(self._rows)

@@ -17,7 +17,8 @@ shared among streams under the same mask only. When the mask is lifted it is giv
 prompts are.
 
 Everything `schedule` changes is in the undo log until the step is committed or abandoned. What the log cannot bring
-back is the content of blocks that were taken from another stream: see `abandon`.
+back is the content of blocks that were taken from another stream: see `abandon`. The next step may be scheduled before
+the current one has ended, if it takes nothing but free blocks (ahead.py).
 """
 
 import sys
@@ -134,6 +135,36 @@ class Scheduler:
         if self._restorer is not None:
             self._restorer.forget()
         return chunks
+
+    def schedule_ahead(self, chunks: list[Chunk]) -> list[Chunk]:
+        """The step after the one with these chunks, which has not ended: all its streams decode on, but for those whose
+        last token it brings. Empty if there is something else to do in that step, or if blocks are short.
+
+        Blocks that are taken here are their streams' for good when the current step is committed.
+        """
+        if self.waiting and len(self.running) < self._config.max_num_seqs:
+            return []
+        if len(chunks) != len(self.running) or not all([chunk[2] for chunk in chunks]):  # noqa: C419
+            return []
+        max_model_len, size = self._limits.max_model_len, self.pool.block_size
+        going_on = [chunk for chunk in chunks if not chunk[0].ends_with_next(max_model_len)]
+        for sequence, num_tokens, _ in going_on:
+            is_short = sequence.num_computed + num_tokens >= len(sequence.blocks) * size
+            if is_short and self._grow(sequence, num_tokens + 1) <= num_tokens:
+                return []
+        if len(going_on) < len(chunks) or any([chunk[1] > 1 for chunk in chunks]):  # noqa: C419
+            chunks = self._round = [Chunk(sequence, 1, True) for sequence, _, _ in going_on]
+        return chunks
+
+    def take_up(self) -> None:
+        """The step that was scheduled ahead is the current one: the one before it was committed."""
+        assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
+        self.preempted, self.restored, self.started = [], [], []
+        self.pool.taken.clear()
+
+    def forget_ahead(self) -> None:
+        """The step that was scheduled ahead is not computed. Its blocks are needed when it is scheduled again."""
+        self._round = []
 
     def _goes_on(self) -> bool:
         """Whether every running stream has one more token to compute, as in the last step, and a slot for it, and no

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from everserve.engine.saved import Saved
 from everserve.model.penalties import Penalties
-from everserve.model.sampling import is_plain
+from everserve.model.sampling import is_plain, needs_logits
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import Masked, RequestSpec, SamplingParams
 
@@ -54,6 +54,7 @@ class Sequence:
         self.id = spec.id
         self.params: SamplingParams = spec.params
         self.is_plain = is_plain(spec.params)
+        self.needs_logits = needs_logits(spec.params)
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
         self.tokens = array("i", spec.prompt)  # no list: its parts are copied, and hashed, without a look at each token
@@ -85,6 +86,11 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    def ends_with_next(self, max_model_len: int) -> bool:
+        """Whether its next token is the last one, whatever it is."""
+        num_tokens = len(self.tokens) + 1
+        return num_tokens - self.num_prompt >= self.params.max_tokens or num_tokens >= max_model_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -18,7 +18,7 @@ from everserve.model.config import ModelConfig
 from everserve.model.layout import AttentionSources, Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
-from everserve.model.shard_choice import Choice, sliced
+from everserve.model.shard_choice import Choice
 from everserve.seam.heads import Heads
 
 
@@ -82,7 +82,8 @@ class AttentionHalf:
         ids_TK, weights_TK = self._ops.route(
             normed_TD, self._router_ND, config.experts_per_token, config.renormalise, allowed_N
         )
-        return sliced(ids_TK, weights_TK, self._cut.slices_per_expert)
+        num_slices = self._cut.slices_per_expert
+        return self._ops.sliced(ids_TK, weights_TK, num_slices) if num_slices > 1 else (ids_TK, weights_TK)
 
     def feed_forward(self, normed_TD: Tensor, residual_TD: Tensor) -> Tensor:
         """The rest of a layer that does not cross the seam: hidden_TD."""

@@ -17,7 +17,6 @@ from everserve.model.layout import Weights
 from everserve.model.masks import ExpertMasks
 from everserve.model.ops import Ops
 from everserve.model.rope import rope_tables
-from everserve.model.shard_choice import all_slices
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, StepRows
 from everserve.tables.calls import ShardKind
@@ -85,8 +84,8 @@ class Decoder:
     def run(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
         """All layers: hidden_TD. `kv`: the pool, or the heads that have one."""
         heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
-        hidden_TD = self._embedding_VD.index_select(0, batch.tokens_T).to(self.ops.activation_dtype)
-        slices = all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
+        hidden_TD = self.ops.embed(batch.tokens_T, self._embedding_VD)
+        slices = self.ops.all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)
             if half.crosses_seam:

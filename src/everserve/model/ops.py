@@ -22,6 +22,7 @@ from torch import Tensor
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.rope import Rotation
+from everserve.model.shard_choice import Choice
 
 NO_EXPERT = -1
 
@@ -134,6 +135,15 @@ class Ops(Protocol):
     activation_dtype: torch.dtype
     batch_invariant: bool
     is_captured: bool  # calls may be recorded, and replayed in later steps: what changes is read from tables
+
+    def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        """The tokens' rows, as activations."""
+
+    def all_slices(self, positions_T: Tensor, num_slices: int) -> Choice:
+        """shard_choice.py: every row goes to every slice."""
+
+    def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
+        """shard_choice.py: from experts to their slices."""
 
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         """Logits: x @ weight.T, float32."""

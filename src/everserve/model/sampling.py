@@ -10,6 +10,7 @@ is `Ops.choose`.
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -46,16 +47,24 @@ class Choice(NamedTuple):
     logprobs: TokenLogprobs | None
 
 
-def is_plain(params: SamplingParams) -> bool:
-    """Whether the most likely token is all that is ever wanted: logits need not be looked at in any other way."""
+def needs_logits(params: SamplingParams) -> bool:
+    """Whether logits are looked at, or changed, besides choosing a token from them."""
     is_adjusted = bool(params.logit_bias) or (params.min_tokens > 0 and bool(params.stop_ids))
-    has_penalties = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
-    return params.temperature == 0 and params.logprobs is None and not is_adjusted and not has_penalties
+    has_penalties = bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1.0
+    wants_scores = params.logprobs is not None or params.prompt_logprobs is not None
+    return wants_scores or is_adjusted or has_penalties
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """Whether the most likely token is all that is ever wanted of outputs: logits need not be looked at in any other
+    way."""
+    is_like_it = msgspec.structs.replace(params, prompt_logprobs=None)
+    return params.temperature == 0 and not needs_logits(is_like_it)
 
 
 def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:
     """One token per row; None for a row with logits that are not numbers (broken weights or an overflow)."""
-    tokens = ops.choose(_adjust(logits_LV, rows), [_draw(row) for row in rows])
+    tokens = ops.choose(_adjust(logits_LV, rows), [draw(row.params, row.index) for row in rows])
     logprobs = _chosen_logprobs(logits_LV, rows, tokens)
     return [Choice(token, logprobs.get(i)) if token >= 0 else None for i, token in enumerate(tokens)]
 
@@ -108,9 +117,9 @@ def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
     return result
 
 
-def _draw(row: SamplingRow) -> Draw:
-    params = row.params
-    number = uniform(params.seed, row.index) if params.temperature > 0 else 0.0
+def draw(params: SamplingParams, index: int) -> Draw:
+    """How output token `index` is chosen."""
+    number = uniform(params.seed, index) if params.temperature > 0 else 0.0
     return Draw(params.temperature, params.top_k, params.top_p, params.min_p, number)
 
 

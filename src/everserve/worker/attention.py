@@ -132,6 +132,7 @@ class AttentionLoop:
         """Between two steps, when all computed KV is in the log. Streams that the gateway sends from now on are lost;
         the end of the channel tells the gateway so."""
         self._do_late()
+        self._engine.forget_ahead()
         ids = self._engine.stream_ids()
         log.info("leaving: %d streams go on elsewhere", len(ids))
         self._gateway.send(GivenBack(ids=ids))
@@ -142,8 +143,9 @@ class AttentionLoop:
 
     def _acknowledge(self) -> None:
         """Between two steps: use the mask of the latest routes, and report these, if they are new. No request in flight
-        follows older routes, no step runs under two masks, and no KV is needed from where older routes led to."""
-        if self._seam is not None and self._has_new_routes:
+        follows older routes, no step runs under two masks, and no KV is needed from where older routes led to. Not
+        while a step is on its way (engine/ahead.py): `_step` sees to it that there is none behind it."""
+        if self._seam is not None and self._has_new_routes and not self._engine.is_ahead:
             try:
                 self._engine.regain()
             except StepAbandoned as abandoned:
@@ -261,7 +263,7 @@ class AttentionLoop:
     def _step(self) -> None:
         self._was_busy = True
         try:
-            result = self._engine.step(meanwhile=self._do_late)
+            result = self._engine.step(meanwhile=self._do_late, may_go_ahead=not self._has_new_routes)
         except StepAbandoned as abandoned:
             self._do_late()
             self._pause(abandoned)

@@ -5,12 +5,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from everserve.model import shard_choice
 from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
+from everserve.model.shard_choice import Choice
 
 
 class _Parts(Protocol):
+    activation_dtype: torch.dtype
+
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
     ) -> Tensor:
@@ -35,6 +39,15 @@ class _Parts(Protocol):
 
 class Composed:
     """Half of an `Ops`; the other half has the smaller ones."""
+
+    def embed(self: _Parts, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        return embedding_VD.index_select(0, tokens_T).to(self.activation_dtype)
+
+    def all_slices(self, positions_T: Tensor, num_slices: int) -> Choice:
+        return shard_choice.all_slices(positions_T, num_slices)
+
+    def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
+        return shard_choice.sliced(ids_TK, weights_TK, num_slices)
 
     def project_and_store(
         self: _Parts,

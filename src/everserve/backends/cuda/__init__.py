@@ -8,11 +8,13 @@ rehearsal.py       what a spare does ahead of need
 sampling.py        every way of choosing a token once, before a stream needs it
 
 captured.py        a step: new contents for fixed addresses, and the replay of graphs
+step_queue.py      steps on their way, and one that stops in the middle
 recorder.py        one pass over the model, captured as a chain of graphs
 graphs.py          graphs that were captured one by one, launched as one
 staging.py         a step's rows on their way to the device
 device_batch.py    the rows of one step in device memory, with attention cut into items of work
-report.py          how a step on the device ends: what it tells the host
+take_in.py         how a step on the device begins
+report.py          how it ends: what it tells the host, and the next step
 waiting.py         waiting for that (csrc/)
 
 placed_weights.py  weights in places that were planned for them

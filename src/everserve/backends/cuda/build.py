@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cuda.backup_copy import BackupCopy
-from everserve.backends.cuda.captured import CapturedExperts, CapturedForward
+from everserve.backends.cuda.captured import CapturedForward
 from everserve.backends.cuda.device import Device, tensor_at
 from everserve.backends.cuda.expert_files import ExpertFiles
 from everserve.backends.cuda.lanes.lane import CudaLaneShape
@@ -21,6 +21,7 @@ from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.seat_experts import SeatExperts
 from everserve.backends.cuda.slots import CudaSlots
+from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
 from everserve.engine.limits import EngineLimits

@@ -1,81 +1,34 @@
 """CapturedForward: a step is new contents for fixed addresses, and the replay of graphs.
 
-    fill -> launch -> (meanwhile: the host does what can wait) -> see it through: wait, heal and go on, or done
-
 Steps come in *buckets* of rows: a step goes into the smallest one that has room, the rest of it is padding. Everything
 that may change between steps, or in one (which peers there are, where experts are), is read by the graphs from memory,
 so nothing is ever captured again.
 
-The device makes no decisions. A step stops in a layer if an expert does not answer: every later kernel finds the word
-`stop` set and does nothing, so the index of that layer is all that is needed to go on. The `CapturedExperts` then
-change the tables, send the rows again (the chain's aside) and launch the rest of the chain.
+How steps end, and what is done about one that stops in the middle: step_queue.py.
 """
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from everserve.backends.cuda.ops.ops import CudaOps
-from everserve.backends.cuda.recorder import Chain, Recorder
+from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.report import StepReport
 from everserve.backends.cuda.staging import Staging
+from everserve.backends.cuda.step_queue import Bucket, CapturedExperts, LaunchedStep, StepQueue
+from everserve.backends.cuda.take_in import take_in
 from everserve.engine.batching import Rows
-from everserve.errors import StepAbandoned
 from everserve.model.decoder import Decoder
-from everserve.seam.experts import Experts
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
 _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
-class _Bucket:
-    def __init__(self, staging: Staging, chain: Chain, hidden_TD: Tensor, logits_LV: Tensor) -> None:
-        self.staging = staging
-        self.chain = chain
-        self.hidden_TD = hidden_TD
-        self.logits_LV = logits_LV
-        self.lasted_ns = 0  # the last step in it
-
-
-class LaunchedStep:
-    """A step that was launched, from its first layer to its report. It may stop in between, any number of times."""
-
-    def __init__(self, stream: torch.cuda.Stream, stop: Tensor, chain: Chain, report: StepReport, due_ns: int) -> None:
-        self.report = report
-        self.due_ns = due_ns  # on the monotonic clock
-        self._stream = stream
-        self._stop = stop
-        self._chain = chain
-
-    @contextmanager
-    def stopped(self) -> Iterator[int]:
-        """After a report that says so: the index of the MoE layer in which it stopped. Inside, kernels can be launched
-        that do not belong to the step."""
-        with torch.cuda.stream(self._stream):
-            self._stop.zero_()
-            yield self.report.stop - 1
-
-    def go_on(self, moe_layer: int, send_again: bool) -> None:
-        """From the answers of this layer on; `send_again`: its rows must be sent once more before that."""
-        if send_again:
-            self._chain.asides[moe_layer].replay()
-        self._chain.launch(moe_layer + 1)
-        self.report.num_due += 1
-
-
-class CapturedExperts(Experts, Protocol):
-    """`Experts` with calls that are recorded once, and replayed in every step."""
-
-    def see_through(self, step: LaunchedStep) -> None:
-        """Until it has ended as it should. StepAbandoned if it cannot; then it has stopped for good."""
-
-
 class CapturedForward:
     """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets."""
+
+    chooses = True
 
     def __init__(
         self,
@@ -99,9 +52,10 @@ class CapturedForward:
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks
         self._report = StepReport(max_num_seqs, self._ops.device)
+        self._queue = StepQueue(self._stream, self._ops.words.stop, self._report, experts, decoder.logits)
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[Bucket] = []
         for done, (num_rows, is_mixed) in enumerate(
             reversed(sizes)
         ):  # the largest first: the others fit into its memory
@@ -116,34 +70,14 @@ class CapturedForward:
     def use_mask(self, masked: bytes) -> None:
         self._decoder.masks.use(masked)
 
-    def __call__(self, rows: Rows, meanwhile: Callable[[], None]) -> Tensor:
-        bucket = self._bucket_for(rows)
-        with torch.cuda.stream(self._stream):
-            self._experts.begin_step(len(rows.tokens_T))
-            bucket.staging.fill(rows)
-            bucket.chain.launch()
-            self._report.num_due += 1
-        began_ns = time.monotonic_ns()
-        meanwhile()
-        due_ns = began_ns + bucket.lasted_ns
-        try:
-            self._experts.see_through(
-                LaunchedStep(self._stream, self._ops.words.stop, bucket.chain, self._report, due_ns)
-            )
-            bucket.lasted_ns = time.monotonic_ns() - began_ns
-        except StepAbandoned:  # it has stopped. After any other error the device may wait for a flag for ever
-            self._experts.end_step()
-            raise
-        self._experts.end_step()
-        num_logits = len(rows.logits_rows_L)
-        if num_logits > len(bucket.logits_LV):  # logprobs of prompts: rare
-            wanted = torch.tensor(rows.logits_rows_L, dtype=torch.int32, device=self._ops.device)
-            return self._decoder.logits(bucket.hidden_TD, wanted)
-        logits_LV = bucket.logits_LV[:num_logits]
-        self._ops.note_greedy(logits_LV, self._report.tokens(num_logits))
-        return logits_LV
+    @property
+    def may_go_ahead(self) -> bool:
+        return self._experts.may_go_ahead
 
-    def _bucket_for(self, rows: Rows) -> _Bucket:
+    def launch(self, rows: Rows) -> LaunchedStep:
+        return self._queue.launch(self._bucket_for(rows), rows)
+
+    def _bucket_for(self, rows: Rows) -> Bucket:
         num_rows, num_seqs = len(rows.tokens_T), len(rows.block_tables_SB)
         is_mixed = num_rows > num_seqs
         return next(
@@ -152,7 +86,7 @@ class CapturedForward:
             if bucket.staging.num_rows >= num_rows and (bucket.staging.is_mixed or not is_mixed)
         )
 
-    def _capture(self, num_rows: int, is_mixed: bool) -> _Bucket:
+    def _capture(self, num_rows: int, is_mixed: bool) -> Bucket:
         config, block_size = self._decoder.config, self._kv_pool.shape[4]
         group = config.num_heads // config.num_kv_heads
         staging = Staging(
@@ -167,12 +101,13 @@ class CapturedForward:
         with torch.cuda.stream(self._stream):
             self._report.num_due += chain.rehearse()  # a warm-up too
         torch.cuda.synchronize()
-        return _Bucket(staging, chain, hidden_TD, logits_LV)
+        return Bucket(staging, chain, hidden_TD, logits_LV)
 
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
+        take_in(staging, self._report.chosen_L, self._ops.words.stop)
         hidden_TD = self._decoder.run(staging.batch, self._kv_pool, self._experts)
         logits_LV = self._decoder.logits(hidden_TD, staging.batch.logits_rows_L)
-        self._report.launch(self._ops.words, self._ops.greedy(logits_LV))
+        self._report.launch(self._ops.words, self._ops.choose_in_step(logits_LV, staging.draws_L5))
         return hidden_TD, logits_LV
 
 

@@ -9,7 +9,6 @@ from everserve.backends.cuda.build import (
     lane_shape,
     make_recorder,
 )
-from everserve.backends.cuda.captured import CapturedExperts
 from everserve.backends.cuda.device import Device, open_device
 from everserve.backends.cuda.expert_loop import CudaExpertLoop
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
@@ -20,6 +19,7 @@ from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.backends.cuda.seat_experts import SeatExperts
+from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
 from everserve.tables.ids import Role

@@ -35,6 +35,7 @@ def decode(
     ] = None,
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
     baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
+    served: Annotated[bool, typer.Option("--served", help="Measure it through HTTP too.")] = False,
     out: Out = None,
 ) -> None:
     """One process on a GPU, random weights: time of a step against what its memory allows, and against transformers."""
@@ -52,5 +53,6 @@ def decode(
         batches=tuple(streams or defaults.batches),
         context=context,
         has_baseline=baseline,
+        is_served=served,
     )
     benchmark.run(settings, out)

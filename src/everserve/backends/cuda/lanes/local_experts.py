@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.captured import LaunchedStep
 from everserve.backends.cuda.ops.experts import ExpertArena, combine, cut_for, down, gate_up, plan_local
 from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.step_queue import LaunchedStep
 from everserve.backends.cuda.waiting import load
 from everserve.seam.outcomes import Outcome
 
@@ -17,6 +17,7 @@ class LocalCudaExperts:
     """`Experts` in one process: expert or slice e is in slot e, and there is never anything to heal."""
 
     num_replayed_rows = 0
+    may_go_ahead = True
 
     def __init__(self, ops: CudaOps, arena: ExpertArena, moe_layers: tuple[int, ...], num_experts: int) -> None:
         assert arena.num_slots >= num_experts and arena.num_layers == len(moe_layers)

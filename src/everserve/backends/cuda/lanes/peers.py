@@ -114,6 +114,11 @@ class CudaPeers(Peers):
     def incarnations(self) -> list[WorkerId]:
         return [*super().incarnations, *(WorkerId(peer.rank, peer.incarnation) for peer in self._joining)]
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the device has the latest tables, and no peer waits for the end of a step to join."""
+        return self._uploaded == self.num_changes and not self._joining
+
     def upload(self) -> None:
         """Bring the device's tables up to date, in the order of its current stream."""
         if self._uploaded != self.num_changes:

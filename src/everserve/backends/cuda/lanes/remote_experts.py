@@ -21,11 +21,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.captured import LaunchedStep
 from everserve.backends.cuda.lanes import send
 from everserve.backends.cuda.lanes.lane import FLAG_AT
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.step_queue import LaunchedStep
 from everserve.backends.cuda.waiting import load
 from everserve.errors import StepAbandoned
 from everserve.memory.device import Driver
@@ -120,6 +120,10 @@ class CudaExperts:
         self._peers.is_in_step = False
         self._must_release = False
         self._peers.sweep()
+
+    @property
+    def may_go_ahead(self) -> bool:
+        return self._peers.is_settled
 
     def rehearse(self) -> None:
         """Run once, before there are peers, what is otherwise run only on failures or when idle."""

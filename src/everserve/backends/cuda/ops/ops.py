@@ -3,8 +3,8 @@
 Weights and KV are bfloat16, sums float32, the residual stream float32. Rows come in a `DeviceBatch`, with padding.
 All of it is batch-invariant.
 
-Every kernel looks at `words.stop` before it writes, and torch itself computes nothing between the first experts and the
-last logits: a step that stopped goes on from there, over memory that later kernels of the same step share.
+Every kernel looks at `words.stop` before it writes, and torch itself computes nothing in a step: one that stopped goes
+on from there, over memory that later kernels of the same step share, and those of a step that was launched behind it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cuda.device_batch import SEGMENT, DeviceBatch
-from everserve.backends.cuda.ops import attention, rows, sampling
+from everserve.backends.cuda.ops import attention, rows, sampling, slices
 from everserve.backends.cuda.ops import greedy as choosing
 from everserve.backends.cuda.ops import routing as gating
 from everserve.backends.cuda.ops.dense import Linear
@@ -23,6 +23,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
+from everserve.model.shard_choice import Choice
 
 
 class ArenaSlots:
@@ -69,7 +70,16 @@ class CudaOps:
         self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
         self._workspace: attention.Workspace | None = None
         self._positions_T = torch.empty(0)  # of the batch at hand
-        self._greedy: tuple[int, list[int]] | None = None
+        self._weights_PV: Tensor | None = None  # of tokens that are drawn in a step
+
+    def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        return rows.embed(tokens_T, embedding_VD, self.words.stop)
+
+    def all_slices(self, positions_T: Tensor, num_slices: int) -> Choice:
+        return slices.all_slices(positions_T, num_slices, self.words.stop)
+
+    def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
+        return slices.sliced(ids_TK, weights_TK, num_slices, self.words.stop)
 
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
@@ -142,16 +152,17 @@ class CudaOps:
         """The most likely token of each row, int32, on the device."""
         return choosing.greedy(logits_LV, self.words.stop)
 
-    def note_greedy(self, logits_LV: Tensor, tokens: list[int]) -> None:
-        """What `greedy` said of these very logits: `choose` need not ask the device again."""
-        self._greedy = (logits_LV.data_ptr(), tokens)
+    def choose_in_step(self, logits_LV: Tensor, draws_L5: Tensor) -> Tensor:
+        """`choose` as a part of a step: int32, on the device. `draws_L5`: float64 in memory that does not move."""
+        tokens_L = self.greedy(logits_LV)
+        if self._weights_PV is None:
+            self._weights_PV = sampling.make_weights(min(self._max_split, len(logits_LV)), logits_LV)
+        sampling.draw_into(tokens_L, logits_LV, draws_L5, self._weights_PV, self.words.stop)
+        return tokens_L
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
-        noted, self._greedy = self._greedy, None
         if any(draw.temperature > 0 for draw in draws):
             return sampling.sample(logits_LV, draws)
-        if noted is not None and noted[0] == logits_LV.data_ptr() and len(noted[1]) == len(draws):
-            return noted[1]
         tokens: list[int] = self.greedy(logits_LV).tolist()
         return tokens
 

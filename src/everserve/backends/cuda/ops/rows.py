@@ -1,4 +1,4 @@
-"""What is done to each row by itself: norm, rotary positions and the store of keys and values.
+"""What is done to each row by itself: embedding, norm, rotary positions and the store of keys and values.
 
 A program has one row (or some heads of one), and is the same whatever else is in the batch. Arithmetic is float32.
 """
@@ -11,6 +11,20 @@ from torch import Tensor
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.backends.cuda.ops.sums import Sums, summed
 from everserve.model.rope import Rotation
+
+_EMBED_COLUMNS = 1024
+
+
+def embed(tokens_T: Tensor, embedding_VD: Tensor, stop: Tensor) -> Tensor:
+    """The tokens' rows, float32."""
+    num_rows, size = len(tokens_T), embedding_VD.shape[1]
+    out_TD = torch.empty(num_rows, size, dtype=torch.float32, device=tokens_T.device)
+    if num_rows:
+        block = min(triton.next_power_of_2(size), _EMBED_COLUMNS)
+        _embed[(num_rows, triton.cdiv(size, block))](
+            tokens_T, embedding_VD, out_TD, stop, D=size, BLOCK=block, **early(tokens_T.device), num_warps=4
+        )
+    return out_TD
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float, stop: Tensor, rows_L: Tensor | None = None) -> Tensor:
@@ -83,6 +97,16 @@ def _norm_warps(block: int) -> int:
 def _power_of_2_in(number: int) -> int:
     """The largest power of two that divides it."""
     return number & -number
+
+
+@triton.jit
+def _embed(tokens, embedding, out, stop, D: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    if is_stopped(stop, EARLY):
+        return
+    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(embedding + token * D + columns, mask=columns < D, other=0.0).to(tl.float32)
+    tl.store(out + row * D + columns, x, mask=columns < D)
 
 
 @triton.jit

@@ -6,8 +6,10 @@ mass, or just so many tokens. Every step of it reads the row once more, which is
 
 best first, equal weights by id:  |  all weights above `edge`  |  the first `ties` of those at `edge`  |  not kept
 
-All sums are float64, and a row is added up in the same order whatever else is in the batch. Nothing here looks at
-`stop`: it runs between steps.
+All sums are float64, and a row is added up in the same order whatever else is in the batch.
+
+`sample` runs between steps, and does not look at `stop`. `draw_into` is the end of a step: the most likely tokens are
+there already, and rows with a temperature get another one, some rows at a time, since weights take room.
 """
 
 from collections.abc import Sequence
@@ -17,9 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.model.choosing import Draw
 
 BLOCK = 8192
+_MOST_PROGRAMS = 128  # of `draw_into`
 _NUM_WARPS = 32
 _BEST = tl.constexpr(0x3F800000)  # the bits of 1, the highest weight
 
@@ -39,13 +43,54 @@ def sample(logits_LV: Tensor, draws: Sequence[Draw], block: int = BLOCK) -> list
     return tokens
 
 
+def make_weights(num_rows: int, logits_LV: Tensor, block: int = BLOCK) -> Tensor:
+    """The room that `draw_into` needs for so many rows of such logits."""
+    padded_size = triton.cdiv(logits_LV.shape[1], block) * block
+    return torch.empty(min(num_rows, _MOST_PROGRAMS), padded_size, dtype=torch.float32, device=logits_LV.device)
+
+
+def draw_into(
+    token_L: Tensor, logits_LV: Tensor, draws_L5: Tensor, weights_PV: Tensor, stop: Tensor, block: int = BLOCK
+) -> None:
+    """Replace the tokens of rows that have a temperature. `draws_L5`: as `Draw`, float64."""
+    num_rows, vocab_size = logits_LV.shape
+    assert len(token_L) == num_rows <= len(draws_L5) and draws_L5.dtype is torch.float64
+    assert logits_LV.dtype is torch.float32 and logits_LV.is_contiguous() and logits_LV.numel() < 1 << 31
+    if num_rows:
+        _draw_into[(min(num_rows, len(weights_PV)),)](
+            logits_LV, draws_L5, weights_PV, token_L, stop, num_rows, vocab_size,
+            BLOCK=block, **early(logits_LV.device), num_warps=_NUM_WARPS,
+        )  # fmt: skip
+
+
 @triton.jit
 def _sample(logits, draws, weights, token_out, vocab_size, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    logits += row * vocab_size
     padded_size = tl.cdiv(vocab_size, BLOCK) * BLOCK
     weights += row * padded_size
-    temperature = tl.load(draws + row * 5)
+    token = _choose_one(logits + row * vocab_size, draws + row * 5, weights, vocab_size, padded_size, BLOCK)
+    tl.store(token_out + row, token)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _draw_into(logits, draws, weights, token_out, stop, num_rows, vocab_size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """A program has a row's weights at a time."""
+    if is_stopped(stop, EARLY):
+        return
+    padded_size = tl.cdiv(vocab_size, BLOCK) * BLOCK
+    weights += tl.program_id(0).to(tl.int64) * padded_size
+    for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        draw = draws + row * 5
+        if tl.load(draw) > 0:
+            tl.debug_barrier()  # all threads are done with the weights of the row before
+            token = _choose_one(logits + row * vocab_size, draw, weights, vocab_size, padded_size, BLOCK)
+            tl.store(token_out + row, token)
+
+
+@triton.jit
+def _choose_one(logits, draw, weights, vocab_size, padded_size, BLOCK: tl.constexpr):
+    """The token of one row."""
+    temperature = tl.load(draw)
     highest, is_nan = _highest(logits, vocab_size, BLOCK)
     token = -1
     if is_nan == 0:
@@ -53,10 +98,10 @@ def _sample(logits, draws, weights, token_out, vocab_size, BLOCK: tl.constexpr):
             last = _weigh(logits, vocab_size, highest, temperature.to(tl.float32), weights, padded_size, BLOCK)
             # From here on threads may read what others of this program wrote.
             tl.debug_barrier()
-            token = _draw(weights, padded_size, last, draws + row * 5, BLOCK)
+            token = _draw(weights, padded_size, last, draw, BLOCK)
         else:
             token = _first_equal(logits, vocab_size, highest, BLOCK)
-    tl.store(token_out + row, token)
+    return token
 
 
 @triton.jit

@@ -1,0 +1,89 @@
+"""Steps that are launched before the one in front has ended, on random schedules: every stream equals the one that it
+would be alone, and the tables stay sound, whatever ends, is cancelled or abandoned while two steps are on their way."""
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.examples import examples
+from tests.property.test_engine_schedules import abandon, prompts
+from tests.toy import LaggingForward, make_engine, run_alone, spec
+
+params = st.fixed_dictionaries(
+    {
+        "max_tokens": st.integers(1, 24),
+        "temperature": st.sampled_from([0.0, 0.0, 1.0]),
+        "seed": st.integers(0, 5),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.0, 0.5]),  # this one is not launched ahead
+        "stop_ids": st.sampled_from([(), (3, 5, 7), tuple(range(0, 97, 9))]),
+    }
+)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), prompts, params),
+        st.tuples(st.just("step"), st.integers(1, 6), st.booleans()),
+        st.tuples(st.just("step"), st.integers(1, 6), st.just(True)),
+        st.tuples(st.just("abandon")),
+        st.tuples(st.just("forget")),
+        st.tuples(st.just("cancel"), st.integers(0, 10)),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@examples(60)
+@given(events, st.sampled_from([16, 18, 24, 40]), st.sampled_from([3, 16]), st.booleans(), st.integers(0, 99))
+def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching, seed):
+    rng = random.Random(seed)
+    laziness = [rng.random(), False]  # how often the device computes late; whether it does so now for sure
+    engine, model = make_engine(
+        num_blocks=num_blocks,
+        max_num_batched_tokens=budget,
+        max_prefill_while_decoding=max(1, budget // 2),
+        enable_prefix_caching=prefix_caching,
+        make_forward=lambda model: LaggingForward(model, lambda: laziness[1] or rng.random() < laziness[0]),
+    )
+    streams: dict[str, list[int]] = {}
+    cancelled: set[str] = set()
+    specs = {}
+
+    def step(may_go_ahead: bool = True) -> None:
+        for output in engine.step(may_go_ahead=may_go_ahead).outputs:
+            assert output.id not in cancelled
+            assert output.index == len(streams[output.id]), "a gap or a duplicate"
+            streams[output.id].append(output.token)
+        engine.check()
+
+    for event in events:
+        if event[0] == "add":
+            request = spec(f"r{len(specs)}", event[1], **event[2])
+            specs[request.id], streams[request.id] = request, []
+            engine.add(request)
+        elif event[0] == "step":
+            for _ in range(event[1]):
+                step(event[2])
+        elif event[0] == "abandon" and engine.has_work:
+            engine.forget_ahead()  # it may have been computed: the fault would hit the step behind it
+            laziness[1] = True
+            if engine.has_work and rng.random() < 0.7:
+                step()
+            if engine.has_work:
+                abandon(engine, model)
+            laziness[1] = False
+        elif event[0] == "forget":
+            engine.forget_ahead()
+            engine.check()
+        elif event[0] == "cancel" and engine.cancel(f"r{event[1]}"):
+            cancelled.add(f"r{event[1]}")
+            engine.check()
+    for _ in range(2000):
+        if not engine.has_work:
+            break
+        step()
+    assert not engine.has_work, "a worker starves"
+    assert engine.scheduler.pool.num_used == 0
+    for id, request in specs.items():
+        alone = run_alone(request)
+        assert streams[id] == (alone[: len(streams[id])] if id in cancelled else alone)
