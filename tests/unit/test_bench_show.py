@@ -50,7 +50,7 @@ def test_decode(tmp_path, capsys):
     path.write_text(json.dumps(result | {"bandwidth": 4.2e12, "rows": [row]}))
     show.show([path], is_markdown=True)
     told = capsys.readouterr().out
-    assert "| mixtral, 16 layers | 64 | 13.90 | 4,604 | 82% | - | - |" in told
+    assert "| mixtral, 16 layers | 64 | 13.90 | - | - | - | 4,604 | 82% | - | - |" in told, "as files of old runs"
     assert "transformers: 16 streams: too slow" in told and "4.20 TB/s" in told
 
 

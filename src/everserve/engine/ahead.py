@@ -63,7 +63,7 @@ class Launched(NamedTuple):
         """For the next step: where the device has the token of each of its chunks."""
         kept = self.kept if self.kept is not None else range(len(self.chunks))
         if chunks is self.chunks:
-            return np.array(kept, np.int32)
+            return np.fromiter(kept, np.int32, len(chunks))
         source_of = {chunk[0].id: source for chunk, source in zip(self.chunks, kept, strict=True)}
         return np.array([source_of[chunk[0].id] for chunk in chunks], np.int32)
 

@@ -22,7 +22,6 @@ because their streams may be asked for; one that goes on here goes on in its old
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,13 +47,9 @@ class JournalEntry:
     chained_for: Masked | None = None  # what the stream's KV was when the chain was computed
 
 
-class _Part(NamedTuple):
-    """One stream's part in a step: its tokens from `first` to `end`, and the blocks that they are in."""
-
-    entry: JournalEntry
-    first: int
-    end: int
-    blocks: list[int]
+# One stream's part in a step: its tokens from the first to the end, and the blocks that they are in. A plain tuple,
+# since one is made for every token of every stream.
+_Part = tuple[JournalEntry, int, int, list[int]]
 
 
 class Journal:
@@ -88,13 +83,16 @@ class Journal:
         self._step = []
         chains_S: list[int] = []
         starting: list[Sequence] = []
-        for chunk in chunks:
-            sequence = chunk.sequence
-            entry = self.entries.get(sequence.id) or self._entry(sequence)
+        entries, block_size = self.entries, self._block_size
+        for sequence, num_tokens, _ in chunks:
+            entry = entries.get(sequence.id) or self._entry(sequence)
             first = sequence.num_computed
-            end = first + chunk.num_tokens
-            blocks = sequence.blocks[first // self._block_size : -(-end // self._block_size)]
-            self._step.append(_Part(entry, first, end, blocks))
+            end = first + num_tokens
+            if num_tokens == 1:
+                blocks = [sequence.blocks[first // block_size]]
+            else:
+                blocks = sequence.blocks[first // block_size : -(-end // block_size)]
+            self._step.append((entry, first, end, blocks))
             is_chained = entry.num_chained == first and entry.chained_for is sequence.masked
             chains_S.append(entry.chain if is_chained else self._chain(entry, sequence))
             if entry.index is None and first and entry.key not in self.adopted:
@@ -117,6 +115,11 @@ class Journal:
         block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
         for (entry, first, end, blocks), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
             entry.chain, entry.num_chained = chain, end
+            if end - first == 1:  # nearly always: a token of a stream that decodes
+                block, slot = blocks[0], first % block_size
+                if slot <= num_logged[block]:
+                    num_logged[block] = slot + 1 if block < reach else 0
+                continue
             for i, block in enumerate(blocks, first // block_size):
                 slot, num_slots = max(first - i * block_size, 0), min(end - i * block_size, block_size)
                 if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
@@ -178,7 +181,8 @@ class Journal:
 
     def lag(self, running: Iterable[Sequence]) -> int:
         """How many tokens are computed and not committed."""
-        return sum(sequence.num_computed - self.num_committed(sequence) for sequence in running)
+        entries = [(sequence.num_computed, self.entries.get(sequence.id)) for sequence in running]
+        return sum([num - (entry.num_committed if entry is not None else 0) for num, entry in entries])
 
     def clear(self, sequences: Iterable[Sequence]) -> None:
         """These streams have lost their blocks."""
@@ -251,17 +255,22 @@ class Journal:
 
     def _commit(self, sequences: Iterable[Sequence]) -> None:
         commits: list[Commit] = []
+        entries, num_logged, block_size = self.entries, self._num_logged, self._block_size
         for sequence in sequences:
-            entry = self.entries.get(sequence.id) or self._entry(sequence)
-            if entry.num_committed == sequence.num_computed:
+            entry = entries.get(sequence.id) or self._entry(sequence)
+            num_tokens = sequence.num_computed
+            if entry.num_committed == num_tokens:
                 continue
             if entry.index is None:
                 entry.index = self._take_index(entry.key)
-            entry.num_committed = self._num_in_log(sequence, entry.num_committed)
-            num_blocks = sequence.num_blocks_for(entry.num_committed)
+            at, slot = divmod(num_tokens - 1, block_size)
+            if entry.num_committed != num_tokens - 1 or num_logged[sequence.blocks[at]] <= slot:
+                num_tokens = self._num_in_log(sequence, entry.num_committed)
+            entry.num_committed = num_tokens
+            num_blocks = -(-num_tokens // block_size)
             # Rarely more: blocks of a step that may still be abandoned are not part of the record yet.
             blocks = sequence.blocks if len(sequence.blocks) == num_blocks else sequence.blocks[:num_blocks]
-            commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
+            commits.append(Commit(entry.index, entry.key, num_tokens, blocks, entry.num_listed))
             entry.num_listed = num_blocks
         if commits:
             self.writer.commit_many(commits)

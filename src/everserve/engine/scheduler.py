@@ -146,12 +146,11 @@ class Scheduler:
             return []
         if len(chunks) != len(self.running) or not all([chunk[2] for chunk in chunks]):  # noqa: C419
             return []
-        max_model_len, size = self._limits.max_model_len, self.pool.block_size
-        going_on = [chunk for chunk in chunks if not chunk[0].ends_with_next(max_model_len)]
-        for sequence, num_tokens, _ in going_on:
-            is_short = sequence.num_computed + num_tokens >= len(sequence.blocks) * size
-            if is_short and self._grow(sequence, num_tokens + 1) <= num_tokens:
-                return []
+        size, num_last = self.pool.block_size, self._limits.max_model_len - 1
+        going_on = [c for c in chunks if len(c[0].tokens) < c[0].num_most - 1 and len(c[0].tokens) < num_last]
+        short = [c for c in going_on if c[0].num_computed + c[1] >= len(c[0].blocks) * size]
+        if any(self._grow(sequence, num_tokens + 1) <= num_tokens for sequence, num_tokens, _ in short):
+            return []
         if len(going_on) < len(chunks) or any([chunk[1] > 1 for chunk in chunks]):  # noqa: C419
             chunks = self._round = [Chunk(sequence, 1, True) for sequence, _, _ in going_on]
         return chunks

@@ -60,6 +60,7 @@ class Sequence:
         self.tokens = array("i", spec.prompt)  # no list: its parts are copied, and hashed, without a look at each token
         self.tokens.extend(spec.known)
         self.num_prompt = len(spec.prompt)
+        self.num_most = self.num_prompt + spec.params.max_tokens  # tokens, if it does not end before
         # How many tokens another worker has certainly computed before. The last known one was sampled there; its KV
         # may or may not have been computed.
         self.num_resumed = len(self.tokens) - 1 if spec.known else 0
@@ -86,11 +87,6 @@ class Sequence:
     @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_computed
-
-    def ends_with_next(self, max_model_len: int) -> bool:
-        """Whether its next token is the last one, whatever it is."""
-        num_tokens = len(self.tokens) + 1
-        return num_tokens - self.num_prompt >= self.params.max_tokens or num_tokens >= max_model_len
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -12,7 +12,6 @@ Until its words are written a token is not in the log; until it is committed no 
 import ctypes
 from array import array
 from collections.abc import Iterable, Sequence
-from struct import Struct
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -23,7 +22,9 @@ from everserve.kvlog.library import load
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
 
 _FIRST_CAPACITY = 64  # rows, and sequences
-_commit = Struct("q16s3q")  # struct commit in csrc/writer.c
+_COMMIT = np.dtype(  # struct commit in csrc/writer.c
+    [("index", "i8"), ("key", "u8", 2), *((name, "i8") for name in ("num_tokens", "num_blocks", "num_known_blocks"))]
+)
 
 
 class Commit(NamedTuple):
@@ -181,19 +182,28 @@ class LogWriter:
         self.commit_many([Commit(index, key, num_tokens, blocks, num_known_blocks)])
 
     def commit_many(self, commits: Iterable[Commit]) -> None:
-        shape = self.log.shape
-        packed: list[bytes] = []
+        """Column by column: hundreds of streams are committed after every step."""
+        indices, keys, nums_tokens, blocks, nums_known = [*zip(*commits, strict=True)] or [()] * 5
+        nums_blocks = [*map(len, blocks)]
+        table = np.empty(len(indices), _COMMIT)
+        table["index"], table["num_tokens"] = indices, nums_tokens
+        table["num_blocks"], table["num_known_blocks"] = nums_blocks, nums_known
+        self._check(table, keys)
+        table["key"] = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
         new_blocks = array("i")
-        for index, key, num_tokens, blocks, num_known_blocks in commits:
-            num_blocks = len(blocks)
-            assert 0 <= index < shape.num_records and len(key) == KEY_BYTES
-            assert num_known_blocks >= 0 and 0 <= num_tokens <= num_blocks * shape.block_size
-            assert num_blocks <= shape.max_blocks
-            if num_known_blocks < num_blocks:
-                new_blocks.extend(blocks[num_known_blocks:])
-            packed.append(_commit.pack(index, key, num_tokens, num_blocks, num_known_blocks))
-        error = self._library.brief.es_log_commit(self._address, b"".join(packed), len(packed), new_blocks.tobytes())
+        for i in np.flatnonzero(table["num_known_blocks"] < table["num_blocks"]).tolist():  # few of them
+            new_blocks.extend(blocks[i][nums_known[i] :])
+        error = self._library.brief.es_log_commit(
+            self._address, table.tobytes(), len(table), new_blocks.tobytes()
+        )  # fmt: skip
         assert not error, "the log is closed, or these are no blocks of it"
+
+    def _check(self, table: NDArray[np.void], keys: Sequence[bytes]) -> None:
+        shape, num_tokens, num_blocks = self.log.shape, table["num_tokens"], table["num_blocks"]
+        assert {*map(len, keys)} <= {KEY_BYTES}
+        assert np.all((table["index"] >= 0) & (table["index"] < shape.num_records))
+        assert np.all((num_tokens >= 0) & (num_tokens <= num_blocks * shape.block_size))
+        assert np.all((table["num_known_blocks"] >= 0) & (num_blocks <= shape.max_blocks))
 
     def clear(self, index: int) -> None:
         assert 0 <= index < self.log.shape.num_records
