@@ -180,7 +180,7 @@ def _in_a_kernel() -> bool:
     return frame is not None
 
 
-@pytest.mark.parametrize("kind", ["qwen3-moe-mixed", "qwen3"])
+@pytest.mark.parametrize("kind", ["qwen3-moe-mixed", pytest.param("qwen3", marks=pytest.mark.long)])
 def test_torch_computes_nothing_in_a_step_that_may_have_stopped(kind: str, device: torch.device) -> None:
     """Its kernels do not look at the word that stops a step. They would write where the step needs what it had, to go
     on from where it stopped: tensors of a step share memory, with each other and with those of a step behind it."""
