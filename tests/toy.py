@@ -121,6 +121,7 @@ def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 
         "max_num_batched_tokens": 16,
         "max_prefill_while_decoding": 16,
         "kv_cache_bytes": 0,
+        "launch_ahead": True,
         **{name: value for name, value in overrides.items() if name not in allowed},
     }
     return ToyConfig(
@@ -138,7 +139,7 @@ class LaggingForward:
     tokens. A step behind one that failed is not computed."""
 
     num_captures = 0
-    chooses = True
+    chooses = draws = True
     may_go_ahead = True
 
     def __init__(self, model: ToyModel, is_lazy: Callable[[], bool] = lambda: True) -> None:

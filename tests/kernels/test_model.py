@@ -40,11 +40,11 @@ class Copied(Weights):
 class Model:
     """One model, both halves here, with a pool of KV blocks that are handed out one after the other."""
 
-    def __init__(self, kind: str, device: torch.device, max_rows: int = MAX_ROWS) -> None:
+    def __init__(self, kind: str, device: torch.device, max_rows: int = MAX_ROWS, launches_ahead: bool = False) -> None:
         directory = model_directory(kind, "bfloat16")
         config = ModelConfig.from_directory(str(directory))
         weights = Copied(config, Checkpoint.open(str(directory)), "bfloat16", device)
-        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=BLOCK_SIZE * NUM_BLOCKS)
+        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=BLOCK_SIZE * NUM_BLOCKS, launches_ahead=launches_ahead)
         self.decoder = Decoder(config, weights, self.ops, BLOCK_SIZE * NUM_BLOCKS)
         self.experts = LocalCudaExperts(
             self.ops, _arena(config, weights, device), config.call_layers, config.max_shards
@@ -184,7 +184,7 @@ def _in_a_kernel() -> bool:
 def test_torch_computes_nothing_in_a_step_that_may_have_stopped(kind: str, device: torch.device) -> None:
     """Its kernels do not look at the word that stops a step. They would write where the step needs what it had, to go
     on from where it stopped: tensors of a step share memory, with each other and with those of a step behind it."""
-    model = Model(kind, device, max_rows=2)  # the interpreter computes rows that are not used, too
+    model = Model(kind, device, max_rows=2, launches_ahead=True)  # the interpreter computes rows that are not used, too
     model.fill({0: TOKENS[:1]})  # what is made once and kept may be computed
     model.run()
     with NothingComputed() as mode:

@@ -33,18 +33,20 @@ from everserve.tables.ids import Role  # noqa: E402
 
 CPU = torch.device("cpu")
 NUM_SEQS, BLOCK_SIZE, MAX_LEN, NUM_SLOTS, NUM_RANKS = 4, 16, 256, 40, 3
-_PRIVATE_ANONYMOUS_NORESERVE = 0x4022
+_PRIVATE_ANONYMOUS_NORESERVE, _READ_WRITE = 0x4022, 3
 
 
 class Untouchable:
-    """Tensors side by side in memory without any rights."""
+    """Tensors side by side in memory without any rights, but for the first row of the first one: the embedding."""
 
     def __init__(self) -> None:
         libc, size = ctypes.CDLL(None), 1 << 32
         libc.mmap.restype = ctypes.c_void_p
         libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         self.address: int = libc.mmap(None, size, 0, _PRIVATE_ANONYMOUS_NORESERVE, -1, 0)
         self._next = self.address
+        assert libc.mprotect(self.address, 4096, _READ_WRITE) == 0
 
     def tensor(self, *shape: int) -> Tensor:
         num_bytes = 2 * math.prod(shape)
@@ -60,10 +62,10 @@ class Untouchable:
         return ExpertArena.of_experts(self.view(plan.tensor("experts")), len(model.cuts), num_slots)
 
 
-def run_steps(stop: int) -> None:
-    """Both ways over the seam, and a layer without experts."""
+def run_steps(stop: int, sizes: list[tuple[int, bool]], launches_ahead: bool = False) -> None:
+    """Of so many rows, with prompts among them or not: both ways over the seam, and a layer without experts."""
     untouchable, model = Untouchable(), replace(ModelConfig.from_directory(DEMO_MODEL), num_layers=2, moe_layers=(0,))
-    ops = CudaOps(CPU, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN)
+    ops = CudaOps(CPU, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN, launches_ahead=launches_ahead)
     ops.words.stop.fill_(stop)
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
     checkpoint = Checkpoint.open(DEMO_MODEL)
@@ -80,7 +82,7 @@ def run_steps(stop: int) -> None:
         return send.collect(state, y_row_TK, weights_TK, residual_TD, 0)
 
     group, report = model.num_heads // model.num_kv_heads, StepReport(NUM_SEQS, CPU)
-    for num_rows, is_mixed in ((1, False), (4, False), (20, True), (70, True)):
+    for num_rows, is_mixed in sizes:
         staging = Staging(num_rows, NUM_SEQS, MAX_LEN // BLOCK_SIZE, BLOCK_SIZE, group, is_mixed, CPU)
         for experts in (local, remote) if num_rows <= shape.max_tokens else (local,):
             take_in(staging, report.chosen_L, ops.words.stop)
@@ -107,5 +109,6 @@ def serve_nobody() -> None:
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    run_steps(int(sys.argv[1]))
+    run_steps(int(sys.argv[1]), [(1, False), (4, False), (20, True), (70, True)])
+    run_steps(int(sys.argv[1]), [(4, False)], launches_ahead=True)
     serve_nobody()

@@ -2,8 +2,8 @@
 
 The floor is the bytes that a step must read, over the bandwidth of a large copy measured in the same run. Beside it,
 transformers' continuous batching, in a process of its own, on the same shape with random weights. With `--served` also
-the time between two tokens of a client, through HTTP. Both are measured with steps that are launched ahead
-(engine/ahead.py), and with every step launched when the one before it has ended.
+the time between two tokens of a client, through HTTP. With `--launch-ahead` both once more, with steps that are
+launched ahead (engine/ahead.py).
 """
 
 import json
@@ -51,6 +51,7 @@ class Settings:
     steps: int = 32
     has_baseline: bool = True
     is_served: bool = False  # measure it through HTTP too
+    launch_ahead: bool = False  # measure both with steps that are launched ahead too
 
 
 def run(settings: Settings, out: Path | None) -> None:
@@ -62,33 +63,36 @@ def run(settings: Settings, out: Path | None) -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = write_shape(Path(directory), shape, num_layers)
             ours = _in_process("everserve.bench.decode", str(model), settings)
+            ahead = _in_process("everserve.bench.decode", str(model), settings, True) if settings.launch_ahead else {}
             theirs = (
                 _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
             )
             served = _served(str(model), ours, settings) if settings.is_served else {}
-            results += [_row(shape, ours, theirs, served, batch, bandwidth) for batch in settings.batches]
+            rows = [_row(shape, ours, theirs, batch, bandwidth) for batch in settings.batches]
+            results += [row | _other_ways(ahead, served, str(row["batch"])) for row in rows]
         result = {"settings": asdict(settings), "bandwidth": bandwidth, "rows": results}
         path = report.write("decode", result, out)  # a run that is cut short leaves what it has
     decode_report.show(result, path)
 
 
 def _served(model: str, ours: dict[str, Any], settings: Settings) -> dict[bool, dict[str, float]]:
-    """Milliseconds between tokens by number of streams: launched ahead, and not."""
+    """Milliseconds between tokens by number of streams: as by default, and launched ahead."""
     vocab_size, batches = ours["vocab_size"], settings.batches
     return {
         is_ahead: served_decode.measure(model, vocab_size, batches, settings.context, settings.steps, is_ahead)
-        for is_ahead in (True, False)
+        for is_ahead in (False, True)[: 1 + settings.launch_ahead]
     }
 
 
-def _row(
-    shape: str,
-    ours: dict[str, Any],
-    theirs: dict[str, Any],
-    served: dict[bool, dict[str, float]],
-    batch: int,
-    bandwidth: float,
-) -> dict[str, Any]:
+def _other_ways(ahead: dict[str, Any], served: dict[bool, dict[str, float]], batch: str) -> dict[str, float | None]:
+    return {
+        "ahead_step_ms": ahead.get("step_ms", {}).get(batch),
+        "served_ms": served.get(False, {}).get(batch),
+        "served_ahead_ms": served.get(True, {}).get(batch),
+    }
+
+
+def _row(shape: str, ours: dict[str, Any], theirs: dict[str, Any], batch: int, bandwidth: float) -> dict[str, Any]:
     step_ms = ours["step_ms"][str(batch)]
     floor_ms = ours["floor_bytes"][str(batch)] / bandwidth * 1e3
     return {
@@ -96,9 +100,6 @@ def _row(
         "num_layers": ours["num_layers"],
         "batch": batch,
         "step_ms": step_ms,
-        "serial_step_ms": ours["serial_step_ms"][str(batch)],
-        "served_ms": served.get(True, {}).get(str(batch)),
-        "served_serial_ms": served.get(False, {}).get(str(batch)),
         "tokens_per_s": batch / step_ms * 1e3,
         "floor_ms": floor_ms,
         "share_of_floor": floor_ms / step_ms,
@@ -107,10 +108,11 @@ def _row(
     }
 
 
-def _in_process(module: str, model: str, settings: Settings) -> dict[str, Any]:
+def _in_process(module: str, model: str, settings: Settings, launch_ahead: bool = False) -> dict[str, Any]:
     """In a process of its own: its memory is free afterwards."""
     context, steps = settings.context, settings.steps
-    ask = {"model": model, "batches": settings.batches, "context": context, "steps": steps}
+    ask: dict[str, Any] = {"model": model, "batches": settings.batches, "context": context, "steps": steps}
+    ask["launch_ahead"] = launch_ahead
     ask["num_tokens"] = {batch: num_tokens(batch, context, steps) for batch in settings.batches}
     done = subprocess.run(
         [sys.executable, "-m", module, json.dumps(ask)], stdout=subprocess.PIPE, text=True, check=False
@@ -144,18 +146,16 @@ def copy_bandwidth() -> float:
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
     """Median time of a step of the engine, everything included, for each number of streams."""
     most_tokens = num_tokens(max(ask["batches"]), ask["context"], ask["steps"])
-    engine, model = build(ask["model"], max(ask["batches"]), ask["context"] + most_tokens)
+    most_len = ask["context"] + most_tokens
+    engine, model = build(ask["model"], max(ask["batches"]), most_len, ask["launch_ahead"])
     step_ms: dict[str, float] = {}
-    serial_ms: dict[str, float] = {}
     floors: dict[str, int] = {}
     for batch in ask["batches"]:
-        step_s, mean_context = _decode(engine, batch, ask["context"], ask["steps"], launches_ahead=True)
+        step_s, mean_context = _decode(engine, batch, ask["context"], ask["steps"])
         step_ms[str(batch)] = step_s * 1e3
-        serial_ms[str(batch)] = _decode(engine, batch, ask["context"], ask["steps"], launches_ahead=False)[0] * 1e3
         floors[str(batch)] = floor_bytes(model, batch, round(mean_context))
     return {
         "step_ms": step_ms,
-        "serial_step_ms": serial_ms,
         "floor_bytes": floors,
         "num_layers": model.num_layers,
         "vocab_size": model.vocab_size,
@@ -169,7 +169,7 @@ def num_tokens(batch: int, context: int, steps: int) -> int:
     return steps + 2 * _WARM_STEPS + num_prefill_steps
 
 
-def _decode(engine: Engine, batch: int, context: int, steps: int, launches_ahead: bool) -> tuple[float, float]:
+def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float, float]:
     """Median time of a step in seconds, and the mean context of all streams meanwhile."""
     vocab_size = engine.limits.vocab_size
     params = SamplingParams(max_tokens=num_tokens(batch, context, steps), temperature=0.0)
@@ -177,11 +177,11 @@ def _decode(engine: Engine, batch: int, context: int, steps: int, launches_ahead
         prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
         engine.add(RequestSpec(id=f"{batch}-{i}", prompt=prompt, params=params))
     while engine.scheduler.waiting or any(sequence.num_output < _WARM_STEPS for sequence in engine.scheduler.running):
-        engine.step(may_go_ahead=launches_ahead)
+        engine.step()
     times: list[float] = []
     for _ in range(steps):
         began = time.perf_counter()
-        engine.step(may_go_ahead=launches_ahead)
+        engine.step()
         times.append(time.perf_counter() - began)
     running = engine.scheduler.running
     assert len(running) == batch, f"{batch - len(running)} of {batch} streams have ended before the last measured step"
@@ -191,7 +191,7 @@ def _decode(engine: Engine, batch: int, context: int, steps: int, launches_ahead
     return median(times), mean_context
 
 
-def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, Any]:
+def build(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool = False) -> tuple[Engine, Any]:
     """A worker's engine with both roles, without the worker."""
     from everserve.backends.cuda.build import (  # noqa: PLC0415 (only in the process that is measured)
         SeatWeights,
@@ -205,7 +205,7 @@ def build(model: str, max_num_seqs: int, max_model_len: int) -> tuple[Engine, An
     from everserve.worker.loading import Loading  # noqa: PLC0415
 
     max_model_len = -(-max_model_len // _BLOCK_SIZE) * _BLOCK_SIZE
-    start = _start(model, max_num_seqs, max_model_len)
+    start = _start(model, max_num_seqs, max_model_len, launch_ahead)
     device = open_device(start, Loading(start))
     weights = SeatWeights(device, _memory(device.driver, SeatWeights.plan_of(device).num_bytes))
     decoder = build_decoder(device, weights)
@@ -221,7 +221,7 @@ def _memory(driver: Driver, num_bytes: int) -> dict[Kind, int]:
     return {Kind.WEIGHTS: driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd}
 
 
-def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
+def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool) -> StartWorker:
     settings = WorkerSettings(
         model=ModelSource(directory=model, dtype="bfloat16", load_format="dummy"),
         engine=EngineConfig(
@@ -232,6 +232,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int) -> StartWorker:
             block_size=_BLOCK_SIZE,
             kv_cache_bytes=1 << 60,  # all that the streams can use
             enable_prefix_caching=False,
+            launch_ahead=launch_ahead,
         ),
         log=LogConfig(mode="off"),
         compute=ComputeConfig(device="cuda", batch_invariant=True),

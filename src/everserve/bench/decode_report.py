@@ -5,7 +5,7 @@ from typing import Any
 
 from everserve.bench import report
 
-_OTHERS = ("serial_step_ms", "served_ms", "served_serial_ms")
+_OTHERS = ("ahead_step_ms", "served_ms", "served_ahead_ms")
 
 
 def show(result: dict[str, Any], path: Path) -> None:
@@ -14,7 +14,7 @@ def show(result: dict[str, Any], path: Path) -> None:
         f"decode of one process, {result['settings']['context']} tokens of context; a copy moves "
         f"{result['bandwidth'] / 1e12:.2f} TB/s",
         [
-            *("shape", "streams", "ms per step", "one by one", "served ms", "served one by one"),
+            *("shape", "streams", "ms per step", "launched ahead", "served ms", "served ahead"),
             *("tokens/s", "of the memory floor", "transformers ms", "times faster"),
         ],
         [

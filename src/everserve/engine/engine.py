@@ -375,6 +375,8 @@ class Engine:
             return None
         if all([sequence.is_plain for sequence in sequences]):  # noqa: C419
             return [GREEDY] * sum([chunk[2] for chunk in chunks])
+        if not self._forward.draws:
+            return None
         return [draw(chunk[0].params, chunk[0].num_output + num_ahead) for chunk in chunks if chunk[2]]
 
     def _run(self, step: Launched, meanwhile: Callable[[], None], may_go_ahead: bool) -> list[_Next]:

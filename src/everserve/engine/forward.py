@@ -22,7 +22,8 @@ class Pending(Protocol):
 class Forward(Protocol):
     """One step after the other. A second one may be launched before the first has ended, not a third one."""
 
-    chooses: bool  # tokens are chosen where logits are computed, if `Rows.draws_L` says how
+    chooses: bool  # tokens are chosen where logits are computed, if `Rows.draws_L` says how:
+    draws: bool  # any token. Otherwise only the most likely ones
 
     @property
     def num_captures(self) -> int:
@@ -45,7 +46,7 @@ class EagerForward:
     replaced between two steps."""
 
     num_captures = 0
-    chooses = False
+    chooses = draws = False
     may_go_ahead = False
 
     def __init__(

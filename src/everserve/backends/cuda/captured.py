@@ -51,7 +51,8 @@ class CapturedForward:
         self._stream = recorder.stream
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks
-        self._report = StepReport(max_num_seqs, self._ops.device)
+        self._launches_ahead = self.draws = decoder.ops.launches_ahead
+        self._report = StepReport(max_num_seqs, self._ops.device, num_places=2 if self._launches_ahead else 1)
         self._queue = StepQueue(self._stream, self._ops.words.stop, self._report, experts, decoder.logits)
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
@@ -72,7 +73,7 @@ class CapturedForward:
 
     @property
     def may_go_ahead(self) -> bool:
-        return self._experts.may_go_ahead
+        return self._launches_ahead and self._experts.may_go_ahead
 
     def launch(self, rows: Rows) -> LaunchedStep:
         return self._queue.launch(self._bucket_for(rows), rows)
@@ -90,7 +91,8 @@ class CapturedForward:
         config, block_size = self._decoder.config, self._kv_pool.shape[4]
         group = config.num_heads // config.num_kv_heads
         staging = Staging(
-            num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device
+            num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device,
+            self._launches_ahead,
         )  # fmt: skip
         with torch.cuda.stream(self._stream):
             self._run(staging)  # a warm-up: kernels are compiled and loaded
@@ -104,7 +106,8 @@ class CapturedForward:
         return Bucket(staging, chain, hidden_TD, logits_LV)
 
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
-        take_in(staging, self._report.chosen_L, self._ops.words.stop)
+        if self._launches_ahead:
+            take_in(staging, self._report.chosen_L, self._ops.words.stop)
         hidden_TD = self._decoder.run(staging.batch, self._kv_pool, self._experts)
         logits_LV = self._decoder.logits(hidden_TD, staging.batch.logits_rows_L)
         self._report.launch(self._ops.words, self._ops.choose_in_step(logits_LV, staging.draws_L5))

@@ -2,7 +2,7 @@
 
 ended     counts reports; stored last
 
-and in turns in one of two places, because two steps may be on their way:
+and, in turns in one of two places if two steps may be on their way:
 
 stop      0, or 1 + the index of the MoE layer in which the step stopped
 unplaced  an expert without a place, plus 1; or 0
@@ -28,10 +28,11 @@ _STOP, _UNPLACED, _ABSENT, _FIRST_TOKEN = 0, 1, 2, 8
 class StepReport:
     """Host memory that the device writes into. `chosen_L`: the tokens again, on the device, for the next step."""
 
-    def __init__(self, max_tokens: int, device: torch.device) -> None:
+    def __init__(self, max_tokens: int, device: torch.device, num_places: int = 2) -> None:
         self._place = _FIRST_TOKEN + max_tokens
+        self._num_places = num_places
         self._words = torch.zeros(
-            _FIRST_PLACE + 2 * self._place, dtype=torch.int64, pin_memory=device.type == "cuda"
+            _FIRST_PLACE + num_places * self._place, dtype=torch.int64, pin_memory=device.type == "cuda"
         )  # fmt: skip
         self._count = torch.zeros(1, dtype=torch.int64, device=device)
         self.chosen_L = torch.zeros(max_tokens, dtype=torch.int32, device=device)
@@ -50,7 +51,7 @@ class StepReport:
         return ReportOf(self, self.num_due)
 
     def word(self, number: int, at: int) -> int:
-        """Of the report with this number, as long as there are not two later ones."""
+        """Of the report with this number, until there are so many later ones as places."""
         return int(self._view[self._first(number) + at])
 
     def tokens(self, number: int, num: int) -> list[int]:
@@ -63,12 +64,12 @@ class StepReport:
         _report[(1,)](
             self._words, self._count, words.stop, words.unplaced, words.absent, tokens_L, self.chosen_L,
             len(tokens_L),
-            FIRST_PLACE=_FIRST_PLACE, PLACE=self._place, FIRST_TOKEN=_FIRST_TOKEN, BLOCK=256,
-            **early(tokens_L.device), num_warps=4,
+            FIRST_PLACE=_FIRST_PLACE, PLACE=self._place, NUM_PLACES=self._num_places, FIRST_TOKEN=_FIRST_TOKEN,
+            BLOCK=256, **early(tokens_L.device), num_warps=4,
         )  # fmt: skip
 
     def _first(self, number: int) -> int:
-        return _FIRST_PLACE + number % 2 * self._place
+        return _FIRST_PLACE + number % self._num_places * self._place
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,13 @@ class ReportOf:
 @triton.jit(do_not_specialize=["num_tokens"])
 def _report(
     words, count, stop, unplaced, absent, tokens_L, chosen_L, num_tokens,
-    FIRST_PLACE: tl.constexpr, PLACE: tl.constexpr, FIRST_TOKEN: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    FIRST_PLACE: tl.constexpr, PLACE: tl.constexpr, NUM_PLACES: tl.constexpr, FIRST_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     ended = tl.load(count) + 1
     stopped = tl.load(stop)
-    place = words + FIRST_PLACE + ended % 2 * PLACE
+    place = words + FIRST_PLACE + ended % NUM_PLACES * PLACE
     tl.store(place, stopped.to(tl.int64))
     tl.store(place + 1, tl.load(unplaced).to(tl.int64))
     tl.store(place + 2, tl.load(absent))
@@ -117,7 +118,8 @@ def _report(
         is_token = at < num_tokens
         token = tl.load(tokens_L + at, mask=is_token, other=0)
         tl.store(place + FIRST_TOKEN + at, token.to(tl.int64), mask=is_token)
-        tl.store(chosen_L + at, token, mask=is_token & (stopped == 0))
+        if NUM_PLACES > 1:
+            tl.store(chosen_L + at, token, mask=is_token & (stopped == 0))
     tl.store(count, ended)
     tl.debug_barrier()  # all of this before the word that says so
     tl.atomic_xchg(words, ended, sem="release", scope="sys")

@@ -3,9 +3,10 @@
     host side 0, 1  --copy-->  arrived  --take_in.py-->  batch, which graphs read
     filled in turns            one of them
 
-Two steps may be on their way. The copy of the second comes when the first has ended, or has stopped in the middle and
-still needs its rows: so a step takes its rows from where they arrived when it begins, unless it is stopped. And the
-host may fill a side while the copy of the other one is still to come.
+If steps are launched ahead, two of them are on their way. The copy of the second comes when the first has ended, or
+has stopped in the middle and still needs its rows: so a step takes its rows from where they arrived when it begins,
+unless it is stopped. And the host may fill a side while the copy of the other one is still to come. Otherwise graphs
+read where rows arrive.
 """
 
 import numpy as np
@@ -23,11 +24,12 @@ class Staging:
     """The rows of one bucket: `num_rows` at most, of at most `num_seqs` sequences.
 
     `is_mixed`: prompts may be among them; else every sequence has exactly one row. `group`: query heads per KV head.
+    `launches_ahead`: the rows of another step may arrive while these are in use.
     """
 
     def __init__(
         self, num_rows: int, num_seqs: int, max_blocks: int, block_size: int, group: int, is_mixed: bool,
-        device: torch.device,
+        device: torch.device, launches_ahead: bool = True,
     ) -> None:  # fmt: skip
         self.num_rows = num_rows
         self.num_seqs = min(num_rows, num_seqs)
@@ -52,7 +54,9 @@ class Staging:
             self.spans[name] = slice(at, at + size)
             at += _up(size)
         self._sides = [_HostSide(self.spans, self.num_seqs, group, is_mixed, at, device) for _ in range(2)]
-        self.arrived_words, self.words = (torch.zeros(at, dtype=torch.int32, device=device) for _ in range(2))
+        self.arrived_words = self.words = torch.zeros(at, dtype=torch.int32, device=device)
+        if launches_ahead:
+            self.words = torch.zeros_like(self.arrived_words)
         self._tables: NDArray[np.int32] | None = None  # that have arrived
         self.arrived = self._batch_in(self.arrived_words)
         self.batch = self._batch_in(self.words)

@@ -36,6 +36,9 @@ def decode(
     context: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
     baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
     served: Annotated[bool, typer.Option("--served", help="Measure it through HTTP too.")] = False,
+    launch_ahead: Annotated[
+        bool, typer.Option("--launch-ahead", help="Measure steps that are launched ahead too.")
+    ] = False,
     out: Out = None,
 ) -> None:
     """One process on a GPU, random weights: time of a step against what its memory allows, and against transformers."""
@@ -54,5 +57,6 @@ def decode(
         context=context,
         has_baseline=baseline,
         is_served=served,
+        launch_ahead=launch_ahead,
     )
     benchmark.run(settings, out)

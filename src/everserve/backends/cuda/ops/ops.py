@@ -3,8 +3,9 @@
 Weights and KV are bfloat16, sums float32, the residual stream float32. Rows come in a `DeviceBatch`, with padding.
 All of it is batch-invariant.
 
-Every kernel looks at `words.stop` before it writes, and torch itself computes nothing in a step: one that stopped goes
-on from there, over memory that later kernels of the same step share, and those of a step that was launched behind it.
+Every kernel looks at `words.stop` before it writes, and torch itself computes nothing between the first experts and the
+last logits: a step that stopped goes on from there, over memory that later kernels of the same step share. If steps are
+launched ahead, kernels of the next step share it too: then torch computes nothing at all, not even embeddings.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from everserve.backends.cuda.ops import routing as gating
 from everserve.backends.cuda.ops.dense import Linear
 from everserve.backends.cuda.ops.experts import ExpertArena, Tiles, cut_for, gate_up, tiles_of_one_slot
 from everserve.backends.cuda.ops.words import Words
+from everserve.model import shard_choice
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.ops import ExpertSlots
@@ -53,15 +55,24 @@ class ArenaSlots:
 
 class CudaOps:
     """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
-    shared by `share` processes that do the same."""
+    shared by `share` processes that do the same. `launches_ahead`: a step may be launched behind one that stops."""
 
     name = "cuda"
     activation_dtype = torch.float32
     batch_invariant = True
     is_captured = True
 
-    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int, share: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        share: int = 1,
+        launches_ahead: bool = False,
+    ) -> None:
         self.device = device
+        self.launches_ahead = launches_ahead
         self.words = Words.on(device)
         self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
@@ -73,12 +84,18 @@ class CudaOps:
         self._weights_PV: Tensor | None = None  # of tokens that are drawn in a step
 
     def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        if not self.launches_ahead:
+            return embedding_VD.index_select(0, tokens_T).to(self.activation_dtype)
         return rows.embed(tokens_T, embedding_VD, self.words.stop)
 
     def all_slices(self, positions_T: Tensor, num_slices: int) -> Choice:
+        if not self.launches_ahead:
+            return shard_choice.all_slices(positions_T, num_slices)
         return slices.all_slices(positions_T, num_slices, self.words.stop)
 
     def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
+        if not self.launches_ahead:
+            return shard_choice.sliced(ids_TK, weights_TK, num_slices)
         return slices.sliced(ids_TK, weights_TK, num_slices, self.words.stop)
 
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
@@ -153,8 +170,11 @@ class CudaOps:
         return choosing.greedy(logits_LV, self.words.stop)
 
     def choose_in_step(self, logits_LV: Tensor, draws_L5: Tensor) -> Tensor:
-        """`choose` as a part of a step: int32, on the device. `draws_L5`: float64 in memory that does not move."""
+        """`choose` as a part of a step: int32, on the device. `draws_L5`: float64 in memory that does not move. If
+        steps are not launched ahead, only the most likely tokens."""
         tokens_L = self.greedy(logits_LV)
+        if not self.launches_ahead:
+            return tokens_L
         if self._weights_PV is None:
             self._weights_PV = sampling.make_weights(min(self._max_split, len(logits_LV)), logits_LV)
         sampling.draw_into(tokens_L, logits_LV, draws_L5, self._weights_PV, self.words.stop)
