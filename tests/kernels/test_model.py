@@ -75,8 +75,10 @@ class Model:
         self.report.num_due += 1
         return self.report.tokens(self.report.num_due, 3)
 
-    def fill(self, chunks: dict[int, list[int]], logits_rows: list[int] | None = None) -> list[int]:
-        """Bring them to the device; how many rows each has."""
+    def fill(
+        self, chunks: dict[int, list[int]], logits_rows: list[int] | None = None, sources: list[int] | None = None
+    ) -> list[int]:
+        """Bring them to the device; how many rows each has. `sources`: their tokens are what these rows have chosen."""
         positions = [self.lengths.get(seq, 0) + i for seq, tokens in chunks.items() for i in range(len(tokens))]
         sizes = [len(tokens) for tokens in chunks.values()]
         for seq, tokens in chunks.items():
@@ -89,7 +91,9 @@ class Model:
         slots = tables[rows_of, position_T // BLOCK_SIZE] * BLOCK_SIZE + position_T % BLOCK_SIZE
         starts = np.array([0, *accumulate(sizes)], np.int32)
         tokens_T = np.array([token for tokens in chunks.values() for token in tokens], np.int32)
-        self.staging.fill(Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, logits_rows or []))
+        sources_T = np.array(sources, np.int32) if sources is not None else None
+        rows = Rows(tokens_T, position_T, slots.astype(np.int32), starts, tables, logits_rows or [], sources_T)
+        self.staging.fill(rows)
         take_in(self.staging, self.chosen_L, self.ops.words.stop)
         return sizes
 
@@ -190,3 +194,26 @@ def test_torch_computes_nothing_in_a_step_that_may_have_stopped(kind: str, devic
     with NothingComputed() as mode:
         model.run()
     assert mode.computed == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3-moe-mixed", "qwen3"])
+def test_steps_that_are_launched_ahead_have_the_same_bits(kind: str, device: torch.device) -> None:
+    """With kernels instead of torch, and with tokens that only the device knows. If the step before has stopped,
+    nothing changes, neither KV nor what was chosen."""
+    model, ahead = (Model(kind, device, max_rows=3, launches_ahead=is_ahead) for is_ahead in (False, True))
+    prompts = {0: TOKENS[:1], 1: TOKENS[1:2]}
+    model.fill(prompts, [0, 1])
+    ahead.fill(prompts, [0, 1])
+    first = model.run()[:2]
+    assert ahead.run()[:2] == first
+    model.fill({1: first[1:], 0: first[:1]}, [0, 1])
+    ahead.fill({1: [0], 0: [0]}, [0, 1], sources=[1, 0])
+    ahead.ops.words.stop.fill_(1)
+    before = [tensor.clone() for tensor in (ahead.pool, ahead.staging.words, ahead.chosen_L)]
+    ahead.run()
+    after = (ahead.pool, ahead.staging.words, ahead.chosen_L)
+    assert all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(before, after, strict=True))
+    ahead.ops.words.stop.zero_()
+    assert ahead.run()[:2] == model.run()[:2]
+    assert torch.equal(ahead.pool.view(torch.int16), model.pool.view(torch.int16))

@@ -34,7 +34,7 @@ class Chain:
     def launch(self, first: int = 0) -> None:
         is_running = not self._words.stop.item()
         self._log.append(f"from {first}" if is_running else "nothing")
-        if first == 0:
+        if first == 0 and self._staging.words is not self._staging.arrived_words:
             take_in(self._staging, self._report.chosen_L, self._words.stop)
         if first == 0 and is_running:
             self._sums_T.copy_(self._staging.batch.tokens_T)
@@ -77,11 +77,12 @@ class Experts:
 
 
 class World:
-    def __init__(self, device: torch.device, stop_in: list[int]) -> None:
+    def __init__(self, device: torch.device, stop_in: list[int], launches_ahead: bool) -> None:
         self.log: list[str] = []
-        self.words, self.report, self.experts = Words.on(device), StepReport(NUM_SEQS, device), Experts(self.log)
+        self.words, self.experts = Words.on(device), Experts(self.log)
+        self.report = StepReport(NUM_SEQS, device, num_places=2 if launches_ahead else 1)
         self.queue = StepQueue(None, self.words.stop, self.report, self.experts, lambda hidden_TD, rows_L: hidden_TD)
-        self.staging = Staging(NUM_SEQS, NUM_SEQS, 2, 16, 1, is_mixed=False, device=device)
+        self.staging = Staging(NUM_SEQS, NUM_SEQS, 2, 16, 1, False, device, launches_ahead)
         chain = Chain(self.staging, self.words, self.report, stop_in, self.log)
         self.bucket = Bucket(self.staging, chain, torch.empty(0), torch.empty(NUM_SEQS, 97))
         self.launch: Callable[[Rows], LaunchedStep] = lambda rows: self.queue.launch(self.bucket, rows)
@@ -90,7 +91,7 @@ class World:
 @pytest.fixture
 def make_world(device, monkeypatch) -> Callable[..., World]:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    return lambda *stop_in: World(device, list(stop_in))
+    return lambda *stop_in, launches_ahead=True: World(device, list(stop_in), launches_ahead)
 
 
 def rows(position: int, tokens: list[int], sources: list[int] | None = None, draws: list[Draw] | None = None) -> Rows:
@@ -167,3 +168,12 @@ def test_draws_arrive_and_are_gone_when_all_are_greedy_again(make_world):
         expected = [*map(list, draws), *[[0.0] * 5] * (NUM_SEQS - len(draws))]
         found = world.staging.draws_L5.tolist()
         assert [line if line[0] else 0 for line in found] == [line if line[0] else 0 for line in expected]
+
+
+@pytest.mark.parametrize("stop_in", [(), (1, 2)], ids=str)
+def test_steps_one_by_one(make_world, stop_in):
+    """As long as none is launched ahead: rows are read where they arrive, and there is one report at a time."""
+    world = make_world(*stop_in, launches_ahead=False)
+    for position, tokens in ((5, [10, 20, 30]), (6, [4, 9]), (7, [8])):
+        assert world.launch(rows(position, tokens)).read() == [after(token, position) for token in tokens]
+    assert world.report.ended == world.report.num_due == 3 + len(stop_in) and world.log.count("end") == 3

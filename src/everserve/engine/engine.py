@@ -113,6 +113,8 @@ class Engine:
         self.times = StepTimes(clock)
         self._undo = UndoLog()
         self._layout = BatchLayout(config.block_size)
+        self._decoding: list[Chunk] | None = None  # the last step's, if no prompt was in it
+        self._greedy: tuple[list[Chunk], list[Draw]] = [], []  # the last step in which all tokens were most likely ones
         self._queued: Launched | None = None  # behind the step that has ended last: it is being computed
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
@@ -331,11 +333,14 @@ class Engine:
     def _count(self, chunks: list[Chunk]) -> None:
         """This step happened."""
         self._num_steps += 1
-        for chunk in chunks:
-            if chunk[0].num_computed < chunk[0].num_given:
-                self._num_prompt_tokens += chunk.num_prompt_tokens
-                self._num_known_tokens += chunk.num_known_tokens
-                self._prefill_cost += self.limits.token_cost.of(chunk.sequence.num_computed, chunk.num_tokens)
+        if chunks is self._decoding:
+            return  # nearly always: streams that decode do so until they end
+        given = [chunk for chunk in chunks if chunk[0].num_computed < chunk[0].num_given]
+        self._decoding = chunks if not given else None
+        for chunk in given:
+            self._num_prompt_tokens += chunk.num_prompt_tokens
+            self._num_known_tokens += chunk.num_known_tokens
+            self._prefill_cost += self.limits.token_cost.of(chunk.sequence.num_computed, chunk.num_tokens)
 
     def _begin(self) -> Launched | None:
         """Schedule a step and launch it. None: there is nothing to do. StepAbandoned if a stream could not be restored,
@@ -370,11 +375,14 @@ class Engine:
     def _draws(self, chunks: list[Chunk], num_ahead: int = 0) -> list[Draw] | None:
         """How the token of each chunk that completes its sequence is chosen, where logits need not be looked at. Its
         index is so much higher than the sequence says."""
+        if chunks is self._greedy[0]:
+            return self._greedy[1]  # nearly always: the streams of the last step
         sequences = [chunk[0] for chunk in chunks]
         if any([sequence.needs_logits for sequence in sequences]):  # noqa: C419 (a list is quicker)
             return None
         if all([sequence.is_plain for sequence in sequences]):  # noqa: C419
-            return [GREEDY] * sum([chunk[2] for chunk in chunks])
+            self._greedy = chunks, [GREEDY] * sum([chunk[2] for chunk in chunks])
+            return self._greedy[1]
         if not self._forward.draws:
             return None
         return [draw(chunk[0].params, chunk[0].num_output + num_ahead) for chunk in chunks if chunk[2]]
