@@ -7,8 +7,6 @@ so nothing is ever captured again.
 How steps end, and what is done about one that stops in the middle: step_queue.py.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -20,13 +18,14 @@ from everserve.backends.cuda.step_queue import Bucket, CapturedExperts, Launched
 from everserve.backends.cuda.take_in import take_in
 from everserve.engine.batching import Rows
 from everserve.model.decoder import Decoder
+from everserve.worker.loading import Loading
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
 _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class CapturedForward:
-    """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets."""
+    """`Forward` on a device. Captured when it is made, which is told bucket by bucket."""
 
     chooses = True
 
@@ -40,7 +39,7 @@ class CapturedForward:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
-        progress: Callable[[int, int], None] | None = None,
+        loading: Loading,
     ) -> None:
         assert isinstance(decoder.ops, CudaOps)
         self._decoder = decoder
@@ -54,6 +53,7 @@ class CapturedForward:
         self._launches_ahead = self.draws = decoder.ops.launches_ahead
         self._report = StepReport(max_num_seqs, self._ops.device, num_places=2 if self._launches_ahead else 1)
         self._queue = StepQueue(self._stream, self._ops.words.stop, self._report, experts, decoder.logits)
+        self._loading, progress = loading, loading.part("graphs")
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
         self._buckets: list[Bucket] = []
@@ -61,8 +61,7 @@ class CapturedForward:
             reversed(sizes)
         ):  # the largest first: the others fit into its memory
             self._buckets.insert(0, self._capture(num_rows, is_mixed))
-            if progress is not None:
-                progress(done + 1, len(sizes))
+            progress(done + 1, len(sizes))
 
     @property
     def num_captures(self) -> int:
@@ -94,15 +93,16 @@ class CapturedForward:
             num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device,
             self._launches_ahead,
         )  # fmt: skip
-        with torch.cuda.stream(self._stream):
-            self._run(staging)  # a warm-up: kernels are compiled and loaded
+        with self._loading.phase("kernels"), torch.cuda.stream(self._stream):
+            self._run(staging)  # a warm-up: they are compiled and loaded
             self._report.num_due += 1
-        torch.cuda.synchronize()
-        with self._recorder.record() as chain:
-            hidden_TD, logits_LV = self._run(staging)
-        with torch.cuda.stream(self._stream):
-            self._report.num_due += chain.rehearse()  # a warm-up too
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+        with self._loading.phase("graphs"):
+            with self._recorder.record() as chain:
+                hidden_TD, logits_LV = self._run(staging)
+            with torch.cuda.stream(self._stream):
+                self._report.num_due += chain.rehearse()  # a warm-up too
+            torch.cuda.synchronize()
         return Bucket(staging, chain, hidden_TD, logits_LV)
 
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
