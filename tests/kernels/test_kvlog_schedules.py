@@ -232,10 +232,13 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, when, 
     run()
 
 
+@pytest.mark.parametrize("is_ahead", [False, True], ids=["one by one", "launched ahead"])
 @pytest.mark.parametrize("is_in_place", KINDS)
-def test_masks_come_and_go(stand_ins, is_in_place):
+def test_masks_come_and_go(stand_ins, is_in_place, is_ahead, monkeypatch):
     """Also while what the last step has computed is not in the log yet (tests/property/test_masks.py)."""
     stand_ins(is_in_place)
+    if is_ahead:
+        monkeypatch.setattr(LoggedToy, "make_forward", lambda toy: LaggingForward(toy.model))
 
     @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(test_masks.lives, test_masks.configs, st.booleans())
