@@ -221,6 +221,8 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, when, 
         monkeypatch.setattr(test_restore.World, "step", step_late)
         monkeypatch.setattr(test_restore.Worker, "abandon", abandon_late)
     if "ahead" in when:
+        plain = {"frequency_penalty": 0.0, "prompt_logprobs": None}  # others are not launched ahead
+        monkeypatch.setattr(test_restore, "spec", lambda id, prompt, **params: spec(id, prompt, **(params | plain)))
         monkeypatch.setattr(LoggedToy, "make_forward", lambda toy: LaggingForward(toy.model))
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 

@@ -19,17 +19,15 @@ params = st.fixed_dictionaries(
         "stop_ids": st.sampled_from([(), (3, 5, 7), tuple(range(0, 97, 9))]),
     }
 )
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("add"), prompts, params),
-        st.tuples(st.just("step"), st.integers(1, 6), st.booleans()),
-        st.tuples(st.just("step"), st.integers(1, 6), st.just(True)),
-        st.tuples(st.just("abandon")),
-        st.tuples(st.just("forget")),
-        st.tuples(st.just("cancel"), st.integers(0, 10)),
-    ),
-    min_size=1,
-    max_size=30,
+adds = st.tuples(st.just("add"), prompts, params)
+steps = st.tuples(st.just("step"), st.integers(1, 6), st.sampled_from([True, True, False]))
+others = st.one_of(
+    st.tuples(st.just("abandon")), st.tuples(st.just("forget")), st.tuples(st.just("cancel"), st.integers(0, 10))
+)
+events = st.builds(
+    lambda first, then: [*first, *then],
+    st.lists(adds, min_size=1, max_size=4),
+    st.lists(st.one_of(adds, steps, steps, others), min_size=1, max_size=25),
 )
 
 
