@@ -15,7 +15,17 @@ from everserve.control.worker_ends import send_routes
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.memory import Memory, seat_owner
 from everserve.wire.events import WorkerProvisioned
-from everserve.wire.messages import DropMemory, Failed, Fenced, FillSlots, KeepGoal, Leave, Ready, SignalWorker
+from everserve.wire.messages import (
+    ClearSlots,
+    DropMemory,
+    Failed,
+    Fenced,
+    FillSlots,
+    KeepGoal,
+    Leave,
+    Ready,
+    SignalWorker,
+)
 
 
 class Executor:
@@ -48,6 +58,10 @@ class Executor:
                 if end is not None:
                     end.send(FillSlots(fills=list(effect.fills)))
                     self._parts.gateway.note_change()
+            case effects.ClearSlots():
+                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    end.send(ClearSlots(places=list(effect.places)))
             case effects.BalanceDecided():
                 records.note_balance(effect)
             case effects.LevelChanged():

@@ -228,6 +228,7 @@ class Machine:
             for one in in_order[:-1]:
                 effects += membership.fence_again(cluster, one, seat.goal.roles, now)
             effects += membership.take_over(cluster, seat, in_order[-1] if in_order else None, now)
+            moving.assume_memory(cluster, seat)
         for one in found:
             if one.rank not in self._seats:
                 effects += membership.fence_again(cluster, one, (), now)
@@ -294,7 +295,7 @@ class Machine:
         if cluster.goal is not self._kept_goal:
             self._kept_goal = cluster.goal
             effects.append(Keep(cluster.goal))
-        effects += moving.fill(cluster)
+        effects += moving.change_slots(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
         effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))

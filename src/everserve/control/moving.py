@@ -7,13 +7,24 @@ from dataclasses import replace
 import msgspec
 
 from everserve.control.cluster import Cluster, Step, who
-from everserve.control.effects import FillSlots, Show
-from everserve.control.places import balanced_placement, is_settled, new_placement, next_fills, what_is_held
+from everserve.control.effects import ClearSlots, FillSlots, Show
+from everserve.control.places import (
+    balanced_placement,
+    is_mapped_elsewhere,
+    is_settled,
+    new_placement,
+    next_fills,
+    what_is_held,
+)
 from everserve.control.seats import Seat
+from everserve.plan.moves import IsFree
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
-from everserve.tables.slots import FailedFill, HeldSlots, Place
+from everserve.tables.members import WorkerState
+from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from everserve.tables.validity import behind
+
+_MOST_MAPPED = 128  # in one message: nothing is copied
 
 # -- what workers hold and use -----------------------------------------------------------------------
 
@@ -28,15 +39,32 @@ def hold(
 ) -> Step:
     """Routes follow what workers hold."""
     has_changed = seat.held is None or seat.held.experts != slots.experts
-    seat.held, seat.filling = slots, seat.filling[len(seat.filling) - num_left :]
+    seat.held = slots
+    seat.filling = seat.filling[len(seat.filling) - num_left :]
+    seat.clearing = seat.clearing[len(seat.clearing) - num_left :]
     cluster.is_moving = cluster.routes is not None
-    if failed:
+    not_mapped = [one for one in failed if slots.is_mapped(Place(one.layer_index, one.slot))]
+    cluster.refused.update((seat.rank, one.layer_index, one.expert) for one in not_mapped)
+    if slots.num_mapped and (has_changed or not_mapped):
+        replace_missed(cluster)  # memory may have been withdrawn, or does not hold what it should
+    if len(failed) > len(not_mapped):
         seat.fill_at = now + cluster.policy.fill_again_s
+    if failed:
         return Step(
             f"{who(seat)} could not load {len(failed)} experts (last: {failed[-1].reason})",
-            publish_soon=has_changed and seat.can_serve,
+            publish_soon=(has_changed or bool(not_mapped)) and seat.can_serve,
         )
     return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve)
+
+
+def assume_memory(cluster: Cluster, seat: Seat) -> None:
+    """After an orchestrator that has died: the memory of a seat whose worker has not reported holds what was planned.
+    A worker that is told to map something that is not there says so."""
+    placement = cluster.goal.placement
+    planned = placement.seat(seat.rank) if placement is not None else None
+    if placement is not None and planned is not None and seat.held is None:
+        experts = planned.slots(cluster.capacity.slots(len(placement.calls))).experts
+        seat.left = HeldSlots(experts=experts, generations=tuple((0,) * len(slots) for slots in experts))
 
 
 def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
@@ -51,8 +79,9 @@ def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
     return replace(step, effects=(Show(cluster.tables),))
 
 
-def fill(cluster: Cluster) -> list[FillSlots]:
-    """The next slots to fill, on the way from what is held to the goal."""
+def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
+    """The next slots to fill, on the way from what is held to the goal. What can be mapped comes first: streams wait
+    for it, and it takes no time."""
     if not cluster.is_moving or cluster.goal.placement is None or cluster.ending:
         return []
     cluster.is_moving = False
@@ -63,10 +92,35 @@ def fill(cluster: Cluster) -> list[FillSlots]:
     def is_free(rank: Rank, place: Place) -> bool:
         return oldest >= cluster.first_epoch and cluster.last_named.epoch(rank, place) < oldest
 
-    told = next_fills(cluster.goal.placement, seats, cluster.given_up, is_free, cluster.policy)
-    for order in told:
+    def may_change(rank: Rank, place: Place) -> bool:
+        return is_free(rank, place) and not is_mapped_elsewhere(seats, rank, place)
+
+    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, is_free)]
+    fills = next_fills(cluster.goal.placement, seats, cluster.given_up, may_change, cluster.policy)
+    for order in fills:
         cluster.seats[order.rank].filling = order.fills
-    return told
+    return [*told, *fills]
+
+
+def _map(cluster: Cluster) -> Iterator[FillSlots]:
+    """Experts without a place whose weights are in memory that a survivor reaches."""
+    moves = cluster.mappings()
+    for seat in [cluster.seats[rank] for rank in sorted({move.rank for move in moves})]:
+        if seat.is_idle:
+            seat.filling = tuple(move.fill for move in moves if move.rank == seat.rank)[:_MOST_MAPPED]
+            yield FillSlots(seat.rank, seat.incarnation, seat.filling)
+
+
+def _unmap(cluster: Cluster, is_free: IsFree) -> Iterator[ClearSlots]:
+    """Mapped slots that routes do not lead to any more."""
+    for rank, places in cluster.given_up.items():
+        seat = cluster.seats[rank]
+        if seat.held is None or not seat.held.num_mapped or seat.state is not WorkerState.READY or not seat.is_idle:
+            continue
+        held = [place for place in sorted(places) if seat.held.is_mapped(place) and seat.held.at(place) != EMPTY]
+        seat.clearing = tuple(place for place in held if is_free(rank, place))
+        if seat.clearing:
+            yield ClearSlots(rank, seat.incarnation, seat.clearing)
 
 
 # -- where they should be ------------------------------------------------------------------------
@@ -103,14 +157,17 @@ def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
 
 
 def replace_missed(cluster: Cluster) -> None:
-    """Workers that are away, also those that were lost before, and of whose experts one has no place now. Heads can
-    wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed again."""
+    """Workers that are away, also those that were lost before, and of whose experts one has no place now, nor can be
+    mapped. Heads can wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed
+    again."""
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
     held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve).values()
     calls = [i for i, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
-    served = {i: set().union(*(one.experts[i] for one in held)) for i in calls}
+    served = {i: set[int]().union(*(one.experts[i] for one in held)) for i in calls}
+    for one in _soon_mapped(cluster):
+        served[one.layer_index].add(one.expert)
     missed = []
     for planned in placement.seats:
         seat = cluster.seats[planned.rank]
@@ -119,6 +176,18 @@ def replace_missed(cluster: Cluster) -> None:
             missed.append(seat)
     if missed:
         replace_away(cluster, *missed)
+
+
+def _soon_mapped(cluster: Cluster) -> list[Fill]:
+    """What ready workers map just now, or will."""
+    ready = [seat for seat in cluster.seats.values() if seat.state is WorkerState.READY and seat.held is not None]
+    told = [
+        fill
+        for seat in ready
+        for fill in seat.filling
+        if seat.held is not None and seat.held.is_mapped(Place(fill.layer_index, fill.slot))
+    ]
+    return told + [move.fill for move in cluster.mappings()]
 
 
 def replace_away(cluster: Cluster, *seats: Seat) -> None:

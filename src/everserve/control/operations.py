@@ -53,6 +53,8 @@ def lose_device(cluster: Cluster, lost: DeviceLost, now: float) -> Step:
         cluster.set_goal(gone=(*goal.gone, device))
     alive = [seat for seat in seats if seat.state is not WorkerState.GONE]
     kills = [Kill(*seat.id) for seat in alive]
+    for seat in seats:
+        seat.forget_memory()
     steps = [membership.lose(cluster, seat, "crash", f"its device {device} was lost", now) for seat in alive]
     for seat in seats:
         if device in cluster.goal.gone:
