@@ -153,10 +153,12 @@ def test_what_a_dead_worker_left_is_served_without_a_copy(num_slots):
     goal, known, copied = world.machine.goal, {*world.processes}, world.num_copied
     kill_expert(world, 1)
     world.stop_new(known)
+    num_lost = len(world.machine.routes.lost_experts())
+    assert 0 < num_lost <= 4
     world.settle(is_time_passing=False)
     assert world.machine.violations == () and world.num_copied == copied
     assert world.machine.goal.placement == goal.placement, "it is expected back"
-    assert world.num_mapped_now == (4 if num_slots == 2 else 0), "no more than have no other place"
+    assert world.num_mapped_now == num_lost, "no more than have no other place"
 
 
 def test_the_next_worker_of_the_seat_ends_it():
@@ -187,7 +189,7 @@ def test_an_orchestrator_that_dies_in_the_middle():
     known, copied = {*world.processes}, world.num_copied
     kill_expert(world, 1)
     world.stop_new(known)
-    world.fill_one(next(i for i, process in enumerate(world.processes.values()) if process.todo))
+    world.fill_one(next(i for i, process in enumerate(world.processes.values()) if process.todo), may_fail=False)
     assert world.num_mapped_now == 1
     world.processes = {id: process for id, process in world.processes.items() if id in known}  # it does not start
     world.lose_orchestrator(0)

@@ -17,11 +17,12 @@ from everserve.control.places import (
     what_is_held,
 )
 from everserve.control.seats import Seat
+from everserve.plan.mapping import not_needed
 from everserve.plan.moves import IsFree
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.members import WorkerState
-from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
+from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
 from everserve.tables.validity import behind
 
 _MOST_MAPPED = 128  # in one message: nothing is copied
@@ -112,15 +113,18 @@ def _map(cluster: Cluster) -> Iterator[FillSlots]:
 
 
 def _unmap(cluster: Cluster, is_free: IsFree) -> Iterator[ClearSlots]:
-    """Mapped slots that routes do not lead to any more."""
-    for rank, places in cluster.given_up.items():
-        seat = cluster.seats[rank]
-        if seat.held is None or not seat.held.num_mapped or seat.state is not WorkerState.READY or not seat.is_idle:
-            continue
-        held = [place for place in sorted(places) if seat.held.is_mapped(place) and seat.held.at(place) != EMPTY]
-        seat.clearing = tuple(place for place in held if is_free(rank, place))
-        if seat.clearing:
-            yield ClearSlots(rank, seat.incarnation, seat.clearing)
+    """Mapped slots that are not needed any more, and that routes do not lead to. What was given up for another reason,
+    when the last routes were made, may be needed now."""
+    serving = [seat for seat in cluster.seats.values() if seat.can_serve]
+    idle = {seat.rank: seat for seat in serving if seat.state is WorkerState.READY and seat.is_idle}
+    have = what_is_held(serving)
+    ready = {seat.rank for seat in serving if seat.state is WorkerState.READY}
+    for rank, places in not_needed(have, ready, cluster.given_up).items():
+        seat, given_up = idle.get(rank), cluster.given_up.get(rank, frozenset())
+        if seat is not None:
+            seat.clearing = tuple(place for place in sorted(places & given_up) if is_free(rank, place))
+            if seat.clearing:
+                yield ClearSlots(rank, seat.incarnation, seat.clearing)
 
 
 # -- where they should be ------------------------------------------------------------------------

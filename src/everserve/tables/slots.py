@@ -110,9 +110,5 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
         first = self.num_own(index)
         return {first + i: expert for i, expert in enumerate(self.experts[index][first:])}
 
-    def at(self, place: Place) -> int:
-        """What this slot holds, or EMPTY."""
-        return self.experts[place.layer_index][place.slot]
-
     def is_mapped(self, place: Place) -> bool:
         return place.slot >= self.num_own(place.layer_index)
