@@ -210,7 +210,8 @@ class MemorySlots:
         if self._backup_filling is not None:
             self._backup_filling.stop()
             self._backup_filling.join()
-        self._own.close()
+        for memory in (self._own, *self._peers.values()):
+            memory.close()
 
     # -- copies: on other threads, but for the start ---------------------------------------------
 
@@ -219,7 +220,7 @@ class MemorySlots:
         place, began_s = Place(fill.layer_index, fill.slot), time.monotonic()
         while not self._own.table.begin(place):
             if time.monotonic() > began_s + _LOCK_S:
-                raise TimeoutError("an older process of this seat has not ended and may still write to the slot")
+                raise TimeoutError("an older process of this seat may still write to the slot, or another worker reads it")
             time.sleep(_LOOK_AGAIN_S)
         try:
             to, num_bytes = self._own.address(place), self._num_bytes(fill.layer_index, fill.expert)
