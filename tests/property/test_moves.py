@@ -179,14 +179,16 @@ class World:
         change = fills.popleft()
         self.check_unused(process, change.layer_index, change.slot)
         self.put(process, Place(change.layer_index, change.slot), EMPTY)
-        if isinstance(change, Fill):
-            if (may_fail and n % 7 == 3) or not self.put(process, Place(*change[:2]), change.expert):
-                process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
+        if isinstance(change, Fill) and not self.load(process, change, has_failed=may_fail and n % 7 == 3):
+            process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
         if not fills or n % 2:
             process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), len(fills)))
             process.failed.clear()
         if not fills:
             process.todo.popleft()
+
+    def load(self, process: Process, fill: Fill, has_failed: bool) -> bool:
+        return not has_failed and self.put(process, Place(fill.layer_index, fill.slot), fill.expert)
 
     def may_change(self, process: Process, change: Fill | Place) -> bool:
         return True

@@ -8,8 +8,8 @@ from typing import Any
 
 from everserve.bench import failover_report, incident, report
 from everserve.bench.failover_report import both
+from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.repaired import Round
-from everserve.bench.subject import BUNDLED
 
 _FIGURES = (
     *("normal_p50_ms", "normal_p99_ms", "gap_ms", "excess_ms", "return_gap_ms", "whole_s", "stolen"),
@@ -55,7 +55,7 @@ def summarize(
 
 def is_passed(result: dict[str, Any]) -> bool:
     """Processes that share a few cores with the whole benchmark may look dead for a moment: no failure there."""
-    is_on_gpu = result["settings"]["shape"] != BUNDLED
+    is_on_gpu = is_for_gpu(result["settings"]["shape"])
     return bool(result["is_exact"]) and not result["failures"] and not (result["others_lost"] and is_on_gpu)
 
 

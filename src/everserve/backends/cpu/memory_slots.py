@@ -220,7 +220,9 @@ class MemorySlots:
         place, began_s = Place(fill.layer_index, fill.slot), time.monotonic()
         while not self._own.table.begin(place):
             if time.monotonic() > began_s + _LOCK_S:
-                raise TimeoutError("an older process of this seat may still write to the slot, or another worker reads it")
+                raise TimeoutError(
+                    "an older process of this seat may still write to the slot, or another worker reads it"
+                )
             time.sleep(_LOOK_AGAIN_S)
         try:
             to, num_bytes = self._own.address(place), self._num_bytes(fill.layer_index, fill.expert)

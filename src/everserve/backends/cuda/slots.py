@@ -194,7 +194,9 @@ class CudaSlots:
         if not running.is_locked and running.fill.slot < self._num_own:
             running.is_locked = self._table.begin(running.at)
             if not running.is_locked and time.monotonic() > running.began_s + _LOCK_S:
-                raise TimeoutError("an older process of this seat may still write to the slot, or another worker reads it")
+                raise TimeoutError(
+                    "an older process of this seat may still write to the slot, or another worker reads it"
+                )
             return running.is_locked
         return True
 
