@@ -66,6 +66,8 @@ class Cluster:
         self.refused: set[tuple[Rank, int, int]] = set()  # what a worker could not map: rank, index of the call, expert
         self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
         self.is_moving = True  # there may be slots to fill
+        self.owes_cover = False  # there may be experts without a place in the goal
+        self.owes_plan = False  # the goal covers what was lost, and may be no more than that
         self.num_stale = 0  # messages of lost or unknown incarnations
         self.was_all_ready = False  # at some time since the instance started: it is not given up any more
         self.ending = ""  # non-empty: why no process is started any more

@@ -128,6 +128,7 @@ class Machine:
     ) -> None:
         self._cluster = Cluster(goal, policy, capacity, balance, lost_policy)
         self._seats = self._cluster.seats
+        self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
         self._has_said_all_ready = False
         self._kept_goal: Goal | None = None  # the version that the supervisor has
@@ -163,6 +164,8 @@ class Machine:
     @property
     def is_as_planned(self) -> bool:
         """Every expert worker that should be there is ready and holds what it should."""
+        if self._cluster.owes_plan:
+            return False
         return self.goal.placement is None or holds_all(self.goal.placement, self._seats)
 
     @property
@@ -204,10 +207,19 @@ class Machine:
     def next_deadline(self) -> float | None:
         if self._owes_routes:
             return -math.inf
-        deadlines = [self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
+        deadlines = [self._plan_at(), self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
         deadlines += [seat.next_deadline() for seat in self._seats.values()]
         times = [*self._cluster.kill_at.values(), *self._cluster.isolate_at.values()]
         return min([at for at in deadlines if at is not None] + times, default=None)
+
+    def _plan_at(self) -> float | None:
+        """When the rest of a plan is made. That takes a while, and what follows a loss at once should not wait for it:
+        least of all fills that streams wait for."""
+        cluster = self._cluster
+        if not cluster.owes_plan:
+            return None
+        is_covered = cluster.routes is None or not cluster.routes.lost_experts()
+        return self._lost_at + (cluster.policy.plan_after_s if is_covered else cluster.policy.plan_within_s)
 
     # -- entry points -----------------------------------------------------------------------------------
 
@@ -271,6 +283,10 @@ class Machine:
         steps += slow_workers.due(self._cluster, now)
         if self._owes_routes:
             steps.append(Step("workers hold other experts"))
+        plan_at = self._plan_at()
+        if plan_at is not None and plan_at <= now:
+            moving.replan(self._cluster)
+            steps.append(Step("what was lost gets its further places"))
         reason = "; ".join(step.reason for step in steps)
         effects = tuple(effect for step in steps for effect in step.effects)
         return Step(reason or "nothing is due", effects, publish_anyway=self._owes_routes)
@@ -284,6 +300,9 @@ class Machine:
         them before it runs the next effect.
         """
         cluster, reasons = self._cluster, [step.reason]
+        if cluster.owes_cover:
+            self._lost_at = now
+        moving.cover_now(cluster)
         effects = [*step.effects, *health.see_to(cluster), *operations.end_scaling(cluster)]
         effects += switching.staff_up(cluster, now)
         self._owes_routes |= step.publish_soon

@@ -132,8 +132,27 @@ def _unmap(cluster: Cluster, is_free: IsFree) -> Iterator[ClearSlots]:
 
 def replan(cluster: Cluster) -> None:
     """A new version of the goal, if other places are better for the workers that there are now."""
+    cluster.owes_cover = cluster.owes_plan = False
+    _plan(cluster, covers_only=False)
+
+
+def cover(cluster: Cluster) -> None:
+    """After a loss, which streams may wait for: places for what has none. The rest of the plan follows when no event
+    waits."""
+    cluster.owes_cover = cluster.owes_plan = True
+
+
+def cover_now(cluster: Cluster) -> None:
+    """At the end of an event, in which several workers may have been lost."""
+    if cluster.owes_cover:
+        cluster.owes_cover = False
+        _plan(cluster, covers_only=True)
+
+
+def _plan(cluster: Cluster, covers_only: bool) -> None:
     loads = cluster.balancer.loads.by_layer()
-    placement = new_placement(cluster.goal, cluster.seats.values(), cluster.capacity, loads)
+    seats, capacity = cluster.seats.values(), cluster.capacity
+    placement = new_placement(cluster.goal, seats, capacity, loads, covers_only=covers_only)
     if placement != cluster.goal.placement:
         cluster.set_goal(placement=placement)
 
@@ -141,7 +160,9 @@ def replan(cluster: Cluster) -> None:
 def balance(cluster: Cluster, now: float) -> Iterator[Step]:
     """Now and then: other places for experts because of their load, if that is worth it."""
     balancer, goal, seats = cluster.balancer, cluster.goal, cluster.seats
-    if balancer.policy is None or cluster.ending or not balancer.is_due(now) or not is_settled(goal, seats):
+    if balancer.policy is None or cluster.ending or not balancer.is_due(now):
+        return
+    if cluster.owes_plan or not is_settled(goal, seats):
         return
     loads = balancer.loads.by_layer(now)
     verdict = balanced_placement(goal, seats, cluster.capacity, loads, balancer.policy)
@@ -199,4 +220,4 @@ def replace_away(cluster: Cluster, *seats: Seat) -> None:
     comes back first, it serves them."""
     for seat in seats:
         seat.is_replaced, seat.heal_at = True, None
-    replan(cluster)
+    cover(cluster)

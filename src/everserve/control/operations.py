@@ -59,7 +59,7 @@ def lose_device(cluster: Cluster, lost: DeviceLost, now: float) -> Step:
     for seat in seats:
         if device in cluster.goal.gone:
             seat.leave_empty(why_empty(cluster.goal, device))
-    moving.replan(cluster)
+    moving.cover(cluster)
     moving.replace_missed(cluster)
     effects = [effect for step in steps for effect in step.effects]
     reason = f"device {device} is {'gone' if lost.is_gone else 'lost'} with {len(alive)} workers"

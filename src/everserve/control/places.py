@@ -9,6 +9,7 @@ import numpy as np
 from everserve.control.effects import FillSlots
 from everserve.control.seats import Policy, Seat
 from everserve.plan.balance import BalancePolicy, Verdict, decide
+from everserve.plan.cover import cover
 from everserve.plan.dealing import Dealing, Loads
 from everserve.plan.mapping import next_mappings, not_needed
 from everserve.plan.moves import GivenUp, IsFree, Move, given_up, next_moves
@@ -78,10 +79,15 @@ def _emptied(held: HeldSlots, places: frozenset[Place]) -> HeldSlots:
 
 
 def new_placement(
-    goal: Goal, seats: Iterable[Seat], capacity: Capacity, loads: Mapping[int, Loads] | None = None
+    goal: Goal,
+    seats: Iterable[Seat],
+    capacity: Capacity,
+    loads: Mapping[int, Loads] | None = None,
+    *,
+    covers_only: bool = False,
 ) -> Placement | None:
     """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
-    which may come back at any moment, stays as it is."""
+    which may come back at any moment, stays as it is. `covers_only`: the first part of a plan, with whole experts."""
     if goal.placement is None:
         return None
     rooms, away, before = [], [], []
@@ -95,9 +101,11 @@ def new_placement(
         else:
             rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
             before.append(_there(seat, planned, slots))
-    placement = replan(
-        msgspec.structs.replace(goal.placement, seats=tuple(before)), rooms, loads, Dealing(dealers(goal))
-    )
+    there = msgspec.structs.replace(goal.placement, seats=tuple(before))
+    if covers_only and all(call.kind is ShardKind.EXPERT for call in there.calls):
+        placement = cover(there, rooms, loads)
+    else:
+        placement = replan(there, rooms, loads, Dealing(dealers(goal)))
     return msgspec.structs.replace(placement, seats=(*placement.seats, *away))
 
 
@@ -137,10 +145,11 @@ def _there(seat: Seat, planned: SeatExperts | None, slots: Sequence[int]) -> Sea
         for fill in seat.filling:
             if fill.slot < len(held) and fill.layer_index == layer:
                 held[fill.slot] = fill.expert
-        there = [expert for expert in dict.fromkeys(held) if expert != EMPTY]
-        there += [expert for expert in wanted if expert not in there][: num_slots - len(there)]
-        served = [expert for expert in there if planned is not None and expert in planned.active[layer]]
-        active.append(tuple(served))
+        there = dict.fromkeys(expert for expert in held if expert != EMPTY)
+        missing = [expert for expert in wanted if expert not in there]
+        there |= dict.fromkeys(missing[: max(num_slots - len(there), 0)])
+        served = frozenset(planned.active[layer]) if planned is not None else frozenset()
+        active.append(tuple(expert for expert in there if expert in served))
         shadows.append(tuple(expert for expert in there if expert not in served))
     return SeatExperts(rank=seat.rank, active=tuple(active), shadows=tuple(shadows))
 

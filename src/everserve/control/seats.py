@@ -26,6 +26,8 @@ class Policy:
     max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never fully ready)
     isolate_s: float = 10.0  # how long the evacuation of a device at health level 5 may take
     heal_after_s: float = 30.0  # away for so long: its experts get other places, for redundancy; inf: never
+    plan_after_s: float = 0.2  # after a loss: places for redundancy and balance are planned; for what has none, at once
+    plan_within_s: float = 1.0  # the same, while experts have no place
     fill_again_s: float = 2.0  # after a fill that failed
     max_fills: int = 8  # in one message to a worker: routes follow when all of them are done
     blocked_s: float = 60.0  # how long a silent process may wait for a disk (state D), before it is lost

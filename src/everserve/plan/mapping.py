@@ -28,6 +28,8 @@ def not_needed(have: Have, ready: Collection[Rank], leaving: GivenUp) -> GivenUp
     """Mapped slots, of workers that `have` lists, whose expert is in memory of its own on a `ready` worker, or on the
     same one. `leaving`: slots that do not count, because they are about to hold something else."""
     found: dict[Rank, set[Place]] = {}
+    if not any(held.num_mapped for held in have.values()):
+        return {}
     owned = {rank: _owned(held, leaving.get(rank, frozenset())) for rank, held in have.items()}
     for rank, held in have.items():
         for index in range(len(held.experts)) if held.num_mapped else ():
