@@ -22,6 +22,7 @@ from everserve.plan.moves import IsFree
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.members import WorkerState
+from everserve.tables.placement import Placement
 from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
 from everserve.tables.validity import behind
 
@@ -96,8 +97,9 @@ def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
     def may_change(rank: Rank, place: Place) -> bool:
         return is_free(rank, place) and not is_mapped_elsewhere(seats, rank, place)
 
-    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, is_free)]
-    fills = next_fills(cluster.goal.placement, seats, cluster.given_up, may_change, cluster.policy)
+    placement = cluster.goal.placement
+    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, placement, is_free)]
+    fills = next_fills(placement, seats, cluster.given_up, may_change, cluster.policy)
     for order in fills:
         cluster.seats[order.rank].filling = order.fills
     return [*told, *fills]
@@ -112,14 +114,14 @@ def _map(cluster: Cluster) -> Iterator[FillSlots]:
             yield FillSlots(seat.rank, seat.incarnation, seat.filling)
 
 
-def _unmap(cluster: Cluster, is_free: IsFree) -> Iterator[ClearSlots]:
+def _unmap(cluster: Cluster, placement: Placement, is_free: IsFree) -> Iterator[ClearSlots]:
     """Mapped slots that are not needed any more, and that routes do not lead to. What was given up for another reason,
     when the last routes were made, may be needed now."""
     serving = [seat for seat in cluster.seats.values() if seat.can_serve]
     idle = {seat.rank: seat for seat in serving if seat.state is WorkerState.READY and seat.is_idle}
     have = what_is_held(serving)
     ready = {seat.rank for seat in serving if seat.state is WorkerState.READY}
-    for rank, places in not_needed(have, ready, cluster.given_up).items():
+    for rank, places in not_needed(placement, have, ready, cluster.given_up).items():
         seat, given_up = idle.get(rank), cluster.given_up.get(rank, frozenset())
         if seat is not None:
             seat.clearing = tuple(place for place in sorted(places & given_up) if is_free(rank, place))

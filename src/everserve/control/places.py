@@ -36,7 +36,7 @@ def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
     changing = _being_changed(ready)
     found = given_up(placement, without(what_is_held(ready), changing), [seat.rank for seat in ready])
     _add(found, changing)
-    _add(found, not_needed(what_is_held(serving), {seat.rank for seat in ready}, found))
+    _add(found, not_needed(placement, what_is_held(serving), {seat.rank for seat in ready}, found))
     return found
 
 
@@ -164,6 +164,8 @@ def mappings(
         and seat.goal.device not in goal.absent
     ]
     left = {seat.rank: seat.in_memory for seat in away if seat.in_memory is not None}
+    if not left:
+        return []
     have = {seat.rank: _changed(seat.held, seat) for seat in ready if seat.held is not None}
     calls = [index for index, call in enumerate(goal.placement.calls) if call.kind is not ShardKind.HEAD]
 

@@ -19,16 +19,21 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from everserve.plan.dealing import Loads
 from everserve.plan.moves import GivenUp, Have, Move
 from everserve.tables.ids import Rank
+from everserve.tables.placement import Placement
 from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
 
 Reaches = Callable[[Rank, Rank], bool]  # (worker, seat): whether the worker can compute with the seat's memory
 
 
-def not_needed(have: Have, ready: Collection[Rank], leaving: GivenUp) -> GivenUp:
+def not_needed(placement: Placement, have: Have, ready: Collection[Rank], leaving: GivenUp) -> GivenUp:
     """Mapped slots, of workers that `have` lists, whose expert is in memory of its own on a `ready` worker, or on the
-    same one. `leaving`: slots that do not count, because they are about to hold something else."""
+    same one. `leaving`: slots that are about to hold something else. They do not count, unless their expert shall have
+    no place at all: what maps it may be in their way."""
     found: dict[Rank, set[Place]] = {}
-    owned = {rank: _owned(held, leaving.get(rank, frozenset())) for rank, held in have.items()}
+    if not any(held.num_mapped for held in have.values()):
+        return {}
+    planned = [{e for seat in placement.seats for e in seat.experts(i)} for i in range(len(placement.calls))]
+    owned = {rank: _owned(held, leaving.get(rank, frozenset()), planned) for rank, held in have.items()}
     for rank, held in have.items():
         for index in range(len(held.experts)) if held.num_mapped else ():
             elsewhere = set[int]().union(*(owned[other][index] for other in have if other in ready or other == rank))
@@ -38,9 +43,9 @@ def not_needed(have: Have, ready: Collection[Rank], leaving: GivenUp) -> GivenUp
     return {rank: frozenset(places) for rank, places in found.items() if places}
 
 
-def _owned(held: HeldSlots, leaving: Collection[Place]) -> list[set[int]]:
+def _owned(held: HeldSlots, leaving: Collection[Place], planned: Sequence[Collection[int]]) -> list[set[int]]:
     return [
-        {expert for slot, expert in enumerate(held.own(index)) if Place(index, slot) not in leaving}
+        {e for slot, e in enumerate(held.own(index)) if Place(index, slot) not in leaving or e not in planned[index]}
         for index in range(len(held.experts))
     ]
 
