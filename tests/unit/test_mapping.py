@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from msgspec.structs import replace
 
 from everserve.bench.shapes import SMALL
 from everserve.config.cluster import ClusterConfig
@@ -30,8 +31,8 @@ def everywhere(rank: Rank, lender: Rank) -> bool:
     return True
 
 
-def mapped(have, left, reaches=everywhere, loads=None, refused=()) -> list[tuple[Rank, Fill]]:
-    moves = next_mappings(have, left, reaches, range(NUM_LAYERS), loads or {}, refused)
+def mapped(have, left, reaches=everywhere, loads=None, refused=(), told=None) -> list[tuple[Rank, Fill]]:
+    moves = next_mappings(PLACEMENT, have, left, told or {}, reaches, range(NUM_LAYERS), lambda: loads or {}, refused)
     return [(move.rank, move.fill) for move in moves]
 
 
@@ -47,6 +48,13 @@ def test_the_lowest_layer_and_the_most_loaded_expert_come_first_and_workers_shar
 def test_what_has_a_place_is_not_mapped():
     have = {TWO: held((0, 3), EMPTY), THREE: held((4, 5), 1)}
     assert mapped(have, {ONE: held((0, 1))}) == []
+
+
+def test_what_workers_were_told_counts():
+    """One that is about to clear a slot has it free; what is being filled has a place."""
+    have = {TWO: held((2, 3), 0, EMPTY), THREE: held((4, 5), EMPTY)}
+    told = {TWO: ((), (Place(0, 2),)), THREE: ((Fill(0, 2, 1), Fill(1, 2, 1)), ())}
+    assert mapped(have, {ONE: held((0, 1))}, told=told) == [(TWO, Fill(0, 2, 0))]
 
 
 def test_there_may_be_too_few_slots():
@@ -85,7 +93,7 @@ def test_a_leaving_worker_does_not():
 def test_nor_does_a_slot_that_is_about_to_change():
     have = {ONE: held((0, 1)), TWO: held((2, 3), 0)}
     assert not_needed(PLACEMENT, have, {ONE, TWO}, {ONE: frozenset({Place(0, 0)})}) == {TWO: {Place(1, 2)}}
-    few = place_experts(3, (0, 1), [ONE, TWO, THREE], 0)  # expert 3 shall have no place
+    few = replace(PLACEMENT, seats=PLACEMENT.seats[:1])  # expert 3 shall have no place
     have = {ONE: held((3, 0)), TWO: held((EMPTY, EMPTY), 3)}
     leaving = {ONE: frozenset({Place(0, 0), Place(1, 0)})}
     assert not_needed(few, have, {ONE, TWO}, leaving) == {TWO: {Place(0, 2), Place(1, 2)}}
