@@ -87,7 +87,7 @@ def test_what_servers_are_told():
         flags = make_settings(serve=("--detect-ms", "100")).flags(bundled, 6)
     assert bundled.num_experts == 64
     assert " ".join(flags).endswith(
-        "--kv-log mirror --devices 8 --shadow-experts 6 --enable-chaos --weights memory --detect-ms 100"
+        "--devices 8 --shadow-experts 6 --enable-chaos --weights memory --map-experts on --detect-ms 100"
     )
     assert make_settings(num_streams=64).flags(LARGE, 1)[:4] == LARGE.flags
 

@@ -107,6 +107,11 @@ def test_nor_does_a_slot_that_is_about_to_change():
         ({"attention_workers": 1, "expert_workers": 4, "shadow_experts": 1}, {"weights": "memory"}, (3, 3)),
         ({"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0}, {"weights": "mapped"}, (4, 0)),
         ({"attention_workers": 1, "expert_workers": 1}, {"weights": "memory"}, (8, 0)),
+        (
+            {"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0, "map_experts": "off"},
+            {"weights": "memory"},
+            (4, 0),
+        ),
         ({"tensor_parallel_size": 2}, {"divides_heads": True, "tensor_parallel": True}, None),
     ],
 )
