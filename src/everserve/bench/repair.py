@@ -61,6 +61,7 @@ class Settings:
             ),
             *("--devices", str(self.num_devices), "--shadow-experts", str(num_shadows), "--enable-chaos"),
             *(() if is_for_gpu(self.shape) else ("--weights", "memory")),  # as on a GPU: it has to come from somewhere
+            *("--map-experts", "on"),
             *self.serve,
         )
 

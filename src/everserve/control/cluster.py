@@ -164,7 +164,7 @@ class Cluster:
         """What workers should map of the memory of others, and were not told yet."""
         if not self.was_all_ready or not self.capacity.mapped_slots:
             return []
-        return mappings(self.goal, self.seats, self.balancer.loads.by_layer(), self.refused)
+        return mappings(self.goal, self.seats, self.balancer.loads.by_layer, self.refused)
 
     def acknowledged(self) -> dict[Rank, Epoch]:
         """The epoch of the routes that each attention worker uses, by its report."""

@@ -116,7 +116,8 @@ class Executor:
     def _publish(self, effect: effects.Publish, reason: str) -> None:
         self._parts.records.note_epoch(effect, reason)
         send_routes(self._parts.ends, effect)
-        self._parts.gateway.tell_cluster(effect, self._parts.machine.moves)
+        machine = self._parts.machine
+        self._parts.gateway.tell_cluster(effect, machine.moves, machine.mapping)
 
     def _lose(self, effect: effects.Lost) -> None:
         """Fence it: notify all processes that know it; its messages are only counted from now on."""

@@ -107,7 +107,7 @@ from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.routes import Routes
-from everserve.tables.slots import Fill
+from everserve.tables.slots import Fill, Place
 
 __all__ = ["Found", "Machine", "Policy"]
 
@@ -160,6 +160,13 @@ class Machine:
     def moves(self) -> dict[Rank, tuple[Fill, ...]]:
         """Slots that are being filled."""
         return {seat.rank: seat.filling for seat in self._seats.values() if seat.filling}
+
+    @property
+    def mapping(self) -> tuple[Rank, ...]:
+        """Workers that map experts in the memory of others just now. A worker does that alone, or copies."""
+        first = [(s.held, s.filling[0]) for s in self._seats.values() if s.filling]
+        mapped = [held is not None and held.is_mapped(Place(fill.layer_index, fill.slot)) for held, fill in first]
+        return tuple(rank for rank, is_mapped in zip(self.moves, mapped, strict=True) if is_mapped)
 
     @property
     def is_as_planned(self) -> bool:

@@ -22,7 +22,8 @@ from everserve.plan.moves import IsFree
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
 from everserve.tables.members import WorkerState
-from everserve.tables.slots import FailedFill, Fill, HeldSlots, Place
+from everserve.tables.placement import Placement
+from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from everserve.tables.validity import behind
 
 _MOST_MAPPED = 128  # in one message: nothing is copied
@@ -40,14 +41,15 @@ def hold(
 ) -> Step:
     """Routes follow what workers hold."""
     has_changed = seat.held is None or seat.held.experts != slots.experts
+    is_less = seat.held is not None and has_changed and _is_less(seat.held, slots)
     seat.held = slots
     seat.filling = seat.filling[len(seat.filling) - num_left :]
     seat.clearing = seat.clearing[len(seat.clearing) - num_left :]
     cluster.is_moving = cluster.routes is not None
     not_mapped = [one for one in failed if slots.is_mapped(Place(one.layer_index, one.slot))]
     cluster.refused.update((seat.rank, one.layer_index, one.expert) for one in not_mapped)
-    if slots.num_mapped and (has_changed or not_mapped):
-        replace_missed(cluster)  # memory may have been withdrawn, or does not hold what it should
+    if is_less or not_mapped:
+        replace_missed(cluster)  # memory was withdrawn, or does not hold what it should
     if len(failed) > len(not_mapped):
         seat.fill_at = now + cluster.policy.fill_again_s
     if failed:
@@ -56,6 +58,14 @@ def hold(
             publish_soon=(has_changed or bool(not_mapped)) and seat.can_serve,
         )
     return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve)
+
+
+def _is_less(before: HeldSlots, now: HeldSlots) -> bool:
+    """Whether a mapped slot is empty now."""
+    if before.num_mapped != now.num_mapped:
+        return False
+    changed = [i for i, slots in enumerate(before.experts) if slots != now.experts[i]]
+    return any(now.mapped(i)[slot] == EMPTY != e for i in changed for slot, e in before.mapped(i).items())
 
 
 def assume_memory(cluster: Cluster, seat: Seat) -> None:
@@ -96,8 +106,9 @@ def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
     def may_change(rank: Rank, place: Place) -> bool:
         return is_free(rank, place) and not is_mapped_elsewhere(seats, rank, place)
 
-    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, is_free)]
-    fills = next_fills(cluster.goal.placement, seats, cluster.given_up, may_change, cluster.policy)
+    placement = cluster.goal.placement
+    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, placement, is_free)]
+    fills = next_fills(placement, seats, cluster.given_up, may_change, cluster.policy)
     for order in fills:
         cluster.seats[order.rank].filling = order.fills
     return [*told, *fills]
@@ -105,6 +116,8 @@ def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
 
 def _map(cluster: Cluster) -> Iterator[FillSlots]:
     """Experts without a place whose weights are in memory that a survivor reaches."""
+    if not any(seat.is_idle and seat.maps for seat in cluster.seats.values()):
+        return
     moves = cluster.mappings()
     for seat in [cluster.seats[rank] for rank in sorted({move.rank for move in moves})]:
         if seat.is_idle:
@@ -112,14 +125,16 @@ def _map(cluster: Cluster) -> Iterator[FillSlots]:
             yield FillSlots(seat.rank, seat.incarnation, seat.filling)
 
 
-def _unmap(cluster: Cluster, is_free: IsFree) -> Iterator[ClearSlots]:
+def _unmap(cluster: Cluster, placement: Placement, is_free: IsFree) -> Iterator[ClearSlots]:
     """Mapped slots that are not needed any more, and that routes do not lead to. What was given up for another reason,
     when the last routes were made, may be needed now."""
     serving = [seat for seat in cluster.seats.values() if seat.can_serve]
-    idle = {seat.rank: seat for seat in serving if seat.state is WorkerState.READY and seat.is_idle}
+    idle = {seat.rank: seat for seat in serving if seat.is_idle and seat.maps}
+    if not idle:
+        return
     have = what_is_held(serving)
     ready = {seat.rank for seat in serving if seat.state is WorkerState.READY}
-    for rank, places in not_needed(have, ready, cluster.given_up).items():
+    for rank, places in not_needed(placement, have, ready, cluster.given_up).items():
         seat, given_up = idle.get(rank), cluster.given_up.get(rank, frozenset())
         if seat is not None:
             seat.clearing = tuple(place for place in sorted(places & given_up) if is_free(rank, place))

@@ -1,7 +1,7 @@
 """What the machine decides about the places of experts: a new placement when workers come and go, and the next slots to
 fill on the way to it. Pure functions of seats, goal and routes."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -37,7 +37,7 @@ def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
     changing = _being_changed(ready)
     found = given_up(placement, without(what_is_held(ready), changing), [seat.rank for seat in ready])
     _add(found, changing)
-    _add(found, not_needed(what_is_held(serving), {seat.rank for seat in ready}, found))
+    _add(found, not_needed(placement, what_is_held(serving), {seat.rank for seat in ready}, found))
     return found
 
 
@@ -158,22 +158,23 @@ def _there(seat: Seat, planned: SeatExperts | None, slots: Sequence[int]) -> Sea
 
 
 def mappings(
-    goal: Goal, seats: Mapping[Rank, Seat], loads: Mapping[int, Loads], refused: Collection[tuple[Rank, int, int]] = ()
+    goal: Goal,
+    seats: Mapping[Rank, Seat],
+    loads: Callable[[], Mapping[int, Loads]],
+    refused: Collection[tuple[Rank, int, int]] = (),
 ) -> list[Move]:
     """What ready workers should map now, besides what they were told already. Memory is dropped with its device, and
     with a seat that retires or changes its role."""
     if goal.placement is None:
         return []
     ready = [seat for seat in seats.values() if seat.state is WorkerState.READY]
-    away = [
-        seat
-        for seat in seats.values()
-        if seat.state is not WorkerState.READY
-        and seat.goal.wanted is Wanted.STAY
-        and seat.goal.device not in goal.absent
-    ]
+    staying = [seat for seat in seats.values() if seat.goal.wanted is Wanted.STAY]
+    away = [s for s in staying if s.state is not WorkerState.READY and s.goal.device not in goal.absent]
     left = {seat.rank: seat.in_memory for seat in away if seat.in_memory is not None}
-    have = {seat.rank: _changed(seat.held, seat) for seat in ready if seat.held is not None}
+    if not left:
+        return []
+    have = what_is_held(ready)
+    told = {rank: (seats[rank].filling, seats[rank].clearing) for rank in have if not seats[rank].is_idle}
     calls = [index for index, call in enumerate(goal.placement.calls) if call.kind is not ShardKind.HEAD]
 
     def reaches(rank: Rank, lender: Rank) -> bool:
@@ -181,16 +182,7 @@ def mappings(
         one, other = seats[rank].goal, seats[lender].goal
         return (one.host, one.gpu) == (other.host, other.gpu)
 
-    return next_mappings(have, left, reaches, calls, loads, refused)
-
-
-def _changed(held: HeldSlots, seat: Seat) -> HeldSlots:
-    """What it will hold when it has done what it was told."""
-    held = _emptied(held, frozenset(seat.clearing))
-    experts = [[*slots] for slots in held.experts]
-    for fill in seat.filling:
-        experts[fill.layer_index][fill.slot] = fill.expert
-    return msgspec.structs.replace(held, experts=tuple(map(tuple, experts)))
+    return next_mappings(goal.placement, have, left, told, reaches, calls, loads, refused)
 
 
 def is_mapped_elsewhere(seats: Iterable[Seat], rank: Rank, place: Place) -> bool:

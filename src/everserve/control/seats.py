@@ -148,6 +148,11 @@ class Seat:
         return not self.filling and not self.clearing
 
     @property
+    def maps(self) -> bool:
+        """It is ready, and has slots for experts in the memory of others."""
+        return self.state is WorkerState.READY and self.held is not None and self.held.num_mapped > 0
+
+    @property
     def in_memory(self) -> HeldSlots | None:
         """What is in the memory of the seat, as far as that is known. It outlives its workers."""
         return self.held if self.held is not None else self.left

@@ -85,9 +85,9 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if [len(slots) for slots in self.experts] != [len(slots) for slots in self.generations]:
             raise ValueError("slots without a generation, or generations without a slot")
-        if any(expert < EMPTY for slots in self.experts for expert in slots):
+        if any(min(slots, default=EMPTY) < EMPTY for slots in self.experts):
             raise ValueError("a slot holds an expert with a negative number")
-        if any(generation < 0 for slots in self.generations for generation in slots):
+        if any(min(slots, default=0) < 0 for slots in self.generations):
             raise ValueError("a generation is negative")
         if not 0 <= self.num_mapped <= min(map(len, self.experts), default=0):
             raise ValueError(f"{self.num_mapped} slots without memory of their own, and fewer slots than that")

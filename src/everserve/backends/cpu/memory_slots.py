@@ -38,6 +38,7 @@ log = logging.getLogger(__name__)
 
 _LOCK_S = 30.0  # how long a fill waits for a process that was stopped while it filled the same slot, and will be killed
 _LOOK_AGAIN_S = 0.01
+_AT_ONCE_BYTES = 4 << 20  # the checksum of so many takes less time than a thread to begin, where cores are busy
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class MemorySlots:
         self._loans: dict[Place, _Loan] = {}
         self._num_mapped = experts.num_slots - own.plan.num_slots
         self._filling: Fill | None = None
-        self._thread: Background[_Ready] = Background("fill", FILL_NICE)
+        self._copies: Background[_Ready] = Background("fill", FILL_NICE)
+        self._loans_begun: Background[_Ready] = Background("borrow", 0)  # streams wait for them
         self._backup_filling: BackupFilling | None = None
         own.table.claim(identity, incarnation)
 
@@ -135,14 +137,21 @@ class MemorySlots:
     def begin(self, fill: Fill) -> None:
         self._empty(Place(fill.layer_index, fill.slot))
         self._filling = fill
-        load = self._copy if self._is_own(Place(fill.layer_index, fill.slot)) else self._borrow
-        self._thread.begin(lambda: load(fill))
+        if self._is_own(Place(fill.layer_index, fill.slot)):
+            self._copies.begin(lambda: self._copy(fill))
+        elif self._num_bytes(fill.layer_index, fill.expert) <= _AT_ONCE_BYTES:
+            self._loans_begun.do(lambda: self._borrow(fill))
+        else:
+            self._loans_begun.begin(lambda: self._borrow(fill))
 
     def poll(self) -> Filled | FailedFill | None:
-        fill, result = self._filling, self._thread.poll()
+        fill = self._filling
+        if fill is None:
+            return None
+        is_own = self._is_own(Place(fill.layer_index, fill.slot))
+        result = (self._copies if is_own else self._loans_begun).poll()
         if result is None:
             return None
-        assert fill is not None
         self._filling = None
         if isinstance(result, Exception):
             return FailedFill(**fill._asdict(), reason=f"{type(result).__name__}: {result}")
