@@ -127,7 +127,7 @@ class MappedWorld(World):
 SHAPES = [(2, 3, 0), (3, 2, 0), (3, 3, 0), (3, 4, 0), (4, 2, 2), (4, 3, 2)]
 
 
-@examples(60)
+@examples(40)
 @given(
     st.lists(st.tuples(st.integers(0, len(ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from(SHAPES),

@@ -69,6 +69,7 @@ class SlotChanges:
         self._filled: list[Filled] = []
         self._failed: list[FailedFill] = []
         self._report_at = 0.0
+        self._num_slots = [*map(len, slots.held.experts)]  # never changes
 
     @property
     def is_pending(self) -> bool:
@@ -143,7 +144,6 @@ class SlotChanges:
             self._filled.append(result)
 
     def _is_there(self, change: Fill | Place) -> bool:
-        held = self._slots.held
         index = change.layer_index
-        is_slot = 0 <= index < len(held.experts) and 0 <= change.slot < len(held.experts[index])
+        is_slot = 0 <= index < len(self._num_slots) and 0 <= change.slot < self._num_slots[index]
         return is_slot and (isinstance(change, Place) or 0 <= change.expert < self._slots.num_experts(index))

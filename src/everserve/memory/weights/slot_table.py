@@ -85,6 +85,7 @@ class SlotTable:
         mode = os.O_RDONLY if read_only else os.O_RDWR
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self._lock_fd)
+        self._close.atexit = False  # a thread may still fill a backup then; the kernel closes it
         self._owner: Incarnation | None = None
 
     def close(self) -> None:
