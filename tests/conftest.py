@@ -1,9 +1,12 @@
-"""Real servers for all tests."""
+"""Real servers for all tests, and which process runs which of them."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from everserve.procs.local_server import LocalServer
+from tests.shared_servers import SharedServers, group_of
 
 # PyTorch's own threads wait for each other without sleeping: many times slower where tests share the cores.
 torch.set_num_threads(1)
@@ -26,3 +29,32 @@ def server(start_server):
         yield running
         assert running.process is not None and running.process.poll() is None, running.log_text()
         assert "Traceback" not in running.log_text(), running.log_text()
+
+
+@pytest.fixture(scope="session")
+def shared_servers() -> Iterator[SharedServers]:
+    """`with shared_servers.lend("--flag", ...) as server`: one that other files use too (shared_servers.py)."""
+    servers = SharedServers()
+    yield servers
+    servers.close()
+
+
+class PytestXdist:
+    """Only known to pytest-xdist, which need not be there."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
+        from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
+
+        class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
+            """A process runs a file, or the files that share a server."""
+
+            def _split_scope(self, nodeid: str) -> str:
+                return group_of(nodeid)
+
+        return GroupScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", default="no") == "loadfile":
+        config.pluginmanager.register(PytestXdist())

@@ -125,10 +125,7 @@ def _make_types_once(interpreter: Any) -> None:
     blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
 
     def make_tensor(self: Any, handle: Any, type: Any) -> None:
-        if not type.is_block():
-            plain_tensor(self, handle, type)
-            return
-        key = tuple(type.shape.values)
+        key = tuple(type.shape.values) if type.is_block() else ()
         if key not in shapes:
             plain_tensor(self, handle, type)
             shapes[key] = self.shape, self.numel

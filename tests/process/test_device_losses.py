@@ -32,7 +32,7 @@ def whole(shared):
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has all experts itself."""
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 def lose(server, *devices: int, gone: bool) -> None:

@@ -16,7 +16,7 @@ FLAGS = ("--attention-workers", "2", "--expert-workers", "3", "--enable-chaos", 
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")

@@ -37,7 +37,7 @@ def whole(shared):
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 def say(server, device: int, level: int, reason: str = "") -> str:

@@ -17,7 +17,7 @@ FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")

@@ -41,12 +41,12 @@ def whole(divided):
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has everything itself."""
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")
 def expected_long(server):
-    return c.run_all(server, LONG)
+    return c.right_answers(server, LONG)
 
 
 class Counters:

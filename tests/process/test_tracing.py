@@ -97,7 +97,7 @@ def traced(start_server, collector):
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, STREAMS)
+    return c.right_answers(server, STREAMS)
 
 
 def test_a_request_is_one_trace_and_its_clients_are_part_of_it(traced, collector):
