@@ -9,7 +9,7 @@ from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
 from tests.shared_servers import CLUSTER
 
-LONG = c.asks(6, num_prompt=20, max_tokens=400)
+LONG = c.asks(6, num_prompt=20, max_tokens=240)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.process import cluster as c
 from tests.process.cluster import DECODE
 from tests.shared_servers import CLUSTER
 
-LONG = c.asks(6, num_prompt=300, max_tokens=300)
+LONG = c.asks(6, num_prompt=150, max_tokens=200)
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +67,9 @@ def test_a_rolling_restart_of_every_worker_under_load(whole, expected):
     before = {w["rank"]: w["incarnation"] for w in c.cluster(whole)["workers"]}
     command = [sys.executable, "-m", "everserve.cli", "drain", "--all", "--url", whole.url]
     roll = lambda: subprocess.run(command, check=True, capture_output=True, timeout=120)  # noqa: E731
-    load = LONG * 3
+    load = LONG * 2
     streams = c.run_with(whole, load, c.in_decode, roll)
-    c.assert_equal(streams, expected["long"] * 3)
+    c.assert_equal(streams, expected["long"] * 2)
     after = {w["rank"]: w["incarnation"] for w in c.cluster(whole)["workers"]}
     assert after == {rank: incarnation + 1 for rank, incarnation in before.items()}
     assert c.run_all(whole, DECODE) == expected["decode"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, processors
-from transformers import PreTrainedTokenizerFast
 
 from everserve.errors import ConfigError, ModelError
 from everserve.gateway.text.chat_template import RESERVED, ChatTemplate
@@ -67,8 +66,15 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+def transformers_class() -> Any:
+    """Imported late: it is slow, and every process imports this file."""
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    return PreTrainedTokenizerFast
+
+
 def assert_same(files: TokenizerFiles, directory: Path) -> None:
-    theirs = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    theirs = transformers_class().from_pretrained(directory, local_files_only=True)
     assert files.special_tokens == theirs.special_tokens_map
     assert (files.backend.token_to_id(theirs.eos_token) if theirs.eos_token else None) == theirs.eos_token_id
     template = theirs.chat_template
@@ -173,7 +179,7 @@ FORBIDDEN = (
 
 def render_both(source: str, messages: list[dict[str, Any]], **options: Any) -> list[str]:
     """What each of the two makes of it; an error's kind is enough."""
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token=EOS, bos_token="<s>")
+    theirs = transformers_class()(tokenizer_object=byte_level_tokenizer(), eos_token=EOS, bos_token="<s>")
     theirs.chat_template = source
     special = theirs.special_tokens_map
     variables = options.pop("variables", {})
@@ -214,4 +220,4 @@ def test_a_broken_template_is_told_at_once() -> None:
 
 
 def test_the_parameters_of_transformers_are_reserved() -> None:
-    assert inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters.keys() - {"self"} <= RESERVED
+    assert inspect.signature(transformers_class().apply_chat_template).parameters.keys() - {"self"} <= RESERVED
