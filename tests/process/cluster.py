@@ -52,7 +52,7 @@ def asks(num: int, num_prompt: int, max_tokens: int) -> list[Ask]:
 # Tests share the cores with each other: there a healthy worker may well be silent for the 50 ms of the default.
 PATIENT = ("--detect-ms", "500")
 SMALL_STEPS = ("--max-num-batched-tokens", "64")  # a long prompt is many steps, each of which tells how far it is
-DECODE = asks(6, num_prompt=12, max_tokens=160)
+DECODE = asks(6, num_prompt=12, max_tokens=96)
 PREFILL = asks(4, num_prompt=1000, max_tokens=24)
 
 

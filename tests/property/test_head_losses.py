@@ -143,7 +143,7 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
-@examples(15)
+@examples(8)
 @given(events, st.integers(0, 3), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, seed, keeps_kv):
     schedule = Schedule(seed, keeps_kv)

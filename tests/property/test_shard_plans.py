@@ -53,7 +53,7 @@ def carry_out(placement: Placement, held: Held, ranks: list[Rank]) -> None:
     raise AssertionError("moves that never end")
 
 
-@examples(20)
+@examples(10)
 @given(calls=calls, num=st.integers(2, 6), spread=st.sampled_from(Spread), steps=steps)
 def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps: list[int]) -> None:
     ranks = [Rank(1 + i) for i in range(num)]
