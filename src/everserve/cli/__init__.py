@@ -29,9 +29,8 @@ import typer
 from everserve.errors import UserError
 
 _COMMANDS = (
-    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "chaos", "demo", "drain", "health"),
-    *("kill", "scale"),
-    *("serve", "status", "switch", "version"),
+    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "bench_start", "chaos", "demo", "drain"),
+    *("health", "kill", "scale", "serve", "status", "switch", "version"),
 )
 _ALONE = {name for name in _COMMANDS if not name.startswith("bench")}  # commands with a module of the same name
 
