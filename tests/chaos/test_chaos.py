@@ -29,14 +29,8 @@ def test_no_token_is_lost_in_a_storm(tmp_path):
     have their turn is shown by tests/unit/test_chaos_schedule.py."""
     file = tmp_path / "verdict.json"
     command = [sys.executable, "-m", "everserve.cli", "chaos", "--seconds", str(SECONDS), "--seed", str(SEED)]
-    command += [
-        "--clients",
-        "6",
-        "--stall-limit",
-        "60",
-        "--json",
-        str(file),
-    ]  # machines that run tests may do other things as well
+    command += ["--clients", "6", "--requests", "12", "--json", str(file)]
+    command += ["--stall-limit", "60"]  # machines that run tests may do other things as well
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"seed {SEED}\n{done.stdout}\n{done.stderr[-3000:]}"
     verdict = json.loads(file.read_text())
@@ -53,7 +47,7 @@ def check(server, **flaw: Any) -> Verdict:
     async def main() -> Verdict:
         proxy = Proxy(server.url, after=2 * FEW, **flaw)
         async with serving(proxy) as url:
-            settings = run.Settings(seconds=1, seed=1, num_clients=6, stall_limit_s=30.0, num_requests=FEW)
+            settings = run.Settings(seconds=1, seed=1, num_clients=4, stall_limit_s=30.0, num_requests=FEW)
             verdict = await run.Run(Target(url), settings, Progress(io.StringIO()), schedule=[]).perform()
         assert flaw.get("flaw") is None or proxy.num_flawed, "it was never put to the test"
         return verdict
