@@ -196,6 +196,7 @@ def test_two_expert_workers_at_once(start_server, expected):
         c.wait_whole(server)
 
 
+@pytest.mark.long
 def test_an_expert_without_a_place_makes_streams_wait(start_server, expected):
     """No shadows: clients see a pause, /cluster says why, and everything continues exactly."""
     flags = ("--attention-workers", "2", "--expert-workers", "2", "--shadow-experts", "0")

@@ -168,6 +168,7 @@ def test_half_a_request(http: httpx.Client, server) -> None:
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.long
 def test_a_full_queue(start_server) -> None:
     """More streams than places: 503 with Retry-After, and the running stream is not disturbed."""
     long = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "n": 2, "stream": True}

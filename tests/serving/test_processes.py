@@ -55,6 +55,7 @@ def own(start_server):
         assert "Traceback" not in running.log_text(), running.log_text()
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_everything_at_once(start_server):
     with start_server("--shutdown-timeout", "600") as server:
         pids = children(server)
