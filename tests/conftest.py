@@ -1,12 +1,12 @@
 """Real servers for all tests, and which process runs which of them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from everserve.procs.local_server import LocalServer
-from tests.shared_servers import SharedServers, group_of
 
 # PyTorch's own threads wait for each other without sleeping: many times slower where tests share the cores.
 torch.set_num_threads(1)
@@ -32,8 +32,10 @@ def server(start_server):
 
 
 @pytest.fixture(scope="session")
-def shared_servers() -> Iterator[SharedServers]:
+def shared_servers() -> Iterator[Any]:
     """`with shared_servers.lend("--flag", ...) as server`: one that other files use too (shared_servers.py)."""
+    from tests.shared_servers import SharedServers  # noqa: PLC0415 (clients, which not every machine with a GPU has)
+
     servers = SharedServers()
     yield servers
     servers.close()
@@ -45,6 +47,8 @@ class PytestXdist:
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
         from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
+
+        from tests.shared_servers import group_of  # noqa: PLC0415
 
         class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
             """A process runs a file, or the files that share a server."""
