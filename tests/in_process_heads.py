@@ -34,6 +34,7 @@ from everserve.engine.limits import EngineLimits
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.memory.liveness import Cell, PeerState
+from everserve.memory.pieces.layout import owner_of
 from everserve.memory.pieces.sources import KvSources
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
@@ -41,6 +42,7 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights
+from everserve.plan.parity import parity_groups
 from everserve.tables.block_ranges import BlockRange, block_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
@@ -76,12 +78,14 @@ class ShardWorker:
         self.heads, self.shards = list(heads), list(shards)
         num_blocks = len(world.homes) * BLOCKS_PER_HOME
         self.memory = PoolMemory(world.config, num_blocks, world.num_pieces or len(self.heads), world.item_bytes)
-        if world.has_mirrors:
+        if world.shadow == "mirror":
             self.memory.mirrored()
+        elif world.shadow == "parity":
+            self.memory.with_parity(len(world.homes), world.num_workers)
         self.incarnation = Incarnation(0)
         self.fault: Callable[[int, list[Request]], bool] = lambda call, batch: False
         self.dies_after = False  # computing, before it answers
-        self.mirrors_at_once = True
+        self.shadows_at_once = True
         self.batches: list[tuple[int, list[int]]] = []  # call, ranks
         self.is_dead = True
 
@@ -117,8 +121,8 @@ class ShardWorker:
                 self.die()
                 return True
             server.fetch_next(self.sources)
-        if self.mirrors_at_once and self.half.kv.mirror is not None:
-            self.half.kv.mirror.copy_some(1 << 30)
+        if self.shadows_at_once:
+            self.shadow()
         for call in sorted({request.layer for request in requests}):
             batch = [request for request in requests if request.layer == call]
             if self.fault(call, batch):
@@ -131,6 +135,12 @@ class ShardWorker:
             self.batches.append((call, [request.rank for request in batch]))
             server.compute(batch)
         return bool(requests or num_fetches)
+
+    def shadow(self) -> None:
+        """All that waits to become part of a mirror or a parity."""
+        self.memory.now_s += 1.0
+        while self.sources.has_to_shadow:
+            self.sources.shadow_some(1 << 20)
 
     def die(self) -> None:
         """The process ends; all homes see it."""
@@ -235,11 +245,12 @@ class HeadWorld:
         seed: int = 0,
         places: Mapping[int, Sequence[Identity]] | None = None,
         keeps_kv: bool = False,
+        shadow: str = "mirror",
         has_copies: bool = False,
     ) -> None:
-        """`keeps_kv`: pools have mirrors, and homes have records. `has_copies`: half of all heads have a second place,
-        which has no KV of its own."""
-        self.has_mirrors, self.num_pieces = keeps_kv, 0
+        """`keeps_kv`: pools have this shadow, and homes have records. `has_copies`: half of all heads have a second
+        place, which has no KV of its own."""
+        self.keeps_kv, self.shadow, self.num_pieces = keeps_kv, shadow if keeps_kv else None, 0
         self.directory = directory
         self.config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=True)
         self.checkpoint = Checkpoint.open(str(directory))
@@ -252,7 +263,7 @@ class HeadWorld:
             max_blocks=-(-self.config.max_position_embeddings // BLOCK_SIZE),
             per_token=self.config.max_shards_per_token,
         )
-        self.epoch = 0
+        self.epoch, self.num_workers = 0, num_workers
         self.homes = [Home(self, Rank(rank)) for rank in range(num_homes)]
         rng = random.Random(seed)
         heads, shards = ([[] for _ in range(num_workers)] for _ in range(2))
@@ -293,7 +304,7 @@ class HeadWorld:
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, home.heads, experts), OPS.device, home.experts
         )
-        journal = Journal(KeptKv(log or home.log, home.heads)) if self.has_mirrors else None
+        journal = Journal(KeptKv(log or home.log, home.heads)) if self.keeps_kv else None
         blocks = block_range_of(home.rank, BLOCKS_PER_HOME)
         return make_engine(self.config, forward, blocks, journal, home.heads, **config)
 
@@ -312,13 +323,15 @@ class HeadWorld:
 
     def offer(self, worker: ShardWorker) -> None:
         """Every worker gets the memory of all others, as the orchestrator gives it to them."""
-        for other in self.workers if self.has_mirrors else ():
+        for other in self.workers if self.keeps_kv else ():
             if other is worker or other.is_dead:
                 continue
             for reader, owner in ((worker, other), (other, worker)):
                 reader.sources.offer(owner.rank, Kind.KV_PIECES, os.dup(owner.memory.fd))
                 if owner.memory.mirror_fd is not None:
                     reader.sources.offer(owner.rank, Kind.KV_MIRROR, os.dup(owner.memory.mirror_fd))
+                if owner.memory.parity_fd is not None:
+                    reader.sources.offer(owner.rank, Kind.KV_PARITY, os.dup(owner.memory.parity_fd))
 
     def engine_alone(self, decoder: Decoder) -> Engine:
         """All in one process: what all others must reproduce."""
@@ -359,6 +372,21 @@ class HeadWorld:
         routes = Routes.of(Epoch(self.epoch), candidates)
         for home in self.homes:
             home.peers.use(routes)
+
+    def regroup(self) -> None:
+        """The parity of heads where they are asked now, at workers that live."""
+        alive = {worker.rank: worker for worker in self.workers if not worker.is_dead}
+        places: dict[Identity, Rank] = {}
+        for worker in alive.values():
+            for layer, held in worker.half.held.items():
+                for head in held:
+                    if head >= 0:
+                        places.setdefault((layer, head), worker.rank)
+        found: dict[Rank, list[list[int]]] = {rank: [] for rank in alive}
+        for group in parity_groups(places, {rank: rank for rank in alive}):
+            found[group.keeper].append([owner_of(*head) for head in group.members])
+        for rank, worker in alive.items():
+            worker.sources.regroup([found[rank]] * len(self.homes))
 
     def turn(self) -> bool:
         return sum(worker.turn() for worker in self.workers) > 0

@@ -1,6 +1,6 @@
 """Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
 workers that die anywhere in a step or while they fetch KV, and come back with their memory or without it; heads that
-move from one worker to another; mirrors that lag behind; homes that die, and whose streams go on at the other one.
+move from one worker to another; mirrors and parities that lag behind, and groups that change; homes that die, and whose streams go on at the other one.
 
 Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
 """
@@ -33,6 +33,7 @@ events = st.lists(
         st.tuples(st.just("move"), st.integers(0, 1)),
         st.tuples(st.just("lag"), st.integers(0, NUM_WORKERS - 1), st.booleans()),
         st.tuples(st.just("end"), st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("regroup"), st.just(0)),
     ),
     min_size=2,
     max_size=20,
@@ -65,10 +66,12 @@ def _spec(id: str, request: tuple):
 class Schedule:
     """Two homes and their streams."""
 
-    def __init__(self, seed: int, keeps_kv: bool) -> None:
-        told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "has_copies": keeps_kv}
+    def __init__(self, seed: int, shadow: str | None) -> None:
+        keeps_kv = shadow is not None
+        told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "shadow": shadow, "has_copies": keeps_kv}
         self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, **told)
         self.keeps_kv = keeps_kv
+        self.world.regroup()
         self.engines = [self._engine(i) for i in (0, 1)]
         self.requests: dict[str, tuple] = {}
         self.streams: dict[str, list[int]] = {}
@@ -85,7 +88,11 @@ class Schedule:
         self.world.publish()
 
     def lag(self, index: int, does: bool) -> None:
-        self.world.workers[index].mirrors_at_once = not does
+        self.world.workers[index].shadows_at_once = not does
+
+    def regroup(self, home: int) -> None:
+        """At any time, also while what the last groups cover is needed: that costs time, and no token."""
+        self.world.regroup()
 
     def end(self, home: int, moves: bool) -> None:
         """A home dies. Its streams go on at the other one, or at its successor."""
@@ -144,9 +151,9 @@ class Schedule:
 
 
 @examples(15)
-@given(events, st.integers(0, 3), st.booleans())
-def test_every_stream_is_what_it_would_be_alone(events, seed, keeps_kv):
-    schedule = Schedule(seed, keeps_kv)
+@given(events, st.integers(0, 3), st.sampled_from([None, "mirror", "parity"]))
+def test_every_stream_is_what_it_would_be_alone(events, seed, shadow):
+    schedule = Schedule(seed, shadow)
     try:
         for name, home, *rest in events:
             if name == "step":

@@ -7,6 +7,7 @@ import pytest
 
 from everserve.bench.shapes import SMALL
 from everserve.config.cluster import ClusterConfig
+from everserve.config.kvlog import LogConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.model.config import ModelConfig
 from everserve.plan.survival import survivals
@@ -36,7 +37,7 @@ def design(tmp_path):
 
 def weights(goal: Goal, capacity: Capacity) -> list[Weights]:
     """Of one and two processes, one and two devices."""
-    return [one.weights for one in survivals(goal, capacity, "mirror")]
+    return [one.weights for one in survivals(goal, capacity, LogConfig(mode="mirror"))]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,7 @@ def test_what_a_lost_device_leaves(design):
     ],
 )
 def test_where_kv_outlives_its_worker(design, kv_log, kv):
-    found = survivals(*design("llama", tensor_parallel_size=4), kv_log)
+    found = survivals(*design("llama", tensor_parallel_size=4), LogConfig(mode=kv_log))
     assert [one.kv for one in found] == kv
     assert [one.failure for one in found] == [
         *("any one process", "any two processes"),
