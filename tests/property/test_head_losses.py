@@ -1,6 +1,7 @@
 """Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
 workers that die anywhere in a step or while they fetch KV, and come back with their memory or without it; heads that
-move from one worker to another; mirrors and parities that lag behind, and groups that change; homes that die, and whose streams go on at the other one.
+move from one worker to another; mirrors and parities that lag behind, and groups that change; homes that die, and whose
+streams go on at the other one.
 
 Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
 """

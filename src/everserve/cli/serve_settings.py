@@ -90,7 +90,7 @@ def _log(said: Said[LogConfig], device: str) -> LogConfig:
     """What was said of both must agree; what was not said follows."""
     found, shadow = said.make(device), said.values.get("shadow")
     if said.values.get("mode") == "mirror" and shadow not in (None, "mirror"):
-        raise ConfigError(f"--kv-log mirror with --kv-shadow {shadow}: with -tp that mirror is the shadow; leave one out")
+        raise ConfigError(f"--kv-log mirror with --kv-shadow {shadow}: that mirror is the shadow, leave one out")
     return found
 
 
@@ -100,8 +100,8 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
     if not (source.tensor_parallel and cluster.expert_workers and settings.compute.device == "cpu"):
         if settings.log.shadow is not None:
             raise ConfigError(
-                f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one worker,"
-                " and --kv-log says where it outlives it"
+                f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
+                " worker, and --kv-log says where it outlives it"
             )
         return settings
     if source.weights != "mapped":

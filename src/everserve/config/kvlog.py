@@ -28,8 +28,9 @@ class LogConfig(Config, frozen=True, kw_only=True):
     shadow: Annotated[
         str | None,
         Flag(
-            "With -tp on CPUs: what the KV of a lost device is fetched from. mirror: a copy in host memory; parity: memory"
-            " of other devices, from which any one is rebuilt; off: nothing, it is computed again. Default: as --kv-log",
+            "With -tp on CPUs: what the KV of a lost device is fetched from. mirror: a copy in host memory; parity:"
+            " memory of other devices, from which that of any one is rebuilt; off: nothing, it is computed again."
+            " Default: as --kv-log",
             name="kv_shadow",
             choices=("off", "mirror", "parity"),
         ),

@@ -1,7 +1,7 @@
-"""Which pools of heads' KV exist, and their mirrors or parities, so that workers can fetch KV out of each other's memory.
+"""Which pools of heads' KV exist, with mirrors or parities: workers fetch KV out of each other's memory.
 
 They belong to an expert seat and outlive its workers. Pools and parities are lost with their device, mirrors are not.
-Every other expert worker gets the descriptors in advance, so that a fetch needs no other process (memory/pieces/sources.py).
+Every other expert worker gets the descriptors in advance: so a fetch needs no other process (memory/pieces/sources.py).
 """
 
 from everserve.control.anchor_client import AnchorClient

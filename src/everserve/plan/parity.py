@@ -1,13 +1,13 @@
-"""Which heads form a group whose parity is kept by which worker, so that after the loss of any one device every head that
-was on it can be rebuilt from the others.
+"""Which heads form a group, and which worker keeps its parity: after the loss of any one device every head that was on
+it can be rebuilt from the others.
 
     device         0        1        2        3
     heads          a        b        c        -       parity of a, b, c on 3
                    d        e        -        f       parity of d, e, f on 2: each device is left out in turn
 
 The members of a group are on different devices, and its parity is on one more. So a group of N - 1 heads on N devices
-takes the memory of one: parities take 1/N of all that is used. A loss leaves no group as it was, so nothing is gained by
-remembering earlier groups: they follow from where heads are now.
+takes the memory of one: parities take 1/N of all that is used. A loss leaves no group as it was, so there is nothing
+to gain by remembering earlier groups: they follow from where heads are now.
 """
 
 from collections.abc import Mapping

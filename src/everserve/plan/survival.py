@@ -6,9 +6,9 @@
     devices lost    at once                             when survivors have           when a device returns
                                                         loaded it
 
-Where heads are divided their KV outlives processes. With a device it is lost, and there is what its shadow gives: all of
-it (mirror), that of one device (parity), or nothing. Heads without a second place wait for the successor, which finds
-their KV.
+Where heads are divided their KV outlives processes. With a device it is lost, and there is what its shadow gives: all
+of it (mirror), that of one device (parity), or nothing. Heads without a second place wait for the successor, which
+finds their KV.
 """
 
 from everserve.config.kvlog import LogConfig

@@ -2,12 +2,13 @@
 
 Heads of different workers form a *group*; its parity is kept by a worker that has none of them (plan/parity.py). Each
 token of the parity is the exclusive or of that token in all members, and its word that of their words. So a member is
-rebuilt from the others and the parity, and certifies itself as ever: a parity that is torn, or older than a member, only
-shortens what is believed.
+rebuilt from the others and the parity, and certifies itself as ever: a parity that is torn, or older than a member,
+only shortens what is believed.
 
 It is written by the worker that keeps it, behind the steps, out of the pools of the others: every token passes through
-every worker that has heads, so each knows which slots have changed, and the chains by which it can tell whether a member
-has stored its part yet. Nothing is added to what was there before, so writing twice, or dying in between, does no harm.
+every worker that has heads, so each knows which slots have changed, and the chains by which it can tell whether a
+member has stored its part yet. It does not depend on what was there before, so writing twice, or dying in between, does
+no harm.
 
     note (rows were stored, or fetched)  --_REST_S-->  write  -->  covered
                                            ^             |  a member does not have it yet
@@ -46,7 +47,7 @@ class Parity:
     def __init__(self, memory: ParityMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory = memory
         self._clock = clock
-        self._chains = np.frombuffer(memory.chains, np.uint64)  # by slot
+        self._chains = np.frombuffer(memory.chains, np.dtype(np.uint64))  # by slot
         self._is_missing = np.zeros(memory.shape.num_slots, bool)  # noted, and given up
         self._waiting: list[_Rows] = []  # a heap
         self._numbers = itertools.count()
@@ -59,9 +60,9 @@ class Parity:
         """These rows were stored: addresses of int32 and of uint64. Once for each layer, so usually nothing is new."""
         if not num_rows:
             return
-        slots = np.frombuffer((ctypes.c_int32 * num_rows).from_address(kv_slots), np.int32)
-        found = np.frombuffer((ctypes.c_uint64 * num_rows).from_address(chains), np.uint64)
-        self.learn(slots, found)
+        slots = (ctypes.c_int32 * num_rows).from_address(kv_slots)
+        found = (ctypes.c_uint64 * num_rows).from_address(chains)
+        self.learn(np.ctypeslib.as_array(slots), np.ctypeslib.as_array(found))
 
     def learn(self, slots: NDArray[np.int32], chains: NDArray[np.uint64]) -> None:
         """Tokens with these chains are in these slots."""

@@ -4,7 +4,7 @@
     members     [home][group][max_members]: the heads of each group
     chains      [block][slot]: of the tokens that this worker knows there. A successor, and new groups, begin with them
 
-Like pools it has room for the worst case, here as many groups as there are heads, and is only paid for where it is used.
+Like a pool it has room for the worst case, here as many groups as there are heads, and is only paid for where used.
 """
 
 import ctypes

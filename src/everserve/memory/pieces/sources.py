@@ -119,8 +119,9 @@ class KvSources:
         """What was copied here belongs into the mirror too, as what is computed here does; and what the parity is told
         of a stream that was computed elsewhere it learns here."""
         size = self._own.shape.block_size
-        slots = (wanted.blocks[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)[:num_right]
-        slots, copied = np.ascontiguousarray(slots, np.int32), np.ascontiguousarray(copied)
+        all_slots = (wanted.blocks[:, None] * size + np.arange(size, dtype=np.int32)).reshape(-1)
+        slots: NDArray[np.int32] = np.ascontiguousarray(all_slots[:num_right], np.int32)
+        copied = np.ascontiguousarray(copied)
         if self._own.mirror is not None and num_right and len(copied):
             self._own.mirror.note(slots.ctypes.data, len(slots), copied.ctypes.data, len(copied))
         if self._own.parity is not None and num_right:
