@@ -34,7 +34,7 @@ class PoolMemory:
         self.now_s = 0.0  # for what waits for a while
 
     def mirrored(self) -> "PoolMemory":
-        self.mirror_fd = create_memory("kv-mirror", self.shape.num_bytes)
+        self.mirror_fd = create_memory("kv-mirror", self.shape.mirrored.num_bytes)
         return self
 
     def with_parity(self, num_homes: int, num_workers: int) -> "PoolMemory":

@@ -43,7 +43,7 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights
 from everserve.plan.parity import parity_groups
-from everserve.tables.block_ranges import BlockRange, block_range_of
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of, parking_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.memory import Kind
@@ -210,6 +210,7 @@ def make_engine(
     blocks: BlockRange,
     journal: Journal | None = None,
     heads: RemoteHeads | None = None,
+    parking: BlockRange = NO_BLOCKS,
     **changes: int,
 ) -> Engine:
     told = {
@@ -222,6 +223,7 @@ def make_engine(
         max_model_len=config.max_position_embeddings,
         num_blocks=blocks.num_blocks,
         first_block=blocks.first_block,
+        parking=parking,
         vocab_size=config.vocab_size,
     )
     config = EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told)
@@ -298,26 +300,36 @@ class HeadWorld:
         weights = Weights(self.config, self.checkpoint, "auto", OPS.device)
         return Decoder(self.config, weights, OPS, self.config.max_position_embeddings, has_heads=has_heads)
 
-    def engine(self, index: int = 0, decoder: Decoder | None = None, log: Log | None = None, **config: int) -> Engine:
-        """Of one home; `log`: of a predecessor."""
+    def engine(
+        self,
+        index: int = 0,
+        decoder: Decoder | None = None,
+        log: Log | None = None,
+        num_blocks: int = BLOCKS_PER_HOME,
+        **config: int,
+    ) -> Engine:
+        """Of one home; `log`: of a predecessor; `num_blocks`: of those that are its own."""
         home, decoder = self.homes[index], decoder or self.decoder()
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, home.heads, experts), OPS.device, home.experts
         )
         journal = Journal(KeptKv(log or home.log, home.heads)) if self.keeps_kv else None
-        blocks = block_range_of(home.rank, BLOCKS_PER_HOME)
-        return make_engine(self.config, forward, blocks, journal, home.heads, **config)
+        blocks = block_range_of(home.rank, BLOCKS_PER_HOME)._replace(num_blocks=num_blocks)
+        parking = NO_BLOCKS
+        if self.shadow == "mirror":
+            parking = parking_range_of(home.rank, BLOCKS_PER_HOME, len(self.homes))
+        return make_engine(self.config, forward, blocks, journal, home.heads, parking, **config)
 
     def log_shape(self) -> LogShape:
         """Of a home's records."""
         config = self.config
         return LogShape(
-            num_blocks=len(self.homes) * BLOCKS_PER_HOME,
+            num_blocks=2 * len(self.homes) * BLOCKS_PER_HOME,
             block_size=BLOCK_SIZE,
             num_layers=config.num_layers,
             num_planes=2 * config.num_kv_heads,
             piece_bytes=config.head_size * self.item_bytes,
-            num_records=2 * MAX_SEQS,
+            num_records=3 * MAX_SEQS,
             max_blocks=-(-config.max_position_embeddings // BLOCK_SIZE),
         )
 

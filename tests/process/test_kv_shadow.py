@@ -1,4 +1,4 @@
-"""What is left of heads' KV when devices are lost: rebuilt from parity, or kept in host memory when there is no room."""
+"""What is left of heads' KV when devices are lost: rebuilt from parity, or parked when there is no room for it."""
 
 import pytest
 
@@ -28,7 +28,9 @@ def test_kv_of_a_lost_device_is_rebuilt(covered, expected_long):
     assert kv["any two devices"] == "KV that is lost is computed again"
     for gone in (False, True):
         since = Counters(covered)
-        c.assert_equal(c.run_with(covered, LONG, c.in_decode, lambda gone=gone: lose(covered, gone=gone)), expected_long)
+        c.assert_equal(
+            c.run_with(covered, LONG, c.in_decode, lambda gone=gone: lose(covered, gone=gone)), expected_long
+        )
         assert_kept(since)
         if not gone:
             c.wait_whole(covered)

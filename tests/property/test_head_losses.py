@@ -18,11 +18,12 @@ from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from tests.examples import examples
-from tests.in_process_heads import HeadWorld
+from tests.in_process_heads import BLOCKS_PER_HOME, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
 
 NUM_WORKERS = 3
+FEW_BLOCKS = 10  # so that streams have to make room for each other, and are parked
 requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 10), st.sampled_from([0.0, 0.8]))
 deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(-1, 3), st.booleans(), st.booleans())
 events = st.lists(
@@ -71,7 +72,7 @@ class Schedule:
         keeps_kv = shadow is not None
         told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "shadow": shadow, "has_copies": keeps_kv}
         self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, **told)
-        self.keeps_kv = keeps_kv
+        self.keeps_kv, self.num_blocks = keeps_kv, BLOCKS_PER_HOME if seed % 2 else FEW_BLOCKS
         self.world.regroup()
         self.engines = [self._engine(i) for i in (0, 1)]
         self.requests: dict[str, tuple] = {}
@@ -80,7 +81,8 @@ class Schedule:
         self.loses_memory: dict[int, bool] = {}
 
     def _engine(self, home: int, log: Log | None = None):
-        return self.world.engine(home, alone()[1], log, max_num_batched_tokens=20, max_num_seqs=5)
+        told = {"num_blocks": self.num_blocks, "max_num_batched_tokens": 20, "max_num_seqs": 5}
+        return self.world.engine(home, alone()[1], log, **told)
 
     def move(self, home: int) -> None:
         """Routes prefer other places for all heads that have more than one."""

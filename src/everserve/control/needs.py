@@ -62,7 +62,7 @@ class Needs:
             owner, shape = seat_owner(worker.rank), sizes.pieces(self.model, self.capacity)
             needed.append(self._of(Kind.KV_PIECES, owner, shape.num_bytes, seat.device))
             if self._kv_shadow == "mirror":
-                needed.append(self._of(Kind.KV_MIRROR, owner, shape.num_bytes))
+                needed.append(self._of(Kind.KV_MIRROR, owner, shape.mirrored.num_bytes))
             if self._kv_shadow == "parity":
                 num_bytes = sizes.parity(self.model, self.capacity).num_bytes
                 needed.append(self._of(Kind.KV_PARITY, owner, num_bytes, seat.device))

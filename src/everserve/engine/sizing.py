@@ -42,8 +42,11 @@ class KvSizes:
         return ParityShape(self.pieces(model, capacity), capacity.devices, max_members=max(capacity.devices - 1, 1))
 
     def records(self, num_devices: int) -> LogShape:
-        """The log of a home whose streams' KV is kept by other workers: block numbers are those of all homes."""
-        return replace(self.log, num_blocks=num_devices * self.num_blocks)
+        """The log of a home whose streams' KV is kept by other workers: block numbers are those of all homes, and
+        those that only mirrors have; and streams that wait may have records too."""
+        return replace(
+            self.log, num_blocks=2 * num_devices * self.num_blocks, num_records=self.log.num_records * 3 // 2
+        )
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":

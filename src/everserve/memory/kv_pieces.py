@@ -64,7 +64,7 @@ class KvPieces:
         except (PoolInUseError, ValueError):
             os.close(self._lock_fd)
             raise
-        self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape)) if mirror_fd is not None else None
+        self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape.mirrored)) if mirror_fd is not None else None
         if not self.memory.is_signed:
             owners = self.mirror.owners if self.mirror is not None else None
             self.memory.sign(owners or [NOBODY] * shape.num_pieces, _new_id())
@@ -74,6 +74,11 @@ class KvPieces:
         if parity_fd is not None and parity_shape is not None:
             self.parity = Parity(ParityMemory(parity_fd, parity_shape), clock)
         self._is_used = [False] * shape.num_pieces  # by this process
+
+    @property
+    def num_parking(self) -> int:
+        """Blocks that only the mirror has."""
+        return self.mirror.memory.shape.num_blocks - self.shape.num_blocks if self.mirror is not None else 0
 
     @property
     def id(self) -> int:

@@ -38,7 +38,7 @@ from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.prefill import TokenCost
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
-from everserve.tables.block_ranges import block_range_of
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of, parking_range_of
 from everserve.tables.calls import ShardKind
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
@@ -229,6 +229,7 @@ class EngineBuilder:
                 max_model_len=sizes.max_model_len,
                 num_blocks=sizes.num_blocks,
                 first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
+                parking=self._parking() if heads is not None else NO_BLOCKS,
                 vocab_size=self._opened.model.vocab_size,
                 token_cost=TokenCost.of_model(self._opened.model),
             ),
@@ -240,6 +241,14 @@ class EngineBuilder:
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
         forward.experts, kv = experts, heads if heads is not None else kv
         return engine
+
+    def _parking(self) -> BlockRange:
+        """Blocks that only mirrors have."""
+        num_homes, rank = self._start.capacity.devices, self._start.rank
+        if self._start.settings.log.kv_shadow != "mirror":
+            return NO_BLOCKS
+        assert num_homes is not None, "divided heads have devices"
+        return parking_range_of(rank, self._opened.sizes.num_blocks, num_homes)
 
     def _no_heads(self) -> Heads:
         return NoHeads(self._opened.model.num_heads * self._opened.model.head_size)

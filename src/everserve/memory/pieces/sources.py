@@ -32,7 +32,7 @@ class Wanted(NamedTuple):
 
     pieces: NDArray[np.int32]  # of our pool
     sources: NDArray[np.int32]  # the blocks that they are in
-    blocks: NDArray[np.int32]  # the blocks that they shall be in, in our pool
+    blocks: NDArray[np.int32]  # the blocks that they shall be in, all in our pool, or all in our mirror alone
     chains: NDArray[np.uint64]  # one for each token
 
 
@@ -58,7 +58,8 @@ class KvSources:
                 assert self._own.parity_shape is not None, "all workers have one, or none"
                 self._parities[rank] = ParityMemory(fd, self._own.parity_shape)
             else:
-                self._others[rank, kind] = KvMemory(fd, self._own.shape)
+                shape = self._own.shape
+                self._others[rank, kind] = KvMemory(fd, shape.mirrored if kind is Kind.KV_MIRROR else shape)
         finally:
             os.close(fd)
 
@@ -88,8 +89,9 @@ class KvSources:
             self._own.parity.regroup(groups)
 
     def fetch(self, wanted: Wanted) -> Got:
-        """Have these tokens in our pool, as far as any source has them."""
-        own, num_tokens = self._own.memory, len(wanted.chains)
+        """Have these tokens in our pool, as far as any source has them; or in our mirror, if these are blocks that only
+        mirrors have."""
+        own, num_tokens = self._target(wanted), len(wanted.chains)
         assert len(wanted.sources) == len(wanted.blocks) == -(-num_tokens // own.shape.block_size)
         memories = [memory.address for memory in self._memories()]
         num_copied = np.zeros(len(wanted.pieces), np.int64)
@@ -100,9 +102,16 @@ class KvSources:
             wanted.pieces.ctypes.data, len(wanted.pieces), wanted.sources.ctypes.data, wanted.blocks.ctypes.data,
             num_tokens, wanted.chains.ctypes.data, num_copied.ctypes.data,
         )  # fmt: skip
-        self._shadow(wanted, num_right, wanted.pieces[num_copied > 0])
+        if own is self._own.memory:
+            self._shadow(wanted, num_right, wanted.pieces[num_copied > 0])
         row_bytes = own.shape.piece_bytes // own.shape.block_size
         return Got(num_right, int(num_copied.sum()) * row_bytes)
+
+    def _target(self, wanted: Wanted) -> KvMemory:
+        mirror, shape = self._own.mirror, self._own.shape
+        if mirror is None or not len(wanted.blocks) or wanted.blocks[0] < shape.num_blocks:
+            return self._own.memory
+        return mirror.memory
 
     def _memories(self) -> list[KvMemory]:
         mirror = self._own.mirror
