@@ -42,9 +42,11 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
     if not cluster.expert_workers:
         if cluster.shadow_experts:
             raise ConfigError("--shadow-experts needs --expert-workers: without them every worker has all experts")
+        if cluster.shadow_shards:
+            raise ConfigError("--shadow-shards needs -tp 2 or more: on one device there is no further place")
         return
     ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
-    place(model, ranks, cluster.shadow_experts)
+    place(model, ranks, cluster.shadow_experts, cluster.shadow_shards)
 
 
 def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
