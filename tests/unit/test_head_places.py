@@ -1,4 +1,4 @@
-"""Places of heads: no copies unless they are asked for, and no other places while the worker that has the KV may come back."""
+"""Places of heads: no copies unless asked for, and no other places while the worker that has the KV may come back."""
 
 import dataclasses
 from collections import Counter
