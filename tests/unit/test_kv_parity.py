@@ -8,6 +8,7 @@ import pytest
 from everserve.kvlog.chains import chains
 from everserve.memory.kv_pieces import KvPieces, KvShape
 from everserve.memory.owned import create_memory
+from everserve.memory.pieces import parity as parity_module
 from everserve.memory.pieces.layout import owner_of
 from everserve.memory.pieces.parity_layout import ParityShape
 from everserve.memory.pieces.sources import KvSources, Wanted
@@ -190,6 +191,15 @@ def test_a_member_that_comes_later_is_waited_for(world):
     heir, _ = world.lose(0)
     heir.add((0, 0))
     assert heir.fetch([(0, 0)]).num_right == 10
+
+
+def test_what_waits_too_long_does_not_wait_for_idle_times(world, monkeypatch):
+    monkeypatch.setattr(parity_module, "_MOST_WAITING", 100)
+    world.store()
+    keeper = world.workers[2]
+    assert keeper.sources.is_behind
+    world.shadow()
+    assert not keeper.sources.is_behind and keeper.kv.parity._num_waiting == 0
 
 
 def test_a_member_that_never_comes_is_given_up_and_noted_again(world):

@@ -1,4 +1,4 @@
-"""Streams that have to give up their blocks keep their KV in mirrors, and go on with it; the least recent goes first."""
+"""Streams that have to give up their blocks keep their KV in mirrors, and go on with it; least recent ones first."""
 
 import pytest
 from msgspec import structs

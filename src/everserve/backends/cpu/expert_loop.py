@@ -87,7 +87,7 @@ class ExpertLoop(ExpertService):
         if self._kv is not None and self._server.fetches:  # before what the same home asks for next
             self._server.fetch_next(self._kv)
             return
-        if self._kv is not None and not self._pending and self._kv.has_to_shadow:
+        if self._kv is not None and self._kv.has_to_shadow and (not self._pending or self._kv.is_behind):
             self._kv.shadow_some(_SHADOWED_AT_ONCE)
         choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)
         if choice.batch:

@@ -31,6 +31,8 @@ from everserve.memory.pieces.parity_layout import ParityMemory
 
 _REST_S = 0.02  # a step goes through all layers, and so do the parts of other workers
 _MOST_TRIES = 8
+_TRIES_OF_KNOWN = 2  # of what was stored long ago: a member that does not have it now will hardly have it later
+_MOST_WAITING = 64 << 20  # bytes of members
 Groups = Sequence[Sequence[int]]  # the members of each, as owners (layout.py)
 
 
@@ -51,6 +53,7 @@ class Parity:
         self._is_missing = np.zeros(memory.shape.num_slots, bool)  # noted, and given up
         self._waiting: list[_Rows] = []  # a heap
         self._numbers = itertools.count()
+        self._num_waiting = 0  # tokens
         self._row_bytes = 0  # of all members, for one token
         self._measure()
         for home in range(memory.shape.num_homes):
@@ -83,6 +86,11 @@ class Parity:
         """Whether there is something to write now."""
         return bool(self._waiting) and self._waiting[0].due_s <= self._clock()
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether too much waits: requests have to wait for a little of it."""
+        return self._num_waiting * self._row_bytes > _MOST_WAITING
+
     def write_some(self, num_bytes: int, sources: Sequence[KvMemory]) -> None:
         """About so many bytes of members, out of these pools."""
         left = max(num_bytes // max(self._row_bytes, 1), 1)  # tokens
@@ -92,11 +100,12 @@ class Parity:
             if len(later):
                 heapq.heappush(self._waiting, rows._replace(slots=later))
             left -= len(now)
+            self._num_waiting -= len(now)
             missing = self._write(now, sources)
             if not len(missing):
                 continue
             if rows.num_tries < _MOST_TRIES:
-                self._wait(missing, self._clock() + (_REST_S * 2**rows.num_tries), rows.num_tries + 1)
+                self._wait(missing, self._clock() + _REST_S * 2**rows.num_tries, rows.num_tries + 1)
             else:
                 self._is_missing[missing] = True
 
@@ -116,6 +125,7 @@ class Parity:
 
     def _wait(self, slots: NDArray[np.int32], due_s: float, num_tries: int = 0) -> None:
         self._is_missing[slots] = False
+        self._num_waiting += len(slots)
         heapq.heappush(self._waiting, _Rows(due_s, next(self._numbers), np.array(slots, np.int32), num_tries))
 
     def _note_all(self, home: int) -> None:
@@ -123,7 +133,7 @@ class Parity:
         num = self.memory.shape.slots_per_home
         known = np.flatnonzero(self._chains[home * num : (home + 1) * num]) + home * num
         if len(known):
-            self._wait(known.astype(np.int32), self._clock())
+            self._wait(known.astype(np.int32), self._clock(), _MOST_TRIES - _TRIES_OF_KNOWN)
 
     def _regroup(self, home: int, wanted: set[tuple[int, ...]]) -> bool:
         """Whether there are others now."""

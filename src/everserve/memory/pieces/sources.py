@@ -75,6 +75,11 @@ class KvSources:
         mirror, parity = self._own.mirror, self._own.parity
         return (mirror is not None and mirror.num_waiting > 0) or (parity is not None and parity.is_due)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether that cannot wait until there is nothing else to do. (A mirror sees to that itself.)"""
+        return self._own.parity is not None and self._own.parity.is_behind
+
     def shadow_some(self, num_bytes: int) -> None:
         """About so many bytes of that."""
         mirror, parity = self._own.mirror, self._own.parity
