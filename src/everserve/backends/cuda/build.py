@@ -142,26 +142,28 @@ def build_forward(
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_blocks=-(-device.sizes.max_model_len // engine.block_size),
-        progress=device.loading.part("graphs"),
+        loading=device.loading,
     )
 
 
 def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[CudaServer, CudaSlots]:
     """Everything that slots need later is made here: no graph waits yet, and some of it may need the whole device."""
     start, model = device.start, device.model
-    experts.prepare()
+    with device.loading.phase("weights"):
+        experts.prepare()
     bell = Mapping(device.driver, bell_fd, BELL_BYTES)
     os.close(bell_fd)
-    server = CudaServer(
-        device.driver,
-        experts.arena,
-        lane_shape(device, start.capacity.lane_slots),
-        start.capacity.max_workers,
-        torch.tensor(experts.table.experts(), dtype=torch.int32),
-        bell_at(bell.address, start.incarnation),
-        device.torch_device,
-        model.max_shards,
-    )
+    with device.loading.phase("graphs"):
+        server = CudaServer(
+            device.driver,
+            experts.arena,
+            lane_shape(device, start.capacity.lane_slots),
+            start.capacity.max_workers,
+            torch.tensor(experts.table.experts(), dtype=torch.int32),
+            bell_at(bell.address, start.incarnation),
+            device.torch_device,
+            model.max_shards,
+        )
     files = ExpertFiles(device)
     copy_out = BackupCopy(
         device.driver,

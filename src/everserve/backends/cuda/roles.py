@@ -38,27 +38,29 @@ def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
     start, device = around.start, _open(around)
     logs = CudaLogs(device, around.memory)  # first: it may have to wait for the predecessor, in parallel with the rest
-    weights = SeatWeights(device, around.memory)
-    decoder = build_decoder(device, weights)
+    with around.loading.phase("weights"):
+        weights = SeatWeights(device, around.memory)
+        decoder = build_decoder(device, weights)
+        arena = weights.arena() if Role.EXPERT in start.roles else None
+        weights.complete()
     recorder = make_recorder(device)
     seam: Seam | None = None
     experts: CapturedExperts
-    if Role.EXPERT in start.roles:
-        model = device.model
-        experts = LocalCudaExperts(device.ops, weights.arena(), model.call_layers, model.max_shards)
+    if arena is not None:
+        experts = LocalCudaExperts(device.ops, arena, device.model.call_layers, device.model.max_shards)
     else:
         peers, experts = _reach_experts(around, device, recorder)
         seam = Seam(peers, experts)
-    weights.complete()
     kv_pool = logs.make_pool(decoder)
     forward = build_forward(device, decoder, kv_pool, experts, recorder)
     journal = logs.make_journal(kv_pool)
     engine = Engine(start.settings.engine, engine_limits(device), device.ops, forward, journal=journal)
-    rehearse_sampling(device)
-    if isinstance(experts, CudaExperts):
-        experts.rehearse()
-    else:
-        warm_up(engine)
+    with around.loading.phase("rehearsal"):
+        rehearse_sampling(device)
+        if isinstance(experts, CudaExperts):
+            experts.rehearse()
+        else:
+            warm_up(engine)
     return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
 
 
