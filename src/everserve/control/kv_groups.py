@@ -44,6 +44,7 @@ class KvGroups:
         if tables.members.epoch != self._epoch:
             self._epoch = tables.members.epoch
             self._wanted = self._plan(machine, tables)
+            self._told = {end.id: self._told[end.id] for end in self._ends if end.id in self._told}
         for end in self._ends:
             wanted = self._wanted.get(end.rank)
             if wanted is not None and end.is_ready and not end.is_lost and self._told.get(end.id) != wanted:

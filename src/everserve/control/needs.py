@@ -105,7 +105,10 @@ class Needs:
             return
         most = sum(pools) / len(pools)  # all heads once
         if self._kv_shadow == "mirror":
-            log.info("the mirrors of KV take up to %.2f GB of host memory", most / 1e9)
+            log.info(
+                "the mirrors of KV take up to %.2f GB of host memory, and as much again for streams that are parked",
+                most / 1e9,
+            )
         else:
             log.info("the parities of KV take up to %.2f GB, on all devices", most / max(len(pools) - 1, 1) / 1e9)
 
