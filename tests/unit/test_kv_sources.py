@@ -188,3 +188,16 @@ def test_after_a_loss_old_groups_stay_until_nothing_needs_them():
     orchestrator.gateway.send(LogSettled(rank=Rank(1), incarnation=Incarnation(1)))
     orchestrator.settle()
     assert len(grouped(orchestrator, 3)) == 2 and covered(orchestrator, (3, 5)) == [heads] * NUM
+
+
+def test_a_new_orchestrator_comes_to_the_same_groups():
+    """A worker that has them already writes nothing anew."""
+    orchestrator = serving(shadow="parity")
+    acknowledge(orchestrator, *HOMES)
+    before = {rank: grouped(orchestrator, rank)[-1].groups for rank in SHARDS}
+    after = succeed(orchestrator, epoch=7, gone=[])
+    told = {rank: len(grouped(after, rank)) for rank in SHARDS}
+    acknowledge(after, *HOMES)
+    for rank in SHARDS:
+        assert len(grouped(after, rank)) == told[rank] + 1
+        assert grouped(after, rank)[-1].groups == before[rank]
