@@ -125,6 +125,8 @@ def serve(monkeypatch):
             ("-tp", "3", "--shadow-shards", "3"),
             "--shadow-shards 3: on 3 devices a shard has at most 2 further places",
         ),
+        (("--map-experts", "on"), "--map-experts on needs --expert-workers"),
+        (("--map-experts", "on", "--expert-workers", "2"), "--map-experts on: on CPUs only with --weights memory"),
     ],
 )
 def test_values_that_are_never_right(serve, arguments, line):

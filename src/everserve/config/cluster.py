@@ -51,6 +51,12 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         Flag("With -tp: so many further places of the weights of every head, slice and expert, on other devices. Then a"
              " loss leaves none without a place, and of heads only KV has to be fetched.", min=0),
     ] = 0  # fmt: skip
+    map_experts: Annotated[
+        str,
+        Flag("Experts without a place whose worker has only died are served where it left them, by workers that reach"
+             " its memory. auto: on CPUs with --weights memory; on a GPU, where it was not tried enough, with on only.",
+             choices=("auto", "on", "off")),
+    ] = "auto"  # fmt: skip
     on_lost_expert: Annotated[
         str,
         Flag("While an expert has no place: streams that need it wait; or it is masked; or an attention worker becomes"

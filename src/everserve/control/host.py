@@ -110,7 +110,7 @@ class Host:
             self._survivals_view.flush(self._machine, time.monotonic())
             if self._kv_groups is not None:
                 self._kv_groups.flush(self._machine)
-        self._gateway.flush(tables, self._machine.moves)
+        self._gateway.flush(tables, self._machine.moves, self._machine.mapping)
         for channel in self._helpers():
             channel.flush()
         for end in self.parts.ends:
