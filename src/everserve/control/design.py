@@ -45,24 +45,25 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
         for rank, (roles, own_experts) in enumerate(kinds)
     )
     experts = [seat for seat in seats if Role.ATTENTION not in seat.roles]
-    placement = _first_placement(model, experts, cluster.shadow_experts) if experts else None
+    placement = _first_placement(model, experts, cluster) if experts else None
     return Goal(version=1, seats=seats, placement=placement)
 
 
-def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], num_shadows: int | None) -> Placement:
+def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], cluster: ClusterConfig) -> Placement:
     """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
-    placement = place(model, [seat.rank for seat in seats], num_shadows)
+    placement = place(model, [seat.rank for seat in seats], cluster.shadow_experts, cluster.shadow_shards)
     slots = _slots(placement)
     return replan(placement, [Room(seat.rank, seat.device, max(slots), slots) for seat in seats])
 
 
-def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) -> Placement:
+def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None, num_copies: int = 0) -> Placement:
     """Whole experts in even shares. What every row needs, and experts of which there are few, in a way that leaves all
-    workers the same work, however many they are; without copies, if there shall be none."""
+    workers the same work, however many they are; without copies, if there shall be none. `num_copies`: further places
+    that all of these have at least."""
     if model.moe_layers and not model.tensor_parallel:
         return place_experts(model.num_experts, model.moe_layers, ranks, num_shadows)
     spread = Spread.CYCLIC if num_shadows == 0 else Spread.DEALT
-    return place_shards(model.calls, ranks, num_shadows, spread)
+    return place_shards(model.calls, ranks, num_shadows, spread, num_copies)
 
 
 def _slots(placement: Placement) -> tuple[int, ...]:
