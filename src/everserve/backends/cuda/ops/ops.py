@@ -94,9 +94,13 @@ class CudaOps:
             batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
         )  # fmt: skip
 
+    def use_rows(self, batch: DeviceBatch) -> None:
+        """The rows that are computed now."""
+        self._positions_T = batch.positions_T
+
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         assert isinstance(batch, DeviceBatch)
-        self._positions_T = batch.positions_T
+        self.use_rows(batch)
         if self._workspace is None:
             _, num_heads, head_size = q_THE.shape
             self._workspace = attention.Workspace(

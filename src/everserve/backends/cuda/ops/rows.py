@@ -66,6 +66,8 @@ def rotate_and_store(
     q_THE = torch.empty(num_rows, num_heads, head_size, dtype=torch.bfloat16, device=device)
     if num_rows:
         heads_at_once = min(_power_of_2_in(num_heads), _power_of_2_in(num_kv_heads), 8)
+        if rotation.q_norm_E is not None:  # a sum over a head: in the same order as where heads are divided (heads.py)
+            heads_at_once = 1
         grid = (num_rows, (num_heads + 2 * num_kv_heads) // heads_at_once)
         _rotate_and_store[grid](
             qkv.data, qkv.bias_O, positions_T, kv_slots_T, kv_pool, layer, *rotation, q_THE, stop, num_rows,
@@ -144,13 +146,13 @@ def _rotate_and_store(
         first, second = first.to(tl.bfloat16).to(tl.float32), second.to(tl.bfloat16).to(tl.float32)
     stored = every & (slot >= 0)
     if head < H:
-        q_first, q_second = _rotated(first, second, position, cos, sin, q_norm, eps, E)
+        q_first, q_second = rotated(first, second, position, cos, sin, q_norm, eps, E)
         q_at = q_out + (row * H + head + heads) * E + columns
         tl.store(q_at, tl.where(stored, q_first, 0.0).to(tl.bfloat16))
         tl.store(q_at + HALF, tl.where(stored, q_second, 0.0).to(tl.bfloat16))
     else:
         if head < H + G:
-            first, second = _rotated(first, second, position, cos, sin, k_norm, eps, E)
+            first, second = rotated(first, second, position, cos, sin, k_norm, eps, E)
         # In the pool the values of all heads follow the keys of all heads, as they do in a row of qkv.
         kv_at = kv_pool + (slot // BLOCK_SIZE * L + layer) * (2 * G * BLOCK_SIZE * E) + slot % BLOCK_SIZE * E
         kv_at += (head - H + heads) * (BLOCK_SIZE * E) + columns
@@ -159,7 +161,7 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _rotated(first, second, position, cos, sin, norm, eps, E: tl.constexpr):
+def rotated(first, second, position, cos, sin, norm, eps, E: tl.constexpr):
     HALF: tl.constexpr = E // 2
     columns = tl.arange(0, HALF)[None, :]
     if norm is not None:

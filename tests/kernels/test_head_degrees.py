@@ -1,0 +1,99 @@
+"""Logits have the same bits whatever the number of workers, and wherever heads and FFN shards are: prompts, chunks of
+them, and decoding."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.ops import CudaOps
+from everserve.backends.cuda.staging import Staging
+from everserve.model.checkpoint import Checkpoint
+from everserve.model.config import ModelConfig
+from everserve.model.decoder import Decoder
+from everserve.model.random_weights import RandomCheckpoint
+from tests.kernels import toy_heads
+from tests.kernels.test_model import Copied, Model
+from tests.kernels.toy_heads import HeadWorld
+from tests.models import model_directory, random_tokens
+
+# Sequence -> how many tokens: a prompt; a chunk of another beside a decode; chunks; both decode.
+STEPS = [{0: 5}, {0: 1, 1: 2}, {1: 3, 0: 1}, {0: 1, 1: 1}]
+TOKENS = {seq: random_tokens(40, seed=seq) for seq in (0, 1)}
+
+
+@cache
+def parts(kind: str, device: torch.device) -> tuple[ModelConfig, Copied]:
+    """A model and its weights. `many-heads`: three KV heads of two query heads."""
+    source = "llama3" if kind == "many-heads" else kind
+    directory = model_directory(source, "bfloat16")
+    config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=True)
+    checkpoint = Checkpoint.open(str(directory))
+    if kind == "many-heads":
+        config = replace(config, num_heads=6, num_kv_heads=3, head_size=16)
+        checkpoint = RandomCheckpoint(Path(directory), config, device)
+    return config, Copied(config, checkpoint, "bfloat16", device)
+
+
+class Whole(Model):
+    """All in one process."""
+
+    def __init__(self, kind: str, device: torch.device) -> None:
+        config, weights = parts(kind, device)
+        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=toy_heads.MAX_LEN)
+        self.decoder = Decoder(config, weights, self.ops, toy_heads.MAX_LEN)
+        self.experts = LocalCudaExperts(self.ops, _arena(config, weights, device), config.call_layers, config.max_shards)
+        shape = self.decoder.kv_shape(toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE)
+        self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
+        group = config.num_heads // config.num_kv_heads
+        self.staging = Staging(20, 3, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE, group, True, device)
+        self.lengths, self.blocks, self.num_taken = {}, {}, 0
+
+
+def _arena(config: ModelConfig, weights: Copied, device: torch.device) -> ExpertArena:
+    shape = (len(config.cuts) * config.max_shards, 3, config.cuts[0].shard_size, config.hidden_size)
+    arena = ExpertArena.of_experts(
+        torch.empty(shape, dtype=torch.bfloat16, device=device), len(config.cuts), config.max_shards
+    )
+    for index, cut in enumerate(config.cuts):
+        for shard in range(cut.num_shards):
+            sources = weights.layout.shard(cut.layer, shard)
+            arena.fill(index, shard, *map(weights.load_temporary, (sources.gate, sources.up, sources.down)))
+    return arena
+
+
+def logits(step, steps: list[dict[int, int]] = STEPS) -> list[Tensor]:
+    done, found = {0: 0, 1: 0}, []
+    for sizes in steps:
+        chunks = {seq: TOKENS[seq][done[seq] : done[seq] + num] for seq, num in sizes.items()}
+        found += step(chunks).values()
+        done.update({seq: done[seq] + num for seq, num in sizes.items()})
+    return found
+
+
+@cache
+def expected(kind: str, device: torch.device) -> list[Tensor]:
+    return logits(Whole(kind, device).step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_workers", "seed"),
+    [
+        ("many-heads", 1, 0),
+        ("many-heads", 2, 1),
+        ("many-heads", 3, 2),
+        pytest.param("many-heads", 7, 3, marks=pytest.mark.long),
+        ("qwen3", 2, 4),
+        pytest.param("mixtral", 3, 5, marks=pytest.mark.long),
+    ],
+)
+def test_bits_do_not_depend_on_the_number_of_workers(kind, num_workers, seed, device) -> None:
+    world = HeadWorld(*parts(kind, device), device, num_workers=num_workers, num_homes=2, seed=seed)
+    for home in world.homes:  # the second one's blocks are others, in the same pools
+        for found, wanted in zip(logits(home.step), expected(kind, device), strict=True):
+            assert torch.equal(found, wanted)
