@@ -22,9 +22,9 @@ from tests.kernels.test_model import Copied, Model
 from tests.kernels.toy_heads import HeadWorld
 from tests.models import model_directory, random_tokens
 
-# Sequence -> how many tokens: a prompt; a chunk of another beside a decode; chunks; both decode.
-STEPS = [{0: 5}, {0: 1, 1: 2}, {1: 3, 0: 1}, {0: 1, 1: 1}]
-TOKENS = {seq: random_tokens(40, seed=seq) for seq in (0, 1)}
+# Sequence -> how many tokens: a prompt; a chunk of another beside a decode; both decode.
+STEPS = [{0: 4}, {0: 1, 1: 2}, {1: 1, 0: 1}]
+TOKENS = {seq: random_tokens(8, seed=seq) for seq in (0, 1)}
 
 
 @cache
@@ -44,14 +44,19 @@ class Whole(Model):
     """All in one process."""
 
     def __init__(self, kind: str, device: torch.device) -> None:
+        """Instead of the parent's: the same sizes as those of homes."""
         config, weights = parts(kind, device)
         self.ops = CudaOps(device, max_num_seqs=3, max_model_len=toy_heads.MAX_LEN)
         self.decoder = Decoder(config, weights, self.ops, toy_heads.MAX_LEN)
-        self.experts = LocalCudaExperts(self.ops, _arena(config, weights, device), config.call_layers, config.max_shards)
+        self.experts = LocalCudaExperts(
+            self.ops, _arena(config, weights, device), config.call_layers, config.max_shards
+        )
         shape = self.decoder.kv_shape(toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE)
         self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
         group = config.num_heads // config.num_kv_heads
-        self.staging = Staging(20, 3, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE, group, True, device)
+        self.staging = Staging(
+            toy_heads.MAX_ROWS, toy_heads.MAX_SEQS, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE, group, True, device
+        )
         self.lengths, self.blocks, self.num_taken = {}, {}, 0
 
 
@@ -81,19 +86,27 @@ def expected(kind: str, device: torch.device) -> list[Tensor]:
     return logits(Whole(kind, device).step)
 
 
-@pytest.mark.parametrize(
-    ("kind", "num_workers", "seed"),
-    [
-        ("many-heads", 1, 0),
-        ("many-heads", 2, 1),
-        ("many-heads", 3, 2),
-        pytest.param("many-heads", 7, 3, marks=pytest.mark.long),
-        ("qwen3", 2, 4),
-        pytest.param("mixtral", 3, 5, marks=pytest.mark.long),
-    ],
-)
+CASES = [
+    ("many-heads", 1, 0),
+    ("many-heads", 3, 2),
+    ("qwen3", 2, 4),
+    pytest.param("many-heads", 2, 1, marks=pytest.mark.long),
+    pytest.param("many-heads", 7, 3, marks=pytest.mark.long),
+    pytest.param("mixtral", 3, 5, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("kind", "num_workers", "seed"), CASES)
 def test_bits_do_not_depend_on_the_number_of_workers(kind, num_workers, seed, device) -> None:
-    world = HeadWorld(*parts(kind, device), device, num_workers=num_workers, num_homes=2, seed=seed)
-    for home in world.homes:  # the second one's blocks are others, in the same pools
-        for found, wanted in zip(logits(home.step), expected(kind, device), strict=True):
+    world = HeadWorld(*parts(kind, device), device, num_workers=num_workers, seed=seed)
+    for found, wanted in zip(logits(world.homes[0].step), expected(kind, device), strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.long
+def test_homes_share_pools_and_batches(device) -> None:
+    """A second home's rows and blocks are others, in the same pools."""
+    world = HeadWorld(*parts("many-heads", device), device, num_workers=2, num_homes=2, seed=1)
+    for home in world.homes:
+        for found, wanted in zip(logits(home.step), expected("many-heads", device), strict=True):
             assert torch.equal(found, wanted)

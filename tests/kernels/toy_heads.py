@@ -35,7 +35,7 @@ from everserve.model.rope import rope_tables
 from everserve.tables.calls import ShardKind
 from tests.kernels.toy_lanes import SpreadLaneShape
 
-BLOCK_SIZE, BLOCKS_PER_HOME, MAX_ROWS, MAX_SEQS = 16, 12, 20, 3
+BLOCK_SIZE, BLOCKS_PER_HOME, MAX_ROWS, MAX_SEQS = 16, 12, 6, 2
 MAX_LEN = BLOCK_SIZE * BLOCKS_PER_HOME
 PAGE = PageShape(MAX_ROWS, MAX_SEQS, BLOCKS_PER_HOME, 1)
 

@@ -87,13 +87,34 @@ def worker_settings(
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism on CPUs heads and their KV are divided too."""
+    """With tensor parallelism heads and their KV are divided too. On a GPU their KV is memory that outlives processes,
+    as with `--kv-log anchor`, but it is not fetched from one worker to another: homes have no logs."""
     source = settings.model
-    if not (source.tensor_parallel and cluster.expert_workers and settings.compute.device == "cpu"):
+    if not (source.tensor_parallel and cluster.expert_workers):
         return settings
-    if source.weights != "mapped":
+    if settings.compute.device == "cuda":
+        if settings.log.mode == "mirror":
+            raise ConfigError("--kv-log mirror: with --tensor-parallel-size only on CPUs; use anchor or off")
+        if not _can_divide_heads(ModelConfig.from_source(source)):
+            return settings
+        settings = structs.replace(settings, log=structs.replace(settings.log, mode="off"))
+    elif source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
     return structs.replace(settings, model=structs.replace(source, divides_heads=True))
+
+
+def _can_divide_heads(model: ModelConfig) -> bool:
+    """Whether a GPU's kernels can: they add no biases, and an answer is a row of a lane at most."""
+    return not model.attention_bias and model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
+
+
+def without_copies(cluster: ClusterConfig, device: str) -> ClusterConfig:
+    """With tensor parallelism on a GPU, where memory is dear, there are no shadows and nothing is dealt unless that was
+    asked for: streams wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
+    is_dear = cluster.tensor_parallel_size is not None and cluster.expert_workers and device == "cuda"
+    if is_dear and cluster.shadow_experts is None:
+        return structs.replace(cluster, shadow_experts=0)
+    return cluster
 
 
 def start_orchestrator(
@@ -124,9 +145,9 @@ def _expert_bytes(start: StartOrchestrator) -> int:
     source = start.worker.model
     if not start.cluster.expert_workers or (source.weights, source.expert_backup) == ("mapped", "off"):
         return 0
-    start = structs.replace(
-        start, worker=structs.replace(start.worker, log=LogConfig(mode="off"))
-    )  # KV has no size yet
+    source = structs.replace(source, divides_heads=False)  # heads are not in host memory, and KV has no size yet
+    worker = structs.replace(start.worker, model=source, log=LogConfig(mode="off"))
+    start = structs.replace(start, worker=worker)
     model = ModelConfig.from_source(source)
     goal = first_goal(start, model)
     needs = Needs(model, start.worker, capacity_of(start, model, goal), start.cluster.detect_ms)

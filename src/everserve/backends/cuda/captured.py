@@ -27,6 +27,7 @@ from everserve.engine.batching import Rows
 from everserve.errors import StepAbandoned
 from everserve.model.decoder import Decoder
 from everserve.seam.experts import Experts
+from everserve.seam.heads import Heads
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
 _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -75,24 +76,27 @@ class CapturedExperts(Experts, Protocol):
 
 
 class CapturedForward:
-    """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets."""
+    """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets. `kv`: the pool, or the
+    heads that have one."""
 
     def __init__(
         self,
         decoder: Decoder,
-        kv_pool: Tensor,
+        kv: Tensor | Heads,
         experts: CapturedExperts,
         recorder: Recorder,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
+        block_size: int,
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         assert isinstance(decoder.ops, CudaOps)
         self._decoder = decoder
         self._ops = decoder.ops
-        self._kv_pool = kv_pool
+        self._kv = kv
+        self._block_size = block_size
         self._experts = experts
         self._recorder = recorder
         self._stream = recorder.stream
@@ -153,10 +157,10 @@ class CapturedForward:
         )
 
     def _capture(self, num_rows: int, is_mixed: bool) -> _Bucket:
-        config, block_size = self._decoder.config, self._kv_pool.shape[4]
+        config = self._decoder.config
         group = config.num_heads // config.num_kv_heads
         staging = Staging(
-            num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device
+            num_rows, self._max_num_seqs, self._max_blocks, self._block_size, group, is_mixed, self._ops.device
         )  # fmt: skip
         with torch.cuda.stream(self._stream):
             self._run(staging)  # a warm-up: kernels are compiled and loaded
@@ -170,7 +174,7 @@ class CapturedForward:
         return _Bucket(staging, chain, hidden_TD, logits_LV)
 
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
-        hidden_TD = self._decoder.run(staging.batch, self._kv_pool, self._experts)
+        hidden_TD = self._decoder.run(staging.batch, self._kv, self._experts)
         logits_LV = self._decoder.logits(hidden_TD, staging.batch.logits_rows_L)
         self._report.launch(self._ops.words, self._ops.greedy(logits_LV))
         return hidden_TD, logits_LV

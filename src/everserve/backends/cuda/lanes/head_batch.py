@@ -1,6 +1,6 @@
 """HeadBatch: a batch of heads, as `gather` leaves it for the kernels of ops/heads.py.
 
-All rows of a home go to each of its heads here, in the order of tokens. So the rows of one head of one home are a *job*:
+All rows of a home go to each of its heads here, in the order of tokens. The rows of one head of one home are a *job*:
 
     sorted rows    | slot 0, lane 0: token 0 1 2 .. | slot 0, lane 1: token 0 1 .. | slot 1, lane 0: ..
     jobs             0                                1                              2

@@ -9,8 +9,8 @@
     request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
                       begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
-    pool      int64   where heads are divided: the identity of the expert worker's KV (head_memory.py). Its host writes it
-                      before the first answer
+    pool      int64   where heads are divided: the identity of the expert worker's KV (head_memory.py). Written by its
+                      host before the first answer
     counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it should
                       hold, count | (expert + 1) << COUNT_BITS; rows are sorted by slot. A slot that holds another one
                       does not compute: its word gets the sign bit, and the answer says MOVED

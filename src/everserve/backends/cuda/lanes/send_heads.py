@@ -17,7 +17,7 @@ from everserve.backends.cuda.lanes.page import PageShape
 from everserve.backends.cuda.lanes.send import SendState, all_ranks, is_answered
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 
-_PROGRAMS = 16  # for each lane
+_PROGRAMS, _INTERPRETED_PROGRAMS = 16, 1  # for each lane
 _BLOCK = 1024
 
 
@@ -27,7 +27,8 @@ def turn_page(state: SendState, batch: DeviceBatch, page: PageShape) -> None:
     num_rows, large = len(batch.positions_T), batch.large
     assert num_rows <= page.max_rows and num_seqs <= page.max_seqs and table_width == page.max_blocks
     assert len(batch.small.items_W4) <= page.max_small and (large is None or len(large.items_W4) <= page.max_rows)
-    _turn_page[(state.num_ranks, _PROGRAMS)](
+    num_programs = _PROGRAMS if state.stop.is_cuda else _INTERPRETED_PROGRAMS
+    _turn_page[(state.num_ranks, num_programs)](
         state.region, state.present_E, batch.positions_T, batch.kv_slots_T, batch.row_seqs_T,
         batch.small.items_W4, batch.small.num_items,
         None if large is None else large.items_W4, None if large is None else large.num_items,
@@ -51,7 +52,7 @@ def collect_heads(state: SendState, y_row_TG: Tensor, width: int, layer: int) ->
     return attended_TX
 
 
-@triton.jit(do_not_specialize=["num_words"])
+@triton.jit
 def _copy(source, target, num_words, BLOCK: tl.constexpr):
     """This program's share."""
     for start in range(tl.program_id(1) * BLOCK, num_words, tl.num_programs(1) * BLOCK):

@@ -1,8 +1,8 @@
 """CudaServer: the expert worker's end of all its lanes, in device memory.
 
-One graph serves one batch, of whatever call (serve.py): of experts or slices, and where heads are divided, of heads. The
-kernels of the other kind find nothing to do. The host keeps a few graphs queued, so that the device never waits for it;
-each begins when the bell is rung.
+One graph serves one batch, of whatever call (serve.py): of experts or slices, and where heads are divided, of heads.
+The kernels of the other kind find nothing to do. The host keeps a few graphs queued, so that the device never waits for
+it; each begins when the bell is rung.
 
 Slots change while graphs are queued and run. A graph that begins after `empty` refuses what asks for that slot; `fence`
 tells when all graphs that began before have ended, so that its weights can be overwritten. The host writes the words of

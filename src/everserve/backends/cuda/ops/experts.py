@@ -21,6 +21,7 @@ No sum is split along its length, so a row's bits depend neither on its neighbou
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,6 +149,12 @@ class ExpertArena:
         numbers = experts.view(-1)
         gate_up, down = numbers.view(-1, hidden), numbers[2 * size * hidden :].view(-1, size)
         return cls(gate_up, down, num_layers, num_slots, 3 * size, 3 * hidden, num_own)
+
+    def number_by(self, calls: Sequence[int], num_calls: int) -> None:
+        """From now on kernels know the layers here as these calls, of so many. The host still counts layers."""
+        place_LS = torch.zeros(num_calls, self.num_slots, dtype=torch.int32, device=self.place_LS.device)
+        place_LS[list(calls)] = self.place_LS
+        self.place_LS = place_LS
 
     def own_place(self, layer_index: int, slot: int) -> int:
         """The place that this slot has at first."""

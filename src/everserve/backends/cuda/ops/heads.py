@@ -211,10 +211,11 @@ def _project(
         i = tl.arange(0, BM)
         is_row = i < tl.load(size_M + m)
         x_rows = tl.load(x_row + row + i, mask=is_row, other=0).to(tl.int64)
-        total = _split(x, x_rows, is_row, weights, weight, 0, D, SPLIT_SIZE, BM, BN, BK, STAGES)
-        if NUM_SPLITS > 1:
-            total += 0.0  # as in dense.py: what comes first is added to nothing
-            for split in range(1, NUM_SPLITS):
+        if NUM_SPLITS == 1:  # as in dense.py: several are added to nothing, and then there is no -0
+            total = _split(x, x_rows, is_row, weights, weight, num_m * 0, D, SPLIT_SIZE, BM, BN, BK, STAGES)
+        else:
+            total = tl.zeros((BM, BN), tl.float32)
+            for split in range(NUM_SPLITS):
                 total += _split(x, x_rows, is_row, weights, weight, split, D, SPLIT_SIZE, BM, BN, BK, STAGES)
         f = column + tl.arange(0, BN)
         at = (row + i).to(tl.int64)[:, None] * X + f[None, :]
@@ -244,9 +245,7 @@ def _page(region, lane, LANE_BYTES: tl.constexpr, PAGE_AT: tl.constexpr):
     return (region + lane.to(tl.int64) * LANE_BYTES + PAGE_AT).to(tl.pointer_type(tl.int32))
 
 
-@triton.jit(
-    do_not_specialize=["home_slots", "max_positions"], do_not_specialize_on_alignment=["layer_at", "q_norm", "k_norm"]
-)
+@triton.jit(do_not_specialize=["home_slots", "max_positions"], do_not_specialize_on_alignment=["layer_at"])
 def _rotate_heads(
     region, qkv, row_lane, row_token, row_slot, num_rows, num_jobs, layer_at, pieces, kv_pool, cos, sin,
     q_norm, k_norm, eps, stop, home_slots, max_positions,
