@@ -19,6 +19,7 @@ from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
+from everserve.plan.head_memory import can_divide_heads
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -95,17 +96,12 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
     if settings.compute.device == "cuda":
         if settings.log.mode == "mirror":
             raise ConfigError("--kv-log mirror: with --tensor-parallel-size only on CPUs; use anchor or off")
-        if not _can_divide_heads(ModelConfig.from_source(source)):
+        if not can_divide_heads(ModelConfig.from_source(source)):
             return settings
         settings = structs.replace(settings, log=structs.replace(settings.log, mode="off"))
     elif source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
     return structs.replace(settings, model=structs.replace(source, divides_heads=True))
-
-
-def _can_divide_heads(model: ModelConfig) -> bool:
-    """Whether a GPU's kernels can: they add no biases, and an answer is a row of a lane at most."""
-    return not model.attention_bias and model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
 
 
 def without_copies(cluster: ClusterConfig, device: str) -> ClusterConfig:

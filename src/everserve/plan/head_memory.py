@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from everserve.plan.weights import ALIGNMENT, ITEM_BYTES, PAGE_BYTES, ModelSizes
 
 HEADER_BYTES = 1 << 16
+Head = tuple[int, int]  # layer, number
+
+
+def can_divide_heads(model: ModelSizes) -> bool:
+    """Whether a GPU's kernels can: they add no biases, and an answer is a row of a lane at most."""
+    return not model.attention_bias and model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
 
 
 @dataclass(frozen=True)

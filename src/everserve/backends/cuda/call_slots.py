@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from everserve.backends.cuda.head_memory import Head
 from everserve.model.config import ModelConfig
+from everserve.plan.head_memory import Head
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.memory import Memory
