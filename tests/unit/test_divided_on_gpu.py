@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from everserve.backends.cuda.call_slots import CallSlots
 from everserve.backends.cuda.head_table import HeadTable, NoPieceError
@@ -140,16 +141,24 @@ class TestHeadTable:
 
 def settings_of(directory: Path, log: str) -> WorkerSettings:
     return worker_settings(
-        directory=str(directory), tensor_parallel=True, dtype="bfloat16", weights="memory", kv_cache_bytes=64 << 20,
-        max_model_len=512, mode=log, device="cuda",
-    )  # fmt: skip
+        directory=str(directory),
+        tensor_parallel=True,
+        divide_heads=True,
+        dtype="bfloat16",
+        weights="memory",
+        kv_cache_bytes=64 << 20,
+        max_model_len=512,
+        mode=log,
+        device="cuda",
+    )
 
 
 def divided(num: int = 3, **cluster: int) -> tuple[ModelConfig, Needs, StartOrchestrator]:
     """Llama's shape as a server with `-tp` would divide it on GPUs."""
     directory = write_shape(divided.root / "llama", "llama", num_layers=NUM_LAYERS)
-    config = without_copies(ClusterConfig(tensor_parallel_size=num, **cluster).resolved(), "cuda")
-    settings = divide_heads(settings_of(directory, "anchor"), config)
+    told = settings_of(directory, "anchor")
+    config = without_copies(ClusterConfig(tensor_parallel_size=num, **cluster).resolved(), told.model, "cuda")
+    settings = divide_heads(told, config)
     start = StartOrchestrator(cluster=config, worker=settings, num_gpus=1, gpus=("GPU",))
     model = ModelConfig.from_source(settings.model)
     return model, Needs(model, settings, capacity_of(start, model, first_goal(start, model)), 50.0), start
@@ -183,7 +192,7 @@ def test_spare_slots_are_for_those_who_ask() -> None:
 
 def test_a_mirror_is_refused() -> None:
     _, needs, start = divided(2)
-    with pytest.raises(ConfigError, match="--kv-log mirror"):
+    with pytest.raises(ConfigError, match="not with --kv-log mirror"):
         divide_heads(settings_of(Path(needs.settings.model.directory), "mirror"), start.cluster)
 
 
@@ -279,3 +288,16 @@ def test_a_head_without_a_piece_leaves_its_slot_empty(call_slots) -> None:
     slots.begin(Fill(2, 1, 7))
     assert "none" in slots.poll().reason
     assert slots.held.experts[2] == (4, EMPTY) and kernels.told[-1] == ("drain",)
+
+
+def test_unless_it_was_asked_for_attention_stays_at_home() -> None:
+    _, needs, _ = divided(2)
+    told = settings_of(Path(needs.settings.model.directory), "anchor")
+    told = structs.replace(told, model=structs.replace(told.model, divide_heads=False))
+    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
+    assert divide_heads(told, cluster) == told
+    assert without_copies(cluster, told.model, "cuda").shadow_experts is None
+    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
+        divide_heads(
+            structs.replace(told, model=structs.replace(told.model, divide_heads=True, tensor_parallel=False)), cluster
+        )

@@ -88,27 +88,32 @@ def worker_settings(
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism heads and their KV are divided too. On a GPU their KV is memory that outlives processes,
-    as with `--kv-log anchor`, but it is not fetched from one worker to another: homes have no logs."""
+    """With tensor parallelism on CPUs heads and their KV are divided too, and on a GPU if that was asked for. There
+    their KV is memory that outlives processes, as with `--kv-log anchor`, but it is not fetched from one worker to
+    another: homes have no logs."""
     source = settings.model
+    if source.divide_heads and not source.tensor_parallel:
+        raise ConfigError("--divide-heads needs --tensor-parallel-size")
     if not (source.tensor_parallel and cluster.expert_workers):
         return settings
     if settings.compute.device == "cuda":
-        if settings.log.mode == "mirror":
-            raise ConfigError("--kv-log mirror: with --tensor-parallel-size only on CPUs; use anchor or off")
-        if not can_divide_heads(ModelConfig.from_source(source)):
+        if not source.divide_heads:
             return settings
+        if settings.log.mode == "mirror":
+            raise ConfigError("--divide-heads: on a GPU not with --kv-log mirror; use anchor or off")
+        if not can_divide_heads(ModelConfig.from_source(source)):
+            raise ConfigError("--divide-heads: this model's heads can only be divided on CPUs")
         settings = structs.replace(settings, log=structs.replace(settings.log, mode="off"))
     elif source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
     return structs.replace(settings, model=structs.replace(source, divides_heads=True))
 
 
-def without_copies(cluster: ClusterConfig, device: str) -> ClusterConfig:
-    """With tensor parallelism on a GPU, where memory is dear, there are no shadows and nothing is dealt unless that was
-    asked for: streams wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
-    is_dear = cluster.tensor_parallel_size is not None and cluster.expert_workers and device == "cuda"
-    if is_dear and cluster.shadow_experts is None:
+def without_copies(cluster: ClusterConfig, source: ModelSource, device: str) -> ClusterConfig:
+    """Where heads are divided on a GPU there are no shadows and nothing is dealt unless that was asked for: streams
+    wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
+    is_divided = source.divide_heads and bool(cluster.expert_workers) and device == "cuda"
+    if is_divided and cluster.shadow_experts is None:
         return structs.replace(cluster, shadow_experts=0)
     return cluster
 

@@ -59,6 +59,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         max_num_seqs=settings.engine.max_num_seqs,
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_gpu,
+        one_by_one=settings.model.divide_heads,
     )
     return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
 

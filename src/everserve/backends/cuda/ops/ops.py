@@ -52,19 +52,29 @@ class ArenaSlots:
 
 class CudaOps:
     """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
-    shared by `share` processes that do the same."""
+    shared by `share` processes that do the same. `one_by_one`: heads are normed one by one, as where they are divided:
+    how many there are at once decides the order of a sum."""
 
     name = "cuda"
     activation_dtype = torch.float32
     batch_invariant = True
     is_captured = True
 
-    def __init__(self, device: torch.device, *, max_num_seqs: int, max_model_len: int, share: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        share: int = 1,
+        one_by_one: bool = False,
+    ) -> None:
         self.device = device
         self.words = Words.on(device)
         self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._share = share
+        self._one_by_one = one_by_one
         self._linears: dict[int, Linear] = {}
         self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
         self._workspace: attention.Workspace | None = None
@@ -92,6 +102,7 @@ class CudaOps:
         return rows.rotate_and_store(
             self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
             batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
+            self._one_by_one,
         )  # fmt: skip
 
     def use_rows(self, batch: DeviceBatch) -> None:

@@ -51,11 +51,12 @@ def rotate_and_store(
     rotation: Rotation,
     num_heads: int,
     stop: Tensor,
+    one_by_one: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pool, return q_THE in bfloat16.
     Sums that are not complete yet are rounded to bfloat16 first.
 
-    Rows with slot -1 (padding) store nothing, and their q is 0.
+    Rows with slot -1 (padding) store nothing, and their q is 0. `one_by_one`: with the bits of divided heads.
     """
     num_layers, _, num_kv_heads, block_size, head_size = kv_pool.shape[1:]
     assert qkv.num_columns == (num_heads + 2 * num_kv_heads) * head_size and qkv.data.is_contiguous()
@@ -66,7 +67,7 @@ def rotate_and_store(
     q_THE = torch.empty(num_rows, num_heads, head_size, dtype=torch.bfloat16, device=device)
     if num_rows:
         heads_at_once = min(_power_of_2_in(num_heads), _power_of_2_in(num_kv_heads), 8)
-        if rotation.q_norm_E is not None:  # a sum over a head: in the same order as where heads are divided (heads.py)
+        if one_by_one and rotation.q_norm_E is not None:  # a sum: in the same order as in heads.py
             heads_at_once = 1
         grid = (num_rows, (num_heads + 2 * num_kv_heads) // heads_at_once)
         _rotate_and_store[grid](
