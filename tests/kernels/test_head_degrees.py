@@ -46,7 +46,7 @@ class Whole(Model):
     def __init__(self, kind: str, device: torch.device) -> None:
         """Instead of the parent's: the same sizes as those of homes."""
         config, weights = parts(kind, device)
-        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=toy_heads.MAX_LEN)
+        self.ops = CudaOps(device, max_num_seqs=3, max_model_len=toy_heads.MAX_LEN, one_by_one=True)
         self.decoder = Decoder(config, weights, self.ops, toy_heads.MAX_LEN)
         self.experts = LocalCudaExperts(
             self.ops, _arena(config, weights, device), config.call_layers, config.max_shards

@@ -83,7 +83,7 @@ class Side:
         rotation = Rotation(*self.rope, self.norms[0, 0], self.norms[0, 1], self.shape.eps)
         sums: Sums = Linear(self.weight).sums(x_TD, self.stop)
         q_THE = rows.rotate_and_store(
-            sums, batch.positions_T, batch.kv_slots_T, self.pool, 0, rotation, HEADS * GROUP, self.stop
+            sums, batch.positions_T, batch.kv_slots_T, self.pool, 0, rotation, HEADS * GROUP, self.stop, one_by_one=True
         )
         workspace = attention.Workspace(MAX_SEQS, 3, HEADS * GROUP, SIZE, self.device)
         return attention.attend(q_THE, batch, self.pool, 0, SIZE**-0.5, workspace, self.stop)

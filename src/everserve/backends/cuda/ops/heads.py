@@ -7,7 +7,7 @@
 
 Why the bits are the same: an element of a product is one sum, cut into splits by the shape of the whole weight of all
 heads (`choose_split_size`), and added in the same order; the other kernels compute heads one by one anyway, and use the
-same functions.
+same functions, in which no compiler may choose what is rounded (`one_by_one` in rows.py, `fold` in attention.py).
 
 The rows of a home come with its page (lanes/page.py), which lies in memory of another process: every index out of it is
 checked. A row that fails a check stores nothing, and its answer is of no use to anyone: what is wrong with a page is
@@ -294,7 +294,7 @@ def _rotated_by(first, second, position, cos, sin, norms, layer, eps, E: tl.cons
     """`norms`: of all calls, two of E each; or None."""
     if norms is not None:
         norms += layer * (2 * E)
-    return rotated(first, second, position, cos, sin, norms, eps, E)
+    return rotated(first, second, position, cos, sin, norms, eps, E, True)
 
 
 @triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["layer_at"])

@@ -52,8 +52,8 @@ class ArenaSlots:
 
 class CudaOps:
     """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
-    shared by `share` processes that do the same. `one_by_one`: heads are normed one by one, as where they are divided:
-    how many there are at once decides the order of a sum."""
+    shared by `share` processes that do the same. `one_by_one`: heads are normed and rotated as where they are divided,
+    with the same bits (rows.py)."""
 
     name = "cuda"
     activation_dtype = torch.float32
