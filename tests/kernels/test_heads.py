@@ -122,7 +122,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["long", pytest.param("short", marks=pytest.mark.long), pytest.param("prompts", marks=pytest.mark.long)]
+)
 def test_heads_of_several_homes_have_the_bits_of_all_heads_together(case: str, device: torch.device) -> None:
     side = Side(device)
     sent = []
