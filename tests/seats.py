@@ -59,10 +59,12 @@ def right_weights(layer_index: int, expert: int) -> torch.Tensor:
 
 
 class SeatInMemory:
-    """A seat and its current incarnation. `planned`: experts of each layer, for its start."""
+    """A seat and its current incarnation. `planned`: experts of each layer, for its start. `num_mapped`: slots for
+    experts in the memory of other seats."""
 
-    def __init__(self, rank: int, planned: Sequence[int], num_slots: int) -> None:
+    def __init__(self, rank: int, planned: Sequence[int], num_slots: int, num_mapped: int = 0) -> None:
         self.rank = Rank(rank)
+        self.num_mapped = num_mapped
         self.weights = SharedWeights(num_slots)
         self.incarnation = Incarnation(0)
         self.num_file_reads = 0
@@ -108,6 +110,10 @@ class SeatInMemory:
         look = self.weights.look()
         for index, (layer, experts) in enumerate(zip(MOE_LAYERS, self.slots.held.experts, strict=True)):
             for slot, expert in enumerate(experts):
+                if slot >= look.plan.num_slots:
+                    if expert != EMPTY:
+                        self._check_served(layer, index, slot, expert)
+                    continue
                 entry, start = look.table.read(Place(index, slot)), look.plan.offset(Place(index, slot))
                 data = torch.from_numpy(look.data[start : start + EXPERT_BYTES].copy())
                 if entry is not None:
@@ -115,8 +121,11 @@ class SeatInMemory:
                 if expert != EMPTY:
                     assert torch.equal(data, right_weights(index, expert)), "it serves what is not there"
                     assert entry is not None and entry.expert == expert
-                    served = torch.cat([w.reshape(-1) for w in self.half.served(layer, slot)])
-                    assert torch.equal(served.view(torch.uint8), right_weights(index, expert))
+                    self._check_served(layer, index, slot, expert)
+
+    def _check_served(self, layer: int, index: int, slot: int, expert: int) -> None:
+        served = torch.cat([w.reshape(-1) for w in self.half.served(layer, slot)])
+        assert torch.equal(served.view(torch.uint8), right_weights(index, expert))
 
     def close(self) -> None:
         self.slots.close()
@@ -132,7 +141,7 @@ class _Experts(RandomExperts):
 
     def __init__(self, seat: SeatInMemory) -> None:
         self._seat = seat
-        super().__init__(ReferenceOps(), [EMPTY] * seat.weights.plan.num_slots)
+        super().__init__(ReferenceOps(), [EMPTY] * (seat.weights.plan.num_slots + seat.num_mapped))
 
     def tensors(self, layer: int, expert: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         self._seat.num_file_reads += 1

@@ -86,7 +86,9 @@ def test_every_death_is_survived_exactly_and_nobody_else_is_harmed(expected: lis
             for other in before.keys() - {rank}:
                 assert after[other]["pid"] == before[other]["pid"], f"the death of {rank} took {other} along"
                 assert captures(server).get(str(other)) == captured.get(str(other))
-        assert c.metric(server, "everserve_replayed_rows_total") > 0
+        # A worker may die when no row is on its way to it; what is said to be sent again is counted.
+        if any(event["event"] == "rows_replayed" for event in server.events()):
+            c.wait_until(lambda: c.metric(server, "everserve_replayed_rows_total") > 0, 10, "the counter")
 
 
 @pytest.mark.parametrize("kv_log", ["anchor", "mirror"])

@@ -386,6 +386,27 @@ def test_kernels_compute_with_an_expert_where_a_dead_worker_left_it(worker, peer
     assert worker.slots.held.experts[1][3] == worker.kernels.held[1][3] == EMPTY
 
 
+def test_a_loan_ends_when_no_graph_reads_it_any_more(worker, peer):
+    """Until then no process can change what is lent."""
+    worker.offer(0, peer)
+    worker.fill(1, 3, 3)
+    assert worker.slots.held.num_mapped == NUM_MAPPED and not peer.table.begin(Place(1, 0))
+    worker.kernels.has_ended = False
+    worker.slots.clear(Place(1, 3))
+    worker.slots.tend()
+    assert not peer.table.begin(Place(1, 0))
+    worker.kernels.has_ended = True
+    worker.slots.tend()
+    assert peer.table.begin(Place(1, 0))
+
+
+def test_a_fill_that_fails_borrows_nothing(worker, peer):
+    peer.put(Place(1, 0), 3, damaged=True)
+    worker.offer(0, peer)
+    assert isinstance(worker.fill(1, 3, 3), FailedFill)
+    assert peer.table.begin(Place(1, 0))
+
+
 def test_an_expert_that_is_lent_can_be_copied(worker, peer):
     worker.offer(0, peer)
     worker.fill(0, 4, 6)
@@ -421,6 +442,7 @@ def test_a_loan_ends_when_the_memory_is_withdrawn(worker, peer):
     worker.slots.withdraw(Rank(0))
     assert worker.slots.held.experts == ((2, *[EMPTY] * 4), (EMPTY, EMPTY, 5, EMPTY, EMPTY))
     assert worker.kernels.num_drained > 0, "no graph may read it when it is unmapped"
+    assert peer.table.begin(Place(1, 0)), "it is given back"
     assert isinstance(worker.fill(1, 3, 3), FailedFill)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import Decision, FillSlots, Keep, Kill, Lost, Provision, Publish
+from everserve.control.effects import ClearSlots, Decision, FillSlots, Keep, Kill, Lost, Provision, Publish
 from everserve.control.events import (
     AnyEvent,
     DeviceLost,
@@ -29,7 +29,7 @@ from everserve.plan.placement import place_experts
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.routes import Routes
-from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots
+from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from tests.examples import examples
 
 POLICY = Policy(detect_s=0.05, max_fills=2)
@@ -47,7 +47,8 @@ class Process:
     is_leaving: bool = False
     # an expert worker
     experts: list[list[int]] = field(default_factory=list)
-    todo: deque[deque[Fill]] = field(default_factory=deque)
+    num_mapped: int = 0
+    todo: deque[deque[Fill | Place]] = field(default_factory=deque)
     failed: list[FailedFill] = field(default_factory=list)
     # an attention worker
     hears: deque[Routes] = field(default_factory=deque)
@@ -56,13 +57,15 @@ class Process:
     @property
     def held(self) -> HeldSlots:
         experts = tuple(map(tuple, self.experts))
-        return HeldSlots(experts=experts, generations=tuple((0,) * len(slots) for slots in experts))
+        generations = tuple((0,) * len(slots) for slots in experts)
+        return HeldSlots(experts=experts, generations=generations, num_mapped=self.num_mapped)
 
 
 class World:
     """N devices, each with an attention and an expert worker."""
 
     balance: BalancePolicy | None = None
+    num_mapped = 0
 
     def __init__(self, num_devices: int, num_slots: int) -> None:
         self.num_devices, self.num_slots = num_devices, num_slots
@@ -81,9 +84,8 @@ class World:
         assert self.machine.was_all_ready and self.machine.violations == ()
 
     def new_machine(self) -> None:
-        self.machine = Machine(
-            self.kept, POLICY, Capacity(max_workers=64, slots_per_layer=self.num_slots), self.balance
-        )
+        capacity = Capacity(max_workers=64, slots_per_layer=self.num_slots, mapped_slots=self.num_mapped)
+        self.machine = Machine(self.kept, POLICY, capacity, self.balance)
 
     def is_expert(self, rank: Rank) -> bool:
         seat = self.machine.goal.seat(rank)
@@ -102,10 +104,10 @@ class World:
             elif isinstance(effect, Publish):
                 is_published = True
                 self.publish(effect)
-            elif isinstance(effect, FillSlots):
+            elif isinstance(effect, FillSlots | ClearSlots):
                 process = self.processes.get(WorkerId(effect.rank, effect.incarnation))
                 if process is not None:  # else the machine has not heard of its end
-                    process.todo.append(deque(effect.fills))
+                    process.todo.append(deque(effect.fills if isinstance(effect, FillSlots) else effect.places))
             elif isinstance(effect, Provision):
                 self.start(WorkerId(effect.rank, effect.incarnation))
             elif isinstance(effect, Lost):
@@ -172,18 +174,29 @@ class World:
         if process is None or not process.todo:
             return
         fills = process.todo[0]
-        layer, slot, expert = fills.popleft()
-        self.check_unused(process, layer, slot)
-        process.experts[layer][slot] = EMPTY
-        if may_fail and n % 7 == 3:
-            process.failed.append(FailedFill(layer_index=layer, slot=slot, expert=expert, reason="a bad sector"))
-        else:
-            process.experts[layer][slot] = expert
+        if not self.may_change(process, fills[0]):
+            return
+        change = fills.popleft()
+        self.check_unused(process, change.layer_index, change.slot)
+        self.put(process, Place(change.layer_index, change.slot), EMPTY)
+        if isinstance(change, Fill) and not self.load(process, change, has_failed=may_fail and n % 7 == 3):
+            process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
         if not fills or n % 2:
             process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), len(fills)))
             process.failed.clear()
         if not fills:
             process.todo.popleft()
+
+    def load(self, process: Process, fill: Fill, has_failed: bool) -> bool:
+        return not has_failed and self.put(process, Place(fill.layer_index, fill.slot), fill.expert)
+
+    def may_change(self, process: Process, change: Fill | Place) -> bool:
+        return True
+
+    def put(self, process: Process, at: Place, expert: int) -> bool:
+        """False: there is no source."""
+        process.experts[at.layer_index][at.slot] = expert
+        return True
 
     def check_unused(self, process: Process, layer: int, slot: int) -> None:
         expert = process.experts[layer][slot]

@@ -86,7 +86,9 @@ def test_what_servers_are_told():
     with subject() as bundled:
         flags = make_settings(serve=("--detect-ms", "100")).flags(bundled, 6)
     assert bundled.num_experts == 64
-    assert " ".join(flags).endswith("--kv-log mirror --devices 8 --shadow-experts 6 --enable-chaos --detect-ms 100")
+    assert " ".join(flags).endswith(
+        "--devices 8 --shadow-experts 6 --enable-chaos --weights memory --map-experts on --detect-ms 100"
+    )
     assert make_settings(num_streams=64).flags(LARGE, 1)[:4] == LARGE.flags
 
 
@@ -113,6 +115,7 @@ EVENTS = [
     event("streams_continued", 100.06, rank=1, paused_s=0.04),
     event("streams_continued", 100.07, rank=2, paused_s=0.05),
     phase("redundant", 100.3),
+    event("experts_moved", 100.013, rank=5, source="mapped", num_bytes=0, num_experts=12),
     event("slots_filled", 103.5, rank=4, source="peer", num_bytes=5000),  # after the return
     phase("covered", 104.0),
 ]  # fmt: skip
@@ -123,11 +126,12 @@ def test_a_repair_is_told_from_its_own_events_only():
     assert (told.detected_s, told.covered_s, told.redundant_s) == pytest.approx((0.004, 0.05, 0.3))
     assert (told.planned_s, told.first_slot_s) == pytest.approx((0.005, 0.010))
     assert told.num_without_place == 60 and told.paused_s == 0.05 and told.others_lost == 0
-    assert told.bytes_by_source == {"file": 7, "peer": 101}
+    assert told.bytes_by_source == {"file": 7, "mapped": 0, "peer": 101}
+    assert told.experts_by_source == {"mapped": 12}
 
 
 def test_a_server_that_does_not_tell_where_weights_come_from():
-    events = [one for one in EVENTS if one["event"] != "slots_filled"]
+    events = [one for one in EVENTS if one["event"] not in ("slots_filled", "experts_moved")]
     assert repaired.tell(events, LOST, 100.0, 103.0).bytes_by_source == {}
 
 

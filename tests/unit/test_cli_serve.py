@@ -97,6 +97,8 @@ def serve(monkeypatch):
             ("--expert-backup", "host", "--expert-workers", "2"),
             "--expert-backup host: on CPUs only with --weights memory",
         ),
+        (("--map-experts", "on"), "--map-experts on needs --expert-workers"),
+        (("--map-experts", "on", "--expert-workers", "2"), "--map-experts on: on CPUs only with --weights memory"),
     ],
 )
 def test_values_that_are_never_right(serve, arguments, line):

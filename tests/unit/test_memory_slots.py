@@ -143,6 +143,89 @@ def test_a_peer_that_refills_the_slot_during_the_copy(world, monkeypatch):
     assert source_of(world.one.fill(Fill(1, FREE, 4))) is Source.HOST
 
 
+# -- experts in the memory of others -------------------------------------------------------------
+
+
+MAPPED = NUM_SLOTS  # the first slot without memory of its own
+
+
+@pytest.fixture
+def mapping(world):
+    """A seat that is offered the memory of the second one, whose worker is dead."""
+    seat = SeatInMemory(3, (0, 1), NUM_SLOTS, num_mapped=2)
+    world.two.offer_to(seat)
+    world.two.die()
+    yield seat
+    seat.check()
+    seat.close()
+
+
+def test_what_a_dead_worker_left_is_served_where_it_is(world, mapping):
+    result = mapping.fill(Fill(1, MAPPED, 4))
+    assert isinstance(result, Filled) and (result.source, result.num_bytes) == (Source.MAPPED, 0)
+    assert mapping.slots.held.experts[1] == (0, 1, EMPTY, EMPTY, 4, EMPTY)
+    assert mapping.slots.held.num_mapped == 2 and mapping.slots.held.own(1) == (0, 1, EMPTY, EMPTY)
+    mapping.check()
+    mapping.slots.clear(Place(1, MAPPED))
+    assert mapping.slots.held.experts[1] == (0, 1, EMPTY, EMPTY, EMPTY, EMPTY)
+
+
+def test_the_next_worker_of_the_seat_has_it_too_but_cannot_change_it_yet(world, mapping):
+    mapping.fill(Fill(1, MAPPED, 4))
+    assert world.two.start() == 3 * NUM_LAYERS
+    world.two.slots.begin(Fill(1, 1, 3))
+    assert world.two.slots.poll() is None
+    mapping.check()
+    mapping.slots.clear(Place(1, MAPPED))
+    assert source_of(world.two.poll()) is Source.SLOT
+
+
+def test_the_death_of_the_worker_that_maps_it_ends_the_loan(world, mapping):
+    mapping.fill(Fill(1, MAPPED, 4))
+    world.two.start()
+    mapping.die()
+    assert isinstance(world.two.fill(Fill(1, 1, 3)), Filled)
+    mapping.start()
+
+
+def test_memory_that_is_withdrawn_is_not_served_any_more(world, mapping):
+    mapping.fill(Fill(1, MAPPED, 4))
+    mapping.fill(Fill(2, MAPPED + 1, 5))
+    mapping.slots.withdraw(world.two.rank)
+    assert mapping.slots.held.experts == ((0, 1, *[EMPTY] * 4),) * NUM_LAYERS
+    assert num_mappings(world.two.weights) == 1
+    assert isinstance(mapping.fill(Fill(1, MAPPED, 4)), FailedFill)
+
+
+def test_memory_that_is_offered_again_stays_mapped(world, mapping):
+    """By a new orchestrator. Another memory of the same seat replaces it."""
+    mapping.fill(Fill(1, MAPPED, 4))
+    world.two.offer_to(mapping)
+    assert mapping.slots.held.experts[1][MAPPED] == 4
+    other = SharedWeights(NUM_SLOTS)
+    mapping.slots.offer(world.two.rank, other.memory, other.descriptors())
+    assert mapping.slots.held.experts[1][MAPPED] == EMPTY
+    other.close()
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_what_is_damaged_or_not_there_is_not_mapped(world, mapping, is_damaged):
+    if is_damaged:
+        world.two.damage(Place(1, 1))
+    result = mapping.fill(Fill(1, MAPPED, 4 if is_damaged else 0))
+    assert isinstance(result, FailedFill) and "no memory of another seat has it" in result.reason
+    world.two.start()
+    world.two.slots.clear(Place(1, 1))
+
+
+def test_what_is_mapped_can_be_copied(world, mapping):
+    mapping.fill(Fill(1, MAPPED, 4))
+    assert source_of(mapping.fill(Fill(1, FREE, 4))) is Source.PEER
+
+
+# -- sources that change -------------------------------------------------------------------------
+
+
 def num_mappings(weights: SharedWeights) -> int:
     inode = str(os.fstat(weights.fds[0]).st_ino)
     return sum(line.split()[4] == inode for line in Path("/proc/self/maps").read_text().splitlines())

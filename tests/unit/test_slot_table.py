@@ -203,3 +203,33 @@ def test_a_memory_that_is_too_small(fd):
         SlotTable(fd, NUM_LAYERS, NUM_SLOTS + 1000)
     with pytest.raises(ValueError):
         ExpertMemory(PLAN, [create_memory("w", 8), os.dup(fd)])
+
+
+def test_a_slot_that_is_borrowed_does_not_change(fd):
+    """By any number of processes; the last one that gives it back, or ends, lets writers in again."""
+    owner = table(fd)
+    fill(owner, PLACE, expert=4)
+    entry = owner.read(PLACE)
+    first, second = (SlotTable(fd, NUM_LAYERS, NUM_SLOTS, read_only=True) for _ in range(2))
+    assert first.borrow(PLACE, entry) and second.borrow(PLACE, entry)
+    owner.clear(PLACE)
+    assert not owner.begin(PLACE) and owner.read(PLACE) == entry
+    successor = table(fd, SECOND)
+    assert not successor.is_locked(PLACE), "a successor holds what is only borrowed"
+    first.give_back(PLACE)
+    assert not successor.begin(PLACE)
+    fill(successor, Place(1, 1), expert=4)
+    del second
+    assert successor.begin(PLACE)
+
+
+def test_what_is_not_there_any_more_is_not_borrowed(fd):
+    owner, reader = table(fd), SlotTable(fd, NUM_LAYERS, NUM_SLOTS, read_only=True)
+    fill(owner, PLACE, expert=4)
+    entry = owner.read(PLACE)
+    assert owner.begin(PLACE)
+    assert not reader.borrow(PLACE, entry), "it is being changed"
+    owner.complete(PLACE, 5, 7)
+    owner.end(PLACE)
+    assert not reader.borrow(PLACE, entry)
+    assert owner.begin(PLACE), "and nothing is locked for it"

@@ -8,6 +8,7 @@ from typing import Any
 from everserve.bench import report
 from everserve.bench.analysis import median_index
 from everserve.bench.incident import Round
+from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.subject import BUNDLED
 
 TITLES = {"expert": "expert worker", "attention": "attention worker", "restart": "all (baseline)"}
@@ -66,7 +67,7 @@ def heading(result: dict[str, Any]) -> str:
 
 
 def _is_on_gpu(result: dict[str, Any]) -> bool:
-    return bool(result["settings"].get("shape", BUNDLED) != BUNDLED)
+    return is_for_gpu(result["settings"].get("shape", BUNDLED))
 
 
 def of_fault(rounds: Sequence[Round]) -> dict[str, Any]:

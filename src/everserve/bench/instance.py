@@ -4,7 +4,7 @@ from everserve.bench.subject import Subject
 from everserve.errors import ConfigError, EverserveError
 from everserve.procs.local_server import LocalServer
 
-_START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled when they first run
+START_TIMEOUT_S = 300.0  # on a GPU kernels are compiled when they first run
 _NUM_SEQS = 128  # what a server on a CPU takes without being told
 _LENGTH_STEP = 256
 _USER_ERROR = 2  # exit status
@@ -60,7 +60,7 @@ class Instance:
 
     def _start(self) -> LocalServer:
         """A server that refuses its flags, or this machine, says why in one line; that line is ours then."""
-        server = LocalServer(self._model, *self._flags, start_timeout_s=_START_TIMEOUT_S)
+        server = LocalServer(self._model, *self._flags, start_timeout_s=START_TIMEOUT_S)
         try:
             return server.__enter__()
         except EverserveError as error:

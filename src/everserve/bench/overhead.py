@@ -4,6 +4,9 @@ Each variant is compared with 2+2 (attention + expert workers) of the same round
 process too; variants.py says how.
 
 On a GPU all variants but those without a log have one: the pool itself, in memory that outlives its worker.
+
+Slots for what others left in memory (`--map-experts`) exist only where workers do not hold all experts. So 2+2 with
+them is to be compared with 2+2 without shadows, on CPUs with experts in memory.
 """
 
 import gc
@@ -21,6 +24,7 @@ def _split(num: int) -> tuple[str, ...]:
 
 
 _NO_DETECTION, _NO_SHADOWS = ("--detect-ms", "0"), ("--shadow-experts", "0")
+_IN_MEMORY, _MAPPED = ("--weights", "memory", "--map-experts", "off"), ("--map-experts", "on")
 _NO_LOG, _GPU_LOG, _NO_SPARES = ("--kv-log", "off"), ("--kv-log", "anchor"), ("--spares", "0")
 VARIANTS: dict[str, tuple[str, ...]] = {
     ONE_PROCESS: (),
@@ -29,6 +33,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     REFERENCE: _split(2),
     "2+2, no detection": (*_split(2), *_NO_DETECTION),
     "2+2, no shadows": (*_split(2), *_NO_SHADOWS),
+    "in memory, no shadows": (*_split(2), *_NO_SHADOWS, *_IN_MEMORY),
+    "in memory, no shadows, mapped slots": (*_split(2), *_NO_SHADOWS, *_IN_MEMORY[:2], *_MAPPED),
     "2+2, no log": (*_split(2), *_NO_LOG),
     ALL_OFF: (*_split(2), *_NO_DETECTION, *_NO_SHADOWS, *_NO_LOG),
 }
@@ -40,6 +46,7 @@ GPU_VARIANTS: dict[str, tuple[str, ...]] = {
     "8+8": (*_split(8), *_GPU_LOG),
     "2+2, no detection": (*_split(2), *_GPU_LOG, *_NO_DETECTION),
     "2+2, no shadows": (*_split(2), *_GPU_LOG, *_NO_SHADOWS),
+    "no shadows, mapped slots": (*_split(2), *_GPU_LOG, *_NO_SHADOWS, *_MAPPED),
     "2+2, no log": (*_split(2), *_NO_LOG),
     ALL_OFF: (*_split(2), *_NO_DETECTION, *_NO_SHADOWS, *_NO_LOG, *_NO_SPARES),
 }

@@ -21,7 +21,7 @@ from typing import Any
 from everserve.bench import incident, kill, lose, repair_cases, repair_report, repaired, report, restart
 from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, make_asks
-from everserve.bench.on_gpu import check_gpu
+from everserve.bench.on_gpu import check_gpu, is_for_gpu
 from everserve.bench.repair_cases import Case
 from everserve.bench.subject import BUNDLED, Subject, subject
 from everserve.errors import ConfigError, EverserveError
@@ -60,6 +60,8 @@ class Settings:
                 kv_log=self.kv_log,
             ),
             *("--devices", str(self.num_devices), "--shadow-experts", str(num_shadows), "--enable-chaos"),
+            *(() if is_for_gpu(self.shape) else ("--weights", "memory")),  # as on a GPU: it has to come from somewhere
+            *("--map-experts", "on"),
             *self.serve,
         )
 

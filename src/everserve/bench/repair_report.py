@@ -8,8 +8,8 @@ from typing import Any
 
 from everserve.bench import failover_report, incident, report
 from everserve.bench.failover_report import both
+from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.repaired import Round
-from everserve.bench.subject import BUNDLED
 
 _FIGURES = (
     *("normal_p50_ms", "normal_p99_ms", "gap_ms", "excess_ms", "return_gap_ms", "whole_s", "stolen"),
@@ -22,8 +22,9 @@ case: how many devices are lost at once; their processes die, or the device with
   all is repaired; shadow experts are enough for that, or few.
 gap: the largest of any stream until the repair is complete; at return: from the return of devices to full strength.
 without place: experts, over all layers; covered: all have one; redundant: all have all their places; whole: all workers
-  are there, since the loss or the return; waited: an attention worker, for an expert without a place; harmed: workers
-  declared gone on other devices."""
+  are there, since the loss or the return; waited: an attention worker, for an expert without a place; copied: by
+  source, of one loss; mapped experts are served where a dead worker left them; harmed: workers declared gone on other
+  devices."""
 
 
 def summarize(
@@ -55,21 +56,24 @@ def summarize(
 
 def is_passed(result: dict[str, Any]) -> bool:
     """Processes that share a few cores with the whole benchmark may look dead for a moment: no failure there."""
-    is_on_gpu = result["settings"]["shape"] != BUNDLED
+    is_on_gpu = is_for_gpu(result["settings"]["shape"])
     return bool(result["is_exact"]) and not result["failures"] and not (result["others_lost"] and is_on_gpu)
 
 
 def _of_case(rounds: Sequence[Round]) -> dict[str, Any]:
     first = rounds[0]
     copied: Counter[str] = Counter()
+    filled: Counter[str] = Counter()
     for round_ in rounds:
         copied.update(round_.repair.bytes_by_source)
+        filled.update(round_.repair.experts_by_source)
     return {
         "rounds": len(rounds),
         **{name: getattr(first, name) for name in ("num_lost", "fault", "shadows", "num_shadows")},
         **_spreads(rounds, _FIGURES),
         **_spreads([round_.repair for round_ in rounds], _REPAIR),
         "bytes_by_source": {source: num / len(rounds) for source, num in copied.items()},  # of one loss
+        "experts_by_source": {source: num / len(rounds) for source, num in filled.items()},
         "others_lost": sum(round_.repair.others_lost for round_ in rounds),
         "num_missing": sum(round_.num_missing for round_ in rounds),
         "num_different": sum(round_.num_different for round_ in rounds),
@@ -99,7 +103,7 @@ def show(result: dict[str, Any], path: Path) -> None:
         "What the server did: median (worst)",
         [
             *("case", "shadows", "noticed ms", "without place", "covered ms", "redundant s", "whole s", "waited ms"),
-            *("copied MB", "harmed"),
+            *("copied MB (experts)", "harmed"),
         ],
         [_done(name, found) for name, found in result["cases"].items()],
     )
@@ -141,7 +145,11 @@ def _restart_row(result: dict[str, Any]) -> list[list[str]]:
 
 
 def _done(name: str, found: dict[str, Any]) -> list[str]:
-    copied = [f"{source} {num / 1e6:,.0f}" for source, num in found["bytes_by_source"].items()]
+    num_experts = found.get("experts_by_source", {})
+    copied = [
+        f"{source} {num / 1e6:,.0f}" + (f" ({num_experts[source]:,.0f})" if source in num_experts else "")
+        for source, num in found["bytes_by_source"].items()
+    ]
     return [
         name,
         str(found["num_shadows"]),

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from everserve.bench import analysis
@@ -27,6 +27,7 @@ class Repair:
     paused_s: float  # the longest that an attention worker waited for experts without a place
     bytes_by_source: dict[str, int]  # of the weights that were copied; empty if the server does not tell
     others_lost: int  # workers that were declared gone although they were not on a lost device
+    experts_by_source: dict[str, int] = field(default_factory=dict)  # how many; mapped ones are not copied
 
 
 def tell(events: Events, lost: Mapping[int, int], lost_s: float, until_s: float) -> Repair:
@@ -54,6 +55,7 @@ def tell(events: Events, lost: Mapping[int, int], lost_s: float, until_s: float)
         paused_s=max(paused, default=0.0),
         bytes_by_source=bytes_by_source(later),
         others_lost=len(declared.keys() - lost.items()),
+        experts_by_source=experts_by_source(later),
     )
 
 
@@ -80,6 +82,15 @@ def bytes_by_source(events: Events) -> dict[str, int]:
     for one in filled:
         if "source" in one and "num_bytes" in one:
             found[one["source"]] += one["num_bytes"]
+    return dict(sorted(found.items()))
+
+
+def experts_by_source(events: Events) -> dict[str, int]:
+    """How many slots were filled, likewise."""
+    found: Counter[str] = Counter()
+    for event in events:
+        if "source" in event and "num_experts" in event:
+            found[event["source"]] += event["num_experts"]
     return dict(sorted(found.items()))
 
 

@@ -21,6 +21,7 @@ from everserve.bench import (
     revive_report,
     scale_report,
     scaling_report,
+    start_report,
     trace_report,
 )
 from everserve.errors import ConfigError
@@ -43,6 +44,7 @@ _SHOW: dict[str, Show] = {
     "balance": balance_report.show,
     "mask": mask_report.show,
     "revive": revive_report.show,
+    "start": start_report.show,
 }
 
 

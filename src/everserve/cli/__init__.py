@@ -28,9 +28,8 @@ import typer
 from everserve.errors import UserError
 
 _COMMANDS = (
-    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "chaos", "demo", "drain", "health"),
-    *("kill", "scale"),
-    *("serve", "status", "switch", "version"),
+    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "bench_start", "chaos", "demo", "drain"),
+    *("health", "kill", "scale", "serve", "status", "switch", "version"),
 )
 
 app = typer.Typer(

@@ -49,11 +49,13 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
 
 
 def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
-    """Both flags are about experts of expert workers."""
+    """These flags are about experts of expert workers."""
     if not cluster.expert_workers and source.weights == "memory":
         raise ConfigError("--weights memory needs --expert-workers")
     if not cluster.expert_workers and source.expert_backup != "off":
         raise ConfigError(f"--expert-backup {source.expert_backup} needs --expert-workers")
+    if not cluster.expert_workers and cluster.map_experts == "on":
+        raise ConfigError("--map-experts on needs --expert-workers")
 
 
 def check_compiler() -> None:
@@ -122,6 +124,8 @@ def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
     """With the KV cache as large as it was wanted, or as these devices have room for it."""
+    if cluster.map_experts == "on" and worker.model.weights != "memory":
+        raise ConfigError("--map-experts on: on CPUs only with --weights memory")
     gpus = tuple(device.uuid for device in chosen.devices)
     start = StartOrchestrator(cluster=cluster, worker=worker, num_gpus=len(gpus), gpus=gpus)
     expert_bytes = _expert_bytes(start)

@@ -46,6 +46,12 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         int | None,
         Flag("Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0),
     ] = None
+    map_experts: Annotated[
+        str,
+        Flag("Experts without a place whose worker has only died are served where it left them, by workers that reach"
+             " its memory. auto: on CPUs with --weights memory; on a GPU, where it was not tried enough, with on only.",
+             choices=("auto", "on", "off")),
+    ] = "auto"  # fmt: skip
     on_lost_expert: Annotated[
         str,
         Flag("While an expert has no place: streams that need it wait; or it is masked; or an attention worker becomes"

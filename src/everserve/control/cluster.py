@@ -12,13 +12,13 @@ import msgspec
 
 from everserve.control.balance import Balancer
 from everserve.control.effects import AnyEffect, ChangeMask, Provision, Publish
-from everserve.control.places import LastNamed, slots_given_up, what_is_held, without
+from everserve.control.places import LastNamed, mappings, slots_given_up, what_is_held, without
 from everserve.control.seats import Policy, Seat
 from everserve.control.slowness import Slowness
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.evacuation import degraded_by, health_of, quiet_devices
 from everserve.plan.lost_experts import LostExpertPolicy, choose_mask
-from everserve.plan.moves import GivenUp
+from everserve.plan.moves import GivenUp, Move
 from everserve.plan.routing import make_routes
 from everserve.tables.goal import Capacity, Goal, Mask
 from everserve.tables.ids import Epoch, Rank, WorkerId
@@ -63,8 +63,11 @@ class Cluster:
         self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more
         self.last_named = LastNamed()
+        self.refused: set[tuple[Rank, int, int]] = set()  # what a worker could not map: rank, index of the call, expert
         self.first_epoch = Epoch(0)  # earlier ones were published by another orchestrator
         self.is_moving = True  # there may be slots to fill
+        self.owes_cover = False  # there may be experts without a place in the goal
+        self.owes_plan = False  # the goal covers what was lost, and may be no more than that
         self.num_stale = 0  # messages of lost or unknown incarnations
         self.was_all_ready = False  # at some time since the instance started: it is not given up any more
         self.ending = ""  # non-empty: why no process is started any more
@@ -149,12 +152,19 @@ class Cluster:
         mask, policy = self.goal.mask, self.lost_policy
         if self.routes is None or self.ending or not self.was_all_ready or not (policy.max_masked or mask.experts):
             return Step("")
-        choice = choose_mask(self.routes.lost_experts(), mask.experts, policy)
+        soon = {(move.fill.layer_index, move.fill.expert) for move in self.mappings()}
+        choice = choose_mask([one for one in self.routes.lost_experts() if one not in soon], mask.experts, policy)
         if choice.experts == mask.experts:
             return Step(choice.reason)
         mask = Mask(last_id=mask.last_id + bool(choice.experts), experts=choice.experts)
         self.set_goal(mask=mask)
         return Step(choice.reason, (ChangeMask(mask, choice.reason),))
+
+    def mappings(self) -> list[Move]:
+        """What workers should map of the memory of others, and were not told yet."""
+        if not self.was_all_ready or not self.capacity.mapped_slots:
+            return []
+        return mappings(self.goal, self.seats, self.balancer.loads.by_layer, self.refused)
 
     def acknowledged(self) -> dict[Rank, Epoch]:
         """The epoch of the routes that each attention worker uses, by its report."""

@@ -88,14 +88,16 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
     slots = _slots(goal.placement, _spare_heads(start)) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
+    mapped_slots = _mapped_slots(start, model, goal, slots)
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
         devices=start.cluster.devices,
         slots_per_layer=slots_per_layer,
         slots_by_call=slots if len(set(slots)) > 1 else (),
+        mapped_slots=mapped_slots,
         head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
-        lane_bytes=_lane_bytes(model, start.worker, slots_per_layer),
+        lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
     )
@@ -107,6 +109,21 @@ def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
     most = max(sum(len(seat.experts(index)) for index in heads) for seat in placement.seats)
     spare, num_heads = _spare_heads(start) or 0, sum(placement.calls[index].num_shards for index in heads)
     return min(most + spare * len(heads), num_heads)
+
+
+def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:
+    """Of every expert worker, further slots for experts in the memory of others (plan/mapping.py): as many as it has
+    with memory, so that half of the workers can stand in for the other half, but not more than there are experts."""
+    is_gpu, wanted = start.worker.compute.device == "cuda", start.cluster.map_experts
+    is_memory = is_gpu or start.worker.model.weights == "memory"
+    if wanted == "off" or (wanted == "auto" and is_gpu):
+        return 0
+    experts = [seat.gpu for seat in goal.seats if Role.ATTENTION not in seat.roles]
+    are_together = len(set(experts)) < len(experts) or (start.cluster.max_workers or 0) > len(goal.seats)
+    if not is_memory or not are_together or model.divides_heads or not slots:
+        return 0
+    widths = (call.num_shards for call in model.calls)
+    return max(0, *(min(num, width - num) for num, width in zip(slots, widths, strict=True)))
 
 
 def lost_expert_policy(cluster: ClusterConfig, model: ModelConfig) -> LostExpertPolicy:

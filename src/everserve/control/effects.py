@@ -9,7 +9,7 @@ from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.members import Members
 from everserve.tables.routes import Routes
-from everserve.tables.slots import Fill
+from everserve.tables.slots import Fill, Place
 from everserve.tables.validity import Conditions
 
 Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to leave, and has ended
@@ -75,6 +75,15 @@ class FillSlots:
     rank: Rank
     incarnation: Incarnation
     fills: tuple[Fill, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClearSlots:
+    """Empty these slots of a worker. Answered by SaidHolds."""
+
+    rank: Rank
+    incarnation: Incarnation
+    places: tuple[Place, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +231,9 @@ class GiveUp:
 
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | BalanceDecided | LevelChanged | SlownessDecided | DropDevice
-    | Provision
-    | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch | ChangeRole | EndSwitch
-    | ChangeMask | AllReady | GiveUp
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | BalanceDecided | LevelChanged | SlownessDecided
+    | DropDevice | Provision | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch
+    | ChangeRole | EndSwitch | ChangeMask | AllReady | GiveUp
 )  # fmt: skip
 
 

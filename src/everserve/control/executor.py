@@ -15,7 +15,17 @@ from everserve.control.worker_ends import send_routes
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.memory import Memory, seat_owner
 from everserve.wire.events import WorkerProvisioned
-from everserve.wire.messages import DropMemory, Failed, Fenced, FillSlots, KeepGoal, Leave, Ready, SignalWorker
+from everserve.wire.messages import (
+    ClearSlots,
+    DropMemory,
+    Failed,
+    Fenced,
+    FillSlots,
+    KeepGoal,
+    Leave,
+    Ready,
+    SignalWorker,
+)
 
 
 class Executor:
@@ -48,6 +58,10 @@ class Executor:
                 if end is not None:
                     end.send(FillSlots(fills=list(effect.fills)))
                     self._parts.gateway.note_change()
+            case effects.ClearSlots():
+                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    end.send(ClearSlots(places=list(effect.places)))
             case effects.BalanceDecided():
                 records.note_balance(effect)
             case effects.LevelChanged():
@@ -102,7 +116,8 @@ class Executor:
     def _publish(self, effect: effects.Publish, reason: str) -> None:
         self._parts.records.note_epoch(effect, reason)
         send_routes(self._parts.ends, effect)
-        self._parts.gateway.tell_cluster(effect, self._parts.machine.moves)
+        machine = self._parts.machine
+        self._parts.gateway.tell_cluster(effect, machine.moves, machine.mapping)
 
     def _lose(self, effect: effects.Lost) -> None:
         """Fence it: notify all processes that know it; its messages are only counted from now on."""

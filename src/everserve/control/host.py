@@ -98,7 +98,7 @@ class Host:
             tables = self._machine.tables()
             self._experts_view.flush(self._machine, time.monotonic())
             self._survivals_view.flush(self._machine, time.monotonic())
-        self._gateway.flush(tables, self._machine.moves)
+        self._gateway.flush(tables, self._machine.moves, self._machine.mapping)
         for channel in self._helpers():
             channel.flush()
         for end in self.parts.ends:

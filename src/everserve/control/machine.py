@@ -107,7 +107,7 @@ from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.routes import Routes
-from everserve.tables.slots import Fill
+from everserve.tables.slots import Fill, Place
 
 __all__ = ["Found", "Machine", "Policy"]
 
@@ -128,6 +128,7 @@ class Machine:
     ) -> None:
         self._cluster = Cluster(goal, policy, capacity, balance, lost_policy)
         self._seats = self._cluster.seats
+        self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
         self._has_said_all_ready = False
         self._kept_goal: Goal | None = None  # the version that the supervisor has
@@ -161,8 +162,17 @@ class Machine:
         return {seat.rank: seat.filling for seat in self._seats.values() if seat.filling}
 
     @property
+    def mapping(self) -> tuple[Rank, ...]:
+        """Workers that map experts in the memory of others just now. A worker does that alone, or copies."""
+        first = [(s.held, s.filling[0]) for s in self._seats.values() if s.filling]
+        mapped = [held is not None and held.is_mapped(Place(fill.layer_index, fill.slot)) for held, fill in first]
+        return tuple(rank for rank, is_mapped in zip(self.moves, mapped, strict=True) if is_mapped)
+
+    @property
     def is_as_planned(self) -> bool:
         """Every expert worker that should be there is ready and holds what it should."""
+        if self._cluster.owes_plan:
+            return False
         return self.goal.placement is None or holds_all(self.goal.placement, self._seats)
 
     @property
@@ -204,10 +214,19 @@ class Machine:
     def next_deadline(self) -> float | None:
         if self._owes_routes:
             return -math.inf
-        deadlines = [self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
+        deadlines = [self._plan_at(), self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
         deadlines += [seat.next_deadline() for seat in self._seats.values()]
         times = [*self._cluster.kill_at.values(), *self._cluster.isolate_at.values()]
         return min([at for at in deadlines if at is not None] + times, default=None)
+
+    def _plan_at(self) -> float | None:
+        """When the rest of a plan is made. That takes a while, and what follows a loss at once should not wait for it:
+        least of all fills that streams wait for."""
+        cluster = self._cluster
+        if not cluster.owes_plan:
+            return None
+        is_covered = cluster.routes is None or not cluster.routes.lost_experts()
+        return self._lost_at + (cluster.policy.plan_after_s if is_covered else cluster.policy.plan_within_s)
 
     # -- entry points -----------------------------------------------------------------------------------
 
@@ -228,6 +247,7 @@ class Machine:
             for one in in_order[:-1]:
                 effects += membership.fence_again(cluster, one, seat.goal.roles, now)
             effects += membership.take_over(cluster, seat, in_order[-1] if in_order else None, now)
+            moving.assume_memory(cluster, seat)
         for one in found:
             if one.rank not in self._seats:
                 effects += membership.fence_again(cluster, one, (), now)
@@ -270,6 +290,10 @@ class Machine:
         steps += slow_workers.due(self._cluster, now)
         if self._owes_routes:
             steps.append(Step("workers hold other experts"))
+        plan_at = self._plan_at()
+        if plan_at is not None and plan_at <= now:
+            moving.replan(self._cluster)
+            steps.append(Step("what was lost gets its further places"))
         reason = "; ".join(step.reason for step in steps)
         effects = tuple(effect for step in steps for effect in step.effects)
         return Step(reason or "nothing is due", effects, publish_anyway=self._owes_routes)
@@ -283,6 +307,9 @@ class Machine:
         them before it runs the next effect.
         """
         cluster, reasons = self._cluster, [step.reason]
+        if cluster.owes_cover:
+            self._lost_at = now
+        moving.cover_now(cluster)
         effects = [*step.effects, *health.see_to(cluster), *operations.end_scaling(cluster)]
         effects += switching.staff_up(cluster, now)
         self._owes_routes |= step.publish_soon
@@ -294,7 +321,7 @@ class Machine:
         if cluster.goal is not self._kept_goal:
             self._kept_goal = cluster.goal
             effects.append(Keep(cluster.goal))
-        effects += moving.fill(cluster)
+        effects += moving.change_slots(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
         effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))

@@ -243,6 +243,7 @@ def lose(
     if not has_ended:
         cluster.kill_at[seat.id] = now + cluster.policy.fence_grace_s
     seat.end(reason, now, cluster.policy, has_left)
+    cluster.refused.clear()  # there is more memory to map
     cluster.slowness.end(seat.rank, now)
     give_up = _give_up(cluster, seat, reason, user_error)
     delay_s = 0.0 if has_left else cluster.policy.delay_s(seat.num_crashes)
@@ -267,7 +268,10 @@ def _leave_device(cluster: Cluster, seat: Seat) -> tuple[Retire, ...]:
     seat.leave_empty(why_empty(goal, device))
     if device in goal.gone:
         return ()
-    return (Retire(seat.rank),) if seat.is_retired or goal.is_given_up(device) else ()
+    if not seat.is_retired and not goal.is_given_up(device):
+        return ()
+    seat.forget_memory()
+    return (Retire(seat.rank),)
 
 
 def _give_up(cluster: Cluster, seat: Seat, reason: str, user_error: bool) -> tuple[GiveUp, ...]:

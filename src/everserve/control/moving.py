@@ -7,13 +7,26 @@ from dataclasses import replace
 import msgspec
 
 from everserve.control.cluster import Cluster, Step, who
-from everserve.control.effects import FillSlots, Show
-from everserve.control.places import balanced_placement, is_settled, new_placement, next_fills, what_is_held
+from everserve.control.effects import ClearSlots, FillSlots, Show
+from everserve.control.places import (
+    balanced_placement,
+    is_mapped_elsewhere,
+    is_settled,
+    new_placement,
+    next_fills,
+    what_is_held,
+)
 from everserve.control.seats import Seat
+from everserve.plan.mapping import not_needed
+from everserve.plan.moves import IsFree
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Epoch, Rank, Role
-from everserve.tables.slots import FailedFill, HeldSlots, Place
+from everserve.tables.members import WorkerState
+from everserve.tables.placement import Placement
+from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
 from everserve.tables.validity import behind
+
+_MOST_MAPPED = 128  # in one message: nothing is copied
 
 # -- what workers hold and use -----------------------------------------------------------------------
 
@@ -28,15 +41,41 @@ def hold(
 ) -> Step:
     """Routes follow what workers hold."""
     has_changed = seat.held is None or seat.held.experts != slots.experts
-    seat.held, seat.filling = slots, seat.filling[len(seat.filling) - num_left :]
+    is_less = seat.held is not None and has_changed and _is_less(seat.held, slots)
+    seat.held = slots
+    seat.filling = seat.filling[len(seat.filling) - num_left :]
+    seat.clearing = seat.clearing[len(seat.clearing) - num_left :]
     cluster.is_moving = cluster.routes is not None
-    if failed:
+    not_mapped = [one for one in failed if slots.is_mapped(Place(one.layer_index, one.slot))]
+    cluster.refused.update((seat.rank, one.layer_index, one.expert) for one in not_mapped)
+    if is_less or not_mapped:
+        replace_missed(cluster)  # memory was withdrawn, or does not hold what it should
+    if len(failed) > len(not_mapped):
         seat.fill_at = now + cluster.policy.fill_again_s
+    if failed:
         return Step(
             f"{who(seat)} could not load {len(failed)} experts (last: {failed[-1].reason})",
-            publish_soon=has_changed and seat.can_serve,
+            publish_soon=(has_changed or bool(not_mapped)) and seat.can_serve,
         )
     return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve)
+
+
+def _is_less(before: HeldSlots, now: HeldSlots) -> bool:
+    """Whether a mapped slot is empty now."""
+    if before.num_mapped != now.num_mapped:
+        return False
+    changed = [i for i, slots in enumerate(before.experts) if slots != now.experts[i]]
+    return any(now.mapped(i)[slot] == EMPTY != e for i in changed for slot, e in before.mapped(i).items())
+
+
+def assume_memory(cluster: Cluster, seat: Seat) -> None:
+    """After an orchestrator that has died: the memory of a seat whose worker has not reported holds what was planned.
+    A worker that is told to map something that is not there says so."""
+    placement = cluster.goal.placement
+    planned = placement.seat(seat.rank) if placement is not None else None
+    if placement is not None and planned is not None and seat.held is None:
+        experts = planned.slots(cluster.capacity.slots(len(placement.calls))).experts
+        seat.left = HeldSlots(experts=experts, generations=tuple((0,) * len(slots) for slots in experts))
 
 
 def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
@@ -51,8 +90,9 @@ def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
     return replace(step, effects=(Show(cluster.tables),))
 
 
-def fill(cluster: Cluster) -> list[FillSlots]:
-    """The next slots to fill, on the way from what is held to the goal."""
+def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
+    """The next slots to fill, on the way from what is held to the goal. What can be mapped comes first: streams wait
+    for it, and it takes no time."""
     if not cluster.is_moving or cluster.goal.placement is None or cluster.ending:
         return []
     cluster.is_moving = False
@@ -63,10 +103,43 @@ def fill(cluster: Cluster) -> list[FillSlots]:
     def is_free(rank: Rank, place: Place) -> bool:
         return oldest >= cluster.first_epoch and cluster.last_named.epoch(rank, place) < oldest
 
-    told = next_fills(cluster.goal.placement, seats, cluster.given_up, is_free, cluster.policy)
-    for order in told:
+    def may_change(rank: Rank, place: Place) -> bool:
+        return is_free(rank, place) and not is_mapped_elsewhere(seats, rank, place)
+
+    placement = cluster.goal.placement
+    told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, placement, is_free)]
+    fills = next_fills(placement, seats, cluster.given_up, may_change, cluster.policy)
+    for order in fills:
         cluster.seats[order.rank].filling = order.fills
-    return told
+    return [*told, *fills]
+
+
+def _map(cluster: Cluster) -> Iterator[FillSlots]:
+    """Experts without a place whose weights are in memory that a survivor reaches."""
+    if not any(seat.is_idle and seat.maps for seat in cluster.seats.values()):
+        return
+    moves = cluster.mappings()
+    for seat in [cluster.seats[rank] for rank in sorted({move.rank for move in moves})]:
+        if seat.is_idle:
+            seat.filling = tuple(move.fill for move in moves if move.rank == seat.rank)[:_MOST_MAPPED]
+            yield FillSlots(seat.rank, seat.incarnation, seat.filling)
+
+
+def _unmap(cluster: Cluster, placement: Placement, is_free: IsFree) -> Iterator[ClearSlots]:
+    """Mapped slots that are not needed any more, and that routes do not lead to. What was given up for another reason,
+    when the last routes were made, may be needed now."""
+    serving = [seat for seat in cluster.seats.values() if seat.can_serve]
+    idle = {seat.rank: seat for seat in serving if seat.is_idle and seat.maps}
+    if not idle:
+        return
+    have = what_is_held(serving)
+    ready = {seat.rank for seat in serving if seat.state is WorkerState.READY}
+    for rank, places in not_needed(placement, have, ready, cluster.given_up).items():
+        seat, given_up = idle.get(rank), cluster.given_up.get(rank, frozenset())
+        if seat is not None:
+            seat.clearing = tuple(place for place in sorted(places & given_up) if is_free(rank, place))
+            if seat.clearing:
+                yield ClearSlots(rank, seat.incarnation, seat.clearing)
 
 
 # -- where they should be ------------------------------------------------------------------------
@@ -74,8 +147,27 @@ def fill(cluster: Cluster) -> list[FillSlots]:
 
 def replan(cluster: Cluster) -> None:
     """A new version of the goal, if other places are better for the workers that there are now."""
+    cluster.owes_cover = cluster.owes_plan = False
+    _plan(cluster, covers_only=False)
+
+
+def cover(cluster: Cluster) -> None:
+    """After a loss, which streams may wait for: places for what has none. The rest of the plan follows when no event
+    waits."""
+    cluster.owes_cover = cluster.owes_plan = True
+
+
+def cover_now(cluster: Cluster) -> None:
+    """At the end of an event, in which several workers may have been lost."""
+    if cluster.owes_cover:
+        cluster.owes_cover = False
+        _plan(cluster, covers_only=True)
+
+
+def _plan(cluster: Cluster, covers_only: bool) -> None:
     loads = cluster.balancer.loads.by_layer()
-    placement = new_placement(cluster.goal, cluster.seats.values(), cluster.capacity, loads)
+    seats, capacity = cluster.seats.values(), cluster.capacity
+    placement = new_placement(cluster.goal, seats, capacity, loads, covers_only=covers_only)
     if placement != cluster.goal.placement:
         cluster.set_goal(placement=placement)
 
@@ -83,7 +175,9 @@ def replan(cluster: Cluster) -> None:
 def balance(cluster: Cluster, now: float) -> Iterator[Step]:
     """Now and then: other places for experts because of their load, if that is worth it."""
     balancer, goal, seats = cluster.balancer, cluster.goal, cluster.seats
-    if balancer.policy is None or cluster.ending or not balancer.is_due(now) or not is_settled(goal, seats):
+    if balancer.policy is None or cluster.ending or not balancer.is_due(now):
+        return
+    if cluster.owes_plan or not is_settled(goal, seats):
         return
     loads = balancer.loads.by_layer(now)
     verdict = balanced_placement(goal, seats, cluster.capacity, loads, balancer.policy)
@@ -103,14 +197,17 @@ def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
 
 
 def replace_missed(cluster: Cluster) -> None:
-    """Workers that are away, also those that were lost before, and of whose experts one has no place now. Heads can
-    wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed again."""
+    """Workers that are away, also those that were lost before, and of whose experts one has no place now, nor can be
+    mapped. Heads can wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed
+    again."""
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
     held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve).values()
     calls = [i for i, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
-    served = {i: set().union(*(one.experts[i] for one in held)) for i in calls}
+    served = {i: set[int]().union(*(one.experts[i] for one in held)) for i in calls}
+    for one in _soon_mapped(cluster):
+        served[one.layer_index].add(one.expert)
     missed = []
     for planned in placement.seats:
         seat = cluster.seats[planned.rank]
@@ -121,9 +218,21 @@ def replace_missed(cluster: Cluster) -> None:
         replace_away(cluster, *missed)
 
 
+def _soon_mapped(cluster: Cluster) -> list[Fill]:
+    """What ready workers map just now, or will."""
+    ready = [seat for seat in cluster.seats.values() if seat.state is WorkerState.READY and seat.held is not None]
+    told = [
+        fill
+        for seat in ready
+        for fill in seat.filling
+        if seat.held is not None and seat.held.is_mapped(Place(fill.layer_index, fill.slot))
+    ]
+    return told + [move.fill for move in cluster.mappings()]
+
+
 def replace_away(cluster: Cluster, *seats: Seat) -> None:
     """The experts of workers that are away get places elsewhere. A worker keeps those that were planned for it: if it
     comes back first, it serves them."""
     for seat in seats:
         seat.is_replaced, seat.heal_at = True, None
-    replan(cluster)
+    cover(cluster)

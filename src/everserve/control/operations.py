@@ -53,11 +53,13 @@ def lose_device(cluster: Cluster, lost: DeviceLost, now: float) -> Step:
         cluster.set_goal(gone=(*goal.gone, device))
     alive = [seat for seat in seats if seat.state is not WorkerState.GONE]
     kills = [Kill(*seat.id) for seat in alive]
+    for seat in seats:
+        seat.forget_memory()
     steps = [membership.lose(cluster, seat, "crash", f"its device {device} was lost", now) for seat in alive]
     for seat in seats:
         if device in cluster.goal.gone:
             seat.leave_empty(why_empty(cluster.goal, device))
-    moving.replan(cluster)
+    moving.cover(cluster)
     moving.replace_missed(cluster)
     effects = [effect for step in steps for effect in step.effects]
     reason = f"device {device} is {'gone' if lost.is_gone else 'lost'} with {len(alive)} workers"

@@ -1,7 +1,7 @@
 """What the machine decides about the places of experts: a new placement when workers come and go, and the next slots to
 fill on the way to it. Pure functions of seats, goal and routes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -9,9 +9,12 @@ import numpy as np
 from everserve.control.effects import FillSlots
 from everserve.control.seats import Policy, Seat
 from everserve.plan.balance import BalancePolicy, Verdict, decide
+from everserve.plan.cover import cover
 from everserve.plan.dealing import Dealing, Loads
-from everserve.plan.moves import GivenUp, IsFree, given_up, next_moves
+from everserve.plan.mapping import next_mappings, not_needed
+from everserve.plan.moves import GivenUp, IsFree, Move, given_up, next_moves
 from everserve.plan.repair import Room, replan
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
@@ -27,17 +30,25 @@ def what_is_held(seats: Iterable[Seat]) -> Have:
 
 
 def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
-    """Slots that are needed for other experts, and those that are being filled: routes do not lead to them."""
-    ready = [seat for seat in seats if seat.state is WorkerState.READY]
-    have = without(what_is_held(ready), _being_filled(ready))
-    found = given_up(placement, have, [seat.rank for seat in ready])
-    for rank, places in _being_filled(ready).items():
-        found[rank] = found.get(rank, frozenset()) | places
+    """Slots that are needed for other experts, those that are being filled or cleared, and mapped ones that are not
+    needed any more: routes do not lead to them."""
+    serving = [seat for seat in seats if seat.can_serve]
+    ready = [seat for seat in serving if seat.state is WorkerState.READY]
+    changing = _being_changed(ready)
+    found = given_up(placement, without(what_is_held(ready), changing), [seat.rank for seat in ready])
+    _add(found, changing)
+    _add(found, not_needed(placement, what_is_held(serving), {seat.rank for seat in ready}, found))
     return found
 
 
-def _being_filled(seats: Iterable[Seat]) -> GivenUp:
-    return {s.rank: frozenset(Place(fill.layer_index, fill.slot) for fill in s.filling) for s in seats if s.filling}
+def _add(found: GivenUp, more: GivenUp) -> None:
+    for rank, places in more.items():
+        found[rank] = found.get(rank, frozenset()) | places
+
+
+def _being_changed(seats: Iterable[Seat]) -> GivenUp:
+    changing = {s.rank: frozenset([Place(f.layer_index, f.slot) for f in s.filling] + [*s.clearing]) for s in seats}
+    return {rank: places for rank, places in changing.items() if places}
 
 
 def holds_all(placement: Placement, seats: Mapping[Rank, Seat]) -> bool:
@@ -48,8 +59,8 @@ def holds_all(placement: Placement, seats: Mapping[Rank, Seat]) -> bool:
 def _holds(planned: SeatExperts, seat: Seat) -> bool:
     if seat.state is not WorkerState.READY or seat.held is None or seat.filling:
         return False
-    slots = enumerate(seat.held.experts)
-    return all(set(planned.experts(layer)).issubset(experts) for layer, experts in slots)
+    layers = range(len(seat.held.experts))
+    return all(set(planned.experts(layer)).issubset(seat.held.own(layer)) for layer in layers)
 
 
 def without(have: Have, places: GivenUp) -> Have:
@@ -68,10 +79,15 @@ def _emptied(held: HeldSlots, places: frozenset[Place]) -> HeldSlots:
 
 
 def new_placement(
-    goal: Goal, seats: Iterable[Seat], capacity: Capacity, loads: Mapping[int, Loads] | None = None
+    goal: Goal,
+    seats: Iterable[Seat],
+    capacity: Capacity,
+    loads: Mapping[int, Loads] | None = None,
+    *,
+    covers_only: bool = False,
 ) -> Placement | None:
     """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
-    which may come back at any moment, stays as it is."""
+    which may come back at any moment, stays as it is. `covers_only`: the first part of a plan, with whole experts."""
     if goal.placement is None:
         return None
     rooms, away, before = [], [], []
@@ -85,9 +101,11 @@ def new_placement(
         else:
             rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
             before.append(_there(seat, planned, slots))
-    placement = replan(
-        msgspec.structs.replace(goal.placement, seats=tuple(before)), rooms, loads, Dealing(dealers(goal))
-    )
+    there = msgspec.structs.replace(goal.placement, seats=tuple(before))
+    if covers_only and all(call.kind is ShardKind.EXPERT for call in there.calls):
+        placement = cover(there, rooms, loads)
+    else:
+        placement = replan(there, rooms, loads, Dealing(dealers(goal)))
     return msgspec.structs.replace(placement, seats=(*placement.seats, *away))
 
 
@@ -123,16 +141,58 @@ def _there(seat: Seat, planned: SeatExperts | None, slots: Sequence[int]) -> Sea
     active, shadows = [], []
     for layer, num_slots in enumerate(slots):
         wanted = planned.experts(layer) if planned is not None else ()
-        held = [*seat.held.experts[layer]] if seat.held is not None and seat.state is WorkerState.READY else []
+        held = [*seat.held.own(layer)] if seat.held is not None and seat.state is WorkerState.READY else []
         for fill in seat.filling:
-            if held and fill.layer_index == layer:
+            if fill.slot < len(held) and fill.layer_index == layer:
                 held[fill.slot] = fill.expert
-        there = [expert for expert in dict.fromkeys(held) if expert != EMPTY]
-        there += [expert for expert in wanted if expert not in there][: num_slots - len(there)]
-        served = [expert for expert in there if planned is not None and expert in planned.active[layer]]
-        active.append(tuple(served))
+        there = dict.fromkeys(expert for expert in held if expert != EMPTY)
+        missing = [expert for expert in wanted if expert not in there]
+        there |= dict.fromkeys(missing[: max(num_slots - len(there), 0)])
+        served = frozenset(planned.active[layer]) if planned is not None else frozenset()
+        active.append(tuple(expert for expert in there if expert in served))
         shadows.append(tuple(expert for expert in there if expert not in served))
     return SeatExperts(rank=seat.rank, active=tuple(active), shadows=tuple(shadows))
+
+
+# -- what workers map of the memory of others -----------------------------------------------------
+
+
+def mappings(
+    goal: Goal,
+    seats: Mapping[Rank, Seat],
+    loads: Callable[[], Mapping[int, Loads]],
+    refused: Collection[tuple[Rank, int, int]] = (),
+) -> list[Move]:
+    """What ready workers should map now, besides what they were told already. Memory is dropped with its device, and
+    with a seat that retires or changes its role."""
+    if goal.placement is None:
+        return []
+    ready = [seat for seat in seats.values() if seat.state is WorkerState.READY]
+    staying = [seat for seat in seats.values() if seat.goal.wanted is Wanted.STAY]
+    away = [s for s in staying if s.state is not WorkerState.READY and s.goal.device not in goal.absent]
+    left = {seat.rank: seat.in_memory for seat in away if seat.in_memory is not None}
+    if not left:
+        return []
+    have = what_is_held(ready)
+    told = {rank: (seats[rank].filling, seats[rank].clearing) for rank in have if not seats[rank].is_idle}
+    calls = [index for index, call in enumerate(goal.placement.calls) if call.kind is not ShardKind.HEAD]
+
+    def reaches(rank: Rank, lender: Rank) -> bool:
+        """On CPUs all memory of the host, whichever device it counts as."""
+        one, other = seats[rank].goal, seats[lender].goal
+        return (one.host, one.gpu) == (other.host, other.gpu)
+
+    return next_mappings(goal.placement, have, left, told, reaches, calls, loads, refused)
+
+
+def is_mapped_elsewhere(seats: Iterable[Seat], rank: Rank, place: Place) -> bool:
+    """Whether another worker uses what this slot holds, perhaps where it lies: it may not change before that ends."""
+    held = {seat.rank: seat.held for seat in seats if seat.can_serve and seat.held is not None}
+    if rank not in held:
+        return False
+    expert = held[rank].experts[place.layer_index][place.slot]
+    others = [one for other, one in held.items() if other != rank and one.num_mapped]
+    return expert != EMPTY and any(expert in one.mapped(place.layer_index).values() for one in others)
 
 
 class LastNamed:
@@ -166,7 +226,7 @@ def next_fills(
     routes that an attention worker may follow lead to this slot."""
     ready = [seat for seat in seats if seat.state is WorkerState.READY]
     have = what_is_held(ready)
-    idle = {seat.rank: seat for seat in ready if not seat.filling and seat.fill_at is None}
+    idle = {seat.rank: seat for seat in ready if seat.is_idle and seat.fill_at is None}
     moves = next_moves(placement, have, [seat.rank for seat in ready], idle, leaving, is_free)
     told = []
     for rank, seat in idle.items():

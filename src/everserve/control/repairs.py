@@ -1,4 +1,5 @@
-"""How far the repair of lost expert workers is, for events: planned, first slot, covered, redundant."""
+"""How far the repair of lost expert workers is, for events: planned (other places are the goal, or workers map what was
+lost), first slot, covered, redundant."""
 
 from collections.abc import Iterator
 
@@ -25,7 +26,8 @@ class Repairs:
             self._told.clear()
         if self._began_s is None:
             return
-        if any(isinstance(effect, effects.Keep) for effect in decision.effects):
+        is_mapped = self._num_without_place > 0 and any(isinstance(one, effects.FillSlots) for one in decision.effects)
+        if is_mapped or any(isinstance(effect, effects.Keep) for effect in decision.effects):
             yield from self._tell("planned", now)
         if isinstance(event, events.SaidHolds) and "planned" in self._told:
             yield from self._tell("first slot", now)

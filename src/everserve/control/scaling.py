@@ -266,7 +266,7 @@ def may_leave(goal: Goal, seats: Collection[Seat], given_up: GivenUp) -> list[Se
         are_filled = _are_filled(goal, others)
         held = without(what_is_held(others), given_up).values()
         num_layers = len(goal.placement.moe_layers)
-        elsewhere = [{expert for one in held for expert in one.experts[layer]} for layer in range(num_layers)]
+        elsewhere = [{expert for one in held for expert in one.own(layer)} for layer in range(num_layers)]
         experts = [seat for seat in asked if not _is_attention(seat.goal) and _is_held(seat, elsewhere)]
         found += [seat for seat in experts if are_filled or goal.is_given_up(seat.goal.device)]
     return found
@@ -284,7 +284,8 @@ def _are_filled(goal: Goal, seats: Iterable[Seat]) -> bool:
         planned = goal.placement.seat(seat.rank)
         if planned is None or seat.held is None or seat.fill_at is not None:
             continue
-        if seat.filling or any(set(planned.experts(i)) - set(slots) for i, slots in enumerate(seat.held.experts)):
+        num_layers = len(seat.held.experts)
+        if seat.filling or any(set(planned.experts(i)) - set(seat.held.own(i)) for i in range(num_layers)):
             return False
     return True
 

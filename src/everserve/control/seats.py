@@ -7,7 +7,7 @@ from everserve.control.slowness import SlowPolicy
 from everserve.tables.goal import SeatGoal, Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Worker, WorkerState
-from everserve.tables.slots import Fill, HeldSlots
+from everserve.tables.slots import Fill, HeldSlots, Place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Policy:
     max_failed_starts: int = 5  # in a row, in one seat, until the instance gives up (if it was never fully ready)
     isolate_s: float = 10.0  # how long the evacuation of a device at health level 5 may take
     heal_after_s: float = 30.0  # away for so long: its experts get other places, for redundancy; inf: never
+    plan_after_s: float = 0.2  # after a loss: places for redundancy and balance are planned; for what has none, at once
+    plan_within_s: float = 1.0  # the same, while experts have no place
     fill_again_s: float = 2.0  # after a fill that failed
     max_fills: int = 8  # in one message to a worker: routes follow when all of them are done
     blocked_s: float = 60.0  # how long a silent process may wait for a disk (state D), before it is lost
@@ -92,7 +94,9 @@ class Seat:
     slots: int = 0  # per layer
     shadow_slots: int = 0
     held: HeldSlots | None = None  # what the incarnation reports to hold
+    left: HeldSlots | None = None  # what the incarnation before held: it is still in the memory of the seat
     filling: tuple[Fill, ...] = ()  # what it was told to fill, and has not answered
+    clearing: tuple[Place, ...] = ()  # what it was told to clear, likewise
     fill_at: float | None = None  # after a fill that failed: when the next one may come
     heal_at: float | None = None  # while it is not ready: when its experts get other places, if that is not so already
     is_replaced: bool = False  # its experts have places elsewhere, besides those that are planned here
@@ -138,13 +142,34 @@ class Seat:
         """Ready; or leaving, and still able to serve experts that no ready worker holds."""
         return self.state is WorkerState.READY or (self.state is WorkerState.LEAVING and self.ready_at is not None)
 
+    @property
+    def is_idle(self) -> bool:
+        """It has changed all slots that it was told to change. It is told one thing at a time."""
+        return not self.filling and not self.clearing
+
+    @property
+    def maps(self) -> bool:
+        """It is ready, and has slots for experts in the memory of others."""
+        return self.state is WorkerState.READY and self.held is not None and self.held.num_mapped > 0
+
+    @property
+    def in_memory(self) -> HeldSlots | None:
+        """What is in the memory of the seat, as far as that is known. It outlives its workers."""
+        return self.held if self.held is not None else self.left
+
+    def forget_memory(self) -> None:
+        """It is lost."""
+        self.held = self.left = None
+
     def begin(self) -> None:
         """A new incarnation, starting."""
         assert self.state is WorkerState.GONE, self
+        self.left = self.in_memory
         self.state = WorkerState.STARTING
         self.incarnation = Incarnation(self.incarnation + 1)
         self.pid = 0
-        self.held, self.acknowledged, self.filling, self.fill_at = None, Epoch(0), (), None
+        self.held, self.acknowledged, self.fill_at = None, Epoch(0), None
+        self.filling, self.clearing = (), ()
         self.has_spoken = self.is_asked_to_leave = self.is_slow = False
         self.start_at = self.ready_at = None
         self.unserved_at = {}

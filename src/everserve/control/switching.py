@@ -66,6 +66,7 @@ def start_next(cluster: Cluster, seat: Seat) -> tuple[AnyEffect, ...]:
     changed = msgspec.structs.replace(seat.goal, roles=roles, wanted=Wanted.STAY)
     _set_seat(cluster, changed, placement=msgspec.structs.replace(placement, seats=placed))
     seat.is_replaced, seat.heal_at = False, None
+    seat.forget_memory()
     moving.replan(cluster)
     return ChangeRole(seat.rank), provision(seat)
 

@@ -38,8 +38,11 @@ class GatewayEnd:
     def tell_lost(self, lost: Lost) -> None:
         self.send(WorkerLost(rank=lost.rank, incarnation=lost.incarnation, roles=lost.roles, cause=lost.cause))
 
-    def tell_cluster(self, tables: Publish, moves: dict[Rank, tuple[Fill, ...]]) -> None:
-        """The tables of a new epoch, or the same ones with new counters. `moves`: slots that are being filled."""
+    def tell_cluster(
+        self, tables: Publish, moves: dict[Rank, tuple[Fill, ...]], mapping: tuple[Rank, ...] = ()
+    ) -> None:
+        """The tables of a new epoch, or the same ones with new counters. `moves`: slots that are being filled, by
+        `mapping` without a copy."""
         self._told_s = time.monotonic()
         self._has_news = self._has_changed = False
         self.send(
@@ -55,6 +58,7 @@ class GatewayEnd:
                 health=tables.health,
                 num_health_troubles=self._num_health_troubles,
                 moves=moves,
+                mapping=mapping,
                 slowness=self._slowness,
                 survivals=self._survivals,
                 num_masked_experts=len(tables.routes.masked_experts()) if tables.routes is not None else 0,
@@ -87,10 +91,12 @@ class GatewayEnd:
         self._has_news |= num != self._num_health_troubles
         self._num_health_troubles = num
 
-    def flush(self, tables: Publish | None, moves: dict[Rank, tuple[Fill, ...]]) -> None:
+    def flush(
+        self, tables: Publish | None, moves: dict[Rank, tuple[Fill, ...]], mapping: tuple[Rank, ...] = ()
+    ) -> None:
         """Write what the kernel did not take before, and send updates that are due. `tables`: None before the first."""
         has_old_news = self._has_news and time.monotonic() - self._told_s > _RESEND_S
         if tables is not None and (self._has_changed or has_old_news):
-            self.tell_cluster(tables, moves)
+            self.tell_cluster(tables, moves, mapping)
         if self.channel is not None:
             self.channel.flush()

@@ -5,10 +5,12 @@ device.py     how much of a device's memory is left for KV
 weights.py    where each weight of a seat lies in device memory
 expert_memory.py  where each expert of a seat, or of the backup, lies in host memory
 placement.py  which workers hold which experts at first, and how many deaths that survives
+cover.py      after a loss, at once: a place for experts that have none
 repair.py     where experts should be from now on (layer_plan.py: one layer, load_search.py: by load)
 reshard.py    which bytes are kept, moved or reloaded by repair.py and by the planners of others
 survival.py   what streams wait for if any one or two workers or devices are lost
 moves.py      which slots to fill next, from what is held to what should be
+mapping.py    which workers serve what others left in memory, and for how long
 balance.py    whether moves for load are worth it
 lost_experts.py  what to do while experts have no place: mask them, or give a worker another role
 dealing.py    how the rows of an expert with several places are spread

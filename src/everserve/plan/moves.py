@@ -7,6 +7,8 @@
 
 Nothing is remembered between two calls: whatever has happened in between, the next call goes on from what is there. An
 expert that should not be where it is stays there, and is used, until its slot is needed.
+
+Only slots with memory of their own count here. What workers map of other seats' memory is another matter (mapping.py).
 """
 
 from collections import Counter
@@ -39,13 +41,13 @@ def given_up(placement: Placement, have: Have, serving: Collection[Rank]) -> Giv
     crowded = [
         (layer, seat, num_needed)
         for seat, layer, num_missing in _unfinished(placement, have, serving)
-        if (num_needed := num_missing - have[seat.rank].experts[layer].count(EMPTY)) > 0
+        if (num_needed := num_missing - have[seat.rank].own(layer).count(EMPTY)) > 0
     ]
     for layer in {layer for layer, _, _ in crowded}:
-        copies = Counter(expert for rank in serving if rank in have for expert in have[rank].experts[layer])
+        copies = Counter(expert for rank in serving if rank in have for expert in have[rank].own(layer))
         planned = {expert for seat in placement.seats for expert in seat.experts(layer)}
         for _, seat, num_needed in (one for one in crowded if one[0] == layer):
-            slots, wanted = have[seat.rank].experts[layer], set(seat.experts(layer))
+            slots, wanted = have[seat.rank].own(layer), set(seat.experts(layer))
             idle = [slot for slot, expert in enumerate(slots) if expert != EMPTY and expert not in wanted]
             for slot in sorted(idle, key=lambda slot: (-copies[slots[slot]], slot))[:num_needed]:
                 if copies[slots[slot]] > 1 or slots[slot] not in planned:
@@ -58,8 +60,10 @@ def _unfinished(placement: Placement, have: Have, ranks: Collection[Rank]) -> It
     """Where workers do not hold all that they should: (seat, layer, how many are missing)."""
     for seat in placement.seats:
         held = have.get(seat.rank) if seat.rank in ranks else None
-        for layer, slots in enumerate(held.experts) if held is not None else ():
-            num_missing = len(set(seat.experts(layer)).difference(slots))
+        if held is None:
+            continue
+        for layer in range(len(held.experts)):
+            num_missing = len(set(seat.experts(layer)).difference(held.own(layer)))
             if num_missing:
                 yield seat, layer, num_missing
 
@@ -88,10 +92,11 @@ def next_moves(
 def _moves_of(
     seat: SeatExperts, held: HeldSlots, layer: int, served: set[int], leaving: Collection[Place], is_free: IsFree
 ) -> Iterable[Move]:
-    slots, active = held.experts[layer], set(seat.active[layer])
+    slots, active = held.own(layer), set(seat.active[layer])
     missing = [expert for expert in seat.experts(layer) if expert not in slots]
     free = [slot for slot, expert in enumerate(slots) if expert == EMPTY]
-    given = sorted(place.slot for place in leaving if place.layer_index == layer) if len(free) < len(missing) else ()
+    here = [place.slot for place in leaving if place.layer_index == layer and place.slot < len(slots)]
+    given = sorted(here) if len(free) < len(missing) else ()
     wanted = set(seat.experts(layer))
     free += [slot for slot in given if slots[slot] not in wanted and is_free(seat.rank, Place(layer, slot))]
     urgency = {expert: 0 if expert not in served else 1 if expert in active else 2 for expert in missing}

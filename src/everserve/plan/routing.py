@@ -69,6 +69,8 @@ class _Seat:
 
 def _places(seats: list[_Seat], layer: int, num_experts: int) -> list[list[Place]]:
     """For each expert of this layer its places in these seats, in the order of use."""
+    if not seats:
+        return [[]] * num_experts
     active: list[list[Place]] = [[] for _ in range(num_experts)]
     shadow: list[list[Place]] = [[] for _ in range(num_experts)]
     for seat in seats:
@@ -81,10 +83,11 @@ def _places(seats: list[_Seat], layer: int, num_experts: int) -> list[list[Place
 
 def _num_active(seats: list[_Seat], layer: int, num_experts: int) -> list[int]:
     """How many places an expert is dealt to; 1 if none of them is active, because then a shadow serves."""
-    found = Counter(
-        expert for seat in seats for expert in seat.experts[layer] if expert != EMPTY and expert in seat.active[layer]
-    )
-    return [max(found[expert], 1) for expert in range(num_experts)]
+    found = [0] * num_experts
+    for seat in seats:
+        for expert in set(seat.active[layer]).intersection(seat.experts[layer]):
+            found[expert] += 1
+    return [number or 1 for number in found]
 
 
 def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[Place]]:
@@ -93,6 +96,8 @@ def _ordered(active: list[list[Place]], shadow: list[list[Place]]) -> list[list[
     An expert without an active place goes to its least loaded shadow. After that each place is followed by the shadow
     that inherits least from it so far, so that the next death spreads its load evenly over the other workers.
     """
+    if all(len(places) < 2 for places in shadow):  # nearly always; this is called while streams wait
+        return [first + second for first, second in zip(active, shadow, strict=True)]
     routes = [list(places) for places in active]
     left = [list(places) for places in shadow]
     load = Counter(rank for places in routes for rank, _ in places)  # experts that a worker serves now

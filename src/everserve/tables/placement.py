@@ -57,7 +57,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
             if len(seat.active) != len(self.calls):
                 raise ValueError(f"rank {seat.rank} has experts for {len(seat.active)} of {len(self.calls)} layers")
             for index, call in enumerate(self.calls):
-                if any(not 0 <= expert < call.num_shards for expert in seat.experts(index)):
+                experts = seat.experts(index)
+                if experts and not 0 <= min(experts) <= max(experts) < call.num_shards:
                     raise ValueError(f"rank {seat.rank} should hold an expert that layer {call.layer} does not have")
 
     def seat(self, rank: Rank) -> SeatExperts | None:

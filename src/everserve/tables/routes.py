@@ -66,10 +66,10 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         num_layers, num_experts = len(candidates), max(widths, default=0)
         width = max((len(one) for layer in candidates for one in layer), default=0)
         table = np.full((num_layers, num_experts, width, 2), NO_RANK, _DTYPE)
-        for i, layer in enumerate(candidates):
-            for expert, places in enumerate(layer):
-                for k, place in enumerate(places):
-                    table[i, expert, k] = place
+        at = [(i, e, k) for i, layer in enumerate(candidates) for e, ones in enumerate(layer) for k in range(len(ones))]
+        if at:
+            places = [place for layer in candidates for ones in layer for place in ones]
+            table[tuple(np.array(at).T)] = places
         return cls(
             epoch=epoch,
             num_layers=num_layers,

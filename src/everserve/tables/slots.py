@@ -40,7 +40,7 @@ class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
 class Source(StrEnum):
     """Where the weights of a filled slot came from, cheapest first."""
 
-    MAPPED = "mapped"  # memory that a dead process left on the same device: no copy
+    MAPPED = "mapped"  # memory of a seat that is not served now, on the same device: used where it is, no copy
     SLOT = "slot"  # another slot of the same worker
     PEER = "peer"  # the memory of another worker
     HOST = "host"  # the backup in host memory
@@ -75,20 +75,40 @@ class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
-    """All slots of one incarnation, [index of the call][slot]. Calls may have different numbers of slots."""
+    """All slots of one incarnation, [index of the call][slot]. Calls may have different numbers of slots. The last
+    `num_mapped` ones of each call have no memory of their own: what they hold lies in the memory of another seat."""
 
     experts: tuple[tuple[int, ...], ...]  # or EMPTY
     generations: tuple[tuple[int, ...], ...]
+    num_mapped: int = 0
 
     def __post_init__(self) -> None:
         if [len(slots) for slots in self.experts] != [len(slots) for slots in self.generations]:
             raise ValueError("slots without a generation, or generations without a slot")
-        if any(expert < EMPTY for slots in self.experts for expert in slots):
+        if any(min(slots, default=EMPTY) < EMPTY for slots in self.experts):
             raise ValueError("a slot holds an expert with a negative number")
-        if any(generation < 0 for slots in self.generations for generation in slots):
+        if any(min(slots, default=0) < 0 for slots in self.generations):
             raise ValueError("a generation is negative")
+        if not 0 <= self.num_mapped <= min(map(len, self.experts), default=0):
+            raise ValueError(f"{self.num_mapped} slots without memory of their own, and fewer slots than that")
 
     @property
     def num_slots(self) -> int:
         """Of the call with the most."""
         return max(map(len, self.experts), default=0)
+
+    def num_own(self, index: int) -> int:
+        """Slots of a call with memory of their own: the first ones."""
+        return len(self.experts[index]) - self.num_mapped
+
+    def own(self, index: int) -> tuple[int, ...]:
+        """What these hold."""
+        return self.experts[index][: self.num_own(index)]
+
+    def mapped(self, index: int) -> dict[int, int]:
+        """The other slots of a call, with what each holds, or EMPTY."""
+        first = self.num_own(index)
+        return {first + i: expert for i, expert in enumerate(self.experts[index][first:])}
+
+    def is_mapped(self, place: Place) -> bool:
+        return place.slot >= self.num_own(place.layer_index)

@@ -105,6 +105,7 @@ class WorkerBecameReady(Event, frozen=True):
     load_s: float
     num_blocks: int  # of KV; 0 for an expert worker
     num_slots: int  # of experts, per layer; 0 for an attention worker
+    phases: dict[str, float] = {}  # seconds of `load_s` by what was done; the rest has no name
 
 
 class WorkerBackedOff(Event, frozen=True):

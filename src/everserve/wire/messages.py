@@ -313,6 +313,7 @@ class ClusterChanged(Message, frozen=True):
     health: tuple[DeviceHealth, ...] = ()  # of devices that are not healthy
     num_health_troubles: int = 0  # what a health source said that could not be read
     moves: dict[Rank, tuple[Fill, ...]] = {}  # slots that are being filled now
+    mapping: tuple[Rank, ...] = ()  # of these, workers that map the memory of others: nothing is copied
     slowness: dict[Rank, float] = {}  # how many times as long as its peers a worker takes, where that is known
     num_masked_experts: int = 0  # over all layers
     survivals: tuple[Survival, ...] = ()  # which failures would be survived now, and how

@@ -1,4 +1,4 @@
-"""Background: one job at a time on a thread of low priority, beside the loop of a worker."""
+"""Background: one job at a time on a thread of its own priority, beside the loop of a worker."""
 
 import queue
 import threading
@@ -26,6 +26,13 @@ class Background(Generic[T]):
             self._thread.start()
         self._jobs.put(job)
 
+    def do(self, job: Callable[[], T]) -> None:
+        """At once, on the caller's thread: its result is there for the next poll."""
+        try:
+            self._results.put(job())
+        except Exception as error:
+            self._results.put(error)
+
     def poll(self) -> T | Exception | None:
         """The result of the job, once; what it raised; None while it runs."""
         return None if self._results.empty() else self._results.get()
@@ -33,8 +40,4 @@ class Background(Generic[T]):
     def _run(self) -> None:
         be_nice(self._nice)
         while True:
-            job = self._jobs.get()
-            try:
-                self._results.put(job())
-            except Exception as error:
-                self._results.put(error)
+            self.do(self._jobs.get())

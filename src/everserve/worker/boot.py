@@ -162,6 +162,7 @@ class Worker:
                 load_s=load_s,
                 num_blocks=num_blocks,
                 num_slots=num_slots,
+                phases=self._around.loading.phases,
             )
         )
         if self._start.settings.compute.device == "cuda":

@@ -210,6 +210,7 @@ class ExpertService(ABC):
             self._note_health(rank, state)
         self._control.read(self._handle)
         self._control.flush()
+        self.slots.tend()
         self._report()
 
     def _handle(self, message: AnyMessage, fds: Descriptors) -> None:
@@ -222,7 +223,7 @@ class ExpertService(ABC):
         elif isinstance(message, WeightsJoined):
             self.slots.offer(message.rank, message.weights, fds.take())
         elif isinstance(message, WeightsLeft):
-            self.slots.withdraw(message.rank)
+            self._changes.withdraw(message.rank)
         elif isinstance(message, KvJoined):
             (fd,) = fds.take()
             self._offer_kv(message.rank, message.kind, fd)

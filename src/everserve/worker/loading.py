@@ -1,9 +1,11 @@
-"""Progress of loading weights: typed events at a low rate, for progress bars; log lines where no bars are shown."""
+"""Progress of a start: typed events at a low rate, for progress bars; log lines where no bars are shown; and how long
+its phases took."""
 
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from everserve.wire.events import EventLog, WorkerLoading
 from everserve.wire.messages import StartWorker
@@ -22,8 +24,16 @@ class Loading:
     """Reports the progress of one worker. Without an event log (benchmarks, tests) no events."""
 
     def __init__(self, start: StartWorker, events: EventLog | None = None) -> None:
+        self.phases: dict[str, float] = {}  # seconds of each that was entered so far
         self._start = start
         self._events = events
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """What happens inside belongs to it; it can be entered again. Phases do not contain others."""
+        began_s = time.monotonic()
+        yield
+        self.phases[name] = self.phases.get(name, 0.0) + time.monotonic() - began_s
 
     def part(self, what: str) -> Progress:
         """A callback `progress(done, total)` for one part: "layers", "experts"."""

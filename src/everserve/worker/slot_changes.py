@@ -51,7 +51,10 @@ class ChangeableSlots(Protocol):
         which are taken over. Replaces what this rank had offered."""
 
     def withdraw(self, rank: Rank | None) -> None:
-        """That memory is not to be used any more."""
+        """That memory is not to be used any more: slots that map it are empty."""
+
+    def tend(self) -> None:
+        """Called a few times a second: end what can be ended now."""
 
 
 class SlotChanges:
@@ -66,6 +69,7 @@ class SlotChanges:
         self._filled: list[Filled] = []
         self._failed: list[FailedFill] = []
         self._report_at = 0.0
+        self._num_slots = [*map(len, slots.held.experts)]  # never changes
 
     @property
     def is_pending(self) -> bool:
@@ -88,6 +92,14 @@ class SlotChanges:
         self._filled, self._failed = [], []
         self._is_given_up = self._filling is not None
 
+    def withdraw(self, rank: Rank | None) -> None:
+        """Memory that experts can come from is gone. Report, if slots are empty for that."""
+        before = self._slots.held
+        self._slots.withdraw(rank)
+        if self._slots.held != before:
+            num_left = len(self._messages[0]) if self._messages else 0
+            self._send(num_left + (self._filling is not None))
+
     def do_one(self) -> None:
         """Change one slot, or begin to; report if it was the last one of its message, or if it is time to."""
         if self._filling is None and self._messages and self._messages[0]:
@@ -101,8 +113,11 @@ class SlotChanges:
             elif not self._filled or now < self._report_at:
                 return
             self._report_at = now + _REPORT_S
-            filled, self._filled, failed, self._failed = self._filled, [], self._failed, []
-            self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_left=len(changes)))
+            self._send(len(changes))
+
+    def _send(self, num_left: int) -> None:
+        filled, self._filled, failed, self._failed = self._filled, [], self._failed, []
+        self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_left=num_left))
 
     def _change(self, change: Fill | Place) -> None:
         if isinstance(change, Place):
@@ -129,7 +144,6 @@ class SlotChanges:
             self._filled.append(result)
 
     def _is_there(self, change: Fill | Place) -> bool:
-        held = self._slots.held
         index = change.layer_index
-        is_slot = 0 <= index < len(held.experts) and 0 <= change.slot < len(held.experts[index])
+        is_slot = 0 <= index < len(self._num_slots) and 0 <= change.slot < self._num_slots[index]
         return is_slot and (isinstance(change, Place) or 0 <= change.expert < self._slots.num_experts(index))

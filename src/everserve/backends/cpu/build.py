@@ -158,7 +158,8 @@ def load_into_memory(
     source, slots, model = start.settings.model, start.slots, opened.model
     assert slots is not None
     num_slots = tuple(map(len, slots.experts))
-    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=num_slots, dtype=source.dtype)
+    with_mapped = [num + start.capacity.mapped_slots for num in num_slots]
+    half = ExpertHalf(model, opened.checkpoint, opened.ops, num_slots=with_mapped, dtype=source.dtype)
     dtype = model.dtype if source.dtype == "auto" else source.dtype
     plan = ExpertMemoryPlan.of(model, dtype, num_slots)
     own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])

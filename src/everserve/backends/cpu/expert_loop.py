@@ -86,6 +86,7 @@ class ExpertLoop(ExpertService):
     def _work(self) -> None:
         if self._kv is not None and self._server.fetches:  # before what the same home asks for next
             self._server.fetch_next(self._kv)
+            self._timeout_s = 0.0  # requests may have come meanwhile, and have not been looked at
             return
         if self._mirror is not None and self._mirror.num_waiting and not self._pending:
             self._mirror.copy_some(_MIRRORED_AT_ONCE)

@@ -6,14 +6,20 @@
 Sources, cheapest first: another slot of this worker, the memory of a peer, the backup, the model's files. Each is
 looked at when it is tried, not before; one that has changed or is damaged falls through to the next.
 
+The last slots of each layer, behind those of the seat's memory, are for experts in the memory of another seat, whose
+worker does not serve: ops read them there, nothing is copied, and only their checksum is computed once. Such a loan
+ends when the slot is cleared or filled again, or the memory is withdrawn.
+
 The memory outlives this process: its successor starts with what the table says is there, and loads only the rest.
 """
 
 import logging
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -32,17 +38,33 @@ log = logging.getLogger(__name__)
 
 _LOCK_S = 30.0  # how long a fill waits for a process that was stopped while it filled the same slot, and will be killed
 _LOOK_AGAIN_S = 0.01
+_AT_ONCE_BYTES = 4 << 20  # the checksum of so many takes less time than a thread to begin, where cores are busy
 
 
 @dataclass(frozen=True)
-class _Copied:
+class _Loan:
+    """A slot of another seat's memory that is used where it is."""
+
+    memory: ExpertMemory
+    place: Place
+
+    def end(self) -> None:
+        self.memory.table.give_back(self.place)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """An expert is in the memory of its slot, or borrowed."""
+
     source: Source
-    num_bytes: int
+    num_bytes: int  # copied
     seconds: float
+    loan: _Loan | None = None
 
 
 class MemorySlots:
-    """`own`: the memory of this seat. `check_source` raises if the files are not those that this instance serves."""
+    """`own`: the memory of this seat; `experts` may have more slots. `check_source` raises if the files are not those
+    that this instance serves."""
 
     def __init__(
         self,
@@ -59,8 +81,11 @@ class MemorySlots:
         self._check_source = check_source
         self._peers: dict[Rank, ExpertMemory] = {}
         self._backup: ExpertMemory | None = None
+        self._loans: dict[Place, _Loan] = {}
+        self._num_mapped = experts.num_slots - own.plan.num_slots
         self._filling: Fill | None = None
-        self._thread: Background[_Copied] = Background("fill", FILL_NICE)
+        self._copies: Background[_Ready] = Background("fill", FILL_NICE)
+        self._loans_begun: Background[_Ready] = Background("borrow", 0)  # streams wait for them
         self._backup_filling: BackupFilling | None = None
         own.table.claim(identity, incarnation)
 
@@ -69,7 +94,7 @@ class MemorySlots:
 
     @property
     def held(self) -> HeldSlots:
-        return self._experts.held_slots()
+        return msgspec.structs.replace(self._experts.held_slots(), num_mapped=self._num_mapped)
 
     # -- the start -------------------------------------------------------------------------------
 
@@ -103,30 +128,51 @@ class MemorySlots:
 
     def _free(self, layer_index: int) -> Iterator[int]:
         """Slots that are empty, and not being changed."""
-        held = self.held.experts[layer_index]
+        held = self.held.own(layer_index)
         free = [slot for slot, expert in enumerate(held) if expert == EMPTY]
         return (slot for slot in free if not self._own.table.is_locked(Place(layer_index, slot)))
 
     # -- changes ---------------------------------------------------------------------------------
 
     def begin(self, fill: Fill) -> None:
-        self._experts.clear(self._layers[fill.layer_index], fill.slot)
+        self._empty(Place(fill.layer_index, fill.slot))
         self._filling = fill
-        self._thread.begin(lambda: self._copy(fill))
+        if self._is_own(Place(fill.layer_index, fill.slot)):
+            self._copies.begin(lambda: self._copy(fill))
+        elif self._num_bytes(fill.layer_index, fill.expert) <= _AT_ONCE_BYTES:
+            self._loans_begun.do(lambda: self._borrow(fill))
+        else:
+            self._loans_begun.begin(lambda: self._borrow(fill))
 
     def poll(self) -> Filled | FailedFill | None:
-        fill, result = self._filling, self._thread.poll()
+        fill = self._filling
+        if fill is None:
+            return None
+        is_own = self._is_own(Place(fill.layer_index, fill.slot))
+        result = (self._copies if is_own else self._loans_begun).poll()
         if result is None:
             return None
-        assert fill is not None
         self._filling = None
         if isinstance(result, Exception):
             return FailedFill(**fill._asdict(), reason=f"{type(result).__name__}: {result}")
-        self._hold(fill)
+        if result.loan is not None and not self._is_offered(result.loan.memory):
+            result.loan.end()
+            return FailedFill(**fill._asdict(), reason="the memory that it was found in was withdrawn")
+        self._hold(fill, result.loan)
         return Filled(fill=fill, source=result.source, num_bytes=result.num_bytes, seconds=result.seconds)
 
-    def clear(self, place: Place) -> None:
+    def _empty(self, place: Place) -> None:
         self._experts.clear(self._layers[place.layer_index], place.slot)
+        if (loan := self._loans.pop(place, None)) is not None:
+            loan.end()
+
+    def _is_own(self, place: Place) -> bool:
+        return self._own.plan.has(place)
+
+    def clear(self, place: Place) -> None:
+        self._empty(place)
+        if not self._is_own(place):
+            return
         try:
             self._own.table.clear(place)
         except NotOwnerError as error:
@@ -144,8 +190,9 @@ class MemorySlots:
         if rank is None:
             memory.table.claim(self._identity, owner=None)
             self._backup = memory
-        else:
-            self._peers[rank] = memory
+        elif rank not in self._peers or self._peers[rank].inode != memory.inode:
+            self.withdraw(rank)
+            self._peers[rank] = memory  # else a new orchestrator offers again what is offered: it may be borrowed
 
     def withdraw(self, rank: Rank | None) -> None:
         """A copy that runs ends first; its memory goes with the last reference to it."""
@@ -153,8 +200,12 @@ class MemorySlots:
             self._backup = None
             if self._backup_filling is not None:
                 self._backup_filling.stop()
-        else:
-            self._peers.pop(rank, None)
+            return
+        memory = self._peers.pop(rank, None)
+        for place in [place for place, loan in self._loans.items() if loan.memory is memory]:
+            self._empty(place)
+
+    def tend(self) -> None: ...
 
     def begin_backup(self, rank: Rank) -> None:
         """Copy experts to the backup, if there is one, beside everything else."""
@@ -168,16 +219,19 @@ class MemorySlots:
         if self._backup_filling is not None:
             self._backup_filling.stop()
             self._backup_filling.join()
-        self._own.close()
+        for memory in (self._own, *self._peers.values()):
+            memory.close()
 
     # -- copies: on other threads, but for the start ---------------------------------------------
 
-    def _copy(self, fill: Fill, is_starting: bool = False) -> _Copied:
+    def _copy(self, fill: Fill, is_starting: bool = False) -> _Ready:
         """Fill a slot of the memory, verified. Raises if no source has the expert."""
         place, began_s = Place(fill.layer_index, fill.slot), time.monotonic()
         while not self._own.table.begin(place):
             if time.monotonic() > began_s + _LOCK_S:
-                raise TimeoutError("an older process of this seat has not ended and may still write to the slot")
+                raise TimeoutError(
+                    "an older process of this seat may still write to the slot, or another worker reads it"
+                )
             time.sleep(_LOOK_AGAIN_S)
         try:
             to, num_bytes = self._own.address(place), self._num_bytes(fill.layer_index, fill.expert)
@@ -185,7 +239,17 @@ class MemorySlots:
             self._own.table.complete(place, fill.expert, checksum)
         finally:
             self._own.table.end(place)
-        return _Copied(source, num_bytes, time.monotonic() - began_s)
+        return _Ready(source, num_bytes, time.monotonic() - began_s)
+
+    def _borrow(self, fill: Fill) -> _Ready:
+        """Find an expert in the memory of another seat, verified. Raises if it is not there."""
+        began_s, num_bytes = time.monotonic(), self._num_bytes(fill.layer_index, fill.expert)
+        for memory in [*self._peers.values()]:
+            if memory.table.has(self._identity):
+                place = memory.borrow(fill.layer_index, fill.expert, num_bytes)
+                if place is not None:
+                    return _Ready(Source.MAPPED, 0, time.monotonic() - began_s, _Loan(memory, place))
+        raise LookupError("no memory of another seat has it")
 
     def _copy_cheapest(self, layer_index: int, expert: int, to: int, check_files: bool = True) -> tuple[Source, int]:
         num_bytes = self._num_bytes(layer_index, expert)
@@ -244,15 +308,23 @@ class MemorySlots:
         itemsize = self._experts.dtype(self._layers[layer_index], expert).itemsize
         return 3 * config.hidden_size * config.cuts[layer_index].shard_size * itemsize
 
-    def _hold(self, fill: Fill) -> None:
+    def _hold(self, fill: Fill, loan: _Loan | None = None) -> None:
         """Ops read the slot where it is."""
-        layer = self._layers[fill.layer_index]
-        self._experts.fill(layer, fill.slot, fill.expert, *self._views(fill))
+        at, layer = Place(fill.layer_index, fill.slot), self._layers[fill.layer_index]
+        memory, place = (loan.memory, loan.place) if loan is not None else (self._own, at)
+        self._experts.fill(layer, fill.slot, fill.expert, *self._views(memory, place, fill.expert))
+        if loan is not None:
+            self._loans[at] = loan
 
-    def _views(self, fill: Fill) -> tuple[Tensor, Tensor, Tensor]:
-        config, dtype = self._experts.config, self._experts.dtype(self._layers[fill.layer_index], fill.expert)
-        hidden, inner = config.hidden_size, config.cuts[fill.layer_index].shard_size
-        start = self._own.plan.offset(Place(fill.layer_index, fill.slot))
-        data = self._own.data[start : start + 3 * hidden * inner * dtype.itemsize]
-        gate, up, down = torch.from_numpy(data).view(dtype).view(3, inner * hidden)
+    def _views(self, memory: ExpertMemory, place: Place, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        config, dtype = self._experts.config, self._experts.dtype(self._layers[place.layer_index], expert)
+        hidden, inner = config.hidden_size, config.cuts[place.layer_index].shard_size
+        start = memory.plan.offset(place)
+        data = memory.data[start : start + 3 * hidden * inner * dtype.itemsize]
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore"
+            )  # the memory of another seat cannot be written to, which torch cannot express
+            numbers = torch.from_numpy(data)
+        gate, up, down = numbers.view(dtype).view(3, inner * hidden)
         return gate.view(inner, hidden), up.view(inner, hidden), down.view(hidden, inner)

@@ -140,7 +140,7 @@ def build_forward(
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_blocks=-(-device.sizes.max_model_len // engine.block_size),
         block_size=engine.block_size,
-        progress=device.loading.part("graphs"),
+        loading=device.loading,
     )
 
 
@@ -150,26 +150,28 @@ def build_server(
     """Everything that slots need later is made here: no graph waits yet, and some of it may need the whole device.
     `heads`: where they are divided."""
     start = device.start
-    experts.prepare()
+    with device.loading.phase("weights"):
+        experts.prepare()
     held_LS = torch.tensor(experts.table.experts(), dtype=torch.int32)
     if heads is not None:
         held_LS = heads.by_call(held_LS)
         experts.arena.number_by(heads.ffn_calls, len(held_LS))
     bell = Mapping(device.driver, bell_fd, BELL_BYTES)
     os.close(bell_fd)
-    server = CudaServer(
-        device.driver,
-        experts.arena,
-        device.lane_shape,
-        start.capacity.max_workers,
-        held_LS,
-        bell_at(bell.address, start.incarnation),
-        device.torch_device,
-        device.model.max_shards,
-        heads.memory.arena if heads is not None else None,
-        heads.is_head_L if heads is not None else None,
-        heads.memory.pool if heads is not None else 0,
-    )
+    with device.loading.phase("graphs"):
+        server = CudaServer(
+            device.driver,
+            experts.arena,
+            device.lane_shape,
+            start.capacity.max_workers,
+            held_LS,
+            bell_at(bell.address, start.incarnation),
+            device.torch_device,
+            device.model.max_shards,
+            heads.memory.arena if heads is not None else None,
+            heads.is_head_L if heads is not None else None,
+            heads.memory.pool if heads is not None else 0,
+        )
     slots = _build_slots(device, experts, server if heads is None else FfnKernels(server, heads.ffn_calls))
     if heads is None:
         return server, slots

@@ -155,3 +155,6 @@ class CallSlots:
 
     def withdraw(self, rank: Rank | None) -> None:
         self._ffn.withdraw(rank)
+
+    def tend(self) -> None:
+        self._ffn.tend()

@@ -28,6 +28,7 @@ from everserve.errors import StepAbandoned
 from everserve.model.decoder import Decoder
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads
+from everserve.worker.loading import Loading
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
 _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
@@ -76,8 +77,8 @@ class CapturedExperts(Experts, Protocol):
 
 
 class CapturedForward:
-    """`Forward` on a device. Captured when it is made; `progress(done, total)` counts buckets. `kv`: the pool, or the
-    heads that have one."""
+    """`Forward` on a device. Captured when it is made, which is told bucket by bucket. `kv`: the pool, or the heads
+    that have one."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class CapturedForward:
         max_num_batched_tokens: int,
         max_blocks: int,
         block_size: int,
-        progress: Callable[[int, int], None] | None = None,
+        loading: Loading,
     ) -> None:
         assert isinstance(decoder.ops, CudaOps)
         self._decoder = decoder
@@ -103,6 +104,7 @@ class CapturedForward:
         self._max_num_seqs = max_num_seqs
         self._max_blocks = max_blocks
         self._report = StepReport(max_num_seqs, self._ops.device)
+        self._loading, progress = loading, loading.part("graphs")
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]
         self._buckets: list[_Bucket] = []
@@ -110,8 +112,7 @@ class CapturedForward:
             reversed(sizes)
         ):  # the largest first: the others fit into its memory
             self._buckets.insert(0, self._capture(num_rows, is_mixed))
-            if progress is not None:
-                progress(done + 1, len(sizes))
+            progress(done + 1, len(sizes))
 
     @property
     def num_captures(self) -> int:
@@ -162,15 +163,16 @@ class CapturedForward:
         staging = Staging(
             num_rows, self._max_num_seqs, self._max_blocks, self._block_size, group, is_mixed, self._ops.device
         )  # fmt: skip
-        with torch.cuda.stream(self._stream):
-            self._run(staging)  # a warm-up: kernels are compiled and loaded
+        with self._loading.phase("kernels"), torch.cuda.stream(self._stream):
+            self._run(staging)  # a warm-up: they are compiled and loaded
             self._report.num_due += 1
-        torch.cuda.synchronize()
-        with self._recorder.record() as chain:
-            hidden_TD, logits_LV = self._run(staging)
-        with torch.cuda.stream(self._stream):
-            self._report.num_due += chain.rehearse()  # a warm-up too
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+        with self._loading.phase("graphs"):
+            with self._recorder.record() as chain:
+                hidden_TD, logits_LV = self._run(staging)
+            with torch.cuda.stream(self._stream):
+                self._report.num_due += chain.rehearse()  # a warm-up too
+            torch.cuda.synchronize()
         return _Bucket(staging, chain, hidden_TD, logits_LV)
 
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:

@@ -52,8 +52,9 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         checkpoint = Checkpoint.open(directory)
         check_checkpoint(model, checkpoint)
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
-    torch.zeros(1, device=torch_device)  # the context
-    driver = Driver(start.gpu)
+    with loading.phase("context"):
+        torch.zeros(1, device=torch_device)
+        driver = Driver(start.gpu)
     ops = CudaOps(
         torch_device,
         max_num_seqs=settings.engine.max_num_seqs,

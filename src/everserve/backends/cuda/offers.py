@@ -15,7 +15,7 @@ from everserve.backends.cuda.host_backup import HostBackup
 from everserve.backends.cuda.transfer import IN_DEVICE, Feed, MemoryFeed, NoFeed
 from everserve.memory.device import CudaError, Driver, Mapping
 from everserve.memory.weights.expert_memory import ExpertMemory
-from everserve.memory.weights.slot_table import SlotTable
+from everserve.memory.weights.slot_table import Entry, SlotTable
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.tables.ids import Rank
 from everserve.tables.memory import Memory
@@ -36,6 +36,24 @@ class Found:
     is_unchanged: Callable[[], bool]
     rank: Rank | None = None  # whose memory it is
     place: int | None = None  # in the range, if kernels are to compute with it where it is
+    loan: "Loan | None" = None  # likewise: it is taken before anything is read
+
+
+@dataclass(frozen=True)
+class Loan:
+    """A slot of another seat's memory: while it is borrowed, no process changes it."""
+
+    table: SlotTable
+    at: Place
+    entry: Entry
+
+    def take(self) -> bool:
+        """False: it does not hold the expert any more."""
+        return self.table.borrow(self.at, self.entry)
+
+    def end(self) -> None:
+        """No kernel computes with it any more."""
+        self.table.give_back(self.at)
 
 
 @dataclass(frozen=True)
@@ -178,6 +196,7 @@ class Offers:
             is_unchanged=lambda: seat.table.read(place) == entry,
             rank=rank,
             place=self._range.first_place(rank) + number if source is Source.MAPPED else None,
+            loan=Loan(seat.table, place, entry) if source is Source.MAPPED else None,
         )
 
     def _in_backup(self, backup: HostBackup, layer_index: int, expert: int) -> Iterator[Found]:

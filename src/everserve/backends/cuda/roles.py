@@ -43,16 +43,18 @@ def build_attention(around: Surroundings) -> AttentionParts:
     """Own requests and their KV."""
     start, device = around.start, _open(around)
     logs = CudaLogs(device, around.memory)  # first: it may have to wait for the predecessor, in parallel with the rest
-    weights = SeatWeights(device, around.memory)
-    decoder = build_decoder(device, weights)
+    with around.loading.phase("weights"):
+        weights = SeatWeights(device, around.memory)
+        decoder = build_decoder(device, weights)
+        arena = weights.arena() if Role.EXPERT in start.roles else None
+        weights.complete()
     recorder = make_recorder(device)
     seam: Seam | None = None
     heads: CudaHeads | None = None
     head_kv: CudaHeadKv | None = None
     experts: CapturedExperts
-    if Role.EXPERT in start.roles:
-        model = device.model
-        experts = LocalCudaExperts(device.ops, weights.arena(), model.call_layers, model.max_shards)
+    if arena is not None:
+        experts = LocalCudaExperts(device.ops, arena, device.model.call_layers, device.model.max_shards)
     else:
         peers = make_peers(device, around.cell, around.warden)
         if device.model.divides_heads:
@@ -60,25 +62,26 @@ def build_attention(around: Surroundings) -> AttentionParts:
         experts = _reach_experts(around, device, recorder, peers, head_kv)
         heads = make_heads(device, experts) if device.model.divides_heads else None
         seam = Seam(peers, experts)
-    weights.complete()
     kv = logs.make_pool(decoder) if heads is None else heads
     forward = build_forward(device, decoder, kv, experts, recorder)
     journal = logs.make_journal(kv) if isinstance(kv, Tensor) else None
     engine = Engine(
         start.settings.engine, engine_limits(device), device.ops, forward, journal=journal, kv_elsewhere=head_kv
     )
-    rehearse_sampling(device)
-    if isinstance(experts, CudaExperts):
-        experts.rehearse()
-    else:
-        warm_up(engine)
+    with around.loading.phase("rehearsal"):
+        rehearse_sampling(device)
+        if isinstance(experts, CudaExperts):
+            experts.rehearse()
+        else:
+            warm_up(engine)
     return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
 
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, device = around.start, _open(around)
-    heads = SeatHeads(device, around.memory.pop(Kind.KV_PIECES)) if device.model.divides_heads else None
+    with around.loading.phase("weights"):
+        heads = SeatHeads(device, around.memory.pop(Kind.KV_PIECES)) if device.model.divides_heads else None
     server, slots = build_server(device, SeatExperts(device, around.memory), around.memory[Kind.BELL], heads)
     loop = CudaExpertLoop(
         start, server, slots, around.cell, around.warden, around.control, around.leave, around.events

@@ -27,6 +27,8 @@ from everserve.tables.slots import EMPTY, Fill, Place
 
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 16  # experts between two waits for the device
+
 
 class SeatExperts:
     """Takes over the descriptors of the weights and of their table."""
@@ -86,21 +88,24 @@ class SeatExperts:
         source = self._device.start.settings.model
         check_unchanged(source.directory, source.fingerprint)
         progress = self._device.loading.part("experts")
-        for done, fill in enumerate(fills):
-            at = Place(fill.layer_index, fill.slot)
-            if self.table.begin(at):  # else a process that was declared gone may still write to it
-                self._load_one(fill, at)
-                self.table.end(at)
-            progress(done + 1, len(fills))
+        for done in range(0, len(fills), _AT_ONCE):
+            self._load_some(fills[done : done + _AT_ONCE])
+            progress(min(done + _AT_ONCE, len(fills)), len(fills))
 
-    def _load_one(self, fill: Fill, at: Place) -> None:
+    def _load_some(self, fills: Sequence[Fill]) -> None:
+        """Checksums of all of them at the end: they wait for the device."""
         device = self._device
         weights = Weights(device.model, device.checkpoint, "bfloat16", device.torch_device)
-        sources = weights.layout.shard(device.model.call_layers[fill.layer_index], fill.expert)
-        gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
-        self.arena.fill(*at, gate, up, weights.load_temporary(sources.down))
-        (checksum,) = self._checksums([at])
-        self.table.complete(at, fill.expert, checksum)
+        places = [(fill, Place(fill.layer_index, fill.slot)) for fill in fills]
+        # A place that has not ended yet may still be written to by a process that was declared gone.
+        begun = [(fill, at) for fill, at in places if self.table.begin(at)]
+        for fill, at in begun:
+            sources = weights.layout.shard(device.model.call_layers[fill.layer_index], fill.expert)
+            gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
+            self.arena.fill(*at, gate, up, weights.load_temporary(sources.down))
+        for (fill, at), checksum in zip(begun, self._checksums([at for _, at in begun]), strict=True):
+            self.table.complete(at, fill.expert, checksum)
+            self.table.end(at)
 
     def _checksums(self, places: list[Place]) -> list[int]:
         """Of what is there now. Waits for the device."""

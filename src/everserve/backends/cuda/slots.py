@@ -9,8 +9,9 @@ Nothing here waits. A worker that still asks for the old expert is refused; live
 slot is only refilled when they have all acknowledged routes that do not lead to it.
 
 The last slots of a layer, from `num_own` on, have no memory of this seat. They are for experts in the memory of another
-seat on the same device, whose worker has died: kernels compute with them there, nothing is copied, and only their
-checksum is computed once. Such a loan ends when the slot is cleared or filled again, or the memory is withdrawn.
+seat on the same device, whose worker does not serve: kernels compute with them there, nothing is copied, and only their
+checksum is computed once. Such a loan ends when the slot is cleared or filled again, or the memory is withdrawn, and no
+graph that may read it runs any more: until then no process can change what is lent.
 """
 
 import logging
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from everserve.backends.cuda.offers import Found
+from everserve.backends.cuda.offers import Found, Loan
 from everserve.backends.cuda.transfer import IN_DEVICE, CopyStream, Feed, MemoryFeed, Transfer
 from everserve.memory.weights.slot_table import NotOwnerError, SlotTable
 from everserve.tables.ids import Rank
@@ -78,6 +79,7 @@ class _Held:
     checksum: int
     place: int  # in the range
     lender: Rank | None = None
+    loan: Loan | None = None
 
 
 @dataclass
@@ -123,6 +125,7 @@ class CudaSlots:
         self._held: list[list[_Held | None]] = [[None] * num_slots for _ in range(table.num_layers)]
         self._generations = [[0] * num_slots for _ in range(table.num_layers)]
         self._fences: dict[Place, Callable[[], bool]] = {}  # of slots that were emptied
+        self._ending: list[tuple[Callable[[], bool], Rank | None, Loan]] = []  # loans, of slots that were emptied
         self._running: _Running | None = None
         for at in table.places():
             if (entry := table.read(at)) is not None:
@@ -134,7 +137,8 @@ class CudaSlots:
     @property
     def held(self) -> HeldSlots:
         experts = tuple(tuple(EMPTY if held is None else held.expert for held in slots) for slots in self._held)
-        return HeldSlots(experts=experts, generations=tuple(map(tuple, self._generations)))
+        num_mapped = len(self._held[0]) - self._num_own
+        return HeldSlots(experts=experts, generations=tuple(map(tuple, self._generations)), num_mapped=num_mapped)
 
     # -- fills -----------------------------------------------------------------------------------
 
@@ -176,6 +180,7 @@ class CudaSlots:
         expected = running.found.checksum()
         if not running.found.is_unchanged() or (expected is not None and checksum != expected):
             running.reasons.append(f"{running.found.source}: the checksum is wrong")
+            self._give_back(running.found)
             return None
         return self._hold(running, running.found, checksum)
 
@@ -189,14 +194,16 @@ class CudaSlots:
         if not running.is_locked and running.fill.slot < self._num_own:
             running.is_locked = self._table.begin(running.at)
             if not running.is_locked and time.monotonic() > running.began_s + _LOCK_S:
-                raise TimeoutError("an older process of this seat has not ended and may still write to the slot")
+                raise TimeoutError(
+                    "an older process of this seat may still write to the slot, or another worker reads it"
+                )
             return running.is_locked
         return True
 
     def _begin_transfer(self, running: _Running) -> bool:
         """From the next source that has the expert; False if there is none. Sources are looked at when it is their
         turn, not before."""
-        found = next(running.sources, None)
+        found = next((one for one in running.sources if one.loan is None or one.loan.take()), None)
         if found is None:
             return False
         place = self._own_place(running.at) if found.place is None else found.place
@@ -211,7 +218,13 @@ class CudaSlots:
         self._server.drain()  # what is queued behind a graph that waits would never end
         running.transfer.give_up()
         running.transfer = None
+        self._give_back(running.found)
         running.reasons.append(f"{running.found.source}: {reason}")
+
+    def _give_back(self, found: Found) -> None:
+        """It was borrowed for a fill that did not work."""
+        if found.loan is not None:
+            found.loan.end()
 
     def _hold(self, running: _Running, found: Found, checksum: int) -> Filled:
         at, expert = running.at, running.fill.expert
@@ -219,7 +232,7 @@ class CudaSlots:
             self._table.complete(at, expert, checksum)
             held = _Held(expert, checksum, self._own_place(at))
         else:
-            held = _Held(expert, checksum, found.place, found.rank)
+            held = _Held(expert, checksum, found.place, found.rank, found.loan)
         self._server.hold(*at, expert, held.place)
         self._note(at, held)
         num_bytes = self._addresses.place_bytes if found.place is None else 0
@@ -293,7 +306,22 @@ class CudaSlots:
                     self.clear(Place(layer_index, slot))
         self._let_go(None, rank)
         self._server.drain()  # memory is unmapped, which no graph may notice
+        self._end_loans(rank)
         self._offers.remove(rank)
+
+    def tend(self) -> None:
+        if self._ending:
+            self._end_loans(None)
+
+    def _end_loans(self, rank: Rank | None) -> None:
+        """Of slots that no graph reads any more; all of this rank."""
+        left: list[tuple[Callable[[], bool], Rank | None, Loan]] = []
+        for is_over, lender, loan in self._ending:  # in the order of graphs: behind one that runs all others do
+            if (rank is not None and lender == rank) or (not left and is_over()):
+                loan.end()
+            else:
+                left.append((is_over, lender, loan))
+        self._ending = left
 
     def _let_go(self, source: Source | None, rank: Rank | None) -> None:
         """Of a source that goes away, if a fill uses it just now."""
@@ -304,12 +332,15 @@ class CudaSlots:
             self._give_up_source(running, "it was withdrawn")
 
     def _empty(self, at: Place) -> None:
-        if self._held[at.layer_index][at.slot] is None:
+        held = self._held[at.layer_index][at.slot]
+        if held is None:
             return
         self._held[at.layer_index][at.slot] = None
         self._generations[at.layer_index][at.slot] += 1
         self._server.empty(*at)
-        self._fences[at] = self._server.fence()
+        self._fences[at] = fence = self._server.fence()
+        if held.loan is not None:
+            self._ending.append((fence, held.lender, held.loan))
 
     def _note(self, at: Place, held: _Held) -> None:
         self._held[at.layer_index][at.slot] = held

@@ -248,6 +248,7 @@ class MoveView(msgspec.Struct, kw_only=True):
     layer: int  # among the layers with experts
     slot: int
     expert: int
+    source: str | None = None  # "mapped": it is served where a worker left it; otherwise known when it is there
 
 
 class SurvivalView(msgspec.Struct, kw_only=True):

@@ -19,7 +19,7 @@ from everserve.gateway.streams.metrics import RestartingCounter
 from everserve.tables.health import DeviceHealth, Level
 from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
-from everserve.tables.slots import Fill
+from everserve.tables.slots import Fill, Source
 from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
 from everserve.wire.messages import ClusterChanged, ProcessesChanged
@@ -43,6 +43,7 @@ class Cluster:
         self._health: dict[int, DeviceHealth] = {}  # of devices that are not healthy
         self._health_troubles = RestartingCounter()
         self.moves: dict[Rank, tuple[Fill, ...]] = {}
+        self._mapping: tuple[Rank, ...] = ()
         self.slowness: dict[Rank, float] = {}
         self._survivals: tuple[Survival, ...] = ()
         self.experts = Experts()
@@ -76,7 +77,7 @@ class Cluster:
         self._gone = change.gone
         self._health = {one.device: one for one in change.health}
         self._health_troubles.update(change.num_health_troubles)
-        self.moves = change.moves
+        self.moves, self._mapping = change.moves, change.mapping
         self.slowness = change.slowness
         self._survivals = change.survivals
         self._stale_at_orchestrator.update(change.num_stale)
@@ -130,14 +131,14 @@ class Cluster:
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
             devices=self.view_devices(),
-            moves=[
-                MoveView(rank=rank, layer=fill.layer_index, slot=fill.slot, expert=fill.expert)
-                for rank, fills in self.moves.items()
-                for fill in fills
-            ],
+            moves=[self._view_move(rank, fill) for rank, fills in self.moves.items() for fill in fills],
             survives=[SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals],
             recent=self._timeline.sentences(_NUM_RECENT),
         )
+
+    def _view_move(self, rank: Rank, fill: Fill) -> MoveView:
+        source = Source.MAPPED if rank in self._mapping else None
+        return MoveView(rank=rank, layer=fill.layer_index, slot=fill.slot, expert=fill.expert, source=source)
 
     @property
     def num_moves(self) -> int:

@@ -4,7 +4,8 @@ Any process that has the two descriptors can copy an expert out of it, while its
 
     find the expert in the table -> copy and sum -> read its entry again -> compare entry and checksum
 
-What fails the comparison was changed during the copy, or is damaged; the copy is not used.
+What fails the comparison was changed during the copy, or is damaged; the copy is not used. Or it computes with the
+expert where it is: then it borrows the slot, which its owner cannot change meanwhile.
 """
 
 import mmap
@@ -29,6 +30,7 @@ class ExpertMemory:
             if size < plan.num_bytes:
                 raise ValueError(f"these weights have {plan.num_bytes} bytes, this memory has {size}")
             self.plan = plan
+            self.inode = os.fstat(weights_fd).st_ino
             self.table = SlotTable(state_fd, plan.num_layers, plan.num_slots, read_only=read_only)
             access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
             # Kept alive by every array of it.
@@ -51,3 +53,15 @@ class ExpertMemory:
         place, entry = found
         checksum = copying.copy(to, self.address(place), num_bytes, rest_percent=rest_percent)
         return checksum if checksum == entry.checksum and self.table.read(place) == entry else None
+
+    def borrow(self, layer_index: int, expert: int, num_bytes: int) -> Place | None:
+        """The slot that holds this expert, which does not change until it is given back; None if it is not here, or
+        damaged."""
+        found = self.table.find(layer_index, expert)
+        if found is None or not self.table.borrow(*found):
+            return None
+        place, entry = found
+        if copying.sum_at(self.address(place), num_bytes) == entry.checksum:
+            return place
+        self.table.give_back(place)
+        return None

@@ -22,7 +22,10 @@ So its successor
 and finds each slot either unlocked, where an older incarnation can never begin again, or locked, where it must wait
 until that process has ended. The backup has no owner: any expert worker may fill any slot that it can lock.
 
-Readers take no lock: they read an entry, copy, and compare the entry and the checksum of their copy.
+Readers that copy take no lock: they read an entry, copy, and compare the entry and the checksum of their copy.
+
+A worker of another seat that computes with a slot where it is *borrows* it: it shares a lock on the entry with other
+borrowers, which keeps writers away until the last of them has given it back or has ended. Its entry stays what it was.
 """
 
 import errno
@@ -30,6 +33,7 @@ import fcntl
 import mmap
 import os
 import struct
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -78,13 +82,15 @@ class SlotTable:
         self._header = words[_PAGE // 8 : 2 * _PAGE // 8]
         self._entries = words[2 * _PAGE // 8 :].reshape(num_layers, num_slots, _ENTRY_WORDS)
         # A description of our own: locks of descriptors that were passed between processes are one lock.
-        self._lock_fd = -1 if read_only else os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        mode = os.O_RDONLY if read_only else os.O_RDWR
+        self._lock_fd = os.open(f"/proc/self/fd/{fd}", mode | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._lock_fd)
+        self._close.atexit = False  # a thread may still fill a backup then; the kernel closes it
         self._owner: Incarnation | None = None
 
     def close(self) -> None:
-        """Gives up all locks."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
+        """Gives up all locks. Without it, they are given up with the last reference to the table."""
+        self._close()
         self._lock_fd = -1
 
     # -- reading ---------------------------------------------------------------------------------
@@ -138,14 +144,26 @@ class SlotTable:
 
     def is_locked(self, place: Place) -> bool:
         """Whether another process changes this slot, or did when it was stopped."""
-        if not self._lock(place):
+        if not self._lock(place, fcntl.F_RDLCK):
             return True
         self.end(place)
         return False
 
+    def borrow(self, place: Place, entry: Entry) -> bool:
+        """From now on this slot does not change, until `give_back`. False: it does not hold that any more."""
+        if not self._lock(place, fcntl.F_RDLCK):
+            return False
+        if self.read(place) != entry:
+            self.give_back(place)
+            return False
+        return True
+
+    def give_back(self, place: Place) -> None:
+        self.end(place)
+
     def begin(self, place: Place) -> bool:
-        """Lock and empty a slot; `end` must follow. False: another process changes it at the moment; or the memory has
-        no owner, and the slot is full. Raises NotOwnerError if an older incarnation calls it."""
+        """Lock and empty a slot; `end` must follow. False: another process changes it at the moment, or has borrowed
+        it; or the memory has no owner, and the slot is full. Raises NotOwnerError if an older incarnation calls it."""
         if not self._lock(place):
             return False
         if self._owner is None and self.read(place) is not None:
@@ -184,9 +202,9 @@ class SlotTable:
             mixed ^= mixed >> 29
         return mixed | 1
 
-    def _lock(self, place: Place) -> bool:
+    def _lock(self, place: Place, kind: int = fcntl.F_WRLCK) -> bool:
         try:
-            self._set_lock(place, fcntl.F_WRLCK)
+            self._set_lock(place, kind)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False

@@ -1,0 +1,111 @@
+"""Expert workers without shadows die under running streams: others serve the experts out of the memory that the dead
+ones left, without a copy, until their successors are there. Every stream is what it would have been."""
+
+import os
+import signal
+
+import httpx
+import pytest
+
+from tests.process import cluster as c
+from tests.process.cluster import DECODE
+
+NUM_DEVICES = 4
+FLAGS = (
+    *("--attention-workers", "2", "--expert-workers", str(NUM_DEVICES), "--devices", str(NUM_DEVICES)),
+    *("--shadow-experts", "0", "--weights", "memory", "--enable-chaos", *c.PATIENT),
+)
+EXPERTS = [2, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def shared(start_server):
+    with start_server(*FLAGS) as running:
+        yield running
+        assert running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()
+
+
+@pytest.fixture
+def whole(shared):
+    c.wait_whole(shared)
+    return shared
+
+
+@pytest.fixture(scope="module")
+def expected(server):
+    return c.run_all(server, DECODE)
+
+
+def moved(server) -> list[tuple[str, int, int]]:
+    """Source, experts, bytes of all fills so far."""
+    events = [event for event in server.events() if event["event"] == "experts_moved"]
+    return [(event["source"], event["num_experts"], event["num_bytes"]) for event in events]
+
+
+def wait_own(server) -> None:
+    """Every expert is where it is planned, in memory of the worker that serves it, and nothing moves."""
+    c.wait_whole(server)
+    num_own = max(worker["slots"] for worker in c.cluster(server)["workers"])
+
+    def is_own() -> bool:
+        layers = httpx.get(f"{server.url}/cluster/experts").json()["layers"]
+        places = [expert["places"] for layer in layers for expert in layer["experts"]]
+        return all(len(one) == 1 and one[0]["slot"] < num_own for one in places)
+
+    c.wait_until(is_own, what="no expert in borrowed memory")
+
+
+def kill(server, *ranks: int) -> None:
+    for rank in ranks:
+        os.kill(c.worker(server, rank)["pid"], signal.SIGKILL)
+
+
+def test_what_a_dead_worker_left_is_mapped(whole, expected):
+    fault, before = c.Fault(whole, 3, signal.SIGKILL), len(moved(whole))
+    streams = c.run_with(whole, DECODE, c.in_decode, fault)
+    c.assert_equal(streams, expected)
+    fault.assert_landed()
+    wait_own(whole)
+    sources = moved(whole)[before:]
+    assert sources and all(source == "mapped" and num_bytes == 0 for source, _, num_bytes in sources), sources
+
+
+def test_one_that_is_stopped_wakes_up_when_others_have_mapped_its_memory(whole, expected):
+    """It was declared gone: whatever it does then, it does not change what others compute with."""
+    fault, before = c.Fault(whole, 4, signal.SIGSTOP), len(moved(whole))
+    streams = c.run_with(whole, DECODE, c.in_decode, fault)
+    fault.wake()
+    c.assert_equal(streams, expected)
+    fault.assert_landed()
+    wait_own(whole)
+    assert {source for source, _, _ in moved(whole)[before:]} == {"mapped"}
+
+
+def test_two_die_with_the_orchestrator(whole, expected):
+    """The next one finds who is there, and what is mapped."""
+
+    def kill_all() -> None:
+        kill(whole, 2, 5)
+        os.kill(next(p["pid"] for p in c.cluster(whole)["processes"] if p["name"] == "orchestrator"), signal.SIGKILL)
+
+    streams = c.run_with(whole, DECODE, c.in_decode, kill_all)
+    c.assert_equal(streams, expected)
+    wait_own(whole)
+
+
+def test_memory_that_is_mapped_goes_with_its_device(whole, expected):
+    """A worker dies, and its device is lost while others have its memory mapped: its experts come from elsewhere."""
+    before = len(moved(whole))
+
+    def kill_then_lose() -> None:
+        kill(whole, 3)
+        c.wait_until(lambda: "mapped" in {source for source, _, _ in moved(whole)[before:]}, what="mapped experts")
+        device = c.worker(whole, 3)["device"]
+        assert c.post(whole, "/cluster/fault", {"device": device, "gone": False}).status_code == 200
+
+    streams = c.run_with(whole, DECODE, c.in_decode, kill_then_lose)
+    c.assert_equal(streams, expected)
+    wait_own(whole)
+    names = [worker["rank"] for worker in c.cluster(whole)["workers"]]
+    assert names == [0, 1, *EXPERTS]
