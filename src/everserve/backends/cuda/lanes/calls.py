@@ -40,16 +40,17 @@ class Calls:
 
     def __call__(self, call: int, ids_TK: Tensor, x_TD: Tensor) -> Tensor:
         """y_row_TK: where the answers are, if they are there."""
-        y_row_TK = self._send(call, ids_TK, x_TD, is_replay=False)
+        y_row_TK = self.send(call, ids_TK, x_TD, is_replay=False)
 
         def send_again() -> None:
-            y_row_TK.copy_(self._send(call, ids_TK, x_TD, is_replay=True))  # rows lie elsewhere now
+            y_row_TK.copy_(self.send(call, ids_TK, x_TD, is_replay=True))  # rows lie elsewhere now
 
         self._cut(send_again)
         self._wait(self._flags)
         return y_row_TK
 
-    def _send(self, call: int, ids_TK: Tensor, x_TD: Tensor, is_replay: bool) -> Tensor:
+    def send(self, call: int, ids_TK: Tensor, x_TD: Tensor, is_replay: bool) -> Tensor:
+        """plan and post: y_row_TK."""
         peers, state = self._peers, self.state
         y_row_TK = send.plan(state, ids_TK, peers.place_of_LN[call], peers.expert_at_LP[call], call)
         # After the last call comes the first one of the next step.
