@@ -121,11 +121,11 @@ class Worker:
         """The rows of one layer, as the device would send them."""
         self.experts.begin_step(len(ids))
         ids_TK = torch.tensor(ids, dtype=torch.int32)
-        self.experts._send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=False)
+        self.experts.calls.send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=False)
 
     def send_again(self, index: int, ids: list[list[int]]) -> None:
         ids_TK = torch.tensor(ids, dtype=torch.int32)
-        self.experts._send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=True)
+        self.experts.calls.send(index, ids_TK, torch.ones(len(ids), 8, dtype=torch.bfloat16), is_replay=True)
 
     def word(self, rank: int, at: int, size: int = 8) -> int:
         data = self.driver.read(self.peers._region.address(rank) + at, size)

@@ -18,9 +18,10 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def model_of(served: Subject) -> ModelConfig:
-    """As a server divides it. On a GPU attention stays at home."""
+    """As a server divides it. On a GPU attention stays at home, unless the server is told otherwise."""
     found = ModelConfig.from_directory(DEMO_MODEL if served.model == "demo" else Path(served.model))
-    return dataclasses.replace(found, tensor_parallel=True, divides_heads="cuda" not in served.flags)
+    divides_heads = "cuda" not in served.flags or "--divide-heads" in served.flags
+    return dataclasses.replace(found, tensor_parallel=True, divides_heads=divides_heads)
 
 
 def flags(

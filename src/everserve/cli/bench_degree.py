@@ -23,6 +23,9 @@ def degree(
     prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
     tokens: Annotated[int | None, typer.Option(help="Of each stream. Default: 48; on a GPU 192.", min=16)] = None,
     slices: Annotated[int, typer.Option(help="Measurements of each size.", min=1)] = 2,
+    divide_heads: Annotated[
+        bool, typer.Option("--divide-heads", help="On a GPU: divide attention too. On CPUs it always is.")
+    ] = False,
     out: Out = None,
 ) -> None:
     """One model on 8, 7, 6, ... devices: tokens/s, time between tokens and core time against one process; and as
@@ -46,6 +49,7 @@ def degree(
         max_tokens=tokens or (192 if is_gpu else 48),
         slices=slices,
         num_layers=layers,
+        divide_heads=divide_heads,
     )
     exit_unless(benchmark.run(settings, out))
 

@@ -3,7 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,6 +16,7 @@ from everserve.memory.device import is_available
 from everserve.memory.devices import DeviceInfo, look
 from everserve.model.config import ModelConfig
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
+from everserve.plan.weights import PAGE_BYTES
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
@@ -99,12 +100,24 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
         )
         for seat in goal.seats
     ]
+    if model.divides_heads:
+        workers = [_with_heads(worker, needs.head_plan(0).weights_bytes) for worker in workers]
     memory = [DeviceMemory(device.total_bytes, device.free_bytes) for device in chosen.devices]
     num_bytes = kv_bytes_per_worker(memory, workers, utilization or _GPU_MEMORY_SHARE, num_spares)
+    if model.divides_heads:  # a pool has a whole number of pieces, and whole pages
+        assert capacity.devices is not None
+        num_pieces = capacity.devices * capacity.head_pieces
+        num_bytes = num_bytes * model.num_layers * model.num_kv_heads // num_pieces - PAGE_BYTES
     if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / size.attention))
     return num_bytes
+
+
+def _with_heads(worker: WorkerNeeds, num_bytes: int) -> WorkerNeeds:
+    """An expert worker has the weights of heads, too."""
+    is_home = Role.ATTENTION in worker.roles
+    return worker if is_home else replace(worker, weights_bytes=worker.weights_bytes + num_bytes)
 
 
 def _own_weights_bytes(needs: Needs, goal: Goal, rank: Rank) -> int:

@@ -23,6 +23,7 @@ from everserve.cli.serve_settings import (
     divide_heads,
     resolve_model,
     start_orchestrator,
+    without_copies,
     worker_settings,
 )
 from everserve.cli.starting import FollowingBars
@@ -126,6 +127,7 @@ def serve(
 
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
+    workers = without_copies(workers, weights, chosen.device)
     settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 

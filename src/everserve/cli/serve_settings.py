@@ -19,6 +19,7 @@ from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
+from everserve.plan.head_memory import can_divide_heads
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -99,18 +100,40 @@ def _log(said: Said[LogConfig], device: str) -> LogConfig:
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism on CPUs heads and their KV are divided too."""
+    """With tensor parallelism on CPUs heads and their KV are divided too, and on a GPU if that was asked for. There
+    their KV is memory that outlives processes, as with `--kv-log anchor`, but it is not fetched from one worker to
+    another: homes have no logs."""
     source = settings.model
-    if not (source.tensor_parallel and cluster.expert_workers and settings.compute.device == "cpu"):
-        if settings.log.shadow is not None:
-            raise ConfigError(
-                f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
-                " worker, and --kv-log says where it outlives it"
-            )
+    if source.divide_heads and not source.tensor_parallel:
+        raise ConfigError("--divide-heads needs --tensor-parallel-size")
+    is_divided = source.tensor_parallel and bool(cluster.expert_workers)
+    if settings.log.shadow is not None and not (is_divided and settings.compute.device == "cpu"):
+        raise ConfigError(
+            f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one worker,"
+            " or outlives it on its device, and --kv-log says how"
+        )
+    if not is_divided:
         return settings
-    if source.weights != "mapped":
+    if settings.compute.device == "cuda":
+        if not source.divide_heads:
+            return settings
+        if settings.log.mode == "mirror":
+            raise ConfigError("--divide-heads: on a GPU not with --kv-log mirror; use anchor or off")
+        if not can_divide_heads(ModelConfig.from_source(source)):
+            raise ConfigError("--divide-heads: this model's heads can only be divided on CPUs")
+        settings = structs.replace(settings, log=structs.replace(settings.log, mode="off"))
+    elif source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
     return structs.replace(settings, model=structs.replace(source, divides_heads=True))
+
+
+def without_copies(cluster: ClusterConfig, source: ModelSource, device: str) -> ClusterConfig:
+    """Where heads are divided on a GPU there are no shadows and nothing is dealt unless that was asked for: streams
+    wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
+    is_divided = source.divide_heads and bool(cluster.expert_workers) and device == "cuda"
+    if is_divided and cluster.shadow_experts is None:
+        return structs.replace(cluster, shadow_experts=0)
+    return cluster
 
 
 def start_orchestrator(
@@ -143,9 +166,9 @@ def _expert_bytes(start: StartOrchestrator) -> int:
     source = start.worker.model
     if not start.cluster.expert_workers or (source.weights, source.expert_backup) == ("mapped", "off"):
         return 0
-    start = structs.replace(
-        start, worker=structs.replace(start.worker, log=LogConfig(mode="off"))
-    )  # KV has no size yet
+    source = structs.replace(source, divides_heads=False)  # heads are not in host memory, and KV has no size yet
+    worker = structs.replace(start.worker, model=source, log=LogConfig(mode="off"))
+    start = structs.replace(start, worker=worker)
     model = ModelConfig.from_source(source)
     goal = first_goal(start, model)
     needs = Needs(model, start.worker, capacity_of(start, model, goal), start.cluster.detect_ms)

@@ -45,14 +45,15 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
         for rank, (roles, own_experts) in enumerate(kinds)
     )
     experts = [seat for seat in seats if Role.ATTENTION not in seat.roles]
-    placement = _first_placement(model, experts, cluster) if experts else None
+    placement = _first_placement(model, experts, start) if experts else None
     return Goal(version=1, seats=seats, placement=placement)
 
 
-def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], cluster: ClusterConfig) -> Placement:
+def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], start: StartOrchestrator) -> Placement:
     """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
+    cluster = start.cluster
     placement = place(model, [seat.rank for seat in seats], cluster.shadow_experts, cluster.shadow_shards)
-    slots = _slots(placement)
+    slots = _slots(placement, _spare_heads(start))
     return replan(placement, [Room(seat.rank, seat.device, max(slots), slots) for seat in seats])
 
 
@@ -66,20 +67,27 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None, nu
     return place_shards(model.calls, ranks, num_shadows, spread, num_copies)
 
 
-def _slots(placement: Placement) -> tuple[int, ...]:
-    """Of every expert worker in each call; calls of the same kind and width have the same number. Of heads there is
-    room for all, so that any worker can take over any: a slot without one costs next to nothing, its KV is memory that
-    is only paid for where it is used."""
+def _spare_heads(start: StartOrchestrator) -> int | None:
+    """Slots for heads that an expert worker has more than heads, in each layer; None: it has one for every head. So any
+    worker can take over any: a slot without a head costs next to nothing, its KV is memory that is only paid for where
+    it is used. Not so on a GPU: there they are as many as shadows, if these were asked for."""
+    return (start.cluster.shadow_experts or 0) if start.num_gpus else None
+
+
+def _slots(placement: Placement, spare_heads: int | None) -> tuple[int, ...]:
+    """Of every expert worker in each call; calls of the same kind and width have the same number."""
     most: dict[tuple[ShardKind, int], int] = {}
     alike = [(call.kind, call.num_shards) for call in placement.calls]
     for key, num in zip(alike, placement.slots_by_call, strict=True):
-        most[key] = key[1] if key[0] is ShardKind.HEAD else max(most.get(key, 0), num)
+        is_head = key[0] is ShardKind.HEAD
+        spare = 0 if not is_head else key[1] if spare_heads is None else spare_heads
+        most[key] = max(most.get(key, 0), min(num + spare, key[1]))
     return tuple(most[key] for key in alike)
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
     """For the first goal and every later one."""
-    slots = _slots(goal.placement) if goal.placement is not None else ()
+    slots = _slots(goal.placement, _spare_heads(start)) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
     mapped_slots = _mapped_slots(start, model, goal, slots)
@@ -90,10 +98,19 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         slots_per_layer=slots_per_layer,
         slots_by_call=slots if len(set(slots)) > 1 else (),
         mapped_slots=mapped_slots,
+        head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
     )
+
+
+def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
+    assert placement is not None, "divided heads have places"
+    heads = [index for index, call in enumerate(placement.calls) if call.kind is ShardKind.HEAD]
+    most = max(sum(len(seat.experts(index)) for index in heads) for seat in placement.seats)
+    spare, num_heads = _spare_heads(start) or 0, sum(placement.calls[index].num_shards for index in heads)
+    return min(most + spare * len(heads), num_heads)
 
 
 def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:
@@ -131,11 +148,9 @@ def max_fills(model: ModelConfig) -> int:
 def _lane_bytes(model: ModelConfig, settings: WorkerSettings, num_slots: int) -> int:
     """The size of one lane, in the memory of the device that the workers compute on."""
     if settings.compute.device == "cuda":
-        from everserve.backends.cuda.lanes.lane import CudaLaneShape  # noqa: PLC0415 (only here, and it needs torch)
+        from everserve.backends.cuda.lanes.page import lane_shape  # noqa: PLC0415 (only here)
 
-        top_k = model.max_shards_per_token
-        shape = CudaLaneShape(settings.engine.max_num_batched_tokens, top_k, model.hidden_size, max(num_slots, 1))
-        return shape.lane_bytes()
+        return lane_shape(model, settings.engine, num_slots).lane_bytes()
     return LaneShape.for_engine(model, settings.engine).lane_bytes()
 
 
@@ -146,7 +161,7 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings, num_devices: int | 
         return 0, 0
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     if model.divides_heads:
-        assert num_devices is not None, "divided heads have devices"
+        assert num_devices is not None and settings.compute.device == "cpu", "divided heads have devices, and logs here"
         return sizes.records(num_devices).head_bytes, 0
     shape = sizes.log
     if settings.compute.device == "cuda" and settings.log.mode == "anchor":

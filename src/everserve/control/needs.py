@@ -9,7 +9,9 @@ from everserve.memory.names import BELL_BYTES
 from everserve.memory.weights.slot_table import state_bytes
 from everserve.model.config import ModelConfig
 from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.plan.weights import WeightsPlan
+from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.ids import NO_DEVICE, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory, seat_owner
@@ -58,11 +60,12 @@ class Needs:
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
         needed += self._weights(goal, seat)
         if self.model.divides_heads and Role.ATTENTION not in seat.roles:
+            owner = seat_owner(worker.rank)
+            needed.append(self._of(Kind.KV_PIECES, owner, self._head_bytes(seat), seat.device, seat.gpu))
             sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
-            owner, shape = seat_owner(worker.rank), sizes.pieces(self.model, self.capacity)
-            needed.append(self._of(Kind.KV_PIECES, owner, shape.num_bytes, seat.device))
             if self._kv_shadow == "mirror":
-                needed.append(self._of(Kind.KV_MIRROR, owner, shape.mirrored.num_bytes))
+                num_bytes = sizes.pieces(self.model, self.capacity).mirrored.num_bytes
+                needed.append(self._of(Kind.KV_MIRROR, owner, num_bytes))
             if self._kv_shadow == "parity":
                 num_bytes = sizes.parity(self.model, self.capacity).num_bytes
                 needed.append(self._of(Kind.KV_PARITY, owner, num_bytes, seat.device))
@@ -71,6 +74,19 @@ class Needs:
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
             needed += self.backup()
         return tuple(needed)
+
+    def _head_bytes(self, seat: SeatGoal) -> int:
+        """The KV of an expert seat's heads; on a GPU their weights too."""
+        sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+        if seat.gpu == NO_DEVICE:
+            return sizes.pieces(self.model, self.capacity).num_bytes
+        return self.head_plan(sizes.num_blocks).num_bytes
+
+    def head_plan(self, blocks_per_home: int) -> HeadMemoryPlan:
+        """The memory of the heads of an expert seat on a GPU."""
+        assert self.capacity.devices is not None, "divided heads have devices"
+        num_blocks, block_size = self.capacity.devices * blocks_per_home, self.settings.engine.block_size
+        return HeadMemoryPlan.of(self.model, self.capacity.head_pieces, num_blocks, block_size)
 
     def backup(self) -> tuple[Memory, Memory]:
         """Every expert in the slot of its own number, and the table of these slots. All expert workers have it, so that
@@ -152,7 +168,7 @@ class Needs:
         seat = _seat(goal, rank)
         if self._has_experts_in_memory(seat):
             return ExpertMemoryPlan.of(self.model, self._dtype, self._num_slots).num_bytes
-        num_slots = self.model.max_shards if Role.ATTENTION in seat.roles else self.capacity.slots_per_layer
+        num_slots = self.model.max_shards if Role.ATTENTION in seat.roles else self.num_ffn_slots
         return WeightsPlan.of(self.model, seat.roles, num_slots).num_bytes
 
     def weights_owner(self, goal: Goal, rank: Rank) -> Rank:
@@ -176,8 +192,14 @@ class Needs:
 
     def _state_bytes(self, seat: SeatGoal) -> int:
         """A page for what is not an expert, and a table of the slots of an expert worker."""
-        num_slots = self.capacity.slots_per_layer if Role.ATTENTION not in seat.roles else 0
+        num_slots = self.num_ffn_slots if Role.ATTENTION not in seat.roles else 0
         return state_bytes(len(self.model.cuts), num_slots)
+
+    @property
+    def num_ffn_slots(self) -> int:
+        """Of an expert worker, for shards of FFNs, in the call with the most."""
+        slots = zip(self.model.calls, self._num_slots, strict=True)
+        return max((num for call, num in slots if call.kind is not ShardKind.HEAD), default=0)
 
     @property
     def _num_slots(self) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ class RandomCheckpoint(Checkpoint):
         super().__init__(path, {})
         layout = Layout(config, stacked_experts=False)
         self._shapes = {source.name: source.shape for source in layout.all_sources()}
+        self._rows_at_once = _rows_of_heads(config, layout)
         self._dtype: torch.dtype = getattr(torch, config.dtype)
         self._device = device
 
@@ -67,8 +68,24 @@ class RandomCheckpoint(Checkpoint):
             out.copy_(self.part(name, None, rows, columns))
 
     def _fill(self, name: str, rows: slice | None, columns: slice | None, weight: Tensor) -> None:
-        """A part has numbers of its own: nothing asks for the whole of what is cut."""
+        """A part has numbers of its own: nothing asks for the whole of what is cut, but for heads, which are parts in
+        any case."""
+        if rows is None and (size := self._rows_at_once.get(name)) is not None:
+            for first in range(0, len(weight), size):
+                self._fill(name, slice(first, first + size), columns, weight[first : first + size])
+            return
         key = name + "".join(f" {part.start}:{part.stop}" for part in (rows, columns) if part is not None)
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
         generator = torch.Generator(self._device).manual_seed(seed)
         weight.normal_(std=1 / math.sqrt(self._shapes[name][-1]), generator=generator)
+
+
+def _rows_of_heads(config: ModelConfig, layout: Layout) -> dict[str, int]:
+    """Of each weight of q, k and v: how many rows belong to one KV head."""
+    group = config.num_heads // config.num_kv_heads
+    sizes = [num * config.head_size for num in (group, 1, 1)]
+    return {
+        source.name: size
+        for layer in range(config.num_layers)
+        for source, size in zip(layout.attention(layer).qkv, sizes, strict=True)
+    }

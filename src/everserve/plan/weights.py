@@ -2,6 +2,8 @@
 
     embedding, final norm, head | layer 0: norms, projections, router | layer 1 ... | experts or slices of all layers
 
+Where heads are divided, an attention worker has not their weights (plan/head_memory.py).
+
 The orchestrator allocates by this plan, and every incarnation of the seat reads and writes by it: it depends on its
 inputs only. Everything is bfloat16. The experts are one tensor, [layer, slot] by [gate, up, down]: an expert is one
 piece of memory, which is copied and checked as a whole, and kernels address all of them from one beginning.
@@ -57,6 +59,8 @@ class ModelSizes(Protocol):
     def tie_word_embeddings(self) -> bool: ...
     @property
     def cuts(self) -> tuple[FfnCut, ...]: ...
+    @property
+    def divides_heads(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -133,12 +137,13 @@ def _one_layer(model: ModelSizes, is_moe: bool, crosses_seam: bool) -> Iterator[
     hidden, head = model.hidden_size, model.head_size
     q_size, qkv_size = model.num_heads * head, (model.num_heads + 2 * model.num_kv_heads) * head
     yield "input_norm", (hidden,)
-    yield "qkv", (qkv_size, hidden)
-    if model.attention_bias:
-        yield "qkv_bias", (qkv_size,)
-    if model.qk_norm:
-        yield "q_norm", (head,)
-        yield "k_norm", (head,)
+    if not model.divides_heads:
+        yield "qkv", (qkv_size, hidden)
+        if model.attention_bias:
+            yield "qkv_bias", (qkv_size,)
+        if model.qk_norm:
+            yield "q_norm", (head,)
+            yield "k_norm", (head,)
     yield "output", (hidden, q_size)
     if model.attention_bias:
         yield "output_bias", (hidden,)

@@ -10,17 +10,18 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cuda.backup_copy import BackupCopy
+from everserve.backends.cuda.call_slots import FfnKernels
 from everserve.backends.cuda.captured import CapturedForward
 from everserve.backends.cuda.device import Device, tensor_at
 from everserve.backends.cuda.expert_files import ExpertFiles
-from everserve.backends.cuda.lanes.lane import CudaLaneShape
 from everserve.backends.cuda.lanes.server import CudaServer
 from everserve.backends.cuda.offers import Offers
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.seat_experts import SeatExperts
-from everserve.backends.cuda.slots import CudaSlots
+from everserve.backends.cuda.seat_heads import SeatHeads
+from everserve.backends.cuda.slots import CudaSlots, SlotKernels
 from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
@@ -33,8 +34,11 @@ from everserve.model.layout import Weights
 from everserve.plan.prefill import TokenCost
 from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
+from everserve.seam.heads import Heads
+from everserve.tables.block_ranges import block_range_of
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
+from everserve.worker.slot_changes import ChangeableSlots
 
 _MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while streams wait: some TB/s, or some GB/s
 
@@ -104,14 +108,6 @@ def _num_slots(device: Device) -> int:
     return device.model.max_shards if Role.EXPERT in device.start.roles else 0
 
 
-def lane_shape(device: Device, num_slots: int) -> CudaLaneShape:
-    """The anchor that allocates a lane and both of its ends must compute the same shape."""
-    model, engine = device.model, device.start.settings.engine
-    return CudaLaneShape(
-        engine.max_num_batched_tokens, model.max_shards_per_token, model.hidden_size, max(num_slots, 1)
-    )
-
-
 def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
     return Decoder(
         device.model,
@@ -119,6 +115,7 @@ def build_decoder(device: Device, weights: SeatWeights) -> Decoder:
         device.ops,
         device.sizes.max_model_len,
         progress=device.loading.part("layers"),
+        has_heads=not device.model.divides_heads,
     )
 
 
@@ -132,39 +129,59 @@ def make_recorder(device: Device) -> Recorder:
 
 
 def build_forward(
-    device: Device, decoder: Decoder, kv_pool: Tensor, experts: CapturedExperts, recorder: Recorder
+    device: Device, decoder: Decoder, kv: Tensor | Heads, experts: CapturedExperts, recorder: Recorder
 ) -> CapturedForward:
     engine = device.start.settings.engine
     return CapturedForward(
         decoder,
-        kv_pool,
+        kv,
         experts,
         recorder,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_blocks=-(-device.sizes.max_model_len // engine.block_size),
+        block_size=engine.block_size,
         loading=device.loading,
     )
 
 
-def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[CudaServer, CudaSlots]:
-    """Everything that slots need later is made here: no graph waits yet, and some of it may need the whole device."""
-    start, model = device.start, device.model
+def build_server(
+    device: Device, experts: SeatExperts, bell_fd: int, heads: SeatHeads | None = None
+) -> tuple[CudaServer, ChangeableSlots]:
+    """Everything that slots need later is made here: no graph waits yet, and some of it may need the whole device.
+    `heads`: where they are divided."""
+    start = device.start
     with device.loading.phase("weights"):
         experts.prepare()
+    held_LS = torch.tensor(experts.table.experts(), dtype=torch.int32)
+    if heads is not None:
+        held_LS = heads.by_call(held_LS)
+        experts.arena.number_by(heads.ffn_calls, len(held_LS))
     bell = Mapping(device.driver, bell_fd, BELL_BYTES)
     os.close(bell_fd)
     with device.loading.phase("graphs"):
         server = CudaServer(
             device.driver,
             experts.arena,
-            lane_shape(device, start.capacity.lane_slots),
+            device.lane_shape,
             start.capacity.max_workers,
-            torch.tensor(experts.table.experts(), dtype=torch.int32),
+            held_LS,
             bell_at(bell.address, start.incarnation),
             device.torch_device,
-            model.max_shards,
+            device.model.max_shards,
+            heads.memory.arena if heads is not None else None,
+            heads.is_head_L if heads is not None else None,
+            heads.memory.pool if heads is not None else 0,
         )
+    slots = _build_slots(device, experts, server if heads is None else FfnKernels(server, heads.ffn_calls))
+    if heads is None:
+        return server, slots
+    heads.memory.own()
+    return server, heads.slots(slots, server)
+
+
+def _build_slots(device: Device, experts: SeatExperts, kernels: SlotKernels) -> CudaSlots:
+    start, model = device.start, device.model
     files = ExpertFiles(device)
     copy_out = BackupCopy(
         device.driver,
@@ -173,12 +190,12 @@ def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[Cu
         experts.range.place_bytes,
         files.load if files.are_there else None,
     )
-    slots = CudaSlots(
+    return CudaSlots(
         experts.table,
-        start.capacity.lane_slots,
+        experts.arena.num_slots,
         model.max_shards,
         experts.range,
-        server,
+        kernels,
         DeviceStream(device.driver, device.torch_device),
         Offers(
             device.driver, experts.range, experts.plan, model.max_shards, experts.identity, copy_out,
@@ -186,11 +203,12 @@ def build_server(device: Device, experts: SeatExperts, bell_fd: int) -> tuple[Cu
         ),
         files,
     )  # fmt: skip
-    return server, slots
 
 
 def engine_limits(device: Device) -> EngineLimits:
+    divides = device.model.divides_heads
     return EngineLimits(
+        first_block=block_range_of(device.start.rank, device.sizes.num_blocks).first_block if divides else 0,
         max_model_len=device.sizes.max_model_len,
         num_blocks=device.sizes.num_blocks,
         vocab_size=device.model.vocab_size,

@@ -18,6 +18,7 @@ from everserve.backends.cuda.step_queue import Bucket, CapturedExperts, Launched
 from everserve.backends.cuda.take_in import take_in
 from everserve.engine.batching import Rows
 from everserve.model.decoder import Decoder
+from everserve.seam.heads import Heads
 from everserve.worker.loading import Loading
 
 _DECODING = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256)  # rows
@@ -25,26 +26,29 @@ _MIXED = (64, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class CapturedForward:
-    """`Forward` on a device. Captured when it is made, which is told bucket by bucket."""
+    """`Forward` on a device. Captured when it is made, which is told bucket by bucket. `kv`: the pool, or the heads
+    that have one."""
 
     chooses = True
 
     def __init__(
         self,
         decoder: Decoder,
-        kv_pool: Tensor,
+        kv: Tensor | Heads,
         experts: CapturedExperts,
         recorder: Recorder,
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_blocks: int,
+        block_size: int,
         loading: Loading,
     ) -> None:
         assert isinstance(decoder.ops, CudaOps)
         self._decoder = decoder
         self._ops = decoder.ops
-        self._kv_pool = kv_pool
+        self._kv = kv
+        self._block_size = block_size
         self._experts = experts
         self._recorder = recorder
         self._stream = recorder.stream
@@ -87,10 +91,10 @@ class CapturedForward:
         )
 
     def _capture(self, num_rows: int, is_mixed: bool) -> Bucket:
-        config, block_size = self._decoder.config, self._kv_pool.shape[4]
+        config = self._decoder.config
         group = config.num_heads // config.num_kv_heads
         staging = Staging(
-            num_rows, self._max_num_seqs, self._max_blocks, block_size, group, is_mixed, self._ops.device,
+            num_rows, self._max_num_seqs, self._max_blocks, self._block_size, group, is_mixed, self._ops.device,
             self._launches_ahead,
         )  # fmt: skip
         with self._loading.phase("kernels"), torch.cuda.stream(self._stream):
@@ -108,7 +112,7 @@ class CapturedForward:
     def _run(self, staging: Staging) -> tuple[Tensor, Tensor]:
         if self._launches_ahead:
             take_in(staging, self._report.chosen_L, self._ops.words.stop)
-        hidden_TD = self._decoder.run(staging.batch, self._kv_pool, self._experts)
+        hidden_TD = self._decoder.run(staging.batch, self._kv, self._experts)
         logits_LV = self._decoder.logits(hidden_TD, staging.batch.logits_rows_L)
         self._report.launch(self._ops.words, self._ops.choose_in_step(logits_LV, staging.draws_L5))
         return hidden_TD, logits_LV

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from everserve.backends.cuda.lanes.lane import CudaLaneShape
+from everserve.backends.cuda.lanes.page import lane_shape
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver
@@ -29,6 +31,10 @@ class Device:
     sizes: KvSizes
     ops: CudaOps
     loading: Loading
+
+    @property
+    def lane_shape(self) -> CudaLaneShape:
+        return lane_shape(self.model, self.start.settings.engine, self.start.capacity.lane_slots)
 
 
 def open_device(start: StartWorker, loading: Loading) -> Device:
@@ -55,6 +61,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_gpu,
         launches_ahead=settings.engine.launch_ahead,
+        one_by_one=settings.model.divide_heads,
     )
     return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
 

@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from everserve.backends.cuda.lanes import page
 from everserve.model.batch import StepBatch
 
-SEGMENT = 512  # keys; a multiple of every block size
+SEGMENT = page.SEGMENT  # keys
 SMALL, LARGE = 16, 64  # query rows (rows times heads per KV head) of an item, at most
 NUM_COUNTS = 8  # words in front of everything else
 

@@ -37,11 +37,11 @@ class PredecessorStays(EverserveError):
     """This worker cannot start. The next one tries again."""
 
 
-class Predecessor:
-    """The previous owner of this log's pool. A thread watches it from now on."""
+class Ended:
+    """A process, 0 if there was none, that had a pool before. A thread watches it from now on."""
 
-    def __init__(self, log: Log, quiet_s: float = _QUIET_S) -> None:
-        self._pid, self._born = _word(log, PID_AT).value, _word(log, BORN_AT).value
+    def __init__(self, pid: int, born: int, quiet_s: float = _QUIET_S) -> None:
+        self._pid, self._born = pid, born
         self._is_over = threading.Event()
         if not self._pid:
             self._is_over.set()
@@ -54,17 +54,24 @@ class Predecessor:
             raise PredecessorStays(f"process {self._pid}, which had this KV pool before, has not ended")
 
     def _see_off(self, quiet_s: float) -> None:
-        while _born_at(self._pid) == self._born:  # a zombie too: some of its threads may still run
+        while born_at(self._pid) == self._born:  # a zombie too: some of its threads may still run
             time.sleep(_LOOK_EVERY_S)
         time.sleep(quiet_s)
         self._is_over.set()
+
+
+class Predecessor(Ended):
+    """The previous owner of this log's pool."""
+
+    def __init__(self, log: Log, quiet_s: float = _QUIET_S) -> None:
+        super().__init__(_word(log, PID_AT).value, _word(log, BORN_AT).value, quiet_s)
 
 
 def own(log: Log, pid: int | None = None) -> None:
     """This process writes into the pool from now on. The pid is written last: without it the pool has no owner."""
     pid = os.getpid() if pid is None else pid
     _word(log, PID_AT).value = 0
-    _word(log, BORN_AT).value = _born_at(pid) or 0
+    _word(log, BORN_AT).value = born_at(pid) or 0
     _word(log, PID_AT).value = pid
 
 
@@ -73,7 +80,7 @@ def _word(log: Log, at: int) -> ctypes.c_int64:
     return ctypes.c_int64.from_address(log.layout.base + at)
 
 
-def _born_at(pid: int) -> int | None:
+def born_at(pid: int) -> int | None:
     """Start time in ticks since boot: it tells apart processes that reuse a pid. None if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_bytes().rsplit(b")", 1)[1].split()[19])

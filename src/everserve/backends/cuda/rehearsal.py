@@ -19,20 +19,25 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.build import build_forward, lane_shape, make_recorder
+from everserve.backends.cuda.build import build_forward, make_recorder
 from everserve.backends.cuda.device import Device, open_device, tensor_at
+from everserve.backends.cuda.head_memory import head_shape, load_norms
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
-from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.lanes.page import page_shape
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
 from everserve.backends.cuda.lanes.server import CudaServer
 from everserve.backends.cuda.logs import rehearse_log
 from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.heads import HeadArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
+from everserve.backends.cuda.reaching import calls_of, make_heads, make_peers
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.memory.liveness import CELL_BYTES, Cell, Warden
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
+from everserve.model.rope import rope_tables
+from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
 from everserve.procs.device_descriptors import entrust
 from everserve.tables.ids import Role
@@ -89,7 +94,7 @@ def _rehearse_attention(device: Device) -> None:
     torch.cuda.synchronize()  # or another stream's kernels would not see it, and read what is not there
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)
     weights = PlacedWeights(model, device.checkpoint, device.torch_device, plan, nowhere.view, is_complete=True)
-    decoder = Decoder(model, weights, ops, sizes.max_model_len)
+    decoder = Decoder(model, weights, ops, sizes.max_model_len, has_heads=not model.divides_heads)
     num_blocks, _, *block = decoder.kv_shape(sizes.num_blocks, start.settings.engine.block_size)
     kv_pool = nowhere.tensor((num_blocks, device.model.num_layers, *block))
     recorder = make_recorder(device)
@@ -99,18 +104,7 @@ def _rehearse_attention(device: Device) -> None:
         build_forward(device, decoder, kv_pool, local, recorder)
         return
     cell = _own_cell()
-    peers = CudaPeers(
-        start.rank,
-        start.incarnation,
-        cell,
-        Warden(cell, _DETECT_MS),
-        lane_shape(device, start.capacity.lane_slots),
-        model.call_layers,
-        model.max_shards,
-        device.driver,
-        range(start.capacity.max_workers),
-        ops.words,
-    )
+    peers = make_peers(device, cell, Warden(cell, _DETECT_MS), model)
     experts = CudaExperts(
         peers,
         ops,
@@ -120,8 +114,10 @@ def _rehearse_attention(device: Device) -> None:
         on_control=lambda: None,
         on_suspect=lambda rank, incarnation, reason: None,
         on_replay=lambda rank, layer, num_rows: None,
+        **calls_of(model),
     )
-    build_forward(device, decoder, kv_pool, experts, recorder)
+    kv = make_heads(device, experts, model) if model.divides_heads else kv_pool
+    build_forward(device, decoder, kv, experts, recorder)
     experts.rehearse()
     torch.cuda.synchronize()
     peers.end()
@@ -132,15 +128,23 @@ def _rehearse_expert(device: Device) -> None:
     start, model = device.start, device.model
     assert start.slots is not None, "an expert worker is told its slots"
     nowhere, num_slots = _Nowhere(device.torch_device), start.capacity.lane_slots
+    arena, num_calls = _arena(model, num_slots, nowhere), len(model.calls)
+    heads = is_head_L = None
+    if model.divides_heads:
+        heads = _heads(device, nowhere)
+        is_head_L = torch.zeros(num_calls, dtype=torch.int32, device=device.torch_device)
+        arena.number_by(range(len(model.cuts)), num_calls)
     server = CudaServer(
         device.driver,
-        _arena(model, num_slots, nowhere),
-        lane_shape(device, num_slots),
+        arena,
+        device.lane_shape,
         start.capacity.max_workers,
-        torch.full((len(model.cuts), num_slots), EMPTY, dtype=torch.int32),
+        torch.full((num_calls, num_slots), EMPTY, dtype=torch.int32),
         nowhere.address,
         device.torch_device,
         model.max_shards,
+        heads,
+        is_head_L,
     )
     DeviceStream(device.driver, device.torch_device)
     server.end()
@@ -157,6 +161,23 @@ def _first_of_each_kind(model: ModelConfig) -> ModelConfig:
 def _arena(model: ModelConfig, num_slots: int, nowhere: _Nowhere) -> ExpertArena:
     plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
     return ExpertArena.of_experts(nowhere.view(plan.tensor("experts")), len(model.cuts), num_slots)
+
+
+def _heads(device: Device, nowhere: _Nowhere) -> HeadArena:
+    """There are no requests, so nothing of its memory is touched."""
+    model, start, shape = device.model, device.start, head_shape(device)
+    plan = HeadMemoryPlan.of(model, start.capacity.head_pieces, shape.num_blocks, shape.block_size)
+    return HeadArena(
+        shape,
+        nowhere.tensor(plan.weights_shape),
+        nowhere.tensor(plan.pool_shape),
+        rope_tables(model.rope, model.head_size, device.sizes.max_model_len, device.torch_device),
+        load_norms(device),
+        len(model.calls),
+        start.capacity.lane_slots,
+        device.lane_shape.max_rows,
+        page_shape(model, start.settings.engine),
+    )
 
 
 def _own_cell() -> Cell:

@@ -1,24 +1,29 @@
 """The two roles of a worker that computes on a GPU."""
 
+from torch import Tensor
+
 from everserve.backends.cuda.build import (
     SeatWeights,
     build_decoder,
     build_forward,
     build_server,
     engine_limits,
-    lane_shape,
     make_recorder,
 )
 from everserve.backends.cuda.device import Device, open_device
 from everserve.backends.cuda.expert_loop import CudaExpertLoop
+from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.backends.cuda.lanes.remote_heads import CudaHeads
 from everserve.backends.cuda.logs import CudaLogs
+from everserve.backends.cuda.reaching import calls_of, make_head_kv, make_heads, make_peers
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
 from everserve.backends.cuda.seat_experts import SeatExperts
+from everserve.backends.cuda.seat_heads import SeatHeads
 from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
@@ -45,16 +50,24 @@ def build_attention(around: Surroundings) -> AttentionParts:
         weights.complete()
     recorder = make_recorder(device)
     seam: Seam | None = None
+    heads: CudaHeads | None = None
+    head_kv: CudaHeadKv | None = None
     experts: CapturedExperts
     if arena is not None:
         experts = LocalCudaExperts(device.ops, arena, device.model.call_layers, device.model.max_shards)
     else:
-        peers, experts = _reach_experts(around, device, recorder)
+        peers = make_peers(device, around.cell, around.warden)
+        if device.model.divides_heads:
+            head_kv = make_head_kv(device, peers)
+        experts = _reach_experts(around, device, recorder, peers, head_kv)
+        heads = make_heads(device, experts) if device.model.divides_heads else None
         seam = Seam(peers, experts)
-    kv_pool = logs.make_pool(decoder)
-    forward = build_forward(device, decoder, kv_pool, experts, recorder)
-    journal = logs.make_journal(kv_pool)
-    engine = Engine(start.settings.engine, engine_limits(device), device.ops, forward, journal=journal)
+    kv = logs.make_pool(decoder) if heads is None else heads
+    forward = build_forward(device, decoder, kv, experts, recorder)
+    journal = logs.make_journal(kv) if isinstance(kv, Tensor) else None
+    engine = Engine(
+        start.settings.engine, engine_limits(device), device.ops, forward, journal=journal, kv_elsewhere=head_kv
+    )
     with around.loading.phase("rehearsal"):
         rehearse_sampling(device)
         if isinstance(experts, CudaExperts):
@@ -67,7 +80,9 @@ def build_attention(around: Surroundings) -> AttentionParts:
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     """Own expert slots. Returns the name of the ops too."""
     start, device = around.start, _open(around)
-    server, slots = build_server(device, SeatExperts(device, around.memory), around.memory[Kind.BELL])
+    with around.loading.phase("weights"):
+        heads = SeatHeads(device, around.memory.pop(Kind.KV_PIECES)) if device.model.divides_heads else None
+    server, slots = build_server(device, SeatExperts(device, around.memory), around.memory[Kind.BELL], heads)
     loop = CudaExpertLoop(
         start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
@@ -80,21 +95,10 @@ def _open(around: Surroundings) -> Device:
     return device
 
 
-def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> tuple[CudaPeers, CudaExperts]:
-    start, model = around.start, device.model
-    peers = CudaPeers(
-        start.rank,
-        start.incarnation,
-        around.cell,
-        around.warden,
-        lane_shape(device, start.capacity.lane_slots),
-        model.call_layers,
-        model.max_shards,
-        device.driver,
-        range(start.capacity.max_workers),
-        device.ops.words,
-    )
-    experts = CudaExperts(
+def _reach_experts(
+    around: Surroundings, device: Device, recorder: Recorder, peers: CudaPeers, kv: CudaHeadKv | None
+) -> CudaExperts:
+    return CudaExperts(
         peers,
         device.ops,
         device.driver,
@@ -103,5 +107,6 @@ def _reach_experts(around: Surroundings, device: Device, recorder: Recorder) -> 
         on_control=around.on_control,
         on_suspect=around.on_suspect,
         on_replay=around.on_replay,
+        **calls_of(device.model),
+        kv=kv,
     )
-    return peers, experts

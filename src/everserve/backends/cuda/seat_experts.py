@@ -21,6 +21,7 @@ from everserve.model.fingerprint import check_unchanged, expert_identity
 from everserve.model.layout import Weights
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.weights import ITEM_BYTES, WeightsPlan
+from everserve.tables.calls import ShardKind
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, Fill, Place
 
@@ -36,8 +37,9 @@ class SeatExperts:
         start, model = device.start, device.model
         assert start.slots is not None, "an expert worker is told its slots"
         self._device = device
-        self._planned = start.slots.experts
-        num_layers, num_own = len(model.cuts), start.slots.num_slots
+        calls = zip(model.calls, start.slots.experts, strict=True)
+        self._planned = [planned for call, planned in calls if call.kind is not ShardKind.HEAD]
+        num_layers, num_own = len(model.cuts), max(map(len, self._planned))
         weights = WeightsPlan.of(model, start.roles, num_own)
         experts = weights.tensor("experts")
         assert experts.offset == 0, "the memory of an expert seat begins with its first expert"

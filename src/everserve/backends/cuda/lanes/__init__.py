@@ -1,17 +1,18 @@
 """Lanes in the memory of a GPU: the same exchange as in backends/cpu/csrc/lanes, by kernels instead of C, so that
 whole steps can be queued on the device without the host looking at any layer.
 
-    lane.py     how a lane is laid out
+    lane.py     how a lane is laid out; page.py: the part of it that is about all heads of a step
     words.py    its words, as kernels see them
-    send.py     the attention worker's kernels: plan, post, collect
-    serve.py    the expert worker's kernels: choose, gather, answer
-    peers.py    an attention worker's lanes; remote_experts.py: its experts, as a captured step reaches them
+    send.py     the attention worker's kernels: plan, post, collect; send_heads.py: those that heads need besides
+    serve.py    the expert worker's kernels: choose, gather, answer; serve_heads.py: its heads (ops/heads.py)
+    peers.py    an attention worker's lanes; remote_experts.py: its experts, as a captured step reaches them, and
+                remote_heads.py: its heads; head_kv.py: where the KV of these is
     server.py   an expert worker's lanes, and the graphs that serve them
     counters.py what it has counted, as the host sees it
     local_experts.py  both halves on one device: no lanes at all
 
     attention worker's stream                              expert worker's stream
-    plan -> post ─────────────────── request ────────────> choose -> gather -> gate_up -> down -> answer
+    plan -> post ─────────────────── request ────────────> choose -> gather -> heads -> gate_up -> down -> answer
     (wait until flag >= 0)  <──────── flag ──────────────────────────────────────────────────────────┘
     collect
 

@@ -1,6 +1,6 @@
 """How a lane in device memory is laid out. (What a lane is: everserve.backends.cpu.lane.)
 
-    flag | answer | status | request | position | counts 0, 1 | x 0 | y 0 | x 1 | y 1
+    flag | answer | status | request | position | pool | counts 0, 1 | x 0 | y 0 | x 1 | y 1 | page
 
     flag      int32   what the attention worker's stream waits for: -1 when something was sent, 0 when it was answered.
                       Writing 0 ends the wait; only `answer` says whether there is an answer.
@@ -9,10 +9,13 @@
     request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
                       begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
+    pool      int64   where heads are divided: the identity of the expert worker's KV (head_memory.py). Written by its
+                      host before the first answer
     counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it should
                       hold, count | (expert + 1) << COUNT_BITS; rows are sorted by slot. A slot that holds another one
                       does not compute: its word gets the sign bit, and the answer says MOVED
     x, y      bf16    max_tokens * top_k rows each
+    page      int32   where heads are divided: the rows of the step at hand (page.py)
 
 A new lane is all zeros, and that is how it begins: neither end has to do anything before the other may use it.
 Words that are waited for are 128 bytes apart. x and y begin at whole numbers of rows from the beginning of the lane,
@@ -26,7 +29,7 @@ from dataclasses import dataclass
 
 NUM_BOXES = 2
 _LINE = 128
-FLAG_AT, ANSWER_AT, STATUS_AT, REQUEST_AT, POSITION_AT, _COUNTS_AT = range(0, 6 * _LINE, _LINE)
+FLAG_AT, ANSWER_AT, STATUS_AT, REQUEST_AT, POSITION_AT, POOL_AT, _COUNTS_AT = range(0, 7 * _LINE, _LINE)
 _GRANULE = 2 << 20  # of device memory
 _BF16_BYTES = 2
 _INT32_BYTES = 4
@@ -44,12 +47,13 @@ def moved_expert(word: int) -> int | None:
 
 @dataclass(frozen=True)
 class CudaLaneShape:
-    """What a lane must have room for: all tokens of a step, all of their experts on one worker."""
+    """What a lane must have room for: all tokens of a step, all of their experts on one worker, and a page."""
 
     max_tokens: int
     top_k: int
     hidden_size: int
     num_slots: int
+    page_words: int = 0  # 0: heads are not divided
 
     def __post_init__(self) -> None:
         assert min(self.max_tokens, self.top_k, self.num_slots) > 0, self
@@ -84,9 +88,13 @@ class CudaLaneShape:
     def first_y(self, box: int) -> int:
         return self.first_x(box) + self.max_rows
 
+    @property
+    def page_at(self) -> int:
+        return _up(self.first_x(NUM_BOXES) * self.row_bytes, _LINE)
+
     def lane_bytes(self) -> int:
         """How much memory a lane needs, and how far lanes are apart: a whole number of granules and of rows."""
-        return _up(self.first_x(NUM_BOXES) * self.row_bytes, math.lcm(_GRANULE, self.row_bytes))
+        return _up(self.page_at + self.page_words * _INT32_BYTES, math.lcm(_GRANULE, self.row_bytes))
 
     def lane_rows(self) -> int:
         return self.lane_bytes() // self.row_bytes

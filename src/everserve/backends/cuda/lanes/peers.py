@@ -19,6 +19,7 @@ from everserve.backends.cuda.lanes.lane import (
     FLAG_AT,
     MAX_EXPERTS,
     NUM_BOXES,
+    POOL_AT,
     STATUS_AT,
     CudaLaneShape,
     moved_expert,
@@ -174,6 +175,10 @@ class CudaPeers(Peers):
 
     def _has_answered(self, rank: Rank) -> bool:
         return self.last_answer(rank) == int(self.state.sent_E[rank].item())
+
+    def pool_of(self, rank: Rank) -> int:
+        """Where heads are divided: the identity of its KV; 0 if it has not opened our lane yet."""
+        return int.from_bytes(self._driver.read(self._region.address(rank) + POOL_AT, 8), "little")
 
     def last_answer(self, rank: Rank) -> int:
         """The number of the request that it has answered last."""

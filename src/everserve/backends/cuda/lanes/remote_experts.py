@@ -1,7 +1,7 @@
 """CudaExperts: the experts are in other processes, which may die, hang or come back at any moment; rows go there and
 back without the host.
 
-Recorded, for each layer:   plan -> post | wait for all flags -> collect
+Recorded, for each layer:   plan -> post | wait for all flags -> collect          (calls.py)
 
 The host waits for the end of the whole step. If a peer is suspected meanwhile, it writes that lane's flag, so that the
 device need not wait; `collect` then sees that the answer is not there, and the step stops. Then:
@@ -15,19 +15,20 @@ only after the rows were sent, because reports can wait and rows cannot.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from everserve.backends.cuda.lanes import send
-from everserve.backends.cuda.lanes.lane import FLAG_AT
+from everserve.backends.cuda.lanes.calls import Calls, Cut
+from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.step_queue import LaunchedStep
 from everserve.backends.cuda.waiting import load
-from everserve.errors import StepAbandoned
+from everserve.errors import KvLost, StepAbandoned
 from everserve.memory.device import Driver
 from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
 from everserve.seam.trust import Suspicion
@@ -38,13 +39,16 @@ _NAP_NS = 20_000
 _RETRY_NS = 200_000  # how often flags are written while a step does not end
 _GIVE_UP = 20  # looks, detect_ms apart, at a peer that lives and does not answer
 LARGE_STEP = 256  # rows; a cell's position is 1 instead of 0 in larger ones
-Cut = Callable[[Callable[[], None]], None]
 
 
 class CudaExperts:
     """`Experts` over lanes.
 
     cut(aside)   where the recording may be taken up again; `aside` is recorded for that case
+    call_of      the call of each layer's experts; where heads are divided layers have two calls, and all of them are
+                 seen through here
+    layer_of     the layer of each call
+    kv           where the KV of divided heads is
     The others as in RemoteExperts.
     """
 
@@ -60,23 +64,26 @@ class CudaExperts:
         on_control: Callable[[], None],
         on_suspect: Callable[[Rank, Incarnation, Symptom], None],
         on_replay: Callable[[Rank, int, int], None],
+        call_of: Mapping[int, int] | None = None,
+        layer_of: Sequence[int] | None = None,
+        kv: CudaHeadKv | None = None,
     ) -> None:
         self.num_replayed_rows = 0
         self.num_moved_rows = 0  # of requests that were answered "moved"
         self._peers = peers
         self._state = peers.state
         self._ops = ops
-        self._driver = driver
-        self._cut = cut
+        self._kv = kv
+        self.calls = Calls(
+            peers, cut, lambda flags: driver.wait_all_geq(torch.cuda.current_stream().cuda_stream, flags, 0)
+        )
         self._timeout_ns = round(detect_ms * 1e6)
         self._lease_s = lease_s
         self._on_control = on_control
         self._on_suspect = on_suspect
         self._on_replay = on_replay
-        self._index = {layer: i for i, layer in enumerate(peers.moe_layers)}
-        self._flags = [
-            self._state.region + rank * self._state.shape.lane_bytes() + FLAG_AT for rank in peers.expert_ranks
-        ]
+        self._call_of = dict(call_of or {layer: i for i, layer in enumerate(peers.moe_layers)})
+        self._layer_of = tuple(layer_of or peers.moe_layers)
         self._must_release = False
         self._looks: dict[Rank, tuple[int, int]] = {}  # at peers that do not answer: how many, after which answer
         self._looked_ns = 0
@@ -88,28 +95,18 @@ class CudaExperts:
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
-        index = self._index[layer]
-        y_row_TK = self._send(index, ids_TK, hidden_TD, is_replay=False)
-
-        def send_again() -> None:
-            y_row_TK.copy_(self._send(index, ids_TK, hidden_TD, is_replay=True))  # rows lie elsewhere now
-
-        self._cut(send_again)
-        self._driver.wait_all_geq(torch.cuda.current_stream().cuda_stream, self._flags, 0)
-        return send.collect(self._state, y_row_TK, weights_TK, residual_TD, index)
-
-    def _send(self, index: int, ids_TK: Tensor, hidden_TD: Tensor, is_replay: bool) -> Tensor:
-        peers, state = self._peers, self._state
-        y_row_TK = send.plan(state, ids_TK, peers.place_of_LN[index], peers.expert_at_LP[index], index)
-        # After the last layer comes the first one of the next step.
-        send.post(state, hidden_TD, y_row_TK, index, (index + 1) % len(self._index), replay=is_replay)
-        return y_row_TK
+        call = self._call_of[layer]
+        y_row_TK = self.calls(call, ids_TK, hidden_TD)
+        return send.collect(self._state, y_row_TK, weights_TK, residual_TD, call)
 
     # -- step by step ----------------------------------------------------------------------------
 
     def begin_step(self, num_rows: int) -> None:
         peers = self._peers
+        self._check_kv(0)
         peers.upload()
+        if self._kv is not None:
+            self._kv.use()
         peers.is_in_step = True
         peers.cell.position = int(num_rows > LARGE_STEP)
         self._looks.clear()
@@ -146,10 +143,20 @@ class CudaExperts:
             if outcome != Outcome.DONE:
                 self._attend(outcome)
             elif not step.report.stop:
+                self._check_pools()
                 return
             else:
                 with step.stopped() as moe_layer:
                     step.go_on(moe_layer, self._heal(moe_layer, step.report.unplaced, step.report.absent))
+
+    def _check_kv(self, layer: int) -> None:
+        if self._kv is not None and self._kv.is_displaced:
+            raise KvLost(layer, "heads have to be computed elsewhere than where their KV is")
+
+    def _check_pools(self) -> None:
+        """The step has ended: were its heads computed with the KV that there was before?"""
+        if self._kv is not None and not self._kv.has_same_pools():
+            raise KvLost(0, "a worker has not the KV that streams were computed with")
 
     def _wait(self, address: int, num_due: int, due_ns: int) -> int:
         """Until so many reports are there, or there is something to attend to."""
@@ -183,7 +190,7 @@ class CudaExperts:
         """The step stopped in this layer. Returns whether its rows must be sent again; StepAbandoned if an expert has
         no place."""
         peers = self._peers
-        layer = peers.moe_layers[moe_layer]
+        layer, call = self._layer_of[moe_layer], peers.moe_layers[moe_layer]
         self._state.unplaced.zero_()
         if unplaced:
             peers.reconsider()
@@ -197,7 +204,7 @@ class CudaExperts:
             status = peers.has_refused(rank) if peer is not None else 0
             places = peers.moved_places(rank) if status == Status.MOVED else set()
             if places:
-                peers.note_moved(rank, layer, places)
+                peers.note_moved(rank, call, places)
                 moved.append(rank)
             elif peer is not None and status:
                 suspicions.append(peers.suspect(peer, SYMPTOMS.get(status, Symptom.REFUSED)))
@@ -205,6 +212,9 @@ class CudaExperts:
                 peers.await_again(rank)
         lost = [rank for rank in late if peers.trusted(rank) is None]
         self.num_moved_rows += sum(peers.take_back(moved))
+        if self._kv is not None and self._kv.is_displaced:
+            self.rest()
+        self._check_kv(layer)
         peers.upload()
         # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.
         rows = peers.take_back(lost) if lost else []

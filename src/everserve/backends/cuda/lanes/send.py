@@ -99,7 +99,7 @@ def plan(state: SendState, ids_TK: Tensor, place_of_N: Tensor, expert_at_P: Tens
     Counts go into the boxes that the next requests will name. `layer` is an index among layers with experts.
     """
     shape, num_rows = state.shape, ids_TK.numel()
-    assert ids_TK.shape[1] == shape.top_k and num_rows <= shape.max_rows
+    assert ids_TK.shape[1] <= shape.top_k and num_rows <= shape.max_rows
     assert len(expert_at_P) == state.num_ranks * shape.num_slots
     y_row_TK = torch.empty_like(ids_TK)
     _plan_kernel[(len(expert_at_P) + 1,)](
@@ -123,7 +123,7 @@ def post(state: SendState, x_TD: Tensor, y_row_TK: Tensor, layer: int, next_laye
         state.region, x_TD, y_row_TK, state.present_E, state.rows_E, state.sent_E, state.bell_E, state.lead,
         state.num_done, state.stop, layer, next_layer, int(replay),
         K=y_row_TK.shape[1], D=hidden_size, BD=columns, MAX_ROWS=state.shape.max_rows,
-        **_all_ranks(state), **early(x_TD.device), num_warps=4,
+        **all_ranks(state), **early(x_TD.device), num_warps=4,
     )  # fmt: skip
 
 
@@ -135,17 +135,18 @@ def collect(state: SendState, y_row_TK: Tensor, weights_TK: Tensor, residual_TD:
     _collect_kernel[(num_tokens, triton.cdiv(hidden_size, columns))](
         state.region, state.rows_E, state.sent_E, state.absent, y_row_TK, weights_TK, residual_TD, out_TD, state.stop,
         layer,
-        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **_all_ranks(state), num_warps=4,
+        K=y_row_TK.shape[1], D=hidden_size, BD=columns, **all_ranks(state), num_warps=4,
     )  # fmt: skip
     return out_TD
 
 
 def announce(state: SendState, layer: int) -> None:
     """Tell all expert workers which layer we are on our way to: 0 where a step begins, -1 if it is given up."""
-    _announce_kernel[(1,)](state.region, state.present_E, state.stop, layer, **_all_ranks(state), num_warps=1)
+    _announce_kernel[(1,)](state.region, state.present_E, state.stop, layer, **all_ranks(state), num_warps=1)
 
 
-def _all_ranks(state: SendState) -> dict[str, int]:
+def all_ranks(state: SendState) -> dict[str, int]:
+    """What kernels that look at all lanes are launched with."""
     num_ranks = state.num_ranks
     return {"E": num_ranks, "EB": triton.next_power_of_2(num_ranks), "LANE_BYTES": state.shape.lane_bytes()}
 
@@ -276,6 +277,15 @@ def _collect_kernel(
     the step stops all the same, and what they have stored is stored once more when it goes on."""
     if tl.load(stop) != 0:
         return
+    if is_answered(region, rows, sent, absent, stop, layer, E, EB, LANE_BYTES):
+        combine_row(region, y_row, weights, residual, out, K, D, BD)
+
+
+@triton.jit
+def is_answered(
+    region, rows, sent, absent, stop, layer, E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr
+):  # fmt: skip
+    """Whether every rank that got rows has computed them; else the step stops here."""
     ranks = tl.arange(0, EB)
     is_asked = tl.load(rows + ranks, mask=ranks < E, other=0) > 0
     seq = tl.load(sent + ranks, mask=ranks < E, other=0)
@@ -286,8 +296,7 @@ def _collect_kernel(
     if bits != 0:
         tl.store(absent, bits)
         tl.store(stop, layer + 1)
-    else:
-        combine_row(region, y_row, weights, residual, out, K, D, BD)
+    return bits == 0
 
 
 @triton.jit(do_not_specialize=["layer"])

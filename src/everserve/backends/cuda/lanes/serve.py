@@ -31,6 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.backends.cuda.lanes.head_batch import HeadBatch
 from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
@@ -89,6 +90,7 @@ class ServeState:
     counters: Tensor  # int64: the two below, side by side
     served: Tensor  # int64: batches, rows, refusals, and rows of replays since the beginning
     rows_LN: Tensor  # int64: rows of each expert since the beginning
+    heads: HeadBatch | None = None  # if it may be one of heads
 
     @classmethod
     def empty(
@@ -101,8 +103,10 @@ class ServeState:
         stop: Tensor,
         bell: int = 0,
         num_experts: int = 1,
+        is_head_L: Tensor | None = None,
     ) -> "ServeState":
-        """`max_rows`: of a batch; at least what one lane can bring. `num_experts`: of the model, per layer."""
+        """`max_rows`: of a batch; at least what one lane can bring. `num_experts`: of the model, per layer.
+        `is_head_L`: where heads are divided, 1 for calls about heads; a layer here is a call then."""
         shape.check(num_ranks)
         assert max_rows >= shape.max_rows and num_layers < 1 << 14
         device, num_slots = stop.device, shape.num_slots
@@ -137,6 +141,7 @@ class ServeState:
             counters=counters,
             served=counters[:NUM_COUNTERS],
             rows_LN=counters[NUM_COUNTERS:].view(num_layers, num_experts),
+            heads=None if is_head_L is None else HeadBatch.empty(is_head_L, tiles, num_ranks * num_slots, max_rows),
         )
 
     @property
@@ -159,13 +164,14 @@ def choose(state: ServeState) -> None:
 
 def gather(state: ServeState, may_be_large: bool = True) -> None:
     """Which rows of which boxes, sorted by slot, and the tiles of the products. Without `may_be_large` all of them are
-    in `tiles`, which is slow if there are many."""
+    in `tiles`, which is slow if there are many. A batch of heads has tiles of its own, and none of these."""
     shape, tiles, large = state.shape, state.tiles, state.large_tiles
     large_rows = large.cut.rows if may_be_large else _NEVER
+    of_heads = (None,) * 11 if state.heads is None else state.heads.arguments
     _gather_kernel[(shape.num_slots,)](
         state.seq_A, state.counts_AS, state.x_row_R, state.y_row_R, state.num_rows,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles,
-        state.layer, state.held_LS, state.rows_LN, state.stop,
+        state.layer, state.held_LS, state.rows_LN, state.stop, *of_heads,
         **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots), N=state.rows_LN.shape[1],
         LANE_ROWS=shape.lane_rows(), FIRST_X=shape.first_x(0), BOX_ROWS=shape.box_rows, LANE_MAX_ROWS=shape.max_rows,
         BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, **early(state.stop.device), num_warps=4,
@@ -319,6 +325,8 @@ def _choose_kernel(
 def _gather_kernel(
     seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles,
     layer_at, held_LS, rows_LN, stop,
+    is_head_L, num_head_tiles, num_large_head_tiles, num_jobs, job_lane, job_slot, job_row, job_size,
+    row_lane, row_token, row_slot,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, N: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_X: tl.constexpr, BOX_ROWS: tl.constexpr, LANE_MAX_ROWS: tl.constexpr,
     BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
@@ -341,13 +349,21 @@ def _gather_kernel(
     first_tile = tl.sum(tl.where(slots < slot, tiles_S, 0))
     own = tl.sum(tl.where(slots == slot, total_S, 0))
     write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, own, rows_per_tile)
+    layer = tl.load(layer_at)
+    is_head = False
+    if is_head_L is not None:
+        is_head = tl.load(is_head_L + layer, mask=layer >= 0, other=0) != 0
     if slot == 0:
         tl.store(num_rows, tl.sum(total_S))
-        tl.store(num_tiles, tl.where(is_large, 0, tl.sum(tiles_S)))
-        tl.store(num_large_tiles, tl.where(is_large, tl.sum(tiles_S), 0))
+        tl.store(num_tiles, tl.where(is_large | is_head, 0, tl.sum(tiles_S)))
+        tl.store(num_large_tiles, tl.where(is_large & (is_head == 0), tl.sum(tiles_S), 0))
+        if is_head_L is not None:
+            num_asked = tl.sum((counts > 0).to(tl.int32))
+            tl.store(num_head_tiles, tl.where(is_head & (is_large == 0), tl.sum(tiles_S), 0))
+            tl.store(num_large_head_tiles, tl.where(is_head & is_large, tl.sum(tiles_S), 0))
+            tl.store(num_jobs, tl.where(is_head, num_asked, 0))
 
     if own > 0:
-        layer = tl.load(layer_at)
         expert = tl.load(held_LS + layer * S + slot)  # -1 if the host empties the slot just now
         tl.atomic_add(rows_LN + layer * N + expert, own.to(tl.int64), mask=(expert >= 0) & (expert < N), sem="relaxed")
 
@@ -357,12 +373,26 @@ def _gather_kernel(
     end_A = tl.cumsum(own_A, 0)
     begin_A = end_A - own_A
     offset_A = ranks * LANE_ROWS + FIRST_X + box * BOX_ROWS + lower_A - begin_A
+    if is_head_L is not None:
+        first_job = tl.sum(tl.sum(((counts > 0) & (slots < slot)[None, :]).to(tl.int32), axis=1), axis=0)
+        is_job = (own_A > 0) & is_head
+        job_A = first_job + tl.cumsum((own_A > 0).to(tl.int32), 0) - 1
+        tl.store(job_lane + job_A, ranks, mask=is_job)
+        tl.store(job_slot + job_A, tl.zeros((AB,), tl.int32) + slot, mask=is_job)
+        tl.store(job_row + job_A, first_row + begin_A, mask=is_job)
+        tl.store(job_size + job_A, own_A, mask=is_job)
     for start in range(0, own, BR):
         i = start + tl.arange(0, BR)
         is_from = (i[:, None] >= begin_A[None, :]) & (i[:, None] < end_A[None, :])
         row = i + tl.sum(tl.where(is_from, offset_A[None, :], 0), axis=1)
         tl.store(x_row + first_row + i, row, mask=i < own)
         tl.store(y_row + first_row + i, row + LANE_MAX_ROWS, mask=i < own)
+        if is_head_L is not None:
+            is_row = (i < own) & is_head
+            lane = tl.sum(tl.where(is_from, ranks[None, :], 0), axis=1)
+            tl.store(row_lane + first_row + i, lane, mask=is_row)
+            tl.store(row_token + first_row + i, i - tl.sum(tl.where(is_from, begin_A[None, :], 0), axis=1), mask=is_row)
+            tl.store(row_slot + first_row + i, tl.zeros((BR,), tl.int32) + slot, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])

@@ -1,7 +1,8 @@
 """CudaServer: the expert worker's end of all its lanes, in device memory.
 
-One graph serves one batch, of whatever layer (serve.py). The host keeps a few of them queued, so that the device never
-waits for it; each begins when the bell is rung.
+One graph serves one batch, of whatever call (serve.py): of experts or slices, and where heads are divided, of heads.
+The kernels of the other kind find nothing to do. The host keeps a few graphs queued, so that the device never waits for
+it; each begins when the bell is rung.
 
 Slots change while graphs are queued and run. A graph that begins after `empty` refuses what asks for that slot; `fence`
 tells when all graphs that began before have ended, so that its weights can be overwritten. The host writes the words of
@@ -17,8 +18,9 @@ import torch
 
 from everserve.backends.cuda.lanes import serve
 from everserve.backends.cuda.lanes.counters import CounterCopy
-from everserve.backends.cuda.lanes.lane import REQUEST_AT, CudaLaneShape
+from everserve.backends.cuda.lanes.lane import POOL_AT, REQUEST_AT, CudaLaneShape
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
+from everserve.backends.cuda.ops.heads import HeadArena, attend_heads, project
 from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY
@@ -40,7 +42,10 @@ class Served(NamedTuple):
 
 class CudaServer:
     """The owner of the arena fills slots; `held_LS` says with which experts, -1 where there is none; slots that it does
-    not mention are empty. `num_experts`: of the model, per layer."""
+    not mention are empty. `num_experts`: of the model, per layer.
+
+    `heads`, `is_head_L`: where heads are divided; a layer here is a call then, and these are about heads. `pool`: the
+    identity of their KV, which is written into each lane that is opened."""
 
     def __init__(
         self,
@@ -52,15 +57,21 @@ class CudaServer:
         bell: int,
         device: torch.device,
         num_experts: int,
+        heads: HeadArena | None = None,
+        is_head_L: torch.Tensor | None = None,
+        pool: int = 0,
     ) -> None:
         assert arena.num_slots == shape.num_slots, "a lane has a count for each slot"
+        assert heads is None or heads.num_slots == shape.num_slots
+        self._heads = heads
+        self._pool = pool
         self._driver = driver
         self._bell = bell
         self._arena = arena
         self._region = Region(driver, num_ranks, shape.lane_bytes())
         stop = torch.zeros(1, dtype=torch.int32, device=device)
         self._state = serve.ServeState.empty(
-            shape, self._region.base, num_ranks, arena.num_layers, shape.max_rows, stop, bell, num_experts
+            shape, self._region.base, num_ranks, len(held_LS), shape.max_rows, stop, bell, num_experts, is_head_L
         )  # fmt: skip
         self._state.held_LS[:, : held_LS.shape[1]].copy_(held_LS)
         self._h_RF = torch.empty(shape.max_rows, arena.expert_size, dtype=torch.bfloat16, device=device)
@@ -77,6 +88,7 @@ class CudaServer:
         if self._region.is_mapped(rank):
             self._region.unmap(rank)
         self._region.map(lane_fd, rank)
+        self._tell_pool(rank)
         self._state.taken_A[rank] = 0
         self._set_healthy(rank, True)
 
@@ -119,6 +131,20 @@ class CudaServer:
         """Its weights are there, in this place of the arena. The word that lets kernels use them is written last."""
         self._write_word(self._arena.place_LS, layer_index, slot, place)
         self._write_word(self._state.held_LS, layer_index, slot, expert)
+
+    def hold_head(self, call: int, slot: int, head: int, piece: int, pool: int) -> None:
+        """Its weights are there. `pool`: the identity of all KV from now on. Nothing may be queued."""
+        assert self._heads is not None and not self._queued
+        self._pool = pool
+        for rank in range(self._state.num_ranks):
+            if self._region.is_mapped(rank):
+                self._tell_pool(Rank(rank))
+        self._write_word(self._heads.piece_LS, call, slot, piece)
+        self._write_word(self._state.held_LS, call, slot, head)
+
+    def _tell_pool(self, rank: Rank) -> None:
+        if self._heads is not None:
+            self._driver.write(self._region.address(rank) + POOL_AT, self._pool.to_bytes(8, "little"))
 
     def top_up(self, may_be_large: bool) -> None:
         """Queue graphs up to the target number. Large requests are served sooner by graphs captured for them."""
@@ -195,8 +221,24 @@ class CudaServer:
             cuts += [(state.large_tiles, i, _SLICES) for i in range(_SLICES)]
         serve.choose(state)
         serve.gather(state, may_be_large)
+        self._serve_heads(may_be_large)
         for tiles, i, num_slices in cuts:
             gate_up(state.region, state.x_row_R, arena, state.layer, tiles, h_RF, state.stop, i, num_slices)
         for tiles, i, num_slices in cuts[:-1]:
             down(h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, i, num_slices)
         serve.down_and_answer(state, h_RF, arena, *cuts[-1])
+
+    def _serve_heads(self, may_be_large: bool) -> None:
+        """Its answer is given by the last kernel of all, as that of experts is."""
+        state, heads = self._state, self._heads
+        if heads is None:
+            return
+        batch = state.heads
+        assert batch is not None
+        project(state.region, state.x_row_R, heads, state.layer, batch.tiles, state.stop)
+        if may_be_large:
+            for i in range(_SLICES):
+                project(state.region, state.x_row_R, heads, state.layer, batch.large_tiles, state.stop, i, _SLICES)
+        attend_heads(
+            state.region, state.shape, batch, heads, state.layer, state.num_rows, state.y_row_R, state.stop
+        )  # fmt: skip

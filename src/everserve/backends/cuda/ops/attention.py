@@ -11,7 +11,7 @@ Keys are walked in tiles at fixed positions, tiles in segments of SEGMENT keys. 
     total    the sum of 2 ** (score - best)
     sum      the values, weighted by these
 
-and segments are folded together in ascending order by `_fold`. An item that covers all segments of its rows does that
+and segments are folded together in ascending order by `fold`. An item that covers all segments of its rows does that
 itself. A decoding row may be cut into one item per segment; these leave the three in the workspace, and `_merge` folds
 them in the same order. Scores are counted in powers of two, which the device knows, instead of e.
 
@@ -119,11 +119,11 @@ def _attend(
         best, total = tl.full((BM,), LOWEST, tl.float32), tl.zeros((BM,), tl.float32)
         sum = tl.zeros((BM, E), tl.float32)
         for segment in range(first_segment, first_segment + num_segments):
-            of_segment = _segment(
-                queries, position, last, table, keys, scale, segment * SEGMENT,
-                L, G, BLOCK_SIZE, E, SEGMENT, TILE, BM, STAGES,
+            of_segment = attend_segment(
+                queries, position, last, table, keys, scale, segment * SEGMENT, None,
+                L * 2 * G * BLOCK_SIZE * E, G * BLOCK_SIZE * E, BLOCK_SIZE, E, SEGMENT, TILE, BM, STAGES,
             )  # fmt: skip
-            best, total, sum = _fold(best, total, sum, of_segment[0], of_segment[1], of_segment[2])
+            best, total, sum = fold(best, total, sum, of_segment[0], of_segment[1], of_segment[2])
 
         split = num_segments <= last // SEGMENT  # then the item is one segment of one row
         if split:
@@ -132,18 +132,21 @@ def _attend(
             tl.store(part_total + part, total, mask=used)
             tl.store(part_sum + part.to(tl.int64)[:, None] * E + columns, sum, mask=used[:, None])
         else:
-            tl.store(out + at, _finished(total, sum), mask=used[:, None])
+            tl.store(out + at, finished(total, sum), mask=used[:, None])
         tl.store(is_split + row, split.to(tl.int32), mask=used)
 
 
 @triton.jit
-def _segment(
-    queries, position, last, table, keys, scale, first,
-    L: tl.constexpr, G: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr,
+def attend_segment(
+    queries, position, last, table, keys, scale, first, num_blocks,
+    BLOCK: tl.constexpr, VALUES: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr,
     SEGMENT: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """(best, total, sum) over the keys first .. first + SEGMENT, if not after `last`; a row sees those up to its own
-    position. A tile without keys for a row changes nothing of it."""
+    position. A tile without keys for a row changes nothing of it.
+
+    BLOCK, VALUES: how far apart blocks are, and the values of a head from its keys. `num_blocks`: of the pool, if the
+    table is another process's and may say anything."""
     columns = tl.arange(0, E)[None, :]
     ones = tl.full((TILE, 16), 1.0, tl.float32).to(tl.bfloat16)
     best, totals = tl.full((BM,), LOWEST, tl.float32), tl.zeros((BM, 16), tl.float32)
@@ -152,9 +155,11 @@ def _segment(
         key = start + tl.arange(0, TILE)
         stored = key <= last  # nothing else may be read: it may be anything, and 0 * NaN is NaN
         block = tl.load(table + key // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-        at = (block * (L * 2 * G * BLOCK_SIZE * E) + key % BLOCK_SIZE * E)[:, None] + columns
+        if num_blocks is not None:
+            stored &= (block >= 0) & (block < num_blocks)
+        at = (block * BLOCK + key % BLOCK_SIZE * E)[:, None] + columns
         k = tl.load(keys + at, mask=stored[:, None], other=0.0)
-        v = tl.load(keys + at + G * BLOCK_SIZE * E, mask=stored[:, None], other=0.0)
+        v = tl.load(keys + at + VALUES, mask=stored[:, None], other=0.0)
         scores = tl.dot(queries, k.T) * scale
         scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         new_best = tl.maximum(best, tl.max(scores, 1))
@@ -167,7 +172,7 @@ def _segment(
 
 
 @triton.jit
-def _fold(best, total, sum, next_best, next_total, next_sum):
+def fold(best, total, sum, next_best, next_total, next_sum):
     """Two lots of keys as one. Fused by hand, so that no compiler may choose which of the two products is rounded."""
     new_best = tl.maximum(best, next_best)
     scale, next_scale = tl.exp2(best - new_best), tl.exp2(next_best - new_best)
@@ -177,7 +182,7 @@ def _fold(best, total, sum, next_best, next_total, next_sum):
 
 
 @triton.jit
-def _finished(total, sum):
+def finished(total, sum):
     """The result; 0 where there were no keys."""
     return (sum * tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]).to(tl.bfloat16)
 
@@ -205,5 +210,5 @@ def _merge(
             next_best = tl.load(part_best + part, mask=used, other=LOWEST)
             next_total = tl.load(part_total + part, mask=used, other=0.0)
             next_sum = tl.load(part_sum + part.to(tl.int64)[:, None] * E + columns, mask=used[:, None], other=0.0)
-            best, total, sum = _fold(best, total, sum, next_best, next_total, next_sum)
-        tl.store(out + at, _finished(total, sum), mask=used[:, None])
+            best, total, sum = fold(best, total, sum, next_best, next_total, next_sum)
+        tl.store(out + at, finished(total, sum), mask=used[:, None])

@@ -21,6 +21,7 @@ No sum is split along its length, so a row's bits depend neither on its neighbou
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -149,6 +150,12 @@ class ExpertArena:
         gate_up, down = numbers.view(-1, hidden), numbers[2 * size * hidden :].view(-1, size)
         return cls(gate_up, down, num_layers, num_slots, 3 * size, 3 * hidden, num_own)
 
+    def number_by(self, calls: Sequence[int], num_calls: int) -> None:
+        """From now on kernels know the layers here as these calls, of so many. The host still counts layers."""
+        place_LS = torch.zeros(num_calls, self.num_slots, dtype=torch.int32, device=self.place_LS.device)
+        place_LS[list(calls)] = self.place_LS
+        self.place_LS = place_LS
+
     def own_place(self, layer_index: int, slot: int) -> int:
         """The place that this slot has at first."""
         assert 0 <= layer_index < self.num_layers and 0 <= slot < self._num_own, (layer_index, slot)
@@ -206,7 +213,7 @@ def gate_up(
     computes one share of the columns: a long kernel keeps other processes off the device.
     """
     product, size = tiles.cut.gate_up, arena.expert_size
-    _gate_up_kernel[(_num_programs(h_RF.device, product),)](
+    _gate_up_kernel[(num_programs(h_RF.device, product),)](
         x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
         S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.gate_up_rows,
@@ -234,7 +241,7 @@ def down(
     `kernel`: another one around `down_tiles`, with arguments and constants of its own.
     """
     product, size = tiles.cut.down, arena.expert_size
-    (kernel or _down_kernel)[(_num_programs(h_RF.device, product),)](
+    (kernel or _down_kernel)[(num_programs(h_RF.device, product),)](
         TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
         arena.down(product.columns, product.depth), y_at, y_row_R, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
@@ -323,7 +330,7 @@ def _plan_kernel(
 
 
 @triton.jit
-def _share(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
+def share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
     """Which (tile, column) pairs a slice has: from first up to end. None if the step is stopped."""
     num_rows = tl.where(tl.load(stop) == 0, tl.load(num_tiles), 0)
     total = num_rows * NUM_COLUMNS
@@ -337,7 +344,7 @@ def _gate_up_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
-    num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (F + BN - 1) // BN)
+    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, (F + BN - 1) // BN)
     layer = tl.load(layer_at)
     x = tl.multiple_of(x_at.to(tl.pointer_type(tl.bfloat16)), 16)
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
@@ -386,7 +393,7 @@ def down_tiles(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """This program's share."""
-    num_m, first, end = _share(num_tiles, stop, slice_index, num_slices, (D + BN - 1) // BN)
+    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, (D + BN - 1) // BN)
     layer = tl.load(layer_at)
     y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
@@ -441,7 +448,7 @@ def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, columns])
 
 
-def _num_programs(device: torch.device, product: Product) -> int:
+def num_programs(device: torch.device, product: Product) -> int:
     return _num_multiprocessors(device) * product.programs if device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 

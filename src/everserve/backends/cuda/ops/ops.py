@@ -55,7 +55,8 @@ class ArenaSlots:
 
 class CudaOps:
     """`words` stop a step. At most `max_num_seqs` sequences of at most `max_model_len` tokens are in one. The device is
-    shared by `share` processes that do the same. `launches_ahead`: a step may be launched behind one that stops."""
+    shared by `share` processes that do the same. `launches_ahead`: a step may be launched behind one that stops.
+    `one_by_one`: heads are normed and rotated as where they are divided, with the same bits (rows.py)."""
 
     name = "cuda"
     activation_dtype = torch.float32
@@ -70,6 +71,7 @@ class CudaOps:
         max_model_len: int,
         share: int = 1,
         launches_ahead: bool = False,
+        one_by_one: bool = False,
     ) -> None:
         self.device = device
         self.launches_ahead = launches_ahead
@@ -77,6 +79,7 @@ class CudaOps:
         self._max_split, self._max_segments = max_num_seqs, -(-max_model_len // SEGMENT)
         self._zero = torch.zeros(1, dtype=torch.int32, device=device)
         self._share = share
+        self._one_by_one = one_by_one
         self._linears: dict[int, Linear] = {}
         self._whole_batches: dict[int, tuple[Tensor, Tiles]] = {}  # by number of rows: all of them in one slot
         self._workspace: attention.Workspace | None = None
@@ -119,11 +122,16 @@ class CudaOps:
         return rows.rotate_and_store(
             self._linear(qkv_XD, bias_X).sums(x_TD, self.words.stop),
             batch.positions_T, batch.kv_slots_T, kv_pool, layer, rotation, num_heads, self.words.stop,
+            self._one_by_one,
         )  # fmt: skip
+
+    def use_rows(self, batch: DeviceBatch) -> None:
+        """The rows that are computed now."""
+        self._positions_T = batch.positions_T
 
     def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
         assert isinstance(batch, DeviceBatch)
-        self._positions_T = batch.positions_T
+        self.use_rows(batch)
         if self._workspace is None:
             _, num_heads, head_size = q_THE.shape
             self._workspace = attention.Workspace(

@@ -65,11 +65,12 @@ def rotate_and_store(
     rotation: Rotation,
     num_heads: int,
     stop: Tensor,
+    one_by_one: bool = False,
 ) -> Tensor:
     """Norm and rotate q and k, write k and v into the pool, return q_THE in bfloat16.
     Sums that are not complete yet are rounded to bfloat16 first.
 
-    Rows with slot -1 (padding) store nothing, and their q is 0.
+    Rows with slot -1 (padding) store nothing, and their q is 0. `one_by_one`: with the bits of divided heads.
     """
     num_layers, _, num_kv_heads, block_size, head_size = kv_pool.shape[1:]
     assert qkv.num_columns == (num_heads + 2 * num_kv_heads) * head_size and qkv.data.is_contiguous()
@@ -80,11 +81,13 @@ def rotate_and_store(
     q_THE = torch.empty(num_rows, num_heads, head_size, dtype=torch.bfloat16, device=device)
     if num_rows:
         heads_at_once = min(_power_of_2_in(num_heads), _power_of_2_in(num_kv_heads), 8)
+        if one_by_one and rotation.q_norm_E is not None:  # a sum: in the same order as in heads.py
+            heads_at_once = 1
         grid = (num_rows, (num_heads + 2 * num_kv_heads) // heads_at_once)
         _rotate_and_store[grid](
             qkv.data, qkv.bias_O, positions_T, kv_slots_T, kv_pool, layer, *rotation, q_THE, stop, num_rows,
             L=num_layers, H=num_heads, G=num_kv_heads, BLOCK_SIZE=block_size, E=head_size, NUM_SPLITS=qkv.num_splits,
-            HEADS=heads_at_once, **early(device), num_warps=2,
+            HEADS=heads_at_once, FUSED=one_by_one, **early(device), num_warps=2,
         )  # fmt: skip
     return q_THE
 
@@ -149,7 +152,7 @@ def _store_normed(row, weight, out, columns, mask, eps, D: tl.constexpr):
 def _rotate_and_store(
     qkv, bias, positions, kv_slots, kv_pool, layer, cos, sin, q_norm, k_norm, eps, q_out, stop, num_rows,
     L: tl.constexpr, H: tl.constexpr, G: tl.constexpr, BLOCK_SIZE: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, FUSED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one row, all of q, of k or of v. The halves of a head are kept apart: rotation mixes them."""
     if is_stopped(stop, EARLY):
@@ -168,13 +171,13 @@ def _rotate_and_store(
         first, second = first.to(tl.bfloat16).to(tl.float32), second.to(tl.bfloat16).to(tl.float32)
     stored = every & (slot >= 0)
     if head < H:
-        q_first, q_second = _rotated(first, second, position, cos, sin, q_norm, eps, E)
+        q_first, q_second = rotated(first, second, position, cos, sin, q_norm, eps, E, FUSED)
         q_at = q_out + (row * H + head + heads) * E + columns
         tl.store(q_at, tl.where(stored, q_first, 0.0).to(tl.bfloat16))
         tl.store(q_at + HALF, tl.where(stored, q_second, 0.0).to(tl.bfloat16))
     else:
         if head < H + G:
-            first, second = _rotated(first, second, position, cos, sin, k_norm, eps, E)
+            first, second = rotated(first, second, position, cos, sin, k_norm, eps, E, FUSED)
         # In the pool the values of all heads follow the keys of all heads, as they do in a row of qkv.
         kv_at = kv_pool + (slot // BLOCK_SIZE * L + layer) * (2 * G * BLOCK_SIZE * E) + slot % BLOCK_SIZE * E
         kv_at += (head - H + heads) * (BLOCK_SIZE * E) + columns
@@ -183,14 +186,23 @@ def _rotate_and_store(
 
 
 @triton.jit
-def _rotated(first, second, position, cos, sin, norm, eps, E: tl.constexpr):
+def rotated(first, second, position, cos, sin, norm, eps, E: tl.constexpr, FUSED: tl.constexpr):
+    """FUSED: by hand. Of two products that are added the compiler chooses which one is rounded, and it does not choose
+    the same one in every kernel, nor for every element of one."""
     HALF: tl.constexpr = E // 2
     columns = tl.arange(0, HALF)[None, :]
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(first * first + second * second, 1) / E + eps)[:, None]
+        if FUSED:  # noqa: SIM108 (a constant of the kernel)
+            squares = tl.fma(first, first, second * second)
+        else:
+            squares = first * first + second * second
+        scale = tl.rsqrt(tl.sum(squares, 1) / E + eps)[:, None]
         first = first * scale * tl.load(norm + columns).to(tl.float32)
         second = second * scale * tl.load(norm + HALF + columns).to(tl.float32)
     at = tl.maximum(position, 0) * E + columns
     cos_first, cos_second = tl.load(cos + at), tl.load(cos + at + HALF)
     sin_first, sin_second = tl.load(sin + at), tl.load(sin + at + HALF)
+    if FUSED:
+        cos_first, cos_second = tl.broadcast_to(cos_first, first.shape), tl.broadcast_to(cos_second, first.shape)
+        return tl.fma(first, cos_first, -(second * sin_first)), tl.fma(second, cos_second, first * sin_second)
     return first * cos_first - second * sin_first, second * cos_second + first * sin_second

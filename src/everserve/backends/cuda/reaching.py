@@ -1,0 +1,65 @@
+"""What an attention worker on a GPU reaches the shards of other workers with."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from everserve.backends.cuda.device import Device
+from everserve.backends.cuda.head_memory import head_shape
+from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
+from everserve.backends.cuda.lanes.page import page_shape
+from everserve.backends.cuda.lanes.peers import CudaPeers
+from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.backends.cuda.lanes.remote_heads import CudaHeads
+from everserve.memory.liveness import Cell
+from everserve.model.config import ModelConfig
+from everserve.seam.trust import Watcher
+from everserve.tables.calls import ShardKind
+
+
+class CallNumbers(TypedDict):
+    """How layers and calls are numbered (CudaExperts)."""
+
+    call_of: Mapping[int, int] | None
+    layer_of: Sequence[int] | None
+
+
+def calls_of(model: ModelConfig) -> CallNumbers:
+    if not model.divides_heads:
+        return CallNumbers(call_of=None, layer_of=None)
+    call_of = model.numbers_of(ShardKind.EXPERT, ShardKind.SLICE)
+    return CallNumbers(call_of=call_of, layer_of=[call.layer for call in model.calls])
+
+
+def make_peers(device: Device, cell: Cell, warden: Watcher, model: ModelConfig | None = None) -> CudaPeers:
+    """`model`: if it is not the device's."""
+    start, model = device.start, model or device.model
+    return CudaPeers(
+        start.rank,
+        start.incarnation,
+        cell,
+        warden,
+        device.lane_shape,
+        model.call_numbers,
+        model.max_shards,
+        device.driver,
+        range(start.capacity.max_workers),
+        device.ops.words,
+    )
+
+
+def make_head_kv(device: Device, peers: CudaPeers) -> CudaHeadKv:
+    calls = [*device.model.numbers_of(ShardKind.HEAD).values()]
+    return CudaHeadKv(peers, calls, device.model.num_kv_heads, peers.pool_of)
+
+
+def make_heads(device: Device, experts: CudaExperts, model: ModelConfig | None = None) -> CudaHeads:
+    """`model`: if it is not the device's."""
+    model = model or device.model
+    return CudaHeads(
+        experts.calls,
+        device.ops,
+        model.numbers_of(ShardKind.HEAD),
+        model.num_kv_heads,
+        head_shape(device).answer_size,
+        page_shape(model, device.start.settings.engine),
+    )

@@ -1,0 +1,67 @@
+"""Where the heads of an expert worker on a GPU lie in the memory of its seat, which outlives its workers.
+
+    header | weights of each piece: q, k and v | KV: [block][piece][2][block size][E]
+
+A *piece* is a place for one (layer, head), with its weights and what each block has of it. There are as many as the
+worker with the most heads has: a layer has fewer or more of them on a worker, but all of its layers together as many as
+anywhere else (plan/shards.py).
+"""
+
+from dataclasses import dataclass
+
+from everserve.plan.weights import ALIGNMENT, ITEM_BYTES, PAGE_BYTES, ModelSizes
+
+HEADER_BYTES = 1 << 16
+Head = tuple[int, int]  # layer, number
+
+
+def can_divide_heads(model: ModelSizes) -> bool:
+    """Whether a GPU's kernels can: they add no biases, and an answer is a row of a lane at most."""
+    return not model.attention_bias and model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
+
+
+@dataclass(frozen=True)
+class HeadMemoryPlan:
+    """Everything is bfloat16."""
+
+    num_pieces: int
+    width: int  # rows of the weights of a head
+    hidden_size: int
+    head_size: int
+    num_blocks: int
+    block_size: int
+
+    @classmethod
+    def of(cls, model: ModelSizes, num_pieces: int, num_blocks: int, block_size: int) -> "HeadMemoryPlan":
+        width = (model.num_heads // model.num_kv_heads + 2) * model.head_size
+        return cls(num_pieces, width, model.hidden_size, model.head_size, num_blocks, block_size)
+
+    @property
+    def weights_shape(self) -> tuple[int, int]:
+        return (self.num_pieces * self.width, self.hidden_size)
+
+    @property
+    def weights_at(self) -> int:
+        return HEADER_BYTES
+
+    @property
+    def weights_bytes(self) -> int:
+        """With the header: everything but KV."""
+        return self.blocks_at
+
+    @property
+    def pool_shape(self) -> tuple[int, int, int, int, int]:
+        return (self.num_blocks, self.num_pieces, 2, self.block_size, self.head_size)
+
+    @property
+    def blocks_at(self) -> int:
+        return _up(self.weights_at + self.num_pieces * self.width * self.hidden_size * ITEM_BYTES, ALIGNMENT)
+
+    @property
+    def num_bytes(self) -> int:
+        block_bytes = self.num_pieces * 2 * self.block_size * self.head_size * ITEM_BYTES
+        return _up(self.blocks_at + self.num_blocks * block_bytes, PAGE_BYTES)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit

@@ -1,0 +1,55 @@
+"""Attention divided by KV head on a GPU: the tokens of one process, whatever the number of workers and whoever dies."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from everserve.bench.device_shapes import write_shape
+from everserve.bench.load import Ask
+from everserve.procs.local_server import LocalServer
+from tests.gpu.needs import SERVER
+from tests.gpu.test_cluster import kill_under_load, run, tokens
+from tests.process import cluster as c
+
+pytestmark = [*SERVER, pytest.mark.timeout(300)]
+ASKS = [
+    Ask(
+        [(7 * i + 13 * j) % 4000 + 5 for j in range(40 + 90 * i)], 120, {"seed": i, "temperature": 0.8} if i % 2 else {}
+    )
+    for i in range(10)
+]
+
+
+@contextmanager
+def served(model: Path, *flags: str) -> Iterator[LocalServer]:
+    told = ["--device", "cuda", "--load-format", "dummy", "--max-model-len", "2048", "--enable-chaos", "--detect-ms"]
+    told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", "--divide-heads", *flags]
+    with LocalServer(str(model), *told, start_timeout_s=180) as server:
+        yield server
+        assert "Traceback" not in server.log_text(), server.log_text()
+
+
+def kinds(server: LocalServer) -> set[str]:
+    layers = httpx.get(f"{server.url}/cluster/experts").json()["layers"]
+    return {layer["kind"] for layer in layers}
+
+
+@pytest.mark.parametrize("shape", ["llama", "mixtral", "qwen3-dense"])
+def test_heads_are_divided_with_the_same_bits_and_a_death_changes_nothing(tmp_path: Path, shape: str) -> None:
+    """Long prompts in chunks beside streams that decode. An expert worker is killed, which has heads and their KV, and
+    a home."""
+    model = write_shape(tmp_path / shape, shape, num_layers=2)
+    with served(model, "-tp", "1", "--max-num-batched-tokens", "256") as server:
+        expected = tokens(run(server, ASKS))
+    with served(model, "-tp", "3", "--max-num-batched-tokens", "256") as server:
+        assert "head" in kinds(server)
+        assert tokens(run(server, ASKS)) == expected
+        lost = c.metric(server, "everserve_kv_lost_tokens_total")
+        assert tokens(kill_under_load(server, 4, ASKS)) == expected
+        assert c.metric(server, "everserve_kv_lost_tokens_total") == lost, "KV is memory of the seat"
+        assert tokens(kill_under_load(server, 0, ASKS)) == expected
+    with served(model, "-tp", "2", "--max-num-batched-tokens", "1024") as server:
+        assert tokens(run(server, ASKS)) == expected

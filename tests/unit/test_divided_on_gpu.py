@@ -1,0 +1,303 @@
+"""Divided heads on a GPU, without one: where their KV is, which piece is whose, how slots are numbered by calls."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from everserve.backends.cuda.call_slots import CallSlots
+from everserve.backends.cuda.head_table import HeadTable, NoPieceError
+from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
+from everserve.backends.cuda.lanes.page import lane_shape, page_shape
+from everserve.bench.degree_plan import model_of
+from everserve.bench.device_shapes import write_shape
+from everserve.cli.serve_settings import divide_heads, without_copies
+from everserve.config.cluster import ClusterConfig
+from everserve.control.design import capacity_of, first_goal
+from everserve.control.needs import Needs
+from everserve.errors import ConfigError
+from everserve.model.config import ModelConfig
+from everserve.tables.calls import ShardKind
+from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.memory import Kind
+from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
+from everserve.wire.messages import StartOrchestrator, WorkerSettings
+from tests.configs import worker_settings
+
+NUM_LAYERS, MODEL = 4, b"model 1 and so on"
+ENGINE = worker_settings(kv_cache_bytes=64 << 20, max_model_len=512).engine
+
+
+class FakePeers:
+    """Where heads are asked, as `Peers` says it."""
+
+    def __init__(self) -> None:
+        self.num_changes = 0
+        self.owner_LN = np.array([[3, 4, -1], [9, 9, 9], [4, 3, -1], [9, 9, 9]], np.int32)
+
+    def move(self, call: int, head: int, rank: int) -> None:
+        self.owner_LN[call, head] = rank
+        self.num_changes += 1
+
+
+class TestHeadKv:
+    def setup_method(self) -> None:
+        self.peers, self.pools = FakePeers(), {Rank(3): 33, Rank(4): 44}
+        self.kv = CudaHeadKv(self.peers, [0, 2], 2, self.pools.__getitem__)
+
+    def step(self) -> bool:
+        assert not self.kv.is_displaced
+        self.kv.use()
+        return self.kv.has_same_pools()
+
+    def test_a_successor_that_has_the_kv_changes_nothing(self) -> None:
+        assert self.step()
+        self.peers.move(0, 0, -1)  # its worker has died, and has no successor yet
+        assert not self.kv.is_displaced
+        self.peers.move(0, 0, 3)
+        assert self.step()
+
+    def test_a_successor_without_the_kv_is_found_before_a_token_counts(self) -> None:
+        assert self.step()
+        self.pools[Rank(3)] = 34
+        self.peers.move(0, 0, 3)
+        assert not self.step() and self.kv.is_displaced
+        self.kv.forget()
+        assert self.step()
+
+    def test_a_head_that_is_asked_elsewhere_is_displaced(self) -> None:
+        assert self.step()
+        self.peers.move(2, 1, 4)
+        assert self.kv.is_displaced
+        self.kv.forget()
+        assert self.step()
+
+    def test_pools_are_read_when_something_has_changed(self) -> None:
+        assert self.step()
+        self.pools.clear()
+        assert self.step(), "nothing has changed: nothing is read"
+
+
+class Bytes:
+    """Memory, as the driver reads and writes it."""
+
+    def __init__(self) -> None:
+        self.data = bytearray(1 << 16)
+
+    def read(self, address: int, num_bytes: int) -> bytes:
+        return bytes(self.data[address : address + num_bytes])
+
+    def write(self, address: int, data: bytes) -> None:
+        self.data[address : address + len(data)] = data
+
+
+class TestHeadTable:
+    def setup_method(self) -> None:
+        self.memory = Bytes()
+        self.table = self.successor()
+        for head in ((0, 1), (1, 2)):
+            self.table.in_use.add(head)
+            self.table.complete(self.table.take(head), head)
+
+    def successor(self, model: bytes = MODEL) -> HeadTable:
+        table = HeadTable(self.memory, 0, 2)
+        table.claim(model)
+        return table
+
+    def test_a_successor_finds_all_of_it(self) -> None:
+        found = self.successor()
+        assert (found.find((0, 1)), found.find((1, 2)), found.find((0, 0))) == (0, 1, None)
+        assert found.pool == self.table.pool > 0
+
+    def test_memory_of_another_model_has_nothing(self) -> None:
+        pool = self.table.pool
+        found = self.successor(b"model 2 and so on")
+        assert found.find((0, 1)) is None and found.pool != pool
+
+    def test_a_piece_that_gets_another_head_changes_the_identity_of_all_kv(self) -> None:
+        pool = self.table.pool
+        with pytest.raises(NoPieceError, match="layer 3, head 0"):
+            self.table.take((3, 0))
+        assert self.table.pool == pool
+        self.table.in_use.remove((0, 1))
+        assert self.table.take((3, 0)) == 0
+        assert self.table.find((0, 1)) is self.table.find((3, 0)) is None, "it is empty until it is complete"
+        assert self.table.pool != pool
+
+    def test_an_empty_piece_costs_nothing(self) -> None:
+        pool = self.table.pool
+        self.table.in_use.remove((1, 2))
+        self.table.complete(1, (7, 7))
+        self.memory.write(8 * (8 + 1), bytes(8))  # a predecessor died while it loaded
+        assert self.table.take((5, 5)) == 1 and self.table.pool == pool
+
+    def test_the_owner_is_there_for_the_next_one(self) -> None:
+        assert self.table.owner == (0, 0)
+        self.table.own(17, 1234)
+        assert self.successor().owner == (17, 1234)
+
+
+def settings_of(directory: Path, log: str) -> WorkerSettings:
+    return worker_settings(
+        directory=str(directory),
+        tensor_parallel=True,
+        divide_heads=True,
+        dtype="bfloat16",
+        weights="memory",
+        kv_cache_bytes=64 << 20,
+        max_model_len=512,
+        mode=log,
+        device="cuda",
+    )
+
+
+def divided(num: int = 3, **cluster: int) -> tuple[ModelConfig, Needs, StartOrchestrator]:
+    """Llama's shape as a server with `-tp` would divide it on GPUs."""
+    directory = write_shape(divided.root / "llama", "llama", num_layers=NUM_LAYERS)
+    told = settings_of(directory, "anchor")
+    config = without_copies(ClusterConfig(tensor_parallel_size=num, **cluster).resolved(), told.model, "cuda")
+    settings = divide_heads(told, config)
+    start = StartOrchestrator(cluster=config, worker=settings, num_gpus=1, gpus=("GPU",))
+    model = ModelConfig.from_source(settings.model)
+    return model, Needs(model, settings, capacity_of(start, model, first_goal(start, model)), 50.0), start
+
+
+@pytest.fixture(autouse=True)
+def root(tmp_path: Path) -> None:
+    divided.root = tmp_path
+
+
+def test_weights_and_kv_of_a_worker_are_near_their_share() -> None:
+    model, needs, start = divided(3)
+    goal = first_goal(start, model)
+    assert model.divides_heads and start.worker.log.mode == "off" and start.cluster.shadow_experts == 0
+    num_heads = NUM_LAYERS * model.num_kv_heads
+    assert needs.capacity.head_pieces == -(-num_heads // 3)
+    calls = zip(model.calls, needs.capacity.slots(len(model.calls)), strict=True)
+    assert {(call.kind, num) for call, num in calls} == {(ShardKind.HEAD, 3), (ShardKind.SLICE, 3)}
+    memory = {piece.kind: piece for piece in needs.memory(goal, WorkerId(Rank(4), Incarnation(1)))}
+    assert memory[Kind.KV_PIECES].gpu == 0
+    whole = needs.settings.engine.kv_cache_bytes + num_heads * 6 * model.head_size * model.hidden_size * 2
+    assert memory[Kind.KV_PIECES].num_bytes <= 1.05 * whole, "the heads of a third, for the streams of three homes"
+
+
+def test_spare_slots_are_for_those_who_ask() -> None:
+    model, needs, _ = divided(3, shadow_experts=2)
+    slots = dict(zip((call.kind for call in model.calls), needs.capacity.slots(len(model.calls)), strict=True))
+    assert slots[ShardKind.HEAD] == 2 + 2 + 2, "its own, those that are dealt, and spare ones"
+    assert needs.capacity.head_pieces == (2 + 2 + 2) * NUM_LAYERS
+
+
+def test_a_mirror_is_refused() -> None:
+    _, needs, start = divided(2)
+    with pytest.raises(ConfigError, match="not with --kv-log mirror"):
+        divide_heads(settings_of(Path(needs.settings.model.directory), "mirror"), start.cluster)
+
+
+def test_a_lane_has_room_for_a_page() -> None:
+    model, _, _ = divided(2)
+    shape, page = lane_shape(model, ENGINE, 4), page_shape(model, ENGINE)
+    assert shape.page_words == page.num_words and shape.top_k == 8
+    assert shape.page_at + 4 * page.num_words <= shape.lane_bytes()
+    ends = [page.positions_at, page.kv_slots_at, page.row_seqs_at, page.small_at, page.large_at, page.tables_at]
+    sizes = [page.max_rows] * 3 + [4 * page.max_small, 4 * page.max_rows, page.max_seqs * page.max_blocks]
+    assert all(at + size <= end for at, size, end in zip(ends, sizes, [*ends[1:], page.num_words], strict=True))
+
+
+class FfnSlots:
+    """`ChangeableSlots` of two FFNs, one of which fails."""
+
+    def __init__(self) -> None:
+        self.began: list[Fill] = []
+        self.cleared: list[Place] = []
+        self.held = HeldSlots(experts=((5, EMPTY), (6, 7)), generations=((1, 0), (1, 1)))
+
+    def begin(self, fill: Fill) -> None:
+        self.began.append(fill)
+
+    def poll(self) -> Filled | FailedFill | None:
+        fill = self.began[-1]
+        if fill.layer_index:
+            return FailedFill(**fill._asdict(), reason="no")
+        return Filled(fill=fill, source=Source.PEER, num_bytes=9, seconds=0.5)
+
+    def clear(self, place: Place) -> None:
+        self.cleared.append(place)
+
+
+class Kernels:
+    """What the server and the memory of heads are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple] = []
+        self.pool = 1
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.told.append((name, *args))
+
+    def load(self, head: tuple[int, int]) -> int:
+        if head == (1, 7):
+            raise NoPieceError("none")
+        self.pool += 1
+        return 10 * head[0] + head[1]
+
+
+@pytest.fixture
+def call_slots() -> tuple[CallSlots, FfnSlots, Kernels]:
+    model = model_of({**LLAMA, "num_hidden_layers": 2})
+    ffn, kernels = FfnSlots(), Kernels()
+    return CallSlots(model, ffn, {0: (3, EMPTY), 2: (4, 1)}, kernels, kernels), ffn, kernels
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128, "hidden_size": 64,
+    "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 5e5,
+}  # fmt: skip
+
+
+def test_calls_have_the_slots_of_heads_and_ffns_in_turn(call_slots) -> None:
+    slots, _, _ = call_slots
+    assert slots.held.experts == ((3, EMPTY), (5, EMPTY), (4, 1), (6, 7))
+    assert slots.num_experts(0) == slots.num_experts(1) == 8
+
+
+def test_a_fill_of_an_ffn_has_its_own_number_and_is_told_under_the_call(call_slots) -> None:
+    slots, ffn, _ = call_slots
+    slots.begin(Fill(1, 1, 2))
+    assert ffn.began == [Fill(0, 1, 2)] and slots.poll().fill == Fill(1, 1, 2)
+    slots.begin(Fill(3, 0, 2))
+    failed = slots.poll()
+    assert (failed.layer_index, failed.reason) == (3, "no") and slots.poll() is None
+    slots.clear(Place(3, 1))
+    assert ffn.cleared == [Place(1, 1)]
+
+
+def test_a_head_is_loaded_while_nothing_is_queued_and_tells_the_new_identity(call_slots) -> None:
+    slots, _, kernels = call_slots
+    slots.begin(Fill(2, 0, 6))
+    assert kernels.told == [("empty", 2, 0), ("give_up", (1, 4)), ("drain",), ("hold_head", 2, 0, 6, 16, 2)]
+    assert slots.poll().source is Source.FILE and slots.poll() is None
+    assert slots.held.experts[2] == (6, 1) and slots.held.generations[2] == (3, 1)
+
+
+def test_a_head_without_a_piece_leaves_its_slot_empty(call_slots) -> None:
+    slots, _, kernels = call_slots
+    slots.begin(Fill(2, 1, 7))
+    assert "none" in slots.poll().reason
+    assert slots.held.experts[2] == (4, EMPTY) and kernels.told[-1] == ("drain",)
+
+
+def test_unless_it_was_asked_for_attention_stays_at_home() -> None:
+    _, needs, _ = divided(2)
+    told = settings_of(Path(needs.settings.model.directory), "anchor")
+    told = structs.replace(told, model=structs.replace(told.model, divide_heads=False))
+    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
+    assert divide_heads(told, cluster) == told
+    assert without_copies(cluster, told.model, "cuda").shadow_experts is None
+    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
+        divide_heads(
+            structs.replace(told, model=structs.replace(told.model, divide_heads=True, tensor_parallel=False)), cluster
+        )
