@@ -23,7 +23,7 @@ else
 	$(BIN)/python -m pytest -m "not long" $(AT_ONCE) $(TESTS)
 	$(BIN)/python -m pytest tests/gpu
 endif
-# What `make test` leaves out: further cases of what it shows, and twenty times as many examples. Every night.
+# What `make test` leaves out: further cases of what it shows, and forty times as many examples. Every night.
 test-long: $(STAMP)-dev
 	$(BIN)/python -m pytest -m long $(AT_ONCE) $(TESTS)
 	EVERSERVE_TEST_LONG=1 $(BIN)/python -m pytest --timeout 3600 $(AT_ONCE) tests/property

@@ -1,4 +1,8 @@
-"""Real servers for all tests."""
+"""Real servers for all tests, and which process runs which of them."""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -26,3 +30,42 @@ def server(start_server):
         yield running
         assert running.process is not None and running.process.poll() is None, running.log_text()
         assert "Traceback" not in running.log_text(), running.log_text()
+
+
+@pytest.fixture(scope="session")
+def shared_servers() -> Iterator[Any]:
+    """`with shared_servers.lend("--flag", ...) as server`: one that other files use too (shared_servers.py)."""
+    from tests.shared_servers import SharedServers  # noqa: PLC0415 (clients, which not every machine with a GPU has)
+
+    servers = SharedServers()
+    yield servers
+    servers.close()
+
+
+class PytestXdist:
+    """Only known to pytest-xdist, which need not be there."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
+        from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
+
+        from tests.shared_servers import group_of  # noqa: PLC0415
+
+        class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
+            """A process runs a file, or the files that share a server."""
+
+            def _split_scope(self, nodeid: str) -> str:
+                return group_of(nodeid)
+
+        return GroupScheduling(config, log)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("dist", default="no") == "loadfile":
+        config.pluginmanager.register(PytestXdist())
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays for good. Looking through it at every full collection of garbage takes half a second."""
+    gc.collect()
+    gc.freeze()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from everserve.memory.kv_pieces import KvPieces, KvShape
 from everserve.memory.owned import create_memory
+from everserve.memory.pieces.parity_layout import ParityShape
 from everserve.model.batch import StepBatch
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
@@ -28,15 +29,26 @@ class PoolMemory:
         self.shape = KvShape(num_blocks, max(num_pieces, 1), 2 * BLOCK_SIZE * config.head_size * item_bytes, BLOCK_SIZE)
         self.fd = create_memory("kv-pieces", self.shape.num_bytes)
         self.mirror_fd: int | None = None
+        self.parity_fd: int | None = None
+        self.parity_shape: ParityShape | None = None
+        self.now_s = 0.0  # for what waits for a while
 
     def mirrored(self) -> "PoolMemory":
-        self.mirror_fd = create_memory("kv-mirror", self.shape.num_bytes)
+        self.mirror_fd = create_memory("kv-mirror", self.shape.mirrored.num_bytes)
+        return self
+
+    def with_parity(self, num_homes: int, num_workers: int) -> "PoolMemory":
+        self.parity_shape = ParityShape(self.shape, num_homes, max_members=num_workers - 1)
+        self.parity_fd = create_memory("kv-parity", self.parity_shape.num_bytes)
         return self
 
     def forget(self) -> None:
         """The memory is lost, but not its mirror."""
         os.close(self.fd)
         self.fd = create_memory("kv-pieces", self.shape.num_bytes)
+        if self.parity_fd is not None:
+            os.close(self.parity_fd)
+            self.parity_fd = create_memory("kv-parity", self.parity_shape.num_bytes)
 
 
 def head_half(
@@ -44,7 +56,9 @@ def head_half(
 ) -> HeadHalf:
     """These heads, in slots from 0 on in each layer."""
     config, checkpoint = ModelConfig.from_directory(str(directory)), Checkpoint.open(str(directory))
-    kv = KvPieces(memory.fd, memory.shape, memory.mirror_fd)
+    kv = KvPieces(
+        memory.fd, memory.shape, memory.mirror_fd, memory.parity_fd, memory.parity_shape, clock=lambda: memory.now_s
+    )
     kv_dtype = Weights(config, checkpoint, dtype, ops.device).dtype
     shape = (memory.shape.num_blocks, memory.shape.num_pieces, 2, BLOCK_SIZE, config.head_size)
     pool = torch.frombuffer(kv.blocks, dtype=kv_dtype).view(shape)

@@ -34,6 +34,7 @@ from everserve.engine.limits import EngineLimits
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
 from everserve.memory.liveness import Cell, PeerState
+from everserve.memory.pieces.layout import owner_of
 from everserve.memory.pieces.sources import KvSources
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
@@ -41,7 +42,8 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.layout import Weights
-from everserve.tables.block_ranges import BlockRange, block_range_of
+from everserve.plan.parity import parity_groups
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of, parking_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.memory import Kind
@@ -76,12 +78,14 @@ class ShardWorker:
         self.heads, self.shards = list(heads), list(shards)
         num_blocks = len(world.homes) * BLOCKS_PER_HOME
         self.memory = PoolMemory(world.config, num_blocks, world.num_pieces or len(self.heads), world.item_bytes)
-        if world.has_mirrors:
+        if world.shadow == "mirror":
             self.memory.mirrored()
+        elif world.shadow == "parity":
+            self.memory.with_parity(len(world.homes), world.num_workers)
         self.incarnation = Incarnation(0)
         self.fault: Callable[[int, list[Request]], bool] = lambda call, batch: False
         self.dies_after = False  # computing, before it answers
-        self.mirrors_at_once = True
+        self.shadows_at_once = True
         self.batches: list[tuple[int, list[int]]] = []  # call, ranks
         self.is_dead = True
 
@@ -117,8 +121,8 @@ class ShardWorker:
                 self.die()
                 return True
             server.fetch_next(self.sources)
-        if self.mirrors_at_once and self.half.kv.mirror is not None:
-            self.half.kv.mirror.copy_some(1 << 30)
+        if self.shadows_at_once:
+            self.shadow()
         for call in sorted({request.layer for request in requests}):
             batch = [request for request in requests if request.layer == call]
             if self.fault(call, batch):
@@ -131,6 +135,12 @@ class ShardWorker:
             self.batches.append((call, [request.rank for request in batch]))
             server.compute(batch)
         return bool(requests or num_fetches)
+
+    def shadow(self) -> None:
+        """All that waits to become part of a mirror or a parity."""
+        self.memory.now_s += 1.0
+        while self.sources.has_to_shadow:
+            self.sources.shadow_some(1 << 20)
 
     def die(self) -> None:
         """The process ends; all homes see it."""
@@ -200,6 +210,7 @@ def make_engine(
     blocks: BlockRange,
     journal: Journal | None = None,
     heads: RemoteHeads | None = None,
+    parking: BlockRange = NO_BLOCKS,
     **changes: int,
 ) -> Engine:
     told = {
@@ -212,6 +223,7 @@ def make_engine(
         max_model_len=config.max_position_embeddings,
         num_blocks=blocks.num_blocks,
         first_block=blocks.first_block,
+        parking=parking,
         vocab_size=config.vocab_size,
     )
     config = EngineConfig(block_size=BLOCK_SIZE, kv_cache_bytes=0, **told)
@@ -235,11 +247,12 @@ class HeadWorld:
         seed: int = 0,
         places: Mapping[int, Sequence[Identity]] | None = None,
         keeps_kv: bool = False,
+        shadow: str = "mirror",
         has_copies: bool = False,
     ) -> None:
-        """`keeps_kv`: pools have mirrors, and homes have records. `has_copies`: half of all heads have a second place,
-        which has no KV of its own."""
-        self.has_mirrors, self.num_pieces = keeps_kv, 0
+        """`keeps_kv`: pools have this shadow, and homes have records. `has_copies`: half of all heads have a second
+        place, which has no KV of its own."""
+        self.keeps_kv, self.shadow, self.num_pieces = keeps_kv, shadow if keeps_kv else None, 0
         self.directory = directory
         self.config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=True)
         self.checkpoint = Checkpoint.open(str(directory))
@@ -252,7 +265,7 @@ class HeadWorld:
             max_blocks=-(-self.config.max_position_embeddings // BLOCK_SIZE),
             per_token=self.config.max_shards_per_token,
         )
-        self.epoch = 0
+        self.epoch, self.num_workers = 0, num_workers
         self.homes = [Home(self, Rank(rank)) for rank in range(num_homes)]
         rng = random.Random(seed)
         heads, shards = ([[] for _ in range(num_workers)] for _ in range(2))
@@ -287,38 +300,50 @@ class HeadWorld:
         weights = Weights(self.config, self.checkpoint, "auto", OPS.device)
         return Decoder(self.config, weights, OPS, self.config.max_position_embeddings, has_heads=has_heads)
 
-    def engine(self, index: int = 0, decoder: Decoder | None = None, log: Log | None = None, **config: int) -> Engine:
-        """Of one home; `log`: of a predecessor."""
+    def engine(
+        self,
+        index: int = 0,
+        decoder: Decoder | None = None,
+        log: Log | None = None,
+        num_blocks: int = BLOCKS_PER_HOME,
+        **config: int,
+    ) -> Engine:
+        """Of one home; `log`: of a predecessor; `num_blocks`: of those that are its own."""
         home, decoder = self.homes[index], decoder or self.decoder()
         forward = EagerForward(
             lambda batch, experts: decoder.forward(batch, home.heads, experts), OPS.device, home.experts
         )
-        journal = Journal(KeptKv(log or home.log, home.heads)) if self.has_mirrors else None
-        blocks = block_range_of(home.rank, BLOCKS_PER_HOME)
-        return make_engine(self.config, forward, blocks, journal, home.heads, **config)
+        journal = Journal(KeptKv(log or home.log, home.heads)) if self.keeps_kv else None
+        blocks = block_range_of(home.rank, BLOCKS_PER_HOME)._replace(num_blocks=num_blocks)
+        parking = NO_BLOCKS
+        if self.shadow == "mirror":
+            parking = parking_range_of(home.rank, BLOCKS_PER_HOME, len(self.homes))
+        return make_engine(self.config, forward, blocks, journal, home.heads, parking, **config)
 
     def log_shape(self) -> LogShape:
         """Of a home's records."""
         config = self.config
         return LogShape(
-            num_blocks=len(self.homes) * BLOCKS_PER_HOME,
+            num_blocks=2 * len(self.homes) * BLOCKS_PER_HOME,
             block_size=BLOCK_SIZE,
             num_layers=config.num_layers,
             num_planes=2 * config.num_kv_heads,
             piece_bytes=config.head_size * self.item_bytes,
-            num_records=2 * MAX_SEQS,
+            num_records=3 * MAX_SEQS,
             max_blocks=-(-config.max_position_embeddings // BLOCK_SIZE),
         )
 
     def offer(self, worker: ShardWorker) -> None:
         """Every worker gets the memory of all others, as the orchestrator gives it to them."""
-        for other in self.workers if self.has_mirrors else ():
+        for other in self.workers if self.keeps_kv else ():
             if other is worker or other.is_dead:
                 continue
             for reader, owner in ((worker, other), (other, worker)):
                 reader.sources.offer(owner.rank, Kind.KV_PIECES, os.dup(owner.memory.fd))
                 if owner.memory.mirror_fd is not None:
                     reader.sources.offer(owner.rank, Kind.KV_MIRROR, os.dup(owner.memory.mirror_fd))
+                if owner.memory.parity_fd is not None:
+                    reader.sources.offer(owner.rank, Kind.KV_PARITY, os.dup(owner.memory.parity_fd))
 
     def engine_alone(self, decoder: Decoder) -> Engine:
         """All in one process: what all others must reproduce."""
@@ -359,6 +384,21 @@ class HeadWorld:
         routes = Routes.of(Epoch(self.epoch), candidates)
         for home in self.homes:
             home.peers.use(routes)
+
+    def regroup(self) -> None:
+        """The parity of heads where they are asked now, at workers that live."""
+        alive = {worker.rank: worker for worker in self.workers if not worker.is_dead}
+        places: dict[Identity, Rank] = {}
+        for worker in alive.values():
+            for layer, held in worker.half.held.items():
+                for head in held:
+                    if head >= 0:
+                        places.setdefault((layer, head), worker.rank)
+        found: dict[Rank, list[list[int]]] = {rank: [] for rank in alive}
+        for group in parity_groups(places, {rank: rank for rank in alive}):
+            found[group.keeper].append([owner_of(*head) for head in group.members])
+        for rank, worker in alive.items():
+            worker.sources.regroup([found[rank]] * len(self.homes))
 
     def turn(self) -> bool:
         return sum(worker.turn() for worker in self.workers) > 0

@@ -4,6 +4,8 @@ Triton decides when a kernel is defined whether it is interpreted: call `use_int
 is imported.
 """
 
+import functools
+import operator
 import os
 from typing import Any
 
@@ -21,6 +23,7 @@ def use_interpreter() -> None:
     interpreter.InterpreterBuilder.cast_impl = _with_rounding(interpreter.InterpreterBuilder.cast_impl)
     interpreter._patch_lang_tensor = _with_index(interpreter._patch_lang_tensor)
     _patch_once_per_launch(interpreter)
+    _make_types_once(interpreter)
 
 
 def _create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
@@ -108,3 +111,49 @@ def _patch_once_per_launch(interpreter: Any) -> None:
 
     interpreter._patch_lang = patch_what_is_left
     interpreter.GridExecutor.__call__ = launch_afresh
+
+
+def _make_types_once(interpreter: Any) -> None:
+    """Triton describes the shape and the type of every intermediate value anew, in objects of objects, which takes most
+    of the time. Equal descriptions are one object here. And whether integers overflow is looked at in NumPy, not by a
+    program of ten operations."""
+    import triton.language as tl  # noqa: PLC0415
+    from triton.language.semantic import TritonSemantic  # noqa: PLC0415
+
+    plain_tensor, plain_block = tl.tensor.__init__, tl.block_type.__init__
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+
+    def make_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            plain_tensor(self, handle, type)
+            shapes[key] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    def make_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if key not in blocks:
+            plain_block(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel, str(self.shape)
+        else:
+            self.element_ty = element_ty
+            self.shape, self.numel, words = blocks[key]
+            self.name = f"<{words}, {element_ty}>"
+
+    tl.tensor.__init__, tl.block_type.__init__ = make_tensor, make_block
+    of_scalar = functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda kind: of_scalar(tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
+    TritonSemantic.binary_op_sanitize_overflow_impl = _check_overflow
+
+
+def _check_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+    kind = lhs.type.scalar
+    if kind.int_bitwidth >= 64:
+        return
+    compute = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}[binary_op.__name__]
+    exact = compute(lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+    is_inside = exact.min() >= kind.get_int_min_value() and exact.max() <= kind.get_int_max_value()
+    assert is_inside, f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"

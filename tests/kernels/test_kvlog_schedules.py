@@ -222,7 +222,7 @@ def test_streams_go_on_wherever_their_worker_died(stand_ins, is_in_place, is_lat
         monkeypatch.setattr(test_restore.Worker, "abandon", abandon_late)
     inner = test_restore.test_streams_go_on_from_the_log_wherever_their_worker_died.hypothesis.inner_test
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(test_restore.rounds, test_restore.configs, st.booleans())
     def run(rounds: list, config: ToyConfig, two: bool) -> None:
         inner(rounds, config, is_in_place, two)
@@ -235,7 +235,7 @@ def test_masks_come_and_go(stand_ins, is_in_place):
     """Also while what the last step has computed is not in the log yet (tests/property/test_masks.py)."""
     stand_ins(is_in_place)
 
-    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(test_masks.lives, test_masks.configs, st.booleans())
     def run(life: list, config: ToyConfig, is_late: bool) -> None:
         test_masks.check_life(test_masks.World(config, is_in_place, is_late), life)

@@ -125,11 +125,11 @@ def test_a_model_is_at_least_as_exact_as_transformers(kind: str, device: torch.d
 
 
 def test_a_sequence_does_not_notice_its_neighbours(device: torch.device) -> None:
-    others = {1: random_tokens(9, seed=2), 2: random_tokens(1, seed=3)}
-    alone = Model("mixtral", device, max_rows=10).alone(0, [10, 1], TOKENS[:11])
-    model = Model("mixtral", device)
-    first = model.step({1: others[1][:8], 0: TOKENS[:10], 2: others[2]})[0]
-    second = model.step({0: TOKENS[10:11], 1: others[1][8:]})[0]
+    others = {1: random_tokens(5, seed=2), 2: random_tokens(1, seed=3)}
+    alone = Model("mixtral", device, max_rows=5).alone(0, [5, 1], TOKENS[:6])
+    model = Model("mixtral", device, max_rows=10)
+    first = model.step({1: others[1][:4], 0: TOKENS[:5], 2: others[2]})[0]
+    second = model.step({0: TOKENS[5:6], 1: others[1][4:]})[0]
     assert torch.equal(torch.cat([first, second]), alone)
 
 

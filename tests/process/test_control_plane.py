@@ -7,22 +7,21 @@ import pytest
 
 from tests.process import cluster as c
 from tests.process.cluster import DECODE, Fault
+from tests.shared_servers import CLUSTER
 
-FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos", *c.PATIENT)
-LONG = c.asks(6, num_prompt=20, max_tokens=400)
+LONG = c.asks(6, num_prompt=20, max_tokens=240)
 
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return {"decode": c.run_all(server, DECODE), "long": c.run_all(server, LONG)}
+    return {"decode": c.right_answers(server, DECODE), "long": c.right_answers(server, LONG)}
 
 
 @pytest.fixture(scope="module")
-def shared(start_server):
-    with start_server(*FLAGS) as running:
+def shared(shared_servers):
+    with shared_servers.lend(*CLUSTER) as running:
         yield running
         assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def whole(shared):
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has all experts itself."""
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 def lose(server, *devices: int, gone: bool) -> None:
@@ -108,7 +108,7 @@ def test_the_next_device_is_lost_during_the_repair_of_the_first(whole, expected)
     give_back(whole, 0, 1)
 
 
-@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("num_lost", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_orchestrator_dies_in_the_middle(whole, expected, num_lost):
     """The next one goes on from what it finds: what is gone stays gone."""
 

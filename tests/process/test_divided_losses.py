@@ -37,7 +37,7 @@ def divided(start_server):
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has everything itself."""
-    return c.run_all(server, ASKS)
+    return c.right_answers(server, ASKS)
 
 
 def survives(server) -> dict[str, tuple[str, str]]:

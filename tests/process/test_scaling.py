@@ -21,7 +21,7 @@ ASKS = c.asks(6, num_prompt=40, max_tokens=120)
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, ASKS)
+    return c.right_answers(server, ASKS)
 
 
 @pytest.fixture(scope="module")

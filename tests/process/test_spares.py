@@ -17,7 +17,7 @@ FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, DECODE)
+    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def replaced(server, rank: int, incarnation: int) -> int:
     return c.worker(server, rank)["pid"]
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, pytest.param(3, marks=pytest.mark.long)])
 def test_a_spare_takes_the_seat(whole, expected, rank):
     spare = wait_spare(whole)
     assert name_of(spare) == "es-spare" and c.metric(whole, "everserve_spares") == 1

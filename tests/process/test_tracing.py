@@ -15,7 +15,7 @@ from tests.process import cluster as c
 from tests.process.cluster import Fault
 
 WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT, "--no-enable-prefix-caching")
-STREAMS = c.asks(6, num_prompt=40, max_tokens=250)
+STREAMS = c.asks(6, num_prompt=40, max_tokens=120)
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -97,7 +97,7 @@ def traced(start_server, collector):
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, STREAMS)
+    return c.right_answers(server, STREAMS)
 
 
 def test_a_request_is_one_trace_and_its_clients_are_part_of_it(traced, collector):

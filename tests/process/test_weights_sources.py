@@ -256,7 +256,7 @@ def test_every_source(instance):
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has all experts itself."""
-    return c.run_all(server, c.DECODE)
+    return c.right_answers(server, c.DECODE)
 
 
 def num_found(server) -> list[int]:

@@ -66,7 +66,7 @@ class World(moves.World):
 ACTIONS = [*moves.ACTIONS, *[World.report] * 4, World.change_load, *[World.tick] * 2]
 
 
-@examples(25)
+@examples(13)
 @given(
     st.lists(st.tuples(st.integers(0, len(ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=100),
     st.sampled_from([(2, 6), (3, 4), (3, 3), (4, 3), (3, 2), (4, 6)]),

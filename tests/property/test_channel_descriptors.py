@@ -102,7 +102,7 @@ def pair() -> tuple[Channel, Channel]:
     return Channel(ours), Channel(theirs)
 
 
-@examples(75)
+@examples(38)
 @given(st.lists(st.tuples(frames, reads), max_size=25))
 def test_each_message_comes_with_its_own_descriptors(schedule):
     with no_leak():
@@ -123,7 +123,7 @@ def test_each_message_comes_with_its_own_descriptors(schedule):
         receiver.close()
 
 
-@examples(50)
+@examples(25)
 @given(st.lists(frames, max_size=12), st.integers(0, 12), st.booleans())
 def test_an_end_at_any_moment_leaves_nothing_open(sents, num_read, sender_ends_first):
     with no_leak():

@@ -130,7 +130,7 @@ async def run(request: dict[str, Any], kind: dict[str, Any], text: str, plans: l
         return client.events
 
 
-@examples(75)
+@examples(38)
 @given(requests, kinds, texts, connections)
 def test_a_broken_stream_is_the_stream(request, kind, text, plans):
     whole = asyncio.run(run(request, kind, text, []))

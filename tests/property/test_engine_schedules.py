@@ -34,7 +34,7 @@ events = st.lists(
 )
 
 
-@examples(75)
+@examples(38)
 @given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching):
     engine, model = make_engine(

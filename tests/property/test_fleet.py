@@ -266,13 +266,13 @@ async def live(events: list[tuple]) -> None:
         await life.toy.close()
 
 
-@examples(100)
+@examples(50)
 @given(events)
 def test_every_client_sees_its_stream_exactly_once(events):
     asyncio.run(live(events))
 
 
-@examples(50)
+@examples(25)
 @given(events)
 def test_also_if_streams_that_lost_a_worker_may_be_poison(events):
     """Only few of them may run at once; none is forgotten."""

@@ -1,6 +1,7 @@
 """Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
 workers that die anywhere in a step or while they fetch KV, and come back with their memory or without it; heads that
-move from one worker to another; mirrors that lag behind; homes that die, and whose streams go on at the other one.
+move from one worker to another; mirrors and parities that lag behind, and groups that change; homes that die, and whose
+streams go on at the other one.
 
 Whatever happens, every stream equals the one it would be in one process, and the tables stay sound after every step.
 """
@@ -17,11 +18,12 @@ from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from tests.examples import examples
-from tests.in_process_heads import HeadWorld
+from tests.in_process_heads import BLOCKS_PER_HOME, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec
 
 NUM_WORKERS = 3
+FEW_BLOCKS = 10  # so that streams have to make room for each other, and are parked
 requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 10), st.sampled_from([0.0, 0.8]))
 deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(-1, 3), st.booleans(), st.booleans())
 events = st.lists(
@@ -33,6 +35,7 @@ events = st.lists(
         st.tuples(st.just("move"), st.integers(0, 1)),
         st.tuples(st.just("lag"), st.integers(0, NUM_WORKERS - 1), st.booleans()),
         st.tuples(st.just("end"), st.integers(0, 1), st.booleans()),
+        st.tuples(st.just("regroup"), st.just(0)),
     ),
     min_size=2,
     max_size=20,
@@ -65,10 +68,12 @@ def _spec(id: str, request: tuple):
 class Schedule:
     """Two homes and their streams."""
 
-    def __init__(self, seed: int, keeps_kv: bool) -> None:
-        told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "has_copies": keeps_kv}
+    def __init__(self, seed: int, shadow: str | None) -> None:
+        keeps_kv = shadow is not None
+        told = {"num_homes": 2, "seed": seed, "keeps_kv": keeps_kv, "shadow": shadow, "has_copies": keeps_kv}
         self.world = HeadWorld(model_directory("qwen3-moe", "float32"), NUM_WORKERS, **told)
-        self.keeps_kv = keeps_kv
+        self.keeps_kv, self.num_blocks = keeps_kv, BLOCKS_PER_HOME if seed % 2 else FEW_BLOCKS
+        self.world.regroup()
         self.engines = [self._engine(i) for i in (0, 1)]
         self.requests: dict[str, tuple] = {}
         self.streams: dict[str, list[int]] = {}
@@ -76,7 +81,8 @@ class Schedule:
         self.loses_memory: dict[int, bool] = {}
 
     def _engine(self, home: int, log: Log | None = None):
-        return self.world.engine(home, alone()[1], log, max_num_batched_tokens=20, max_num_seqs=5)
+        told = {"num_blocks": self.num_blocks, "max_num_batched_tokens": 20, "max_num_seqs": 5}
+        return self.world.engine(home, alone()[1], log, **told)
 
     def move(self, home: int) -> None:
         """Routes prefer other places for all heads that have more than one."""
@@ -85,7 +91,11 @@ class Schedule:
         self.world.publish()
 
     def lag(self, index: int, does: bool) -> None:
-        self.world.workers[index].mirrors_at_once = not does
+        self.world.workers[index].shadows_at_once = not does
+
+    def regroup(self, home: int) -> None:
+        """At any time, also while what the last groups cover is needed: that costs time, and no token."""
+        self.world.regroup()
 
     def end(self, home: int, moves: bool) -> None:
         """A home dies. Its streams go on at the other one, or at its successor."""
@@ -143,10 +153,10 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
-@examples(15)
-@given(events, st.integers(0, 3), st.booleans())
-def test_every_stream_is_what_it_would_be_alone(events, seed, keeps_kv):
-    schedule = Schedule(seed, keeps_kv)
+@examples(10)
+@given(events, st.integers(0, 3), st.sampled_from([None, "mirror", "parity"]))
+def test_every_stream_is_what_it_would_be_alone(events, seed, shadow):
+    schedule = Schedule(seed, shadow)
     try:
         for name, home, *rest in events:
             if name == "step":

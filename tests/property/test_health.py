@@ -128,7 +128,7 @@ def schedules(actions: list) -> st.SearchStrategy:
     return st.lists(st.tuples(st.integers(0, len(actions) - 1), st.integers(0, 10_000)), min_size=10, max_size=100)
 
 
-@examples(30)
+@examples(15)
 @given(schedules(HEALTH_ACTIONS), st.sampled_from(SHAPES))
 def test_whatever_is_said_everything_heals(schedule, shape):
     world = HealthWorld(*shape)
@@ -143,7 +143,7 @@ def test_whatever_is_said_everything_heals(schedule, shape):
     assert world.machine.violations == () or num_expert * world.num_slots < NUM_EXPERTS
 
 
-@examples(30)
+@examples(15)
 @given(schedules(ORDERLY), st.sampled_from(SHAPES))
 def test_an_evacuation_never_leaves_an_expert_without_a_place(schedule, shape):
     world = HealthWorld(*shape)

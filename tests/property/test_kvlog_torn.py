@@ -103,7 +103,7 @@ def log_of(image: np.ndarray) -> Log:
 
 
 @pytest.mark.parametrize("in_log", [False, True], ids=["beside the pool", "in the log"])
-@examples(50)
+@examples(25)
 @given(st.lists(operations, max_size=20), operations, st.integers(0, 2**32 - 1), st.sampled_from([0.03, 0.5, 0.97]))
 def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
     log, heir = new_log(), Heir(new_log(), in_log)
@@ -131,7 +131,7 @@ def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
     heir.log.close()
 
 
-@examples(50)
+@examples(25)
 @given(st.lists(operations, min_size=1, max_size=15), st.data())
 def test_rubbish_anywhere(lived, data):
     """Not even what no writer would leave behind is taken for KV: any words but the header's, overwritten."""

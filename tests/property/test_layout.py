@@ -71,7 +71,7 @@ def short_segments(monkeypatch):
     monkeypatch.setattr(staging, "SEGMENT", _SEGMENT)
 
 
-@examples(75)
+@examples(38)
 @given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]))
 def test_rows_are_what_they_would_be_from_scratch(events, num_blocks, budget):
     engine, model = make_engine(

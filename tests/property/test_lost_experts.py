@@ -94,7 +94,7 @@ POLICIES = [
 ]
 
 
-@examples(60)
+@examples(30)
 @given(
     st.lists(st.tuples(st.integers(0, len(LADDER_ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(2, 6), (3, 4), (3, 2), (3, 3), (4, 3)]),

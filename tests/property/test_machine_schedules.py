@@ -593,7 +593,7 @@ SHAPES = [(1, 0, None), (2, 0, None), (1, 1, None), (1, 2, None), (2, 3, None), 
 schedules = st.lists(st.integers(0, len(ACTIONS) * 8 * 1000), min_size=20, max_size=150)
 
 
-@examples(75)
+@examples(38)
 @given(schedules, st.sampled_from(SHAPES), st.booleans(), st.booleans())
 def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape, is_warm, with_cores):
     world = World(*shape)
@@ -613,7 +613,7 @@ def test_whatever_happens_tables_are_sound_and_everything_heals(schedule, shape,
         assert process.is_dead == (world.live.get(process.rank) != process.incarnation), "somebody was forgotten"
 
 
-@examples(25)
+@examples(13)
 @given(schedules, st.sampled_from(SHAPES), st.booleans())
 def test_leaving_is_never_a_fault(schedule, shape, is_warm):
     """However often, and before it was ready or long after."""
@@ -631,7 +631,7 @@ def test_leaving_is_never_a_fault(schedule, shape, is_warm):
     world.heal()
 
 
-@examples(25)
+@examples(13)
 @given(schedules, st.integers(0, 150), st.sampled_from(SHAPES))
 def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape):
     world = World(*shape)
@@ -650,7 +650,7 @@ def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape)
     assert all(process.is_dead or process.phase == 0 for process in world.processes.values())
 
 
-@examples(25)
+@examples(13)
 @given(schedules, st.integers(0, 1000), st.integers(0, 40))
 def test_a_user_error_before_all_are_ready_gives_up_and_later_never(schedule, victim, at):
     world = World(2, 2, None)

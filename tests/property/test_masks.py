@@ -193,7 +193,7 @@ def check_life(world: World, life: list[tuple]) -> None:
         world.close()
 
 
-@examples(50)
+@examples(25)
 @given(lives, configs, st.booleans())
 def test_what_is_not_marked_is_exact(life, config, is_in_place):
     check_life(World(config, is_in_place), life)

@@ -85,7 +85,7 @@ def test_every_message_class_is_in_the_union():
 
 @pytest.mark.parametrize("kind", [*MESSAGES], ids=lambda kind: kind.__name__)
 def test_round_trip(kind):
-    @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(instances(kind))
     def check(message):
         assert decode(encode(message)) == message

@@ -283,7 +283,7 @@ ACTIONS = [
 ]
 
 
-@examples(60)
+@examples(30)
 @given(
     st.lists(st.tuples(st.integers(0, len(ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(2, 6), (3, 4), (3, 3), (4, 3), (3, 2), (4, 6)]),

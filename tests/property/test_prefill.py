@@ -22,7 +22,7 @@ def num_pending(prompts):
     return sum(prompt.num_tokens for prompt in prompts)
 
 
-@examples(40)
+@examples(20)
 @given(homes_of, st.integers(0, 200), costs, st.integers(1, 40), st.integers(0, 5000))
 def test_a_batch_keeps_to_its_budget_and_has_something_of_everyone(homes, budget, cost, portion, step_cost):
     batch = balanced_batch(homes, budget, cost, portion=portion, step_cost=step_cost)
@@ -34,7 +34,7 @@ def test_a_batch_keeps_to_its_budget_and_has_something_of_everyone(homes, budget
         assert batch.costs[home] == cost.of_all(first_tokens(homes[home], num)), "in the order in which they came"
 
 
-@examples(40)
+@examples(20)
 @given(homes_of, st.integers(1, 200), costs, st.integers(1, 40), st.integers(0, 5000), st.randoms())
 def test_every_home_finds_the_same_batch(homes, budget, cost, portion, step_cost, shuffler):
     items = list(homes.items())
@@ -58,7 +58,7 @@ small = st.dictionaries(
 )
 
 
-@examples(40)
+@examples(20)
 @given(small, st.integers(1, 20), costs, st.integers(1, 4))
 def test_the_most_loaded_home_has_at_most_a_portion_more_than_in_the_best_division(homes, budget, cost, portion):
     batch = balanced_batch(homes, budget, cost, portion=portion)
@@ -76,7 +76,7 @@ def test_the_most_loaded_home_has_at_most_a_portion_more_than_in_the_best_divisi
     assert batch.most <= best + most_of_a_portion
 
 
-@examples(15)
+@examples(8)
 @given(homes_of, st.integers(8, 100), st.integers(1, 30), st.integers(0, 3000))
 def test_prompts_are_not_starved_by_others_that_keep_coming(homes, budget, portion, step_cost):
     """Home 0 gets a new short prompt before every batch."""
@@ -102,7 +102,7 @@ def rest(prompts, num):
     return [prompt for prompt in after if prompt.num_tokens]
 
 
-@examples(15)
+@examples(8)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.lists(homes_of, max_size=12), st.integers(1, 50))
 def test_streams_are_the_same_whatever_a_home_was_told_of_others(prompts, told, constant):
     engine, _ = make_engine(num_blocks=30, token_cost=TokenCost(constant))

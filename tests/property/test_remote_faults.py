@@ -53,7 +53,7 @@ class Cluster(MemoryExperts):
         self.peers.use(routes(self.places, self.epoch))
 
 
-@examples(60)
+@examples(30)
 @given(workers, faults, layers)
 def test_exact_or_abandoned_for_a_reason(others, faults, layers):
     cluster = Cluster([[*range(NUM_EXPERTS)], *others], faults)

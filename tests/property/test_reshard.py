@@ -34,7 +34,7 @@ def survivors_of(rows: tuple[Row, ...], *lost: Rank) -> list[Rank]:
     return [rank for rank in sorted(rows[0].held) if rank not in lost]
 
 
-@examples(25)
+@examples(13)
 @given(one=spans, other=spans)
 def test_spans_are_sets_of_bytes(one, other):
     def as_set(found) -> set[int]:
@@ -58,7 +58,7 @@ def check(rows: tuple[Row, ...], survivors: list[Rank], plan: Plan) -> None:
     assert plan.kept_bytes + plan.peer_bytes + plan.reload_bytes >= sum(row.num_bytes for row in rows)
 
 
-@examples(25)
+@examples(13)
 @given(world=worlds())
 def test_every_planner_gives_every_byte_a_place_after_every_loss_and_when_all_are_back(world):
     """Each goes on from its own plan, with as few as one worker; those that return have nothing."""
@@ -76,7 +76,7 @@ def test_every_planner_gives_every_byte_a_place_after_every_loss_and_when_all_ar
         assert planner in (reshard.greedy, reshard.full_reload) or plan.reload_bytes == 0, "peers have everything"
 
 
-@examples(25)
+@examples(13)
 @given(world=worlds())
 def test_ours_reloads_what_is_lost_and_moves_nothing_else(world):
     """After one loss after the other: survivors keep all that they have, so there is nothing to take from peers."""
@@ -92,7 +92,7 @@ def test_ours_reloads_what_is_lost_and_moves_nothing_else(world):
         rows = after(rows, plan)
 
 
-@examples(25)
+@examples(13)
 @given(world=worlds())
 def test_plans_for_the_same_target_move_what_their_target_needs_and_no_more(world):
     rows, lost = world
@@ -116,7 +116,7 @@ def moved_bytes(plan: Plan, index: int) -> dict[Rank, reshard.Spans]:
     return {rank: united(spans) for rank, spans in found.items()}
 
 
-@examples(25)
+@examples(13)
 @given(world=worlds())
 def test_ours_is_what_workers_are_told_to_fill(world):
     """From the placement of the orchestrator and what workers hold, to the slots that they fill."""

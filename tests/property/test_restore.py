@@ -241,7 +241,7 @@ def corrupt(memory: int, damage: list[tuple[float, int]]) -> None:
     os.pwrite(memory, words.tobytes(), 0)
 
 
-@examples(20)
+@examples(10)
 @given(rounds, configs, st.booleans(), st.booleans())
 def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, is_in_place, two):
     world = World(config, is_in_place)

@@ -54,7 +54,7 @@ def without_delays(outputs: list[Output]) -> list[Output]:
     return [msgspec.structs.replace(output, queued_s=0.0, num_cached=0) for output in outputs]
 
 
-@examples(30)
+@examples(15)
 @given(prompts, params, st.integers(1, 4), st.data())
 def test_siblings_cut_anywhere_continue_exactly(prompt, params, num_choices, data):
     """Each of n siblings is cut at an index of its own; all are resumed on one fresh engine, in other company."""
@@ -73,7 +73,7 @@ def test_siblings_cut_anywhere_continue_exactly(prompt, params, num_choices, dat
     assert fresh.scheduler.pool.num_used == 0
 
 
-@examples(15)
+@examples(8)
 @given(prompts, params, st.data())
 def test_a_stream_cut_many_times_continues_exactly(prompt, params, data):
     """Every worker that gets it dies after some tokens."""

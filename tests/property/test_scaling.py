@@ -99,7 +99,7 @@ class ScalingWorld(World):
 SCALING_ACTIONS = [*ACTIONS, *[ScalingWorld.scale] * 2, *[ScalingWorld.leave] * 3]
 
 
-@examples(50)
+@examples(25)
 @given(
     st.lists(st.tuples(st.integers(0, len(SCALING_ACTIONS) - 1), st.integers(0, 1000)), min_size=10, max_size=120),
     st.sampled_from([(1, 6), (2, 6), (3, 4), (3, 3), (2, 3), (3, 2)]),

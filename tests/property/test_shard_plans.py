@@ -1,11 +1,14 @@
 """Planners over calls of several kinds and widths, while workers come and go: everything has a place, nothing is in a
 slot that does not exist, and what is held reaches what is planned."""
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.plan.layer_plan import Room
 from everserve.plan.moves import given_up, next_moves
+from everserve.plan.placement import survivable_deaths
 from everserve.plan.repair import replan
 from everserve.plan.routing import make_routes
 from everserve.plan.shards import Spread, place_shards
@@ -53,12 +56,16 @@ def carry_out(placement: Placement, held: Held, ranks: list[Rank]) -> None:
     raise AssertionError("moves that never end")
 
 
-@examples(20)
-@given(calls=calls, num=st.integers(2, 6), spread=st.sampled_from(Spread), steps=steps)
-def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps: list[int]) -> None:
+@examples(10)
+@given(calls=calls, num=st.integers(2, 6), spread=st.sampled_from(Spread), steps=steps, copies=st.integers(0, 2))
+def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps: list[int], copies: int) -> None:
+    """`copies`: further places that every shard has at the start, and heads whenever there are enough workers."""
+    copies = min(copies, num - 1)
     ranks = [Rank(1 + i) for i in range(num)]
-    placement = place_shards(calls, ranks, None, spread)
-    slots = placement.slots_by_call
+    placement = place_shards(calls, ranks, None, spread, copies)
+    assert survivable_deaths(placement) >= copies
+    widths = zip(calls, placement.slots_by_call, strict=True)
+    slots = tuple(call.num_shards if call.kind is ShardKind.HEAD else num for call, num in widths)
     held: Held = {seat.rank: [list(layer) for layer in seat.slots(slots).experts] for seat in placement.seats}
     there = [*ranks]
     for step in steps:
@@ -79,5 +86,9 @@ def test_workers_come_and_go(calls: list[Call], num: int, spread: Spread, steps:
             room = len(there) * slots[index] - call.num_shards
             placed = sum(bool(routes.candidates(index, shard)) for shard in range(call.num_shards))
             assert placed == call.num_shards or room < 0, (index, call, placed)
+            if call.kind is ShardKind.HEAD:
+                dealt = call.num_shards - placement.num_dealt(index, len(there))
+                planned = Counter(shard for seat in placement.seats for shard in seat.experts(index) if shard < dealt)
+                assert set(planned.values()) <= {min(1 + copies, len(there))}, (planned, there)
         found = conditions(Members(epoch=routes.epoch, goal=1, workers=()), placement, have, routes, {})
         assert not [said for said in found.coverage if "no place" not in said], found.coverage

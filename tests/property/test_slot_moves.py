@@ -221,7 +221,7 @@ def worlds(actions: list[tuple]) -> Iterator[World]:
         world.close()
 
 
-@examples(100)
+@examples(50)
 @given(actions)
 def test_never_a_wrong_row_and_never_a_suspicion(actions):
     with worlds(actions) as world:

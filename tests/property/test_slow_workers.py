@@ -16,7 +16,7 @@ from tests.held_slots import have
 NUM_EXPERTS = 12
 
 
-@examples(30)
+@examples(15)
 @given(
     st.integers(2, 6),
     st.sampled_from([None, 0, 2, 5]),
@@ -82,7 +82,7 @@ class _Fleet:
 shapes = st.sampled_from([(2, 0), (2, 2), (2, 3), (3, 4)])
 
 
-@examples(10)
+@examples(5)
 @given(st.integers(0, 1 << 30), shapes)
 def test_no_healthy_worker_is_accused(seed, shape):
     fleet = _Fleet(random.Random(seed), *shape, rows=[1, 8, 64, 1000])
@@ -90,7 +90,7 @@ def test_no_healthy_worker_is_accused(seed, shape):
     assert fleet.demoted == []
 
 
-@examples(10)
+@examples(5)
 @given(st.integers(0, 1 << 30), shapes, st.integers(0, 100), st.floats(8, 40))
 def test_the_slow_one_is_found_and_no_other(seed, shape, victim, times):
     """A busy host hides no slow worker. Different work may hide some of it: here it differs threefold."""

@@ -25,7 +25,7 @@ def _events(kind: type) -> st.SearchStrategy[object]:
     return st.builds(kind, **{name: _FIELDS[hint] for name, hint in hints.items() if hint in _FIELDS})
 
 
-@examples(75)
+@examples(38)
 @given(st.lists(st.one_of(*(_events(kind) for kind in typing.get_args(AnyEvent))), max_size=40))
 def test_any_events(events: list[AnyEvent]) -> None:
     timeline = Timeline()

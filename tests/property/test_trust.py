@@ -147,7 +147,7 @@ def worlds() -> Iterator[World]:
     peers.close()
 
 
-@examples(250)
+@examples(125)
 @given(st.lists(st.tuples(st.sampled_from(ACTIONS), st.sampled_from(EXPERTS)), max_size=20))
 def test_a_healthy_peer_does_not_stay_suspect(actions):
     with worlds() as world:

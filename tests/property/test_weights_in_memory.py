@@ -152,7 +152,7 @@ class World:
         self.backup.close()
 
 
-@examples(20)
+@examples(10)
 @given(actions)
 def test_never_a_wrong_bit(actions):
     world = World()

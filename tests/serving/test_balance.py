@@ -15,7 +15,7 @@ ASKS = make_asks(Settings(num_streams=6, num_prompt=24, max_tokens=120, words=2)
 
 @pytest.fixture(scope="module")
 def expected(server):
-    return c.run_all(server, ASKS)
+    return c.right_answers(server, ASKS)
 
 
 def decisions(server) -> list[dict]:

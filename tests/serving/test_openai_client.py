@@ -286,18 +286,3 @@ def test_many_clients_at_once(server) -> None:
     alone, texts = asyncio.run(run())
     assert len(texts) == 12 and all(texts)
     assert texts[3] == texts[7] == texts[11] == alone
-
-
-def test_keys(start_server) -> None:
-    with start_server("--api-key", "right", "--served-model-name", "mine") as server:
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="right", max_retries=0) as client:
-            assert [model.id for model in client.models.list()] == ["mine"]
-            assert client.completions.create(model="mine", prompt=PROMPT, max_tokens=1).choices
-        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as client:
-            with pytest.raises(openai.AuthenticationError) as caught:
-                client.completions.create(model="mine", prompt=PROMPT)
-            assert caught.value.code == "invalid_api_key"
-        for path in ("/health", "/ping", "/version", "/metrics"):
-            assert httpx.get(server.url + path).status_code == 200
-        for path in ("/tokenize", "/detokenize"):
-            assert httpx.post(server.url + path, json={}).status_code == 401

@@ -49,36 +49,13 @@ async def during(stream_of: list[Stream], server, act: Callable[[], None], num: 
 
 @pytest.fixture(scope="module")
 def own(start_server):
-    """A server for faults that it survives."""
+    """A server for faults that it survives, and for its end."""
     with start_server() as running:
         yield running
         assert "Traceback" not in running.log_text(), running.log_text()
 
 
-def test_a_whole_life(start_server):
-    """From nothing to nothing: SIGTERM lets running streams finish."""
-    with start_server() as server:
-        cluster = httpx.get(f"{server.url}/cluster").json()
-        assert cluster["violations"] == [] and cluster["epoch"] >= 1
-        assert [worker["state"] for worker in cluster["workers"]] == ["ready"]
-        pids = children(server)
-        assert set(pids) == {"supervisor", "gateway", "orchestrator", "anchor", "zygote", "worker-0"}
-        assert server.process.pid == pids["supervisor"]
-        names = [event["event"] for event in server.events()]
-        assert names.index("worker_became_ready") < names.index("serving")
-        streams: list[Stream] = []
-        asyncio.run(during(streams, server, lambda: server.process.send_signal(signal.SIGTERM)))
-        assert [len(stream.token_ids) for stream in streams] == [400] * 4
-        assert all(stream.error is None and stream.finish_reason == "length" for stream in streams)
-        assert server.process.wait(timeout=90) == 0
-        assert not any(is_alive(pid) for pid in pids.values())
-        said = server.log_text()
-        assert said[said.index("everserve: SIGTERM") :].splitlines() == [
-            "everserve: SIGTERM: stopping; running requests get 30 s",
-            "everserve: stopped",
-        ], "no word of a crash"
-
-
+@pytest.mark.long
 def test_a_second_signal_ends_everything_at_once(start_server):
     with start_server("--shutdown-timeout", "600") as server:
         pids = children(server)
@@ -178,6 +155,29 @@ def test_two_servers_side_by_side(own, server):
         assert all(len(stream.token_ids) == 5 for stream in streams)
 
 
+def test_a_whole_life(own):
+    """To the end: SIGTERM lets running streams finish. (The last test of this server.)"""
+    cluster = httpx.get(f"{own.url}/cluster").json()
+    assert cluster["violations"] == [] and cluster["epoch"] >= 1
+    assert [worker["state"] for worker in cluster["workers"]] == ["ready"]
+    pids = children(own)
+    assert set(pids) == {"supervisor", "gateway", "orchestrator", "anchor", "zygote", "worker-0"}
+    assert own.process.pid == pids["supervisor"]
+    names = [event["event"] for event in own.events()]
+    assert names.index("worker_became_ready") < names.index("serving")
+    streams: list[Stream] = []
+    asyncio.run(during(streams, own, lambda: own.process.send_signal(signal.SIGTERM)))
+    assert [len(stream.token_ids) for stream in streams] == [400] * 4
+    assert all(stream.error is None and stream.finish_reason == "length" for stream in streams)
+    assert own.process.wait(timeout=90) == 0
+    assert not any(is_alive(pid) for pid in pids.values())
+    said = own.log_text()
+    assert said[said.index("everserve: SIGTERM") :].splitlines() == [
+        "everserve: SIGTERM: stopping; running requests get 30 s",
+        "everserve: stopped",
+    ], "no word of a crash"
+
+
 def test_a_client_that_leaves_is_forgotten(server):
     async def leave() -> None:
         stream = Stream()
@@ -261,9 +261,9 @@ def test_status_with_an_api_key(configured):
     ("command", "number"),
     [
         (["demo"], signal.SIGTERM),  # as `timeout` sends it
-        (["chaos", "--seconds", "60"], signal.SIGTERM),
-        (["bench", "failover"], signal.SIGTERM),
-        (["demo"], signal.SIGHUP),  # as when its window is closed
+        pytest.param(["chaos", "--seconds", "60"], signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(["bench", "failover"], signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param(["demo"], signal.SIGHUP, marks=pytest.mark.long),  # as when its window is closed
         (["demo"], signal.SIGKILL),
     ],
 )

@@ -106,3 +106,19 @@ def test_event_logs_are_for_their_owner(guarded: LocalServer) -> None:
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
     assert len(modes) >= 4 and set(modes.values()) == {0o600}, modes
+
+
+def test_the_official_client_with_a_right_and_with_a_wrong_key(guarded: LocalServer) -> None:
+    import openai  # noqa: PLC0415 (slow, and every process imports this file)
+
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="key-a", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["demo"]
+        assert client.completions.create(model="demo", prompt="It was", max_tokens=1).choices
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError) as caught:
+            client.completions.create(model="demo", prompt="It was")
+        assert caught.value.code == "invalid_api_key"
+    for path in ("/health", "/ping", "/version", "/metrics"):
+        assert httpx.get(guarded.url + path).status_code == 200
+    for path in ("/tokenize", "/detokenize"):
+        assert httpx.post(guarded.url + path, json={}).status_code == 401

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.readable import is_readable
+from tests.shared_servers import CLUSTER
 
 EVERSERVE = (sys.executable, "-m", "everserve.cli")
 _LINES = re.compile(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*")  # that begin neither there nor at a line's start
@@ -98,12 +99,12 @@ def test_the_demo_on_a_terminal_until_it_is_interrupted():
     assert "Traceback" not in terminal.text and "Tokens lost" not in terminal.text
 
 
-def test_a_watcher_sees_a_kill_and_leaves_on_ctrl_c(start_server):
-    with start_server("--attention-workers", "1", "--expert-workers", "2", "--enable-chaos") as server:
+def test_a_watcher_sees_a_kill_and_leaves_on_ctrl_c(shared_servers):
+    with shared_servers.lend(*CLUSTER) as server:
         terminal = Terminal("status", "--watch", "--url", server.url)
         terminal.read_until(lambda: "whole since" in terminal.text)
-        subprocess.run([*EVERSERVE, "kill", "1", "--url", server.url], check=True, capture_output=True)
-        terminal.read_until(lambda: "expert worker 1 died (SIGKILL)" in terminal.text)
+        subprocess.run([*EVERSERVE, "kill", "3", "--url", server.url], check=True, capture_output=True)
+        terminal.read_until(lambda: "expert worker 3 died (SIGKILL)" in terminal.text)
         terminal.process.send_signal(signal.SIGINT)
         assert terminal.finish() == 0
         assert terminal.raw.rindex("\x1b[?1049l") > terminal.raw.rindex("\x1b[?1049h"), "it leaves its screen"

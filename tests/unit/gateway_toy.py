@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from everserve.config.gateway import GatewayConfig
 from everserve.errors import OverloadedError
@@ -21,6 +20,7 @@ from everserve.gateway.streams.tracing import Tracing
 from everserve.gateway.supervisor import SupervisorLink
 from everserve.gateway.text.sampling import GenerationDefaults
 from everserve.gateway.text.tokenizer import ModelTokenizer
+from everserve.gateway.text.tokenizer_files import TokenizerFiles
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import AttentionLoad, EngineStats, Output, TokenLogprobs
@@ -89,9 +89,15 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def model_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> ModelTokenizer:
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), eos_token=EOS)
-    wrapped.chat_template = chat_template
-    return ModelTokenizer(wrapped, {})
+    return ModelTokenizer(
+        TokenizerFiles(
+            backend=byte_level_tokenizer(),
+            special_tokens={"eos_token": EOS},
+            chat_template=chat_template,
+            class_name="PreTrainedTokenizerFast",
+            config={},
+        )
+    )
 
 
 def make_gateway_config(**changes: Any) -> GatewayConfig:

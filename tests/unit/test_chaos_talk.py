@@ -29,7 +29,7 @@ def from_pieces(*pieces: bytes):
     return respond
 
 
-def run(respond, work, stall_limit_s: float = 5.0):
+def run(respond, work, stall_limit_s: float = 30.0):
     """`work(talk)` against a server that responds like that; returns the talk."""
 
     async def main() -> Talk:
@@ -41,7 +41,7 @@ def run(respond, work, stall_limit_s: float = 5.0):
     return asyncio.run(main())
 
 
-def trouble(respond, work=lambda talk: talk.stream(), stall_limit_s: float = 5.0) -> Trouble:
+def trouble(respond, work=lambda talk: talk.stream(), stall_limit_s: float = 30.0) -> Trouble:
     with pytest.raises(Trouble) as caught:
         run(respond, work, stall_limit_s)
     return caught.value
@@ -189,10 +189,10 @@ def judge(respond, manner: Manner, num: int = 1) -> list[str]:
     async def main() -> list[str]:
         async with serving(Answering()) as url:
             findings = Findings()
-            known = await Clients(Target(url), 5.0, findings).learn([REQUEST], 1)
+            known = await Clients(Target(url), 30.0, findings).learn([REQUEST], 1)
             assert known.can_resume and not findings.all
         async with serving(respond) as url:
-            await Clients(Target(url), 0.3, findings).repeat(known, [0] * num, manner, num)
+            await Clients(Target(url), 30.0, findings).repeat(known, [0] * num, manner, num)
             return [finding.kind for finding in findings.all]
 
     return asyncio.run(main())
@@ -251,7 +251,7 @@ def test_an_answer_that_is_marked_is_not_learnt():
     async def learn() -> list[str]:
         async with serving(respond) as url:
             findings = Findings()
-            known = await Clients(Target(url), 5.0, findings).learn([REQUEST], 1)
+            known = await Clients(Target(url), 30.0, findings).learn([REQUEST], 1)
             assert known.answers[0].choices[0].masked == [] and not answers
             return [finding.kind for finding in findings.all]
 

@@ -97,6 +97,34 @@ def serve(monkeypatch):
             ("--expert-backup", "host", "--expert-workers", "2"),
             "--expert-backup host: on CPUs only with --weights memory",
         ),
+        (("-tp", "3", "--kv-shadow", "on"), "--kv-shadow on: choose one of off, mirror, parity"),
+        (
+            ("-tp", "3", "--kv-log", "off", "--kv-shadow", "parity"),
+            "--kv-shadow parity with --kv-log off: without a log no process can tell what KV is right; use --kv-log"
+            " anchor, or leave it out",
+        ),
+        (
+            ("-tp", "3", "--kv-log", "anchor", "--kv-shadow", "mirror"),
+            "--kv-shadow mirror with --kv-log anchor: say --kv-log mirror, it is the same mirror",
+        ),
+        (
+            ("-tp", "3", "--kv-log", "mirror", "--kv-shadow", "parity"),
+            "--kv-log mirror with --kv-shadow parity: that mirror is the shadow, leave one out",
+        ),
+        (
+            ("--kv-shadow", "off"),
+            "--kv-shadow off needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one worker, and --kv-log says"
+            " where it outlives it",
+        ),
+        (("--shadow-shards", "1"), "--shadow-shards 1 needs -tp: elsewhere say --shadow-experts"),
+        (
+            ("-tp", "1", "--shadow-shards", "1"),
+            "--shadow-shards needs -tp 2 or more: on one device there is no further place",
+        ),
+        (
+            ("-tp", "3", "--shadow-shards", "3"),
+            "--shadow-shards 3: on 3 devices a shard has at most 2 further places",
+        ),
         (("--map-experts", "on"), "--map-experts on needs --expert-workers"),
         (("--map-experts", "on", "--expert-workers", "2"), "--map-experts on: on CPUs only with --weights memory"),
     ],
@@ -175,6 +203,23 @@ def test_free_memory_is_shared_by_attention_workers_and_mirrors(serve, monkeypat
     assert serve("--kv-log", "mirror").worker.engine.kv_cache_bytes == (4 << 30) // 8
     both = serve("--kv-log", "anchor", "--attention-workers", "2", "--gpu-memory-utilization", "0.5")
     assert both.worker.engine.kv_cache_bytes == (4 << 30) // 4
+
+
+def test_what_heads_kv_has_besides(serve, monkeypatch):
+    sizes = {"SC_AVPHYS_PAGES": 3 << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr(serve_settings.os, "sysconf", sizes.__getitem__)
+    cases = [
+        ((), "mirror", 2),
+        (("--kv-log", "anchor"), "off", 1),
+        (("--kv-log", "off"), "off", 1),
+        (("--kv-shadow", "off"), "off", 1),
+        (("--kv-shadow", "parity"), "parity", 1.5),
+        (("--kv-log", "anchor", "--kv-shadow", "parity"), "parity", 1.5),
+    ]
+    for flags, shadow, share in cases:
+        worker = serve("-tp", "3", *flags).worker
+        assert worker.log.kv_shadow == shadow
+        assert worker.engine.kv_cache_bytes == int((3 << 30) / 4 / 3 / share), "of each home"
 
 
 def test_experts_in_memory_must_fit(serve, monkeypatch):

@@ -1,6 +1,7 @@
-"""Places of heads: no copies without KV, and no other places while the worker that has the KV may come back."""
+"""Places of heads: no copies unless asked for, and no other places while the worker that has the KV may come back."""
 
 import dataclasses
+from collections import Counter
 
 import pytest
 
@@ -11,12 +12,15 @@ from everserve.control.machine import Machine, Policy
 from everserve.control.scaling import Refused, scaled
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
 from everserve.engine.undo import UndoLog
+from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
+from everserve.plan.repair import Room, replan
 from everserve.plan.shards import Spread, place_shards
 from everserve.tables.block_ranges import block_range_of
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.goal import Capacity
 from everserve.tables.ids import Rank
+from everserve.tables.placement import Placement
 from tests.held_slots import goal_of, held
 from tests.models import model_directory
 
@@ -40,16 +44,16 @@ def test_heads_have_no_copies_and_are_spread_evenly():
         assert {len(one) for one in of_heads(seat.active)} == {2 + 8 % 3}, "as many on each, and the dealt ones"
 
 
-def machine() -> Machine:
-    slots = PLACEMENT.slots_by_call
+def machine(placement: Placement = PLACEMENT) -> Machine:
+    slots = placement.slots_by_call
     capacity = Capacity(max_workers=6, slots_per_layer=max(slots), slots_by_call=slots, devices=3)
-    found = Machine(goal_of([0, 1, 2], PLACEMENT), Policy(detect_s=0.1), capacity)
+    found = Machine(goal_of([0, 1, 2], placement), Policy(detect_s=0.1), capacity)
     found.start(100.0)
     for rank in range(6):
         for event in (Started(rank, 1, 1000 + rank), SaidHello(rank, 1)):
             found.handle(event, 100.0)
         if rank >= 3:
-            found.handle(SaidHolds(rank, 1, held(PLACEMENT, rank, slots)), 100.0)
+            found.handle(SaidHolds(rank, 1, held(placement, rank, slots)), 100.0)
         found.handle(SaidReady(rank, 1), 100.0)
     assert found.was_all_ready
     return found
@@ -62,6 +66,24 @@ def test_heads_of_a_dead_worker_wait_for_its_successor():
     assert [effect for effect in decision.effects if isinstance(effect, Provision)] == [Provision(4, 2)]
     assert running.goal.placement == before and not running.goal.gone
     assert any("no place" in line for line in running.violations), "heads that only it has"
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_heads_with_further_places(copies):
+    """They are on other workers, as many of each; and a death leaves no head without a place."""
+    placement = place_shards(CALLS, RANKS, None, Spread.DEALT, copies)
+    num_places = Counter((i, head) for seat in placement.seats for i in range(len(CALLS)) for head in seat.experts(i))
+    assert min(num_places.values()) == 1 + copies
+    slots = tuple(8 if i % 2 == 0 else num for i, num in enumerate(placement.slots_by_call))  # of heads for all
+    assert replan(placement, [Room(rank, rank, 8, slots) for rank in RANKS]) == placement
+    running = machine(placement)
+    running.handle(Died(4, 1), 101.0)
+    assert running.goal.placement == placement and not running.violations
+
+
+def test_more_places_than_devices():
+    with pytest.raises(ConfigError, match="--shadow-shards 3: on 3 devices a shard has at most 2 further places"):
+        place_shards(CALLS, RANKS, None, Spread.DEALT, 3)
 
 
 def test_the_number_of_workers_is_fixed():

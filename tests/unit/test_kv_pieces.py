@@ -25,7 +25,7 @@ class Worker:
 
     def __init__(self, heads=HEADS, mirrored: bool = True) -> None:
         self.fd = create_memory("kv-pieces", SHAPE.num_bytes)
-        self.mirror_fd = create_memory("kv-mirror", SHAPE.num_bytes) if mirrored else None
+        self.mirror_fd = create_memory("kv-mirror", SHAPE.mirrored.num_bytes) if mirrored else None
         self.heads = heads
         self.open()
 

@@ -6,9 +6,24 @@ import os
 import msgspec
 import pytest
 
+from everserve.config.kvlog import LogConfig
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind, Memory
-from everserve.wire.messages import DropMemory, KvJoined, KvLeft, LogJoined, LoseDevice, ReturnDevice
+from everserve.tables.slots import HeldSlots
+from everserve.wire.messages import (
+    DropMemory,
+    FillSlots,
+    KvGrouped,
+    KvJoined,
+    KvLeft,
+    LogJoined,
+    LogSettled,
+    LoseDevice,
+    ReturnDevice,
+    RoutesChanged,
+    RoutesUsed,
+    SlotsReported,
+)
 from tests.unit.orchestrator_toy import ToyOrchestrator, ToyWorker, start_of, succeed
 
 NUM = 3
@@ -22,14 +37,14 @@ def collect():
     gc.collect()
 
 
-def serving(mode: str = "mirror") -> ToyOrchestrator:
+def serving(mode: str = "mirror", shadow: str | None = None) -> ToyOrchestrator:
     """Three devices, with a home and a worker with heads each."""
     start = start_of(NUM, NUM, mode)
     source = msgspec.structs.replace(start.worker.model, tensor_parallel=True, divides_heads=True)
     start = msgspec.structs.replace(
         start,
         cluster=msgspec.structs.replace(start.cluster, devices=NUM),
-        worker=msgspec.structs.replace(start.worker, model=source),
+        worker=msgspec.structs.replace(start.worker, model=source, log=LogConfig(mode=mode, shadow=shadow)),
     )
     orchestrator = ToyOrchestrator(start)
     for worker in list(orchestrator.workers.values()):
@@ -108,3 +123,81 @@ def test_the_next_home_in_a_seat_goes_on_with_the_records_of_the_last():
     second.come_up()
     assert identity(second, Kind.LOG) == before
     assert {(m.rank, m.incarnation) for m in orchestrator.worker(1).heard(LogJoined)} >= {(0, 1), (0, 2)}
+
+
+# -- parity ---------------------------------------------------------------------------------------
+
+
+def grouped(orchestrator: ToyOrchestrator, rank: int, incarnation: int = 1) -> list[KvGrouped]:
+    return orchestrator.worker(rank, incarnation).heard(KvGrouped)
+
+
+def fill(worker: ToyWorker) -> None:
+    """All that it was told to fill, until it is told nothing more."""
+    experts = [list(slots) for slots in worker.slots.experts]
+    for number in range(100):
+        told = worker.heard(FillSlots)
+        if number == len(told):
+            return
+        for one in told[number].fills:
+            experts[one.layer_index][one.slot] = one.expert
+        held = HeldSlots(experts=tuple(map(tuple, experts)), generations=worker.slots.generations)
+        worker.say(SlotsReported(slots=held))
+
+
+def acknowledge(orchestrator: ToyOrchestrator, *homes: int) -> None:
+    for home in homes:
+        worker = orchestrator.worker(home)
+        worker.say(RoutesUsed(epoch=worker.heard(RoutesChanged)[-1].routes.epoch))
+
+
+def covered(orchestrator: ToyOrchestrator, ranks) -> list[list[tuple[int, int]]]:
+    """By home, all heads that some worker keeps a parity of."""
+    told = [grouped(orchestrator, rank)[-1].groups for rank in ranks]
+    return [sorted(tuple(head) for one in told for group in one[home] for head in group) for home in HOMES]
+
+
+def test_every_head_is_covered_once_homes_use_the_routes():
+    orchestrator = serving(shadow="parity")
+    assert not any(grouped(orchestrator, rank) for rank in SHARDS)
+    acknowledge(orchestrator, *HOMES)
+    heads = covered(orchestrator, SHARDS)[0]
+    assert len(set(heads)) == len(heads) > 0 and covered(orchestrator, SHARDS) == [heads] * NUM
+    assert known(orchestrator.worker(3))[4, Kind.KV_PARITY]
+    for rank in SHARDS:
+        parity = of_kind(orchestrator.worker(rank), Kind.KV_PARITY)
+        assert parity.device == of_kind(orchestrator.worker(rank), Kind.KV_PIECES).device
+    assert of_kind(orchestrator.worker(0), Kind.LOG).device == NO_DEVICE, "records outlive what they are about"
+
+
+def test_after_a_loss_old_groups_stay_until_nothing_needs_them():
+    orchestrator = serving(shadow="parity")
+    acknowledge(orchestrator, *HOMES)
+    heads = covered(orchestrator, SHARDS)[0]
+    lose(orchestrator, of_kind(orchestrator.worker(4), Kind.KV_PIECES).device)
+    assert not known(orchestrator.worker(3))[4, Kind.KV_PARITY]
+    for rank in (1, 4):
+        orchestrator.exit(orchestrator.worker(rank))
+    orchestrator.settle()
+    for rank in (3, 5):
+        fill(orchestrator.worker(rank))
+    acknowledge(orchestrator, 0)
+    assert len(grouped(orchestrator, 3)) == 1, "a home has not fetched what it needs"
+    acknowledge(orchestrator, 2)
+    assert len(grouped(orchestrator, 3)) == 1, "streams of the lost home are still to be restored"
+    orchestrator.gateway.send(LogSettled(rank=Rank(1), incarnation=Incarnation(1)))
+    orchestrator.settle()
+    assert len(grouped(orchestrator, 3)) == 2 and covered(orchestrator, (3, 5)) == [heads] * NUM
+
+
+def test_a_new_orchestrator_comes_to_the_same_groups():
+    """A worker that has them already writes nothing anew."""
+    orchestrator = serving(shadow="parity")
+    acknowledge(orchestrator, *HOMES)
+    before = {rank: grouped(orchestrator, rank)[-1].groups for rank in SHARDS}
+    after = succeed(orchestrator, epoch=7, gone=[])
+    told = {rank: len(grouped(after, rank)) for rank in SHARDS}
+    acknowledge(after, *HOMES)
+    for rank in SHARDS:
+        assert len(grouped(after, rank)) == told[rank] + 1
+        assert grouped(after, rank)[-1].groups == before[rank]

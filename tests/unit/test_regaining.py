@@ -57,6 +57,40 @@ def test_kv_comes_from_the_mirror(make_world):
     assert stats.num_regained_tokens > 200 and stats.num_regained_bytes > 0
 
 
+def test_kv_is_rebuilt_from_parity(make_world):
+    """One device after the other, and what a returned one keeps is written anew before the next is lost."""
+    world = make_world(3, shadow="parity", places={0: EVERYTHING[:1], 1: EVERYTHING[1:3], 2: EVERYTHING[3:]})
+    world.regroup()
+    engine = world.engine()
+    add_streams(engine)
+
+    def lose_one(index: int) -> None:
+        lose(world.workers[index])
+        world.regroup()
+
+    losses = {step: lambda index=index: lose_one(index) for step, index in ((3, 0), (6, 1), (9, 2))}
+    assert run(engine, world, losses) == expected_streams(world)
+    stats = engine.stats()
+    assert (stats.num_preemptions, stats.num_lost_tokens) == (0, 0)
+    assert stats.num_regained_tokens > 300 and stats.num_regained_bytes > 0
+
+
+def test_two_losses_at_once_are_more_than_a_parity_covers(make_world):
+    world = make_world(3, shadow="parity", places={0: EVERYTHING[:1], 1: EVERYTHING[1:3], 2: EVERYTHING[3:]})
+    world.regroup()
+    engine = world.engine()
+    add_streams(engine)
+
+    def lose_two() -> None:
+        for worker in world.workers[:2]:
+            worker.die()
+        for worker in world.workers[:2]:
+            worker.replace(memory_lost=True)
+
+    assert run(engine, world, {6: lose_two}) == expected_streams(world)
+    assert engine.stats().num_lost_tokens > 100
+
+
 def test_what_the_mirror_does_not_have_yet_is_computed_again(make_world):
     """It is some steps behind."""
     world = make_world()
@@ -65,7 +99,7 @@ def test_what_the_mirror_does_not_have_yet_is_computed_again(make_world):
     worker = world.workers[0]
 
     def lag() -> None:
-        worker.mirrors_at_once = False
+        worker.shadows_at_once = False
 
     assert run(engine, world, {4: lag, 8: lambda: lose(worker)}) == expected_streams(world)
     stats = engine.stats()
@@ -99,7 +133,7 @@ def test_a_prefix_that_two_streams_share_stays_shared(make_world):
     tokens = [output.token for output in engine.step().outputs]
     for one in (engine, alone):
         one.add(spec("second", prompt + tokens, max_tokens=12))
-    world.workers[0].mirrors_at_once = False  # from the second step on
+    world.workers[0].shadows_at_once = False  # from the second step on
     streams = run(engine, world, {3: lambda: lose(world.workers[0])}, offset={"first": 1})
     expected = run(alone)
     assert streams == {"first": expected["first"][1:], "second": expected["second"]}

@@ -7,6 +7,7 @@ import pytest
 
 from everserve.bench.shapes import SMALL
 from everserve.config.cluster import ClusterConfig
+from everserve.config.kvlog import LogConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.model.config import ModelConfig
 from everserve.plan.survival import survivals
@@ -36,7 +37,7 @@ def design(tmp_path):
 
 def weights(goal: Goal, capacity: Capacity) -> list[Weights]:
     """Of one and two processes, one and two devices."""
-    return [one.weights for one in survivals(goal, capacity, "mirror")]
+    return [one.weights for one in survivals(goal, capacity, LogConfig(mode="mirror"))]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,10 @@ def weights(goal: Goal, capacity: Capacity) -> list[Weights]:
         ({"tensor_parallel_size": 3, "shadow_experts": 6}, [SUCCESSOR, SUCCESSOR, LOADED, LOADED]),
         ({"tensor_parallel_size": 3, "shadow_experts": 0}, [SUCCESSOR, SUCCESSOR, RETURN, RETURN]),
         ({"tensor_parallel_size": 1}, [SUCCESSOR, RETURN]),  # one worker
+        # and where heads and slices have further places
+        ({"tensor_parallel_size": 3, "shadow_shards": 1}, [AT_ONCE, SUCCESSOR, AT_ONCE, RETURN]),
+        ({"tensor_parallel_size": 3, "shadow_shards": 2}, [AT_ONCE] * 4),
+        ({"tensor_parallel_size": 8, "shadow_shards": 1}, [AT_ONCE, SUCCESSOR, AT_ONCE, LOADED]),
     ],
 )
 def test_divided_over_devices(design, cluster, expected):
@@ -84,8 +89,11 @@ def test_what_a_lost_device_leaves(design):
         ("mirror", [Kv.KEPT] * 4),
     ],
 )
-def test_where_kv_outlives_its_worker(design, kv_log, kv):
-    found = survivals(*design("llama", tensor_parallel_size=4), kv_log)
+@pytest.mark.parametrize("shadow", [None, "off", "parity"])
+def test_where_kv_outlives_its_worker(design, kv_log, shadow, kv):
+    found = survivals(*design("llama", tensor_parallel_size=4), LogConfig(mode=kv_log, shadow=shadow))
+    if shadow is not None and kv_log != "off":
+        kv = [Kv.KEPT, Kv.KEPT, Kv.REBUILT if shadow == "parity" else Kv.COMPUTED, Kv.COMPUTED]
     assert [one.kv for one in found] == kv
     assert [one.failure for one in found] == [
         *("any one process", "any two processes"),

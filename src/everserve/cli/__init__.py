@@ -21,6 +21,7 @@ version.py  print the version (`everserve version`, `everserve --version`)
 import importlib
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import typer
@@ -31,6 +32,7 @@ _COMMANDS = (
     *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "bench_start", "chaos", "demo", "drain"),
     *("health", "kill", "scale", "serve", "status", "switch", "version"),
 )
+_ALONE = {name for name in _COMMANDS if not name.startswith("bench")}  # commands with a module of the same name
 
 app = typer.Typer(
     name="everserve",
@@ -61,7 +63,7 @@ def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     try:
         _handle_signals()
-        _register()
+        _register(sys.argv[1:2])
         app()
     except UserError as error:
         print(f"everserve: {error}", file=sys.stderr)
@@ -70,7 +72,9 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def _register() -> None:
-    """Each module registers its command. That takes a moment, which is why it is not done above."""
-    for name in _COMMANDS:
+def _register(asked: Sequence[str]) -> None:
+    """Each module registers its command, or its commands. Importing all of them takes longer than most commands do: if
+    the first argument is the name of one, only that one is imported. (version.py also has the options of all.)"""
+    names = ("version", *asked) if set(asked) & _ALONE else _COMMANDS
+    for name in names:
         importlib.import_module(f"everserve.cli.{name}")

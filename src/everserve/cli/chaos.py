@@ -32,6 +32,9 @@ def chaos(
     clients: Annotated[
         int, typer.Option(help="Number of concurrent clients; each sends one request after the other.", min=1, max=256)
     ] = 8,
+    requests: Annotated[
+        int, typer.Option(help="How many different requests there are, among which clients choose.", min=4)
+    ] = 32,
     stall_limit: Annotated[
         float, typer.Option(help="A stream without an event for this many seconds counts as hanging.", min=1)
     ] = 30.0,
@@ -92,6 +95,7 @@ def chaos(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
         num_clients=clients,
         stall_limit_s=stall_limit,
+        num_requests=requests,
     )
     if url is not None:
         given = (attention_workers, expert_workers, data_parallel_size, tensor_parallel_size, kv_log)

@@ -43,9 +43,11 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
     if not cluster.expert_workers:
         if cluster.shadow_experts:
             raise ConfigError("--shadow-experts needs --expert-workers: without them every worker has all experts")
+        if cluster.shadow_shards:
+            raise ConfigError("--shadow-shards needs -tp 2 or more: on one device there is no further place")
         return
     ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
-    place(model, ranks, cluster.shadow_experts)
+    place(model, ranks, cluster.shadow_experts, cluster.shadow_shards)
 
 
 def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
@@ -83,10 +85,18 @@ def worker_settings(
     return WorkerSettings(
         model=structs.replace(source, dtype=dtype_on(device, source.dtype), weights=weights),
         engine=engine.make(device, kv_cache_bytes=0),
-        log=kv_log.make(device),
+        log=_log(kv_log, device),
         compute=structs.replace(compute.make(), device=device),
         event_log=event_log,
     )
+
+
+def _log(said: Said[LogConfig], device: str) -> LogConfig:
+    """What was said of both must agree; what was not said follows."""
+    found, shadow = said.make(device), said.values.get("shadow")
+    if said.values.get("mode") == "mirror" and shadow not in (None, "mirror"):
+        raise ConfigError(f"--kv-log mirror with --kv-shadow {shadow}: that mirror is the shadow, leave one out")
+    return found
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
@@ -96,7 +106,13 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
     source = settings.model
     if source.divide_heads and not source.tensor_parallel:
         raise ConfigError("--divide-heads needs --tensor-parallel-size")
-    if not (source.tensor_parallel and cluster.expert_workers):
+    is_divided = source.tensor_parallel and bool(cluster.expert_workers)
+    if settings.log.shadow is not None and not (is_divided and settings.compute.device == "cpu"):
+        raise ConfigError(
+            f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
+            " worker, and --kv-log says where it outlives it"
+        )
+    if not is_divided:
         return settings
     if settings.compute.device == "cuda":
         if not source.divide_heads:
@@ -137,8 +153,8 @@ def start_orchestrator(
     if worker.engine.kv_cache_bytes:
         return start
     if chosen.device == "cpu":
-        most, has_mirror = cluster.attention_workers + cluster.num_growth, worker.log.mode == "mirror"
-        kv_bytes = _free_bytes_for_kv(utilization, expert_bytes, most, has_mirror)
+        most = cluster.attention_workers + cluster.num_growth
+        kv_bytes = _free_bytes_for_kv(utilization, expert_bytes, most, _copies_of_kv(worker, cluster))
     else:
         kv_bytes = kv_cache_bytes(chosen, start, utilization, cluster.spares)
     engine = structs.replace(worker.engine, kv_cache_bytes=kv_bytes)
@@ -167,7 +183,14 @@ def _available_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
-def _free_bytes_for_kv(share: float | None, expert_bytes: int, num_attention: int, has_mirror: bool) -> int:
-    """What is free now and not needed for experts, shared by the attention workers; a mirror costs as much again."""
+def _copies_of_kv(worker: WorkerSettings, cluster: ClusterConfig) -> float:
+    """Besides KV itself. A parity covers one device less than there are."""
+    if not worker.model.divides_heads:
+        return 1.0 if worker.log.mode == "mirror" else 0.0
+    return {"off": 0.0, "mirror": 1.0, "parity": 1 / (cluster.attention_workers - 1)}[worker.log.kv_shadow]
+
+
+def _free_bytes_for_kv(share: float | None, expert_bytes: int, num_attention: int, num_copies: float) -> int:
+    """What is free now and not needed for experts, shared by the attention workers."""
     free = max(0, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - expert_bytes)
-    return int(free * (share or _CPU_MEMORY_SHARE) / num_attention / (2 if has_mirror else 1))
+    return int(free * (share or _CPU_MEMORY_SHARE) / num_attention / (1 + num_copies))

@@ -46,6 +46,11 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         int | None,
         Flag("Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0),
     ] = None
+    shadow_shards: Annotated[
+        int,
+        Flag("With -tp: so many further places of the weights of every head, slice and expert, on other devices. Then a"
+             " loss leaves none without a place, and of heads only KV has to be fetched.", min=0),
+    ] = 0  # fmt: skip
     map_experts: Annotated[
         str,
         Flag("Experts without a place whose worker has only died are served where it left them, by workers that reach"
@@ -89,6 +94,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"--max-masked-experts {self.max_masked_experts:g}: a whole number, or a share below 1")
         if self.num_workers > MAX_RANKS:
             raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
+        if self.shadow_shards and self.tensor_parallel_size is None:
+            raise ConfigError(f"--shadow-shards {self.shadow_shards} needs -tp: elsewhere say --shadow-experts")
         is_resolved = self.data_parallel_size is None and self.tensor_parallel_size is None
         if self.devices is not None and is_resolved and self.devices > self.num_workers:
             raise ConfigError(f"--devices {self.devices}: there are only {self.num_workers} workers to put on them")

@@ -34,6 +34,7 @@ health_sources.py   observations of devices become events: a file or a command; 
 detector.py         life words and pulses become events
 worker_ends.py      the orchestrator's side of all workers: channels, cells, and the lanes between workers
 log_references.py   which KV logs exist, and when they can be released
+kv_sources.py       which memory with heads' KV exists; kv_groups.py: which worker keeps the parity of which heads
 weights_sources.py  which weights exist, that expert workers can copy from
 repairs.py          how far a repair is, for events
 experts_view.py     loads and places of experts, for the gateway

@@ -51,18 +51,20 @@ def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
 
 def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], start: StartOrchestrator) -> Placement:
     """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
-    placement = place(model, [seat.rank for seat in seats], start.cluster.shadow_experts)
+    cluster = start.cluster
+    placement = place(model, [seat.rank for seat in seats], cluster.shadow_experts, cluster.shadow_shards)
     slots = _slots(placement, _spare_heads(start))
     return replan(placement, [Room(seat.rank, seat.device, max(slots), slots) for seat in seats])
 
 
-def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None) -> Placement:
+def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None, num_copies: int = 0) -> Placement:
     """Whole experts in even shares. What every row needs, and experts of which there are few, in a way that leaves all
-    workers the same work, however many they are; without copies, if there shall be none."""
+    workers the same work, however many they are; without copies, if there shall be none. `num_copies`: further places
+    that all of these have at least."""
     if model.moe_layers and not model.tensor_parallel:
         return place_experts(model.num_experts, model.moe_layers, ranks, num_shadows)
     spread = Spread.CYCLIC if num_shadows == 0 else Spread.DEALT
-    return place_shards(model.calls, ranks, num_shadows, spread)
+    return place_shards(model.calls, ranks, num_shadows, spread, num_copies)
 
 
 def _spare_heads(start: StartOrchestrator) -> int | None:

@@ -22,6 +22,7 @@ from everserve.control.from_supervisor import FromSupervisor
 from everserve.control.from_workers import FromWorkers
 from everserve.control.health_watch import HealthWatch
 from everserve.control.injection import Injection
+from everserve.control.kv_groups import KvGroups
 from everserve.control.parts import Decider, Parts
 from everserve.control.recovery import Recovery
 from everserve.control.survivals_view import SurvivalsView
@@ -42,7 +43,8 @@ class Host:
         self._machine = parts.machine
         self._gateway = parts.gateway
         self._experts_view = ExpertsView(parts.gateway)
-        self._survivals_view = SurvivalsView(parts.gateway, parts.needs.capacity, start.worker.log.mode)
+        self._survivals_view = SurvivalsView(parts.gateway, parts.needs.capacity, start.worker.log)
+        self._kv_groups = self._make_kv_groups()
         self._health = HealthWatch(parts, self._queue, start)
         injection = Injection(parts)
         self._workers = FromWorkers(parts, self._queue)
@@ -52,7 +54,15 @@ class Host:
         if self._machine.goal.placement is not None and recovery is None:
             parts.records.note_placement()
             parts.needs.describe_backup()
-            parts.needs.describe_mirrors(self._machine.goal)
+            parts.needs.describe_shadows(self._machine.goal)
+
+    def _make_kv_groups(self) -> KvGroups | None:
+        """Where heads' KV has a parity."""
+        needs = self.parts.needs
+        if not needs.model.divides_heads or needs.settings.log.kv_shadow != "parity":
+            return None
+        assert needs.capacity.devices is not None, "divided heads have devices"
+        return KvGroups(self.parts.ends, self.parts.logs, needs.capacity.devices)
 
     @property
     def is_over(self) -> bool:
@@ -98,6 +108,8 @@ class Host:
             tables = self._machine.tables()
             self._experts_view.flush(self._machine, time.monotonic())
             self._survivals_view.flush(self._machine, time.monotonic())
+            if self._kv_groups is not None:
+                self._kv_groups.flush(self._machine)
         self._gateway.flush(tables, self._machine.moves, self._machine.mapping)
         for channel in self._helpers():
             channel.flush()

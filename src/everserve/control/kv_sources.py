@@ -1,7 +1,7 @@
-"""Which pools of heads' KV exist, and their mirrors, so that workers can fetch KV out of each other's memory.
+"""Which pools of heads' KV exist, with mirrors or parities: workers fetch KV out of each other's memory.
 
-Both belong to an expert seat and outlive its workers. A pool is lost with its device, a mirror is not. Every other
-expert worker gets the descriptors in advance, so that a fetch needs no other process (memory/pieces/sources.py).
+They belong to an expert seat and outlive its workers. Pools and parities are lost with their device, mirrors are not.
+Every other expert worker gets the descriptors in advance: so a fetch needs no other process (memory/pieces/sources.py).
 """
 
 from everserve.control.anchor_client import AnchorClient
@@ -10,7 +10,7 @@ from everserve.tables.ids import Rank, Role
 from everserve.tables.memory import Kind, Memory
 from everserve.wire.messages import KvJoined, KvLeft
 
-_KINDS = (Kind.KV_PIECES, Kind.KV_MIRROR)
+_KINDS = (Kind.KV_PIECES, Kind.KV_MIRROR, Kind.KV_PARITY)
 
 
 class KvSources:

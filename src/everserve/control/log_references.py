@@ -58,6 +58,11 @@ class Logs:
     def has(self, log: WorkerId) -> bool:
         return log in self._known
 
+    @property
+    def has_lost(self) -> bool:
+        """Whether streams may still be restored from the log of a worker that is lost."""
+        return bool(self._lost)
+
     def descriptors(self, log: WorkerId) -> tuple[int, ...]:
         """The memory of its blocks, if separate, then that of the log."""
         held = [self._anchor.held(memory) for memory in self._known[log]]

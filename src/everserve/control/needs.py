@@ -55,20 +55,28 @@ class Needs:
         if Role.ATTENTION in seat.roles and self.capacity.kv_bytes:
             needed.append(self._of(Kind.KV, worker, self.capacity.kv_bytes, seat.device, seat.gpu))
         if Role.ATTENTION in seat.roles and self.capacity.log_bytes:
-            # After its blocks: the log completes the set. A mirror is in the host's memory, which outlives devices.
-            device = NO_DEVICE if self.settings.log.mode == "mirror" else seat.device
+            # After its blocks: the log completes the set.
+            device = NO_DEVICE if self._logs_outlive_devices else seat.device
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
         needed += self._weights(goal, seat)
         if self.model.divides_heads and Role.ATTENTION not in seat.roles:
-            num_bytes = self._head_bytes(seat)
-            needed.append(self._of(Kind.KV_PIECES, seat_owner(worker.rank), num_bytes, seat.device, seat.gpu))
-            if self.settings.log.mode == "mirror":
-                needed.append(self._of(Kind.KV_MIRROR, seat_owner(worker.rank), num_bytes))
+            owner, num_bytes = seat_owner(worker.rank), self._head_bytes(seat)
+            needed.append(self._of(Kind.KV_PIECES, owner, num_bytes, seat.device, seat.gpu))
+            if self._kv_shadow is not None:
+                needed.append(self._shadow(owner, seat))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
             needed += self.backup()
         return tuple(needed)
+
+    def _shadow(self, owner: WorkerId, seat: SeatGoal) -> Memory:
+        """Of the KV of a seat's heads, on CPUs."""
+        sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+        if self._kv_shadow == "mirror":
+            return self._of(Kind.KV_MIRROR, owner, sizes.pieces(self.model, self.capacity).mirrored.num_bytes)
+        num_bytes = sizes.parity(self.model, self.capacity).num_bytes
+        return self._of(Kind.KV_PARITY, owner, num_bytes, seat.device)
 
     def _head_bytes(self, seat: SeatGoal) -> int:
         """The KV of an expert seat's heads; on a GPU their weights too."""
@@ -98,12 +106,30 @@ class Needs:
         """Whether the next worker in a seat goes on with its predecessor's log: KV stays where it is."""
         return self.settings.log.mode == "anchor" or self.model.divides_heads
 
-    def describe_mirrors(self, goal: Goal) -> None:
-        """Log the size of all mirrors of heads' KV: each has room for all heads, and as much as its own heads need."""
+    @property
+    def _kv_shadow(self) -> str:
+        return self.settings.log.kv_shadow
+
+    @property
+    def _logs_outlive_devices(self) -> bool:
+        """A mirror is in the host's memory. So are the records of streams whose heads' KV has a shadow."""
+        has_shadow = self.model.divides_heads and self._kv_shadow != "off"
+        return self.settings.log.mode == "mirror" or has_shadow
+
+    def describe_shadows(self, goal: Goal) -> None:
+        """Log the size of all shadows of heads' KV: each has room for all heads, and takes as much as it covers."""
         pieces = {piece for seat in goal.seats for piece in self.memory(goal, seat_owner(seat.rank))}
-        mirrors = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_MIRROR]
-        if mirrors:
-            log.info("the mirrors of KV take up to %.2f GB of host memory", sum(mirrors) / len(mirrors) / 1e9)
+        pools = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_PIECES]
+        if not pools or self._kv_shadow == "off":
+            return
+        most = sum(pools) / len(pools)  # all heads once
+        if self._kv_shadow == "mirror":
+            log.info(
+                "the mirrors of KV take up to %.2f GB of host memory, and as much again for streams that are parked",
+                most / 1e9,
+            )
+        else:
+            log.info("the parities of KV take up to %.2f GB, on all devices", most / max(len(pools) - 1, 1) / 1e9)
 
     def describe_backup(self) -> None:
         """Log its size."""

@@ -2,6 +2,7 @@
 
 import logging
 
+from everserve.config.kvlog import LogConfig
 from everserve.control.machine import Machine
 from everserve.control.to_gateway import GatewayEnd
 from everserve.plan.survival import survivals
@@ -15,10 +16,10 @@ _AFTER_S = 1.0  # a change of the goal is first of all to be carried out
 class SurvivalsView:
     """Looks at the goal once in every turn; computes when it has been the same for a moment."""
 
-    def __init__(self, gateway: GatewayEnd, capacity: Capacity, kv_log: str) -> None:
+    def __init__(self, gateway: GatewayEnd, capacity: Capacity, log_config: LogConfig) -> None:
         self._gateway = gateway
         self._capacity = capacity
-        self._kv_log = kv_log
+        self._log_config = log_config
         self._version = -1  # of the goal
         self._since_s = 0.0
         self._is_due = False
@@ -32,7 +33,7 @@ class SurvivalsView:
         if not self._is_due or (now_s - self._since_s < _AFTER_S and not is_first):
             return
         self._is_due = False
-        found = survivals(goal, self._capacity, self._kv_log)
+        found = survivals(goal, self._capacity, self._log_config)
         if is_first:
             for survival in found:
                 log.info("survived: %s", survival.sentence)

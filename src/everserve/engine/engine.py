@@ -19,6 +19,7 @@ from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
+from everserve.engine.parking import Parking
 from everserve.engine.regaining import KvElsewhere, Regained, Regainer
 from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
@@ -120,7 +121,7 @@ class Engine:
         self._prefill_cost = 0
         pool = BlockPool(limits.num_blocks, config.block_size, self._undo, limits.first_block)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
-        self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer)
+        self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer, self._make_parking(journal))
         self._regained: Regained | None = None  # not told yet: the step after it was abandoned
         self._regainer = Regainer(kv_elsewhere, self.scheduler, journal, clock) if kv_elsewhere is not None else None
 
@@ -133,6 +134,12 @@ class Engine:
         for record in journal.adopted.values():
             pool.put_last(block for block in reversed(record.blocks) if pool.has(block))
         return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
+
+    def _make_parking(self, journal: Journal | None) -> Parking | None:
+        first, num = self.limits.parking
+        if journal is None or not num:
+            return None
+        return Parking(BlockPool(num, self.config.block_size, self._undo, first), self._undo, journal)
 
     @property
     def has_work(self) -> bool:
@@ -221,8 +228,7 @@ class Engine:
             raise
         self._count(chunks)
         self.scheduler.commit(chunks)
-        if self._journal is not None:
-            self._journal.clear(self.scheduler.preempted)
+        self._note_preempted()
         for sequence in self.scheduler.started:
             sequence.note_start(began_s)
         advanced, failed = self._advance(results)
@@ -341,6 +347,17 @@ class Engine:
         self.scheduler.abandon()
         if self._journal is not None:
             self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
+
+    def _note_preempted(self) -> None:
+        """In the log: streams that were preempted have no blocks, or those in which they are parked."""
+        if self._journal is None:
+            return
+        for sequence in self.scheduler.preempted:
+            parked = self.scheduler.parked(sequence)
+            if parked is not None:
+                self._journal.park(sequence, parked.num_tokens, parked.blocks)
+            else:
+                self._journal.clear([sequence])
 
     def _without_kv(self, why: str) -> StepResult:
         """The step was abandoned, because KV is not where it was needed. Raises StepAbandoned if heads have no place:

@@ -12,6 +12,9 @@ def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str
     """Every way in which pool, tables, queues and log contradict each other."""
     found = [*_pool_violations(scheduler.pool), *_queue_violations(scheduler), *_ref_violations(scheduler)]
     found += _mask_violations(scheduler)
+    if scheduler.parking is not None:
+        sequences = [*scheduler.waiting, *scheduler.running]
+        found += scheduler.parking.violations([sequence.id for sequence in sequences if sequence.saved is not None])
     if journal is not None:
         found += _index_violations(journal)
         for sequence in scheduler.waiting:

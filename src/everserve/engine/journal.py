@@ -20,6 +20,7 @@ because their streams may be asked for; one that goes on here goes on in its old
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -45,6 +46,7 @@ class JournalEntry:
     num_listed: int = 0  # blocks; what the record's list says
     chain: int = START  # after `num_chained` tokens. Tokens are never taken back, so this stays true
     num_chained: int = 0
+    is_parked: bool = False  # the record is about blocks that only mirrors have (parking.py), and nothing is committed
     chained_for: Masked | None = None  # what the stream's KV was when the chain was computed
 
 
@@ -128,7 +130,7 @@ class Journal:
         if not self._is_computed:
             self.writer.abandon()
         self.settle()
-        self.clear(waiting)
+        self.clear(sequence for sequence in waiting if not self.is_parked(sequence))
         self.clear(sequence for sequence in running if self.num_committed(sequence) > sequence.num_computed)
 
     def commit(self, running: Iterable[Sequence]) -> None:
@@ -186,7 +188,23 @@ class Journal:
             entry = self.entries.get(sequence.id)
             if entry is not None and entry.index is not None:
                 self._give_back(entry.index)
-                entry.index, entry.num_committed, entry.num_listed = None, 0, 0
+                entry.index, entry.num_committed, entry.num_listed, entry.is_parked = None, 0, 0, False
+
+    def park(self, sequence: Sequence, num_tokens: int, blocks: Sequence_[int]) -> None:
+        """This stream has lost its blocks, and so many tokens of it are in these, which are not the pool's. It has no
+        record if too many have: places are for streams that run."""
+        entry = self._entry(sequence)
+        num_parked = sum(entry.is_parked for entry in self.entries.values())
+        if entry.index is None or num_parked >= self.log.shape.num_records // 3:
+            self.clear([sequence])
+            return
+        self.writer.commit_many([Commit(entry.index, entry.key, num_tokens, blocks, 0)])
+        entry.num_committed, entry.num_listed, entry.is_parked = 0, 0, True
+
+    def is_parked(self, sequence: Sequence) -> bool:
+        """Whether its record is about blocks that are not the pool's."""
+        entry = self.entries.get(sequence.id)
+        return entry is not None and entry.is_parked
 
     def cut(self, sequences: Iterable[Sequence]) -> None:
         """These streams have given up the end of their KV, with its blocks. Their records say so at once: the rest of
@@ -253,8 +271,8 @@ class Journal:
         commits: list[Commit] = []
         for sequence in sequences:
             entry = self.entries.get(sequence.id) or self._entry(sequence)
-            if entry.num_committed == sequence.num_computed:
-                continue
+            if entry.num_committed == sequence.num_computed or (entry.is_parked and sequence.saved is not None):
+                continue  # nothing is new, or most is still where it is parked
             if entry.index is None:
                 entry.index = self._take_index(entry.key)
             entry.num_committed = self._num_in_log(sequence, entry.num_committed)
@@ -262,7 +280,7 @@ class Journal:
             # Rarely more: blocks of a step that may still be abandoned are not part of the record yet.
             blocks = sequence.blocks if len(sequence.blocks) == num_blocks else sequence.blocks[:num_blocks]
             commits.append(Commit(entry.index, entry.key, entry.num_committed, blocks, entry.num_listed))
-            entry.num_listed = num_blocks
+            entry.num_listed, entry.is_parked = num_blocks, False
         if commits:
             self.writer.commit_many(commits)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from everserve.plan.prefill import KEYS_ONLY, TokenCost
 from everserve.plan.steps import StepWork
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,7 @@ class EngineLimits:
     num_blocks: int
     vocab_size: int
     first_block: int = 0  # the number of its first block, where others have other blocks of the same memory
+    parking: BlockRange = NO_BLOCKS  # blocks that only mirrors have, for KV of streams that wait
     max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
     max_logits_bytes: int = 128 << 20  # in one step
     token_cost: TokenCost = KEYS_ONLY  # by which homes divide prompts among each other

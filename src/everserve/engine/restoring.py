@@ -170,7 +170,8 @@ class Restorer:
         return blocks
 
     def _is_in_place(self, saved: Saved, source: int) -> bool:
-        return saved.is_own and self._journal.writer.pool_is_in_log and self._pool.is_forgotten(source)
+        is_here = saved.is_own and self._journal.writer.pool_is_in_log and self._pool.has(source)
+        return is_here and self._pool.is_forgotten(source)
 
     def _use_in_place(self, sequence: Sequence, blocks: list[int], chains: NDArray[np.uint64]) -> int:
         """These blocks for the sequence, as far as they hold the tokens that have these chains; returns how many are

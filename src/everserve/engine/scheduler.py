@@ -5,9 +5,10 @@ prompt, then new ones, so that long prompts fill what is left of each step inste
 streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
 While other homes that use the same workers have prompts too, they get a part of it (prefill_share.py).
 
-When blocks run out, the stream admitted last gives its blocks back and waits at the head of the queue; it is
-recomputed later, never dropped. The stream admitted first can take all other streams' blocks, and one stream alone
-always fits (checked when it is added): so at least one stream always advances.
+When blocks run out, the stream that has advanced least recently, among equals the one admitted last, gives its blocks
+back and waits at the head of the queue; it is never dropped. Its KV is parked in the meantime (parking.py), or computed
+again. The stream admitted first can take all other streams' blocks, and one stream alone always fits (checked when it
+is added): so at least one stream always advances.
 
 A stream that another worker had is brought back from a log when it is admitted, as far as possible (restoring.py).
 While others are served, a step does only so much of that; a long stream comes back in several steps.
@@ -24,13 +25,15 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import chain
+from operator import attrgetter
 
 from everserve.config.engine import EngineConfig
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
 from everserve.engine.limits import EngineLimits
+from everserve.engine.parking import Parking
 from everserve.engine.prefill_share import PrefillShare, pending
 from everserve.engine.restoring import Restorer
-from everserve.engine.saved import Restored
+from everserve.engine.saved import Restored, Saved
 from everserve.engine.sequence import Chunk, Sequence, Status, is_of_masked
 from everserve.engine.undo import UndoLog
 from everserve.tables.prompts import PendingPrompt
@@ -47,6 +50,7 @@ class Scheduler:
         pool: BlockPool,
         undo: UndoLog,
         restorer: Restorer | None,
+        parking: Parking | None = None,
     ) -> None:
         self.pool = pool
         self.waiting: deque[Sequence] = deque()
@@ -62,6 +66,8 @@ class Scheduler:
         self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
         self._undo = undo
         self._restorer = restorer
+        self.parking = parking
+        self._num_steps = 0
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
         self._logits_left = 0  # rows of prompts whose logits the current step may still compute
         self._config = config
@@ -120,6 +126,8 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
         self._release_all(sequence)
+        if self.parking is not None:
+            self.parking.release(sequence.id)
         self._undo.commit()
 
     def schedule(self) -> list[Chunk]:
@@ -128,6 +136,8 @@ class Scheduler:
         assert len(self._undo) == 0, "the previous step was neither committed nor abandoned"
         self.preempted, self.restored, self.started = [], [], []
         self.pool.taken.clear()
+        if self.parking is not None:
+            self.parking.begin_step()
         self._restoring_left, self._logits_left = self._limits.max_restored_while_serving, self._limits.max_logits_rows
         self._work_left = self._work.most if self._work is not None else 0.0
         chunks = self._round if self._goes_on() else self._distribute()
@@ -192,11 +202,16 @@ class Scheduler:
     def commit(self, chunks: list[Chunk]) -> None:
         """The step happened: its tokens are computed, and blocks that became full may be shared from now on."""
         block_size = self.pool.block_size
+        self._num_steps += 1
         for sequence, num_tokens, _ in chunks:
+            sequence.last_step = self._num_steps
             num_full_before = sequence.num_computed // block_size
             sequence.num_computed += num_tokens
             if sequence.num_computed // block_size > num_full_before and self._config.enable_prefix_caching:
                 self._publish(sequence, num_full_before)
+        if self.parking is not None:
+            for restored in self.restored:
+                self.parking.release(restored.id)
         self._undo.commit()
 
     def _publish(self, sequence: Sequence, first: int) -> None:
@@ -209,16 +224,20 @@ class Scheduler:
         """The step never happened; but it may have written into every block that it took.
 
         Where such a block had held something, that is lost: a cached prefix is withdrawn, and a stream that was
-        preempted for it stays preempted. All other blocks of the step lie beyond what any stream has computed.
+        preempted for it stays preempted, and parked. All other blocks of the step lie beyond what any stream has
+        computed.
         """
         self._round = []  # its blocks may be taken by other streams
-        overwritten, victims = self.pool.taken, self.preempted
+        overwritten, victims = self.pool.taken, [(victim, self.parked(victim)) for victim in self.preempted]
         self._undo.rollback()
         for block in overwritten:
             self.pool.withdraw(block)
-        for victim in victims:
+        for victim, parked in victims:
             if not overwritten.isdisjoint(victim.blocks):
                 self._preempt(victim)
+                if parked is not None and self.parking is not None:
+                    self.parking.park_again(victim, parked)
+                    victim.saved = parked
         self._undo.commit()
         self.preempted, self.restored, self.started = [], [], []
 
@@ -272,23 +291,29 @@ class Scheduler:
             return 0
         self._note_masked(sequence)
         while (room := self._grow(sequence, num_tokens)) == 0:
-            scheduled = {chunk.sequence.id for chunk in chunks}
-            victim = next((s for s in reversed(self.running) if s.id not in scheduled), None)
-            assert victim is not None, "this sequence itself is not scheduled yet"
+            victim = self._victim({chunk.sequence.id for chunk in chunks})
             if victim is sequence and len(self.running) > 1:
-                if sequence.num_pending == 1:
-                    self._preempt(
-                        sequence
-                    )  # the newest decoding stream is preempted; a prompt just waits for the next step
+                if sequence.num_pending == 1:  # a prompt just waits for the next step
+                    self._preempt(sequence, parks=True)
                 return 0
             assert victim is not sequence, "one sequence alone must fit into the pool"
-            self._preempt(victim)
+            self._preempt(victim, parks=True)
         if self._work is not None and sequence.num_pending > 1:
             self._work_left -= self._work.cost(sequence.num_computed, room)
         chunks.append(Chunk(sequence, room, completes=room == sequence.num_pending))
         if sequence.wants_prompt_logprobs:
             self._logits_left -= room
         return room
+
+    def _victim(self, scheduled: set[str]) -> Sequence:
+        """Who gives up its blocks: not one that this step has already, and the one admitted first only for itself."""
+        left = [sequence for sequence in self.running if sequence.id not in scheduled]
+        others = [sequence for sequence in left if sequence is not self.running[0]] or left
+        return min(reversed(others), key=attrgetter("last_step"))
+
+    def parked(self, sequence: Sequence) -> Saved | None:
+        """Its KV while it waits, if that is somewhere."""
+        return self.parking.find(sequence) if self.parking is not None else None
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         """Start waiting sequences, in order, while budget, places in the batch and blocks last."""
@@ -324,7 +349,7 @@ class Scheduler:
         self.started.append(sequence)
         self._undo.record(self.running.pop)
         self._undo.assign(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
-        self._undo.assign(sequence, num_restored=0, restoring_s=0.0)
+        self._undo.assign(sequence, num_restored=0, restoring_s=0.0, last_step=self._num_steps)
         if sequence.num_output == 0:
             self._undo.assign(sequence, num_cached=sequence.num_computed)
         self._undo.record(sequence.blocks.clear)
@@ -353,8 +378,11 @@ class Scheduler:
         self.restored.append(Restored(sequence.id, sequence.num_restored, num_again, sequence.restoring_s * 1000))
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """running -> waiting, at the head of the queue; its tokens will be computed again."""
+    def _preempt(self, sequence: Sequence, parks: bool = False) -> None:
+        """running -> waiting, at the head of the queue; its KV is parked if possible, or will be computed again."""
+        parked = self.parking.park(sequence) if parks and self.parking is not None else None
+        if parked is not None:
+            self._undo.assign(sequence, saved=parked)
         index = self.running.index(sequence)
         self.running.pop(index)
         self._undo.record(self.running.insert, index, sequence)

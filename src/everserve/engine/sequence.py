@@ -68,6 +68,7 @@ class Sequence:
         self.saved = saved  # KV to be brought back; None once that was tried
         self.num_restored = 0  # tokens brought back since admission
         self.restoring_s = 0.0
+        self.last_step = 0  # the number of the last step in which it advanced or was admitted
         self.masked: Masked | None = None  # what is computed from there on is not exact; None: all of it is
         self.blocks: list[int] = []
         self.status = Status.WAITING

@@ -7,6 +7,7 @@ from everserve.config.engine import EngineConfig
 from everserve.errors import ConfigError
 from everserve.kvlog.layout import LogShape
 from everserve.memory.kv_pieces import KvShape
+from everserve.memory.pieces.parity_layout import ParityShape
 from everserve.model.config import ModelConfig
 from everserve.plan.sizing import num_kv_blocks
 from everserve.tables.calls import ShardKind
@@ -35,9 +36,17 @@ class KvSizes:
         piece_bytes = 2 * self.log.block_size * self.log.piece_bytes
         return KvShape(capacity.devices * self.num_blocks, num_pieces, piece_bytes, self.log.block_size)
 
+    def parity(self, model: ModelConfig, capacity: Capacity) -> ParityShape:
+        """What such a worker keeps of other workers' pools."""
+        assert capacity.devices is not None, "divided heads have devices"
+        return ParityShape(self.pieces(model, capacity), capacity.devices, max_members=max(capacity.devices - 1, 1))
+
     def records(self, num_devices: int) -> LogShape:
-        """The log of a home whose streams' KV is kept by other workers: block numbers are those of all homes."""
-        return replace(self.log, num_blocks=num_devices * self.num_blocks)
+        """The log of a home whose streams' KV is kept by other workers: block numbers are those of all homes, and
+        those that only mirrors have; and streams that wait may have records too."""
+        return replace(
+            self.log, num_blocks=2 * num_devices * self.num_blocks, num_records=self.log.num_records * 3 // 2
+        )
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":

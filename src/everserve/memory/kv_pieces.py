@@ -20,10 +20,14 @@ import errno
 import fcntl
 import os
 import struct
+import time
+from collections.abc import Callable
 
 from everserve.memory.pieces.layout import NOBODY, PAGE, KvMemory, KvShape, owner_of
 from everserve.memory.pieces.library import load
 from everserve.memory.pieces.mirror import Mirror
+from everserve.memory.pieces.parity import Parity
+from everserve.memory.pieces.parity_layout import ParityMemory, ParityShape
 
 __all__ = ["KvPieces", "KvShape", "PoolInUseError"]
 
@@ -39,9 +43,18 @@ class KvPieces:
 
     `mirror_fd`: of a second memory, if there is one, into which everything is copied that is stored here. New memory
     takes over from it which piece belongs to which head: so what the mirror has can be fetched (pieces/sources.py).
+    `parity_fd`: of memory for the parity of other workers' pools, which has this shape.
     """
 
-    def __init__(self, fd: int, shape: KvShape, mirror_fd: int | None = None) -> None:
+    def __init__(
+        self,
+        fd: int,
+        shape: KvShape,
+        mirror_fd: int | None = None,
+        parity_fd: int | None = None,
+        parity_shape: ParityShape | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.shape = shape
         # A description of our own: locks of descriptors that were passed between processes are one lock.
         self._lock_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -51,13 +64,21 @@ class KvPieces:
         except (PoolInUseError, ValueError):
             os.close(self._lock_fd)
             raise
-        self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape)) if mirror_fd is not None else None
+        self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape.mirrored)) if mirror_fd is not None else None
         if not self.memory.is_signed:
             owners = self.mirror.owners if self.mirror is not None else None
             self.memory.sign(owners or [NOBODY] * shape.num_pieces, _new_id())
         if self.mirror is not None:
             self.mirror.note_owners()
+        self.parity_shape, self.parity = parity_shape, None
+        if parity_fd is not None and parity_shape is not None:
+            self.parity = Parity(ParityMemory(parity_fd, parity_shape), clock)
         self._is_used = [False] * shape.num_pieces  # by this process
+
+    @property
+    def num_parking(self) -> int:
+        """Blocks that only the mirror has."""
+        return self.mirror.memory.shape.num_blocks - self.shape.num_blocks if self.mirror is not None else 0
 
     @property
     def id(self) -> int:
@@ -101,6 +122,8 @@ class KvPieces:
         load().brief.es_pieces_sign(self.memory.address, kv_slots, chains, num_rows, pieces, num_pieces)
         if self.mirror is not None:
             self.mirror.note(kv_slots, num_rows, pieces, num_pieces)
+        if self.parity is not None:
+            self.parity.note(kv_slots, chains, num_rows)
 
     def close(self) -> None:
         """Gives up the lock. The memory stays mapped for as long as there is a view of it."""

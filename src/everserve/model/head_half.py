@@ -30,6 +30,10 @@ class KvPool(Protocol):
     def id_address(self) -> int:
         """Where the pool's identity is: a number that changes when KV was lost."""
 
+    @property
+    def num_parking(self) -> int:
+        """Blocks that only its mirror has."""
+
     def piece_of(self, layer: int, head: int) -> int:
         """The piece of this head, from now on. KV of another one may be lost by that, but not silently."""
 

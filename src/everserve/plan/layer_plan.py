@@ -24,7 +24,8 @@ class Room(NamedTuple):
 
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
-    The last `num_dealt` experts should be served by all workers. Without `has_copies` no other gets a second place. Of
+    The last `num_dealt` experts should be served by all workers. No other has more places than `most_places` (None: as
+    many as there are slots for). Of
     equals the worker with number `turn` is the first, then the next one."""
 
     def __init__(
@@ -34,11 +35,11 @@ class LayerPlan:
         before: Sequence[SeatBefore],
         dealing: Dealing | None = None,
         num_dealt: int = 0,
-        has_copies: bool = True,
+        most_places: int | None = None,
         turn: int = 0,
     ) -> None:
         self.rooms = rooms
-        self.has_copies = has_copies
+        self.most_places = most_places
         self.order = {room.rank: (i - turn) % len(rooms) for i, room in enumerate(rooms)}
         self.num_homeless = 0  # experts that no worker served before
         self.loads = loads
@@ -50,7 +51,9 @@ class LayerPlan:
         self.dealt = range(len(loads) - num_dealt, len(loads))
         # Places that every other expert gets before any gets more, as far as there are devices.
         num_left = sum(room.num_slots for room in rooms) - num_dealt * len(rooms)
-        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1) if has_copies else 1
+        self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1)
+        if most_places is not None:
+            self.num_copies = min(self.num_copies, most_places)
         for rank, active, shadows in before:
             for expert in (*active, *shadows) if rank in self.by_rank else ():
                 self.put(expert, rank)

@@ -15,7 +15,8 @@ another one is planned like it. Of workers that have as little to do, whole expe
 is as slow as its busiest worker, so different patterns would gain nothing. Shards that every row needs (plan/shards.py)
 go to each of them in turn, from call to call, so that no worker ends up with the lost shard of every layer. Where a
 remainder is to be dealt (tables/placement.py), it gets an active place on every worker that has a slot left.
-Heads get no copies: their KV is in one place.
+Heads have as many places as they were to have at the start (`Placement.head_copies`), by default one: there are slots
+for all of them everywhere, and their KV is in one place anyway.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -57,10 +58,10 @@ def replan(
         num_dealt = before.num_dealt(index, len(rooms))
         kind = before.calls[index].kind
         turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
-        has_copies = kind is not ShardKind.HEAD
-        key = places, load, here, num_dealt, has_copies, turn
+        most_places = 1 + before.head_copies if kind is ShardKind.HEAD else None
+        key = places, load, here, num_dealt, most_places, turn
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, has_copies, turn)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, most_places, turn)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
         num_homeless[kind] += planned[key].num_homeless
@@ -85,8 +86,8 @@ def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan
 class _Layer(LayerPlan):
     def plan(self, may_move: bool = False) -> None:
         self.num_homeless = sum(not homes for homes in self.homes)
-        if not self.has_copies:
-            self._drop_copies()
+        if self.most_places is not None:
+            self._drop_copies(self.most_places)
         self._drop_what_does_not_fit()
         self._cover()
         self._separate()
@@ -95,19 +96,19 @@ class _Layer(LayerPlan):
         self._level()
         self._deal()
         is_disturbed = any(ranks and not homes for ranks, homes in zip(self.places, self.homes, strict=True))
+        is_disturbed &= self.most_places is None  # another home of a head would have to get its KV
         self._choose_homes()
         if may_move or is_disturbed or not all(map(self.active_on, self.held)):
             lower_the_busiest(self, may_move=may_move)  # else it stays as it was balanced: loads may not be known
 
-    def _drop_copies(self) -> None:
-        """One place for each: where it is served, or else where there is least. What is held beyond the plan stays
+    def _drop_copies(self, most: int) -> None:
+        """So many places for each: where it is served, then where there is least. What is held beyond the plan stays
         until its slot is needed."""
         for expert, places in enumerate(self.places):
-            if expert in self.dealt or len(places) < 2:
-                continue
-            kept = min(self.homes[expert] or places, key=self._how_full)
-            for rank in [rank for rank in places if rank != kept]:
-                self.take(expert, rank)
+            homes = self.homes[expert]
+            while expert not in self.dealt and len(places) > most:
+                worst = max(places, key=lambda rank: (rank not in homes, self._how_full(rank)))
+                self.take(expert, worst)
 
     def _drop_what_does_not_fit(self) -> None:
         """A worker may have fewer slots than before."""

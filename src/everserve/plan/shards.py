@@ -40,21 +40,25 @@ class _Pattern(NamedTuple):
 
 
 def place_shards(
-    calls: Sequence[Call], ranks: Sequence[Rank], num_shadows: int | None, spread: Spread = Spread.DEALT
+    calls: Sequence[Call],
+    ranks: Sequence[Rank],
+    num_shadows: int | None,
+    spread: Spread = Spread.DEALT,
+    num_copies: int = 0,
 ) -> Placement:
     """Active places for all shards, and up to `num_shadows` copies per worker and call of shards that other workers
-    serve. None: the fewest that give every shard a second place. Heads get no copies: a copy of a head's weights
-    has not its KV, and the replacement of a dead worker finds that."""
+    serve. None: the fewest that give every shard a second place. At least `num_copies` of each, and so many of each
+    head: a copy of a head's weights has not its KV, and by default the replacement of a dead worker finds that."""
     assert ranks and len(set(ranks)) == len(ranks), ranks
-    _check_shadows(calls, len(ranks), num_shadows)
+    _check_shadows(calls, len(ranks), num_shadows, num_copies)
     offset = dict.fromkeys(ShardKind, 0)
     found: dict[tuple[int, int, int | None], _Pattern] = {}
     patterns = []
     for call in calls:
-        copies = 0 if call.kind is ShardKind.HEAD else num_shadows
-        key = call.num_shards, offset[call.kind] % len(ranks), copies
+        shadows = 0 if call.kind is ShardKind.HEAD else num_shadows
+        key = call.num_shards, offset[call.kind] % len(ranks), shadows
         if key not in found:
-            found[key] = _pattern(*key[:2], len(ranks), copies, spread)
+            found[key] = _pattern(*key[:2], len(ranks), shadows, num_copies, spread)
         patterns.append(found[key])
         offset[call.kind] += call.num_shards
     seats = tuple(
@@ -63,10 +67,13 @@ def place_shards(
         )
         for i, rank in enumerate(ranks)
     )
-    return Placement(calls=tuple(calls), seats=seats, deals_remainder=spread is Spread.DEALT)
+    deals = spread is Spread.DEALT
+    return Placement(calls=tuple(calls), seats=seats, deals_remainder=deals, head_copies=num_copies)
 
 
-def _pattern(num_shards: int, offset: int, num_seats: int, num_shadows: int | None, spread: Spread) -> _Pattern:
+def _pattern(
+    num_shards: int, offset: int, num_seats: int, num_shadows: int | None, num_copies: int, spread: Spread
+) -> _Pattern:
     num_dealt = num_shards % num_seats if spread is Spread.DEALT and num_seats <= num_shards else 0
     num_single = num_shards - num_dealt
     if spread is Spread.CONTIGUOUS:
@@ -75,13 +82,17 @@ def _pattern(num_shards: int, offset: int, num_seats: int, num_shadows: int | No
         turns = [(offset + shard) % num_seats for shard in range(num_single)]
         singles = [tuple(s for s, turn in enumerate(turns) if turn == seat) for seat in range(num_seats)]
     most = max(map(len, singles))
-    wanted = most if num_shadows is None else num_shadows
+    wanted = max(most if num_shadows is None else num_shadows, num_copies * most)
     shadows = place_shadows(singles, min(wanted, num_single - num_single // num_seats) if num_seats > 1 else 0)
     dealt = tuple(range(num_single, num_shards))
     return _Pattern(tuple(share + dealt for share in singles), tuple(map(tuple, shadows)))
 
 
-def _check_shadows(calls: Sequence[Call], num_seats: int, num_shadows: int | None) -> None:
+def _check_shadows(calls: Sequence[Call], num_seats: int, num_shadows: int | None, num_copies: int) -> None:
+    if not 0 <= num_copies < num_seats:
+        raise ConfigError(
+            f"--shadow-shards {num_copies}: on {num_seats} devices a shard has at most {num_seats - 1} further places"
+        )
     widest = max((call.num_shards for call in calls), default=0)
     most_useful = widest - widest // num_seats
     if num_shadows is not None and not 0 <= num_shadows <= most_useful:

@@ -6,10 +6,12 @@
     devices lost    at once                             when survivors have           when a device returns
                                                         loaded it
 
-Heads have no second place. Their KV outlives processes, so streams wait for the successor, which finds it; with their
-device it is lost, and what there is of it elsewhere is a mirror in the memory of the host.
+Where heads are divided their KV outlives processes. With a device it is lost, and there is what its shadow gives: all
+of it (mirror), that of one device (parity), or nothing. Heads without a second place wait for the successor, which
+finds their KV.
 """
 
+from everserve.config.kvlog import LogConfig
 from everserve.plan.placement import survivable_losses
 from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
@@ -20,8 +22,8 @@ from everserve.tables.survival import Kv, Survival, Weights
 _NUMBERS = {1: "one", 2: "two"}
 
 
-def survivals(goal: Goal, capacity: Capacity, kv_log: str) -> tuple[Survival, ...]:
-    """Of the workers that there should be now. `kv_log`: where KV outlives its worker (`--kv-log`)."""
+def survivals(goal: Goal, capacity: Capacity, log: LogConfig) -> tuple[Survival, ...]:
+    """Of the workers that there should be now. `log`: where KV outlives its worker, and its device."""
     seats = [s for s in goal.seats if s.wanted is not Wanted.RETIRE and s.device not in goal.absent]
     domains = {"process": len(seats), "device": len({seat.device for seat in seats})}
     found = []
@@ -29,15 +31,26 @@ def survivals(goal: Goal, capacity: Capacity, kv_log: str) -> tuple[Survival, ..
         is_device = name == "device"
         for num in (num for num in _NUMBERS if num <= num_there):
             weights = _weights(goal, seats, capacity, num, is_device=is_device)
-            is_kept = kv_log == "mirror" or (kv_log == "anchor" and not is_device)
             found.append(
                 Survival(
                     failure=f"any {_NUMBERS[num]} {name if num == 1 else _plural(name)}",
                     weights=weights,
-                    kv=Kv.KEPT if is_kept else Kv.COMPUTED,
+                    kv=_kv(_has_heads(goal.placement), log, num, is_device=is_device),
                 )
             )
     return tuple(found)
+
+
+def _kv(has_heads: bool, log: LogConfig, num: int, *, is_device: bool) -> Kv:
+    if log.mode == "off":
+        return Kv.COMPUTED
+    if not is_device or (log.kv_shadow if has_heads else log.mode) == "mirror":
+        return Kv.KEPT
+    return Kv.REBUILT if has_heads and log.kv_shadow == "parity" and num == 1 else Kv.COMPUTED
+
+
+def _has_heads(placement: Placement | None) -> bool:
+    return placement is not None and any(call.kind is ShardKind.HEAD for call in placement.calls)
 
 
 def repairable_devices(goal: Goal, placement: Placement, capacity: Capacity) -> int:
@@ -59,12 +72,11 @@ def _weights(goal: Goal, seats: list[SeatGoal], capacity: Capacity, num: int, *,
     if not there:
         return Weights.RETURN
     placement = Placement(calls=goal.placement.calls, seats=there)
-    has_heads = any(call.kind is ShardKind.HEAD for call in placement.calls)
-    if has_heads and not is_device:
-        return Weights.SUCCESSOR
     device_of = {seat.rank: seat.device if is_device else seat.rank for seat in seats}
-    if not has_heads and survivable_losses(placement, device_of) >= num:
+    if survivable_losses(placement, device_of) >= num:
         return Weights.AT_ONCE
+    if _has_heads(placement) and not is_device:
+        return Weights.SUCCESSOR
     if repairable_devices(goal, placement, capacity) >= num:
         return Weights.LOADED
     return Weights.RETURN if is_device else Weights.SUCCESSOR

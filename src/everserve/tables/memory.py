@@ -6,6 +6,7 @@
     kv              an attention worker on a device    the blocks of that log, where the KV cache outlives its worker
     kv-pieces       an expert seat                     the KV of its heads, for all streams (memory/kv_pieces.py)
     kv-mirror       an expert seat                     a copy of that, which is not lost with a device
+    kv-parity       an expert seat                     what others' heads are rebuilt from (memory/pieces/parity.py)
     lane            an attention and an expert worker  requests and answers between the two
     bell            an expert seat on a device         rung when a request was sent
     weights         a seat on a device; with           shared by all seats there with the same weights; it
@@ -33,6 +34,7 @@ class Kind(StrEnum):
     KV = "kv"
     KV_PIECES = "kv-pieces"
     KV_MIRROR = "kv-mirror"
+    KV_PARITY = "kv-parity"
     LANE = "lane"
     BELL = "bell"
     WEIGHTS = "weights"

@@ -46,11 +46,13 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """All expert seats. `deals_remainder`: shards that cannot be shared evenly, the last ones of each call, should have
-    an active place on every seat, so that their rows are dealt among all."""
+    an active place on every seat, so that their rows are dealt among all. `head_copies`: further places of each head;
+    other shards have as many as there are slots for."""
 
     calls: tuple[Call, ...]  # tables are indexed by position in this tuple
     seats: tuple[SeatExperts, ...]
     deals_remainder: bool = False
+    head_copies: int = 0
 
     def __post_init__(self) -> None:
         for seat in self.seats:

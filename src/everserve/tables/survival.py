@@ -18,6 +18,7 @@ class Kv(StrEnum):
     """How streams get KV again that was lost."""
 
     KEPT = "KV is restored"
+    REBUILT = "KV is rebuilt from parity"
     COMPUTED = "KV that is lost is computed again"
 
 

@@ -268,7 +268,8 @@ class StreamMoved(Event, frozen=True):
 
 
 class StreamRestored(Event, frozen=True):
-    """An attention worker has taken over a stream: how much of its KV came from a log, and how much is recomputed."""
+    """An attention worker has taken over a stream, or goes on with one that was parked (`from_rank` -1): how much of
+    its KV came from a log, and how much is recomputed."""
 
     rank: int
     request_id: str

@@ -4,7 +4,8 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   WeightsJoined, WeightsLeft, KvJoined, KvLeft, Leave, Hang, Fenced, Shutdown
+                                   WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang, Fenced,
+                                   Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
                                    Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
@@ -216,8 +217,8 @@ class WeightsLeft(Message, frozen=True):
 
 
 class KvJoined(Message, frozen=True):
-    """Orchestrator to expert worker: the pool of another expert seat's heads, or its mirror, to fetch KV from. Replaces
-    what was announced as that before. + fd: the memory."""
+    """Orchestrator to expert worker: the pool of another expert seat's heads, its mirror, or its parity, to fetch KV
+    from. Replaces what was announced as that before. + fd: the memory."""
 
     rank: Rank
     kind: Kind
@@ -228,6 +229,13 @@ class KvLeft(Message, frozen=True):
 
     rank: Rank
     kind: Kind
+
+
+class KvGrouped(Message, frozen=True):
+    """Orchestrator to expert worker: of these heads it keeps the parity (--kv-shadow parity). By home, then by group:
+    (layer, head). Replaces what it was told before."""
+
+    groups: list[list[list[tuple[int, int]]]]
 
 
 class Leave(Message, frozen=True):
@@ -768,6 +776,7 @@ AnyMessage = (
     | WeightsLeft
     | KvJoined
     | KvLeft
+    | KvGrouped
     | Leave
     | Hang
     | Fenced

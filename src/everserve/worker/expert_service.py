@@ -25,6 +25,7 @@ from everserve.wire.messages import (
     ExpertReport,
     Fenced,
     FillSlots,
+    KvGrouped,
     KvJoined,
     KvLeft,
     Leave,
@@ -146,6 +147,9 @@ class ExpertService(ABC):
     def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:  # noqa: B027 (only where heads are divided)
         """That memory is lost."""
 
+    def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:  # noqa: B027 (likewise)
+        """The parity kept here is that of these heads, by home and group."""
+
     def report_slots(self) -> None:
         """Report what all slots hold; sent before Ready."""
         self._control.send(SlotsReported(slots=self.slots.held))
@@ -229,6 +233,8 @@ class ExpertService(ABC):
             self._offer_kv(message.rank, message.kind, fd)
         elif isinstance(message, KvLeft):
             self._withdraw_kv(message.rank, message.kind)
+        elif isinstance(message, KvGrouped):
+            self._regroup_kv(message.groups)
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif isinstance(message, Leave):

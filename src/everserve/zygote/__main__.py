@@ -207,4 +207,6 @@ def _be_worker(message: ForkWorker, fds: list[int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    os._exit(status)  # taking torch's modules apart would be half a second of work for nothing

@@ -23,8 +23,9 @@ from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
 from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
-from everserve.memory.kv_pieces import KvPieces, KvShape, PoolInUseError
+from everserve.memory.kv_pieces import KvPieces, PoolInUseError
 from everserve.memory.names import KV_CACHE
+from everserve.memory.pieces.parity_layout import ParityShape
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
@@ -37,7 +38,7 @@ from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.prefill import TokenCost
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
-from everserve.tables.block_ranges import block_range_of
+from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of, parking_range_of
 from everserve.tables.calls import ShardKind
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, SeatSlots
@@ -113,15 +114,11 @@ def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertH
     return half
 
 
-def load_heads(opened: Opened, start: StartWorker, pool_fd: int, mirror_fd: int | None) -> tuple[HeadHalf, KvPieces]:
-    """The heads of one seat, and their KV in the seat's own memory, where a predecessor may have left some. The
-    descriptors are ours."""
+def load_heads(opened: Opened, start: StartWorker, memory: dict[Kind, int]) -> tuple[HeadHalf, KvPieces]:
+    """The heads of one seat, and their KV in the seat's own memory, where a predecessor may have left some."""
     model, slots, settings = opened.model, start.slots, start.settings
     assert slots is not None
-    kv = _open_pool(pool_fd, opened.sizes.pieces(model, start.capacity), mirror_fd)
-    for fd in (pool_fd, mirror_fd):
-        if fd is not None:
-            os.close(fd)
+    kv = _open_pool(opened, start, memory)
     shape = (kv.shape.num_blocks, kv.shape.num_pieces, 2, settings.engine.block_size, model.head_size)
     kv_pool = torch.frombuffer(kv.blocks, dtype=resolve_dtype(settings.model.dtype, model)).view(shape)
     held = {
@@ -139,12 +136,22 @@ def load_heads(opened: Opened, start: StartWorker, pool_fd: int, mirror_fd: int 
     return half, kv
 
 
-def _open_pool(fd: int, shape: KvShape, mirror_fd: int | None) -> KvPieces:
+def _open_pool(opened: Opened, start: StartWorker, memory: dict[Kind, int]) -> KvPieces:
+    """With its mirror or its parity; takes over the descriptors."""
+    fd, shadows = memory.pop(Kind.KV_PIECES), [memory.pop(kind, None) for kind in (Kind.KV_MIRROR, Kind.KV_PARITY)]
+    pool = _wait_for_pool(fd, opened.sizes.parity(opened.model, start.capacity), *shadows)
+    for one in (fd, *shadows):
+        if one is not None:
+            os.close(one)
+    return pool
+
+
+def _wait_for_pool(fd: int, parity: ParityShape, mirror_fd: int | None, parity_fd: int | None) -> KvPieces:
     """A predecessor that was stopped is killed within seconds; until then it could write to the pool."""
     deadline = time.monotonic() + _PREDECESSOR_S
     while True:
         try:
-            return KvPieces(fd, shape, mirror_fd)
+            return KvPieces(fd, parity.pool, mirror_fd, parity_fd, parity)
         except PoolInUseError:
             if time.monotonic() > deadline:
                 raise
@@ -223,6 +230,7 @@ class EngineBuilder:
                 max_model_len=sizes.max_model_len,
                 num_blocks=sizes.num_blocks,
                 first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
+                parking=self._parking() if heads is not None else NO_BLOCKS,
                 vocab_size=self._opened.model.vocab_size,
                 token_cost=TokenCost.of_model(self._opened.model),
             ),
@@ -234,6 +242,14 @@ class EngineBuilder:
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
         forward.experts, kv = experts, heads if heads is not None else kv
         return engine
+
+    def _parking(self) -> BlockRange:
+        """Blocks that only mirrors have."""
+        num_homes, rank = self._start.capacity.devices, self._start.rank
+        if self._start.settings.log.kv_shadow != "mirror":
+            return NO_BLOCKS
+        assert num_homes is not None, "divided heads have devices"
+        return parking_range_of(rank, self._opened.sizes.num_blocks, num_homes)
 
     def _no_heads(self) -> Heads:
         return NoHeads(self._opened.model.num_heads * self._opened.model.head_size)

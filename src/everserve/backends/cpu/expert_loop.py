@@ -6,6 +6,7 @@ from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
 from everserve.memory.kv_pieces import KvPieces
 from everserve.memory.liveness import Cell, PeerState, Warden
+from everserve.memory.pieces.layout import owner_of
 from everserve.memory.pieces.sources import KvSources
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
@@ -20,7 +21,7 @@ from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.slot_changes import ChangeableSlots
 
-_MIRRORED_AT_ONCE = 1 << 18  # bytes: a request that comes meanwhile waits for some 50 us
+_SHADOWED_AT_ONCE = 1 << 18  # bytes: a request that comes meanwhile waits for some 50 us
 
 
 class ExpertLoop(ExpertService):
@@ -50,7 +51,6 @@ class ExpertLoop(ExpertService):
         # Homes share the pool in equal parts: there is one home on each device.
         self._blocks_per_home = len(heads.kv_pool) // (start.capacity.devices or 1) if heads is not None else 0
         self._kv = KvSources(kv) if kv is not None else None
-        self._mirror = kv.mirror if kv is not None else None
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
         self._timeout_s = 0.0
@@ -79,7 +79,7 @@ class ExpertLoop(ExpertService):
 
     def _wait(self) -> None:
         timeout_s = self._changes.wait_s(self._timeout_s)
-        if self._server.fetches or (self._mirror is not None and self._mirror.num_waiting and not self._pending):
+        if self._server.fetches or (self._kv is not None and not self._pending and self._kv.has_to_shadow):
             timeout_s = 0.0
         self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
 
@@ -88,8 +88,8 @@ class ExpertLoop(ExpertService):
             self._server.fetch_next(self._kv)
             self._timeout_s = 0.0  # requests may have come meanwhile, and have not been looked at
             return
-        if self._mirror is not None and self._mirror.num_waiting and not self._pending:
-            self._mirror.copy_some(_MIRRORED_AT_ONCE)
+        if self._kv is not None and self._kv.has_to_shadow and (not self._pending or self._kv.is_behind):
+            self._kv.shadow_some(_SHADOWED_AT_ONCE)
         choice = choose(self._pending, self._healthy_positions(), time.monotonic_ns(), self._policy)
         if choice.batch:
             self._compute(choice)
@@ -123,6 +123,10 @@ class ExpertLoop(ExpertService):
     def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:
         if self._kv is not None:
             self._kv.withdraw(rank, kind)
+
+    def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:
+        if self._kv is not None:
+            self._kv.regroup([[[owner_of(*head) for head in group] for group in home] for home in groups])
 
     def _close(self, rank: Rank) -> None:
         self._drop_pending(rank)

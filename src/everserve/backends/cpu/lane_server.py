@@ -71,7 +71,7 @@ class _Server(ctypes.Structure):
         *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held", "rows_of")),
         *((name, _int64) for name in ("num_slots", "pieces", "num_calls", "token_R", "slot_R", "y_R")),
         *((name, _int64) for name in ("pool", "num_heads", "answer_size", "num_positions", "block_size")),
-        ("num_blocks", _int64),
+        *((name, _int64) for name in ("num_blocks", "num_parking")),
         *((name, _int64) for name in ("pages", "head_requests", "head_slots", "head_pieces")),
         *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
         ("num_refused", _int64),
@@ -191,7 +191,7 @@ class LaneServer:
             ctypes.addressof(self._tables.pieces),
             self._tables.num_calls,
             *self._index_addresses,
-            *(self._head_fields(heads, shape) if heads is not None else [0] * 10),
+            *(self._head_fields(heads, shape) if heads is not None else [0] * 11),
             round(spin_us * 1e3),
         )
         self._address = ctypes.addressof(self._server)
@@ -212,7 +212,7 @@ class LaneServer:
         self._head_places = [Memory(_INT32_BYTES * _MAX_REQUESTS * num_heads) for _ in range(2)]
         return [
             *(heads.kv.id_address, num_heads, heads.answer_size, heads.max_model_len, heads.block_size),
-            len(heads.kv_pool),
+            *(len(heads.kv_pool), heads.kv.num_parking),
             *(self._pages.address, ctypes.addressof(self._head_requests)),
             *(memory.address for memory in self._head_places),
         ]

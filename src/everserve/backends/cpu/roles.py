@@ -87,8 +87,7 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
     slots: ChangeableSlots
     heads, kv = None, None
     if opened.model.divides_heads:
-        mirror_fd = around.memory.pop(Kind.KV_MIRROR, None)
-        heads, kv = load_heads(opened, start, around.memory.pop(Kind.KV_PIECES), mirror_fd)
+        heads, kv = load_heads(opened, start, around.memory)
     if source.weights == "memory":
         experts, slots = load_into_memory(opened, start, around.memory, check_source)
     else:

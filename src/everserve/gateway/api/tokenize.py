@@ -74,8 +74,8 @@ async def detokenize(http_request: Request) -> Response:
 @router.get("/tokenizer_info", openapi_extra=describe(dict[str, Any]))
 async def tokenizer_info(request: Request) -> Response:
     """tokenizer_config.json, with the class, special tokens and chat template in use."""
-    tokenizer = gateway_of(request).tokenizer
-    info: dict[str, Any] = {**tokenizer.config, **tokenizer.special_tokens}
-    info["tokenizer_class"] = tokenizer.class_name
-    info["chat_template"] = tokenizer.chat_template
+    files = gateway_of(request).tokenizer.files
+    info: dict[str, Any] = {**files.config, **files.special_tokens}
+    info["tokenizer_class"] = files.class_name
+    info["chat_template"] = files.chat_template
     return JsonResponse(info)

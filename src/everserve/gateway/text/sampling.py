@@ -14,7 +14,8 @@ from typing import TypeVar
 from everserve.errors import ModelError, RequestError
 from everserve.gateway.http.errors import not_supported
 from everserve.gateway.http.requests import ONLY_FALSE, UNSUPPORTED, ChatRequest, CompletionRequest, GenerationRequest
-from everserve.gateway.text.tokenizer import read_json, too_long
+from everserve.gateway.text.tokenizer import too_long
+from everserve.gateway.text.tokenizer_files import read_json
 from everserve.tables.requests import MAX_STOP_IDS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16

@@ -1,24 +1,19 @@
-"""The model's tokenizer and chat template. The only file of the package that imports transformers.
-
-A directory with a `tokenizer.json` is read by transformers' generic class for such files, which needs neither torch nor
-the model's own code (1 s to import instead of 4). Anything older goes through AutoTokenizer, which can convert it.
-"""
+"""The model's tokenizer and chat template, as the gateway uses them: in slices and threads, so that streams go on."""
 
 import asyncio
-import inspect
-import json
 import os
-import textwrap
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jinja2
-from tokenizers import Tokenizer
 
 from everserve.errors import ConfigError, ModelError, RequestError
+from everserve.gateway.text.chat_template import RESERVED, ChatTemplate
 from everserve.gateway.text.detokenizer import DecodingVocabulary, Detokenizer
+from everserve.gateway.text.tokenizer_files import TokenizerFiles, read_tokenizer
 
 _LONG_TEXT = 4096  # characters; beyond that (about a millisecond) a thread does it, and the event loop goes on
 _VERY_LONG_TEXT = 1 << 18  # these have a thread of their own, so that they delay only each other
@@ -29,36 +24,18 @@ _T = TypeVar("_T")
 class ModelTokenizer:
     """Text to tokens, tokens to text, messages to text."""
 
-    def __init__(self, hf_tokenizer: Any, config: dict[str, Any]) -> None:
-        self._hf = hf_tokenizer
-        self._backend: Tokenizer = hf_tokenizer.backend_tokenizer
-        self._backend.no_truncation()
-        self._backend.no_padding()
+    def __init__(self, files: TokenizerFiles) -> None:
+        self._backend = files.backend
         self._plain = DecodingVocabulary(self._backend, skip_special_tokens=False)
         self._without_special = DecodingVocabulary(self._backend, skip_special_tokens=True)
         self._token_texts: dict[int, str] = {}
         self._longest_token = max(map(len, self._backend.get_vocab()))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._thread_for_very_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
-        self._not_for_templates = frozenset(inspect.signature(hf_tokenizer.apply_chat_template).parameters)
-        self.config = config  # tokenizer_config.json, for /tokenizer_info
-        self.eos_id: int | None = hf_tokenizer.eos_token_id
-
-    @property
-    def chat_template(self) -> str | None:
-        template = self._hf.chat_template
-        if isinstance(template, dict):  # several, by name
-            template = template.get("default")
-        return None if template is None else str(template)
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """By the name of their purpose: eos_token and the like."""
-        return {name: str(token) for name, token in self._hf.special_tokens_map.items() if isinstance(token, str)}
-
-    @property
-    def class_name(self) -> str:
-        return str(self.config.get("tokenizer_class") or type(self._hf).__name__)
+        self._chat_template = _compile(files)
+        self.files = files
+        eos = files.special_tokens.get("eos_token")
+        self.eos_id: int | None = None if eos is None else self._backend.token_to_id(eos)
 
     async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, field: str = "prompt") -> list[int]:
         return (await self.encode_all([text], add_special_tokens, max_tokens, field))[0]
@@ -122,40 +99,28 @@ class ModelTokenizer:
         weight: int,
     ) -> str:
         """The prompt that the chat template makes of these messages, which are as much work as `weight` characters."""
-        if self.chat_template is None:
+        template = self._chat_template
+        if template is None:
             raise RequestError(
                 "This model's tokenizer has no chat template. Use /v1/completions, "
                 "or start the server with --chat-template."
             )
-        if reserved := self._not_for_templates & template_kwargs.keys():
+        if reserved := RESERVED & template_kwargs.keys():
             raise RequestError(f"'chat_template_kwargs' must not contain {sorted(reserved)}.", "chat_template_kwargs")
 
         def work() -> str:
             try:
-                return str(
-                    self._hf.apply_chat_template(
-                        messages,
-                        tokenize=False,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        **template_kwargs,
-                    )
+                return template.render(
+                    messages,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    variables=template_kwargs,
                 )
             except Exception as error:  # a template is a program; whatever it raises is about these messages
                 reason = str(error)[:500]
                 raise RequestError(f"The chat template rejected the messages: {reason}", "messages") from error
 
         return await self.run(work, weight)
-
-    def check_chat_template(self) -> None:
-        """Fail now rather than at the first chat request if the template is not a template."""
-        trial = [{"role": "user", "content": "Hello"}]
-        try:
-            self._hf.apply_chat_template(trial, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is broken: {error.message} (line {error.lineno})") from error
-        except Exception:
-            return  # a template may insist on other messages; that is for requests to find out
 
     def _vocabulary(self, skip_special_tokens: bool) -> DecodingVocabulary:
         return self._without_special if skip_special_tokens else self._plain
@@ -181,44 +146,21 @@ def too_long(num_tokens: int, max_tokens: int, field: str) -> RequestError:
     )
 
 
+def _compile(files: TokenizerFiles) -> ChatTemplate | None:
+    """Fail now rather than at the first chat request if the template is not a template."""
+    if files.chat_template is None:
+        return None
+    try:
+        return ChatTemplate(files.chat_template, files.special_tokens)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template is broken: {error.message} (line {error.lineno})") from error
+
+
 def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:
     """The tokenizer in a model directory; a chat template given here (its text) replaces the model's own."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     directory = Path(model)
     if not directory.is_dir():
         raise ModelError(f"{model} is not a directory")
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - a second of work, in this process only
-
-    try:
-        if (directory / "tokenizer.json").is_file():
-            hf_tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        else:
-            from transformers import AutoTokenizer  # noqa: PLC0415
-
-            hf_tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, use_fast=True)
-    except Exception as error:  # transformers raises many kinds; all mean that these files are no tokenizer
-        state = "broken" if (directory / "tokenizer.json").is_file() else "missing"
-        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
-        raise ModelError(f"cannot load a tokenizer from {directory} (tokenizer.json is {state}): {reason}") from error
-    if not getattr(hf_tokenizer, "is_fast", False):
-        raise ModelError(f"the tokenizer in {directory} has no fast version (tokenizer.json)")
-    if not hf_tokenizer.encode("text", add_special_tokens=False):  # an empty one is made where there are no files
-        raise ModelError(f"there is no tokenizer in {directory}: tokenizer.json is missing")
-    if chat_template is not None:
-        hf_tokenizer.chat_template = chat_template
-    tokenizer = ModelTokenizer(hf_tokenizer, read_json(directory / "tokenizer_config.json"))
-    tokenizer.check_chat_template()
-    return tokenizer
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in the model directory; empty if there is no such file."""
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} is not a JSON object")
-    return content
+    files = read_tokenizer(directory)
+    return ModelTokenizer(files if chat_template is None else replace(files, chat_template=chat_template))

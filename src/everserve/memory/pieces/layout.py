@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everserve.memory.pieces.library import PoolAt
 
@@ -38,6 +38,11 @@ class KvShape:
     num_pieces: int
     piece_bytes: int  # keys and values of one block in one piece
     block_size: int  # tokens
+
+    @property
+    def mirrored(self) -> "KvShape":
+        """Of its mirror: as many blocks again, for streams that wait (engine/parking.py)."""
+        return replace(self, num_blocks=2 * self.num_blocks)
 
     @property
     def words_at(self) -> int:

@@ -23,6 +23,12 @@ class PoolAt(ctypes.Structure):
     owners: int
 
 
+class ParityAt(ctypes.Structure):
+    """struct parity in csrc/pieces.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("pool", "members", "max_members", "blocks_per_home")]
+
+
 class Library:
     """Words of a step are written at once (`brief`); what copies gives up the interpreter's lock (`blocking`)."""
 
@@ -38,8 +44,13 @@ class Library:
             (self.brief.es_pieces_sign, [pointer, pointer, pointer, int64, pointer, int64], None),
             (self.blocking.es_pieces_mirror, [pointer, pointer, pointer, int64, pointer, int64], None),
             (
+                self.blocking.es_pieces_parity,
+                [pointer, pointer, int64, pointer, pointer, int64, pointer],
+                None,
+            ),
+            (
                 self.blocking.es_pieces_fetch,
-                [pointer, pointer, int64, pointer, int64, pointer, pointer, int64, pointer, pointer],
+                [pointer, pointer, int64, pointer, int64, pointer, int64, pointer, pointer, int64, pointer, pointer],
                 int64,
             ),
         ]

@@ -115,13 +115,174 @@ static int64_t take(const struct pool *own, int64_t piece, int64_t to, const str
     return found;
 }
 
+/* Parity: beside pools of one shape, a pool whose pieces are *groups*. Each row of a group is the exclusive or of the rows
+   of its members, which are heads of different workers, and its word that of their words. So any one member is that of all
+   others, and its word says whether it is right: a parity that is torn, or older than one of its members, is not believed. */
+
+struct parity { /* library.py: ParityAt */
+    const struct pool *pool;
+    const _Atomic int64_t *members; /* [home][group][max_members]: owners */
+    int64_t max_members, blocks_per_home;
+};
+
+static const _Atomic int64_t *members_of(const struct parity *parity, int64_t block, int64_t group) {
+    int64_t home = block / parity->blocks_per_home;
+    return parity->members + (home * parity->pool->num_pieces + group) * parity->max_members;
+}
+
+static void add_bytes(char *to, const char *from, int64_t num_bytes) {
+    for (int64_t i = 0; i < num_bytes; i++) to[i] ^= from[i];
+}
+
+static void add_slots(const struct pool *pool, struct copy *to, const struct copy *from, int64_t num_slots) {
+    add_bytes(to->keys, from->keys, num_slots * pool->row_bytes);
+    add_bytes(to->keys + plane_bytes(pool), from->keys + plane_bytes(pool), num_slots * pool->row_bytes);
+    for (int64_t slot = 0; slot < num_slots; slot++)
+        atomic_store_explicit(&to->words[slot],
+                              atomic_load_explicit(&to->words[slot], memory_order_relaxed) ^
+                                  atomic_load_explicit(&from->words[slot], memory_order_relaxed),
+                              memory_order_relaxed);
+}
+
+static void copy_from(const struct pool *pool, int64_t block, int64_t piece, int64_t first, int64_t num_slots,
+                      struct copy *copy) {
+    for (int64_t slot = 0; slot < num_slots; slot++)
+        atomic_store_explicit(&copy->words[slot],
+                              atomic_load_explicit(words_at(pool, block, piece) + first + slot, memory_order_acquire),
+                              memory_order_relaxed);
+    copy_slots(pool, copy->keys, keys_at(pool, block, piece, first), num_slots);
+}
+
+/* Copy some slots of a head from the source that has the most of them; how many leading ones are right. `pieces`: which
+   the head has in each source, if that is known. */
+static int64_t copy_best(const struct pool *const *sources, int64_t num_sources, const int64_t *pieces, int64_t owner,
+                         int64_t block, int64_t first, const uint64_t *chains, int64_t num_slots, struct copy *copy) {
+    int64_t best = 0, best_at = NO_PIECE, best_piece = NO_PIECE;
+    for (int64_t s = 0; s < num_sources; s++) {
+        int64_t piece = pieces ? pieces[s] : piece_of(sources[s], owner);
+        if (piece == NO_PIECE || block >= sources[s]->num_blocks) continue;
+        copy_from(sources[s], block, piece, first, num_slots, copy);
+        int64_t found = count_right(sources[s], copy->keys, copy->words, owner, chains, num_slots);
+        if (found == num_slots) return found;
+        if (found > best) best = found, best_at = s, best_piece = piece;
+    }
+    if (best) copy_from(sources[best_at], block, best_piece, first, best, copy);
+    return best;
+}
+
+/* Add all members of a group but one, which may be NOBODY; up to which slot all of them are right. `pieces`: [member]
+   [source], if they are known. */
+static int64_t add_members(const _Atomic int64_t *members, int64_t max_members, int64_t but,
+                           const struct pool *const *sources, int64_t num_sources, const int64_t *pieces, int64_t block,
+                           int64_t first, const uint64_t *chains, int64_t num_slots, struct copy *sum,
+                           struct copy *copy) {
+    for (int64_t m = 0; m < max_members && num_slots; m++) {
+        int64_t owner = atomic_load_explicit(&members[m], memory_order_relaxed);
+        if (owner == NOBODY || owner == but) continue;
+        const int64_t *here = pieces ? pieces + m * num_sources : NULL;
+        num_slots = copy_best(sources, num_sources, here, owner, block, first, chains, num_slots, copy);
+        add_slots(sources[0], sum, copy, num_slots);
+    }
+    return num_slots;
+}
+
+static bool is_member(const _Atomic int64_t *members, int64_t max_members, int64_t owner) {
+    for (int64_t m = 0; m < max_members; m++)
+        if (atomic_load_explicit(&members[m], memory_order_relaxed) == owner) return true;
+    return false;
+}
+
+/* Take over what all others of its group and their parity make of a block, if that is more than `num_right`. */
+static int64_t rebuild(const struct pool *own, int64_t piece, int64_t to, const struct parity *const *parities,
+                       int64_t num_parities, const struct pool *const *sources, int64_t num_sources, int64_t from,
+                       const uint64_t *chains, int64_t num_slots, int64_t num_right, struct copy *sum,
+                       struct copy *copy) {
+    int64_t owner = owner_of(own, piece);
+    for (int64_t i = 0; i < num_parities; i++) {
+        const struct pool *pool = parities[i]->pool;
+        for (int64_t group = 0; group < pool->num_pieces && from < pool->num_blocks; group++) {
+            const _Atomic int64_t *members = members_of(parities[i], from, group);
+            if (!is_member(members, parities[i]->max_members, owner)) continue;
+            copy_from(pool, from, group, 0, num_slots, sum);
+            int64_t found = add_members(members, parities[i]->max_members, owner, sources, num_sources, NULL, from, 0,
+                                        chains, num_slots, sum, copy);
+            found = count_right(own, sum->keys, sum->words, owner, chains, found);
+            if (found <= num_right) continue;
+            copy_slots(own, keys_at(own, to, piece, 0), sum->keys, found);
+            for (int64_t slot = 0; slot < found; slot++)
+                atomic_store_explicit(words_at(own, to, piece) + slot,
+                                      atomic_load_explicit(&sum->words[slot], memory_order_relaxed),
+                                      memory_order_release);
+            num_right = found;
+        }
+    }
+    return num_right;
+}
+
+static struct copy new_copy(const struct pool *pool) {
+    size_t num_words = (size_t)pool->block_size;
+    struct copy copy = {malloc((size_t)(2 * plane_bytes(pool))), malloc(num_words * sizeof(*copy.words))};
+    if (!copy.keys || !copy.words) abort();
+    return copy;
+}
+
+static void free_copy(struct copy copy) {
+    free(copy.words);
+    free(copy.keys);
+}
+
+static bool write_group(const struct parity *parity, int64_t group, const struct pool *const *sources,
+                        int64_t num_sources, const int64_t *pieces, int64_t block, int64_t slot, uint64_t chain,
+                        struct copy *sum, struct copy *copy) {
+    const struct pool *pool = parity->pool;
+    memset(sum->keys, 0, (size_t)(2 * plane_bytes(pool)));
+    atomic_store_explicit(&sum->words[0], 0, memory_order_relaxed);
+    if (!add_members(members_of(parity, block, group), parity->max_members, NOBODY, sources, num_sources, pieces, block,
+                     slot, &chain, 1, sum, copy))
+        return false;
+    copy_slots(pool, keys_at(pool, block, group, slot), sum->keys, 1);
+    uint64_t word = atomic_load_explicit(&sum->words[0], memory_order_relaxed);
+    atomic_store_explicit(words_at(pool, block, group) + slot, word, memory_order_release);
+    return true;
+}
+
+/* These rows, of one home, have these chains: write the parity of a group, from what the workers of its members have in the
+   same blocks. `is_done`, by row: cleared where a member does not have it. */
+static void write_rows(const struct parity *parity, int64_t group, const struct pool *const *sources,
+                       int64_t num_sources, int64_t *pieces, const int32_t *kv_slots, const uint64_t *chains,
+                       int64_t num_rows, uint8_t *is_done, struct copy *sum, struct copy *copy) {
+    int64_t block_size = parity->pool->block_size;
+    const _Atomic int64_t *members = members_of(parity, kv_slots[0] / block_size, group);
+    if (atomic_load_explicit(&members[0], memory_order_relaxed) == NOBODY) return;
+    for (int64_t m = 0; m < parity->max_members; m++)
+        for (int64_t s = 0; s < num_sources; s++)
+            pieces[m * num_sources + s] =
+                piece_of(sources[s], atomic_load_explicit(&members[m], memory_order_relaxed));
+    for (int64_t t = 0; t < num_rows; t++)
+        is_done[t] &= write_group(parity, group, sources, num_sources, pieces, kv_slots[t] / block_size,
+                                  kv_slots[t] % block_size, chains[t], sum, copy);
+}
+
+EXPORT void es_pieces_parity(const struct parity *parity, const struct pool *const *sources, int64_t num_sources,
+                             const int32_t *kv_slots, const uint64_t *chains, int64_t num_rows, uint8_t *is_done) {
+    struct copy sum = new_copy(parity->pool), copy = new_copy(parity->pool);
+    int64_t *pieces = malloc((size_t)(parity->max_members * num_sources + 1) * sizeof(int64_t));
+    if (!pieces) abort();
+    memset(is_done, true, (size_t)num_rows);
+    for (int64_t group = 0; group < parity->pool->num_pieces && num_rows; group++)
+        write_rows(parity, group, sources, num_sources, pieces, kv_slots, chains, num_rows, is_done, &sum, &copy);
+    free(pieces);
+    free_copy(copy);
+    free_copy(sum);
+}
+
 /* One block of one piece, from the first source that has all of it; how many leading slots are right then. */
 static int64_t fetch_block(const struct pool *own, const struct pool *const *sources, const int64_t *source_pieces,
                            int64_t num_sources, int64_t piece, int64_t from, int64_t to, const uint64_t *chains,
                            int64_t num_slots, struct copy *copy, int64_t *num_copied) {
     int64_t num_right = 0;
     for (int64_t s = 0; s < num_sources && num_right < num_slots; s++) {
-        if (source_pieces[s] == NO_PIECE) continue;
+        if (source_pieces[s] == NO_PIECE || from >= sources[s]->num_blocks) continue;
         if (sources[s] == own && from == to) {
             int64_t owner = owner_of(own, piece);
             num_right = count_right(own, keys_at(own, to, piece, 0), words_at(own, to, piece), owner, chains, num_slots);
@@ -135,16 +296,16 @@ static int64_t fetch_block(const struct pool *own, const struct pool *const *sou
 }
 
 /* Have the first tokens of a stream, which has these chains, in the blocks `to` of our own pool. In each source they would
-   be in the blocks `from`; all pools have the same shape. Sources are tried in order; one that is our own pool, with the
-   same block, is looked at where it is. Returns how many leading tokens are right in all pieces. `num_copied`: by piece,
-   tokens that were copied. */
+   be in the blocks `from`; all pools have the same shape, but some may have more blocks. Sources are tried in order; one
+   that is our own pool, with the same block, is looked at where it is. What no source has is rebuilt, if a parity covers
+   it. Returns how many leading tokens are right in all pieces. `num_copied`: by piece, tokens that were copied. */
 EXPORT int64_t es_pieces_fetch(const struct pool *own, const struct pool *const *sources, int64_t num_sources,
-                               const int32_t *pieces, int64_t num_pieces, const int32_t *from, const int32_t *to,
-                               int64_t num_tokens, const uint64_t *chains, int64_t *num_copied) {
-    size_t num_words = (size_t)own->block_size;
-    struct copy copy = {malloc((size_t)(2 * plane_bytes(own))), malloc(num_words * sizeof(*copy.words))};
+                               const struct parity *const *parities, int64_t num_parities, const int32_t *pieces,
+                               int64_t num_pieces, const int32_t *from, const int32_t *to, int64_t num_tokens,
+                               const uint64_t *chains, int64_t *num_copied) {
+    struct copy copy = new_copy(own), sum = new_copy(own);
     int64_t *source_pieces = malloc((size_t)(num_sources + 1) * sizeof(int64_t)), num_right = num_tokens;
-    if (!copy.keys || !copy.words || !source_pieces) abort();
+    if (!source_pieces) abort();
     for (int64_t p = 0; p < num_pieces; p++) {
         int64_t owner = owner_of(own, pieces[p]), reached = 0;
         num_copied[p] = 0;
@@ -155,6 +316,12 @@ EXPORT int64_t es_pieces_fetch(const struct pool *own, const struct pool *const 
             int64_t num_slots = left < own->block_size ? left : own->block_size;
             int64_t found = fetch_block(own, sources, source_pieces, num_sources, pieces[p], from[b], to[b],
                                         chains + first, num_slots, &copy, &num_copied[p]);
+            if (found < num_slots && owner != NOBODY) {
+                int64_t rebuilt = rebuild(own, pieces[p], to[b], parities, num_parities, sources, num_sources, from[b],
+                                          chains + first, num_slots, found, &sum, &copy);
+                if (rebuilt > found) num_copied[p] += rebuilt;
+                found = rebuilt;
+            }
             reached = first + found;
             if (found < num_slots) break;
         }
@@ -162,7 +329,7 @@ EXPORT int64_t es_pieces_fetch(const struct pool *own, const struct pool *const 
         if (!num_right) break;
     }
     free(source_pieces);
-    free(copy.words);
-    free(copy.keys);
+    free_copy(sum);
+    free_copy(copy);
     return num_pieces ? num_right : num_tokens;
 }

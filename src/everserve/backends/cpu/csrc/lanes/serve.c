@@ -55,6 +55,7 @@ struct server {
     const _Atomic int64_t *pool;  /* the identity of our KV pool; NULL: no heads here */
     int64_t num_heads, answer_size, num_positions, block_size; /* heads of a layer; floats of an answer */
     int64_t num_blocks;           /* of the pool */
+    int64_t num_parking;          /* blocks that only its mirror has */
     int32_t *pages;               /* [rank][page_words]: copies */
     struct head_request *head_requests;
     int32_t *head_slots, *head_pieces; /* [request][num_heads] */
@@ -356,9 +357,11 @@ EXPORT int64_t es_lane_take_fetch(struct server *s, int64_t rank, struct taken *
     memcpy(taken + 1, fetch + 1, num_bytes);
     int32_t *calls = (int32_t *)((uint64_t *)(taken + 1) + num_tokens), *words = calls + num_heads;
     const int32_t *sources = words + num_heads, *blocks = sources + num_blocks;
+    int64_t first = from->first_block; /* of the home; in the mirror, if that is where the first block is */
+    if (s->num_parking && num_blocks && blocks[0] >= s->num_blocks) first += s->num_blocks;
     for (int64_t i = 0; i < num_blocks; i++) {
-        bool is_own = blocks[i] >= from->first_block && blocks[i] < from->first_block + from->num_blocks;
-        if (!is_own || sources[i] < 0 || sources[i] >= s->num_blocks) return BAD_REQUEST;
+        bool is_own = blocks[i] >= first && blocks[i] < first + from->num_blocks;
+        if (!is_own || sources[i] < 0 || sources[i] >= s->num_blocks + s->num_parking) return BAD_REQUEST;
     }
     return find_pieces(s, calls, words, num_heads);
 }
