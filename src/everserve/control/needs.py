@@ -62,7 +62,7 @@ class Needs:
         if self.model.divides_heads and Role.ATTENTION not in seat.roles:
             owner, num_bytes = seat_owner(worker.rank), self._head_bytes(seat)
             needed.append(self._of(Kind.KV_PIECES, owner, num_bytes, seat.device, seat.gpu))
-            if self._kv_shadow is not None:
+            if self._kv_shadow != "off":
                 needed.append(self._shadow(owner, seat))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
