@@ -301,3 +301,9 @@ def test_unless_it_was_asked_for_attention_stays_at_home() -> None:
         divide_heads(
             structs.replace(told, model=structs.replace(told.model, divide_heads=True, tensor_parallel=False)), cluster
         )
+
+
+def test_heads_on_a_gpu_have_no_shadow() -> None:
+    model, needs, start = divided(2)
+    memory = needs.memory(first_goal(start, model), WorkerId(Rank(2), Incarnation(1)))
+    assert not {Kind.KV_MIRROR, Kind.KV_PARITY} & {piece.kind for piece in memory}

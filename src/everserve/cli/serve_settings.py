@@ -109,8 +109,8 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
     is_divided = source.tensor_parallel and bool(cluster.expert_workers)
     if settings.log.shadow is not None and not (is_divided and settings.compute.device == "cpu"):
         raise ConfigError(
-            f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one worker,"
-            " or outlives it on its device, and --kv-log says how"
+            f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
+            " worker, and --kv-log says where it outlives it"
         )
     if not is_divided:
         return settings

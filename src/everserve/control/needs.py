@@ -60,20 +60,23 @@ class Needs:
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
         needed += self._weights(goal, seat)
         if self.model.divides_heads and Role.ATTENTION not in seat.roles:
-            owner = seat_owner(worker.rank)
-            needed.append(self._of(Kind.KV_PIECES, owner, self._head_bytes(seat), seat.device, seat.gpu))
-            sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
-            if self._kv_shadow == "mirror":
-                num_bytes = sizes.pieces(self.model, self.capacity).mirrored.num_bytes
-                needed.append(self._of(Kind.KV_MIRROR, owner, num_bytes))
-            if self._kv_shadow == "parity":
-                num_bytes = sizes.parity(self.model, self.capacity).num_bytes
-                needed.append(self._of(Kind.KV_PARITY, owner, num_bytes, seat.device))
+            owner, num_bytes = seat_owner(worker.rank), self._head_bytes(seat)
+            needed.append(self._of(Kind.KV_PIECES, owner, num_bytes, seat.device, seat.gpu))
+            if self._kv_shadow != "off":
+                needed.append(self._shadow(owner, seat))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
         if Role.ATTENTION not in seat.roles and self.settings.model.expert_backup == "host":
             needed += self.backup()
         return tuple(needed)
+
+    def _shadow(self, owner: WorkerId, seat: SeatGoal) -> Memory:
+        """Of the KV of a seat's heads, on CPUs."""
+        sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+        if self._kv_shadow == "mirror":
+            return self._of(Kind.KV_MIRROR, owner, sizes.pieces(self.model, self.capacity).mirrored.num_bytes)
+        num_bytes = sizes.parity(self.model, self.capacity).num_bytes
+        return self._of(Kind.KV_PARITY, owner, num_bytes, seat.device)
 
     def _head_bytes(self, seat: SeatGoal) -> int:
         """The KV of an expert seat's heads; on a GPU their weights too."""
