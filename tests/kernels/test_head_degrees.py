@@ -55,9 +55,8 @@ class Whole(Model):
         shape = self.decoder.kv_shape(toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE)
         self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
         group = config.num_heads // config.num_kv_heads
-        self.staging = Staging(
-            toy_heads.MAX_ROWS, toy_heads.MAX_SEQS, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE, group, True, device
-        )
+        sizes = (toy_heads.MAX_ROWS, toy_heads.MAX_SEQS, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE)
+        self.staging = Staging(*sizes, group, True, device, launches_ahead=False)
         self.lengths, self.blocks, self.num_taken = {}, {}, 0
 
 

@@ -68,7 +68,7 @@ class Side:
 
     def batch(self, home: int, sequences: list[tuple[int, int]]) -> DeviceBatch:
         """Rows of sequences: (first position, how many), decoding ones first. The blocks of each are far apart."""
-        staging = Staging(MAX_ROWS, MAX_SEQS, BLOCKS, BLOCK, GROUP, is_mixed=True, device=self.device)
+        staging = Staging(MAX_ROWS, MAX_SEQS, BLOCKS, BLOCK, GROUP, True, self.device, launches_ahead=False)
         sizes = [num for _, num in sequences]
         tables = np.array([np.roll(np.arange(BLOCKS), 7 * i) for i in range(len(sequences))], np.int32) + home * BLOCKS
         positions = np.concatenate([np.arange(first, first + num) for first, num in sequences]).astype(np.int32)

@@ -156,7 +156,9 @@ class Home:
         self.heads = CudaHeads(calls, self.ops, heads, config.num_kv_heads, world.head_shape.answer_size, PAGE)
         self.decoder = Decoder(config, world.weights, self.ops, MAX_LEN, has_heads=False)
         group = config.num_heads // config.num_kv_heads
-        self.staging = Staging(MAX_ROWS, MAX_SEQS, BLOCKS_PER_HOME, BLOCK_SIZE, group, is_mixed=True, device=device)
+        self.staging = Staging(
+            MAX_ROWS, MAX_SEQS, BLOCKS_PER_HOME, BLOCK_SIZE, group, True, device, launches_ahead=False
+        )
         self.at_cut: Callable[[Callable[[], None]], None] = lambda aside: None  # before workers serve
         self._lengths: dict[int, int] = {}
         self._blocks: dict[int, list[int]] = {}
