@@ -372,6 +372,8 @@ class AttentionLoop:
                 self._seam.experts.rest()
             self._engine.check()
             self._was_busy = False
+        if self._seam is not None:
+            self._seam.peers.sweep()  # no step may come for long, and memory of peers that are gone would stay
         self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
 
     def _stats(self) -> EngineStats:
