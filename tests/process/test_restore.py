@@ -3,6 +3,7 @@
 import asyncio
 import signal
 
+import httpx
 import pytest
 
 from everserve.client import Stream
@@ -62,10 +63,23 @@ def test_a_stream_in_the_middle_of_its_prompt(logged, expected):
     c.wait_whole(logged)
     before = len(restored(logged))
     fault = Fault(logged, 0, signal.SIGKILL)
-    streams = c.run_with(logged, PREFILL, c.in_prefill(logged, 0), fault)
+    streams = c.run_with(logged, PREFILL, well_into_prefill(logged, 0), fault)
     fault.assert_landed()
     c.assert_equal(streams, expected["prefill"])
     assert restored(logged, before)
+
+
+def well_into_prefill(server, rank: int):
+    """It has told of several steps: all but the last are in its log."""
+    is_begun, seen = c.in_prefill(server, rank), set()
+
+    def check(streams: list[Stream]) -> bool:
+        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        name = f'everserve_prefill_cost_total{{rank="{rank}"}} '
+        seen.update(line for line in lines if line.startswith(name))
+        return is_begun(streams) and len(seen) > 2
+
+    return check
 
 
 def test_the_one_who_took_over_dies_too(logged, expected):
