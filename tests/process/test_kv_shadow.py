@@ -8,7 +8,7 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from tests.process import cluster as c
 from tests.process.cluster import Fault
-from tests.process.test_tensor_parallel import LONG, SHARDS, Counters, assert_kept, lose
+from tests.process.test_tensor_parallel import LONG, SHARDS, Counters, lose
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,8 @@ def test_kv_of_a_lost_device_is_rebuilt(covered, expected_long):
         c.assert_equal(
             c.run_with(covered, LONG, c.in_decode, lambda gone=gone: lose(covered, gone=gone)), expected_long
         )
-        assert_kept(since)
+        # A stream may be computed again as a whole: parity is written behind the steps, and anew after each change.
+        assert since.kv_regained_bytes > 0
         if not gone:
             c.wait_whole(covered)
 
