@@ -1,6 +1,6 @@
 """Servers that several files of tests use one after the other: a start is seconds of work, most tests less.
 
-`SHARING` names the tests that share: whoever divides tests among processes (conftest.py) gives each group to one.
+`SHARING` names the tests that share: the scheduler in conftest.py gives each group to one process.
 """
 
 import contextlib

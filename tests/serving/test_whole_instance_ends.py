@@ -17,12 +17,12 @@ def test_nothing_is_left_after_the_supervisor_is_killed(shared_servers):
         assert not named_memory(pids) and not named_sockets(pids)
         os.kill(now["workers"][-1]["pid"], signal.SIGSTOP)
         server.process.kill()
-        c.wait_until(lambda: not any(c.is_alive(pid) for pid in pids), what="everybody's end")
+        c.wait_until(lambda: not any(c.is_alive(pid) for pid in pids), what="the end of all processes")
     assert not list(Path("/dev/shm").glob("*everserve*"))
 
 
 def named_memory(pids: list[int]) -> list[str]:
-    """What these processes have mapped of files that anybody could open."""
+    """What these processes have mapped of files that any process could open."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return [line for line in lines if "/dev/shm/" in line]
 

@@ -23,7 +23,7 @@ import struct
 import time
 from collections.abc import Callable
 
-from everserve.memory.pieces.layout import NOBODY, PAGE, KvMemory, KvShape, owner_of
+from everserve.memory.pieces.layout import NO_OWNER, PAGE, KvMemory, KvShape, owner_of
 from everserve.memory.pieces.library import load
 from everserve.memory.pieces.mirror import Mirror
 from everserve.memory.pieces.parity import Parity
@@ -67,7 +67,7 @@ class KvPieces:
         self.mirror = Mirror(self.memory, KvMemory(mirror_fd, shape.mirrored)) if mirror_fd is not None else None
         if not self.memory.is_signed:
             owners = self.mirror.owners if self.mirror is not None else None
-            self.memory.sign(owners or [NOBODY] * shape.num_pieces, _new_id())
+            self.memory.sign(owners or [NO_OWNER] * shape.num_pieces, _new_id())
         if self.mirror is not None:
             self.mirror.note_owners()
         self.parity_shape, self.parity = parity_shape, None
@@ -100,8 +100,8 @@ class KvPieces:
         owners = list(self.memory.owners)
         if owner in owners:
             piece = owners.index(owner)
-        elif NOBODY in owners:
-            piece = owners.index(NOBODY)
+        elif NO_OWNER in owners:
+            piece = owners.index(NO_OWNER)
         elif False in self._is_used:
             piece = self._is_used.index(False)
             self.memory.id = _new_id()  # first: who dies here has lost more than it had to, never less

@@ -26,7 +26,7 @@ from everserve.tables.calls import ShardKind
 
 
 class HeadMemory:
-    """Takes over the descriptor. `arena` is what kernels see; whoever fills slots writes its `piece_LS`."""
+    """Takes over the descriptor. `arena` is what kernels see; the code that fills slots writes its `piece_LS`."""
 
     def __init__(self, device: Device, fd: int) -> None:
         start, model, source = device.start, device.model, device.start.settings.model

@@ -21,7 +21,7 @@ _MAGIC = 0x326563656970766B  # "kvpiece2"
 _MAGIC_AT, _ID_AT, _FACTS_AT = 0, 1, 2  # words of page 0
 _NUM_WORDS = 6
 _WORD_BYTES = 8
-NOBODY = 0
+NO_OWNER = 0
 _HEAD_BITS = 16
 
 

@@ -12,7 +12,7 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everserve.memory.pieces.layout import NOBODY, PAGE, KvMemory, KvShape
+from everserve.memory.pieces.layout import NO_OWNER, PAGE, KvMemory, KvShape
 from everserve.memory.pieces.library import ParityAt
 
 _WORD_BYTES = 8
@@ -78,13 +78,13 @@ class ParityMemory:
         """Owners (layout.py); none: the group is not used."""
         first = self._first(home, group)
         found = self._members[first : first + self.shape.max_members]
-        return tuple(owner for owner in found if owner != NOBODY)
+        return tuple(owner for owner in found if owner != NO_OWNER)
 
     def set_members(self, home: int, group: int, owners: Sequence[int]) -> None:
         """What is in the group's rows is not believed from now on, until it is written anew."""
         first, num = self._first(home, group), self.shape.max_members
         assert len(owners) <= num, f"{len(owners)} heads in a group of at most {num}"
-        self._members[first : first + num] = [*owners, *[NOBODY] * (num - len(owners))]
+        self._members[first : first + num] = [*owners, *[NO_OWNER] * (num - len(owners))]
 
     def _first(self, home: int, group: int) -> int:
         return (home * self.shape.num_groups + group) * self.shape.max_members

@@ -16,7 +16,7 @@
 #include "hash.h"
 
 #define EXPORT __attribute__((visibility("default")))
-#define NOBODY 0
+#define NO_OWNER 0
 #define NO_PIECE (-1)
 
 struct pool { /* library.py: PoolAt */
@@ -170,7 +170,7 @@ static int64_t copy_best(const struct pool *const *sources, int64_t num_sources,
     return best;
 }
 
-/* Add all members of a group but one, which may be NOBODY; up to which slot all of them are right. `pieces`: [member]
+/* Add all members of a group but one, which may be NO_OWNER; up to which slot all of them are right. `pieces`: [member]
    [source], if they are known. */
 static int64_t add_members(const _Atomic int64_t *members, int64_t max_members, int64_t but,
                            const struct pool *const *sources, int64_t num_sources, const int64_t *pieces, int64_t block,
@@ -178,7 +178,7 @@ static int64_t add_members(const _Atomic int64_t *members, int64_t max_members, 
                            struct copy *copy) {
     for (int64_t m = 0; m < max_members && num_slots; m++) {
         int64_t owner = atomic_load_explicit(&members[m], memory_order_relaxed);
-        if (owner == NOBODY || owner == but) continue;
+        if (owner == NO_OWNER || owner == but) continue;
         const int64_t *here = pieces ? pieces + m * num_sources : NULL;
         num_slots = copy_best(sources, num_sources, here, owner, block, first, chains, num_slots, copy);
         add_slots(sources[0], sum, copy, num_slots);
@@ -237,7 +237,7 @@ static bool write_group(const struct parity *parity, int64_t group, const struct
     const struct pool *pool = parity->pool;
     memset(sum->keys, 0, (size_t)(2 * plane_bytes(pool)));
     atomic_store_explicit(&sum->words[0], 0, memory_order_relaxed);
-    if (!add_members(members_of(parity, block, group), parity->max_members, NOBODY, sources, num_sources, pieces, block,
+    if (!add_members(members_of(parity, block, group), parity->max_members, NO_OWNER, sources, num_sources, pieces, block,
                      slot, &chain, 1, sum, copy))
         return false;
     copy_slots(pool, keys_at(pool, block, group, slot), sum->keys, 1);
@@ -253,7 +253,7 @@ static void write_rows(const struct parity *parity, int64_t group, const struct 
                        int64_t num_rows, uint8_t *is_done, struct copy *sum, struct copy *copy) {
     int64_t block_size = parity->pool->block_size;
     const _Atomic int64_t *members = members_of(parity, kv_slots[0] / block_size, group);
-    if (atomic_load_explicit(&members[0], memory_order_relaxed) == NOBODY) return;
+    if (atomic_load_explicit(&members[0], memory_order_relaxed) == NO_OWNER) return;
     for (int64_t m = 0; m < parity->max_members; m++)
         for (int64_t s = 0; s < num_sources; s++)
             pieces[m * num_sources + s] =
@@ -310,13 +310,13 @@ EXPORT int64_t es_pieces_fetch(const struct pool *own, const struct pool *const 
         int64_t owner = owner_of(own, pieces[p]), reached = 0;
         num_copied[p] = 0;
         for (int64_t s = 0; s < num_sources; s++)
-            source_pieces[s] = owner != NOBODY ? piece_of(sources[s], owner) : NO_PIECE;
+            source_pieces[s] = owner != NO_OWNER ? piece_of(sources[s], owner) : NO_PIECE;
         for (int64_t b = 0; b * own->block_size < num_right; b++) {
             int64_t first = b * own->block_size, left = num_right - first;
             int64_t num_slots = left < own->block_size ? left : own->block_size;
             int64_t found = fetch_block(own, sources, source_pieces, num_sources, pieces[p], from[b], to[b],
                                         chains + first, num_slots, &copy, &num_copied[p]);
-            if (found < num_slots && owner != NOBODY) {
+            if (found < num_slots && owner != NO_OWNER) {
                 int64_t rebuilt = rebuild(own, pieces[p], to[b], parities, num_parities, sources, num_sources, from[b],
                                           chains + first, num_slots, found, &sum, &copy);
                 if (rebuilt > found) num_copied[p] += rebuilt;
