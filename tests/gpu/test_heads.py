@@ -1,4 +1,4 @@
-"""Attention divided by KV head on a GPU: the tokens of one process, whatever the number of workers, and when one dies."""
+"""Attention divided by KV head on a GPU: the tokens of one process, with any number of workers, and when one dies."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
