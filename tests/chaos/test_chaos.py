@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from everserve.chaos import run
+from everserve.chaos.settings import Settings
 from everserve.chaos.target import Target
 from everserve.chaos.verdict import Verdict
 from everserve.client import Event
@@ -47,7 +48,7 @@ def check(server, **flaw: Any) -> Verdict:
     async def main() -> Verdict:
         proxy = Proxy(server.url, after=2 * FEW, **flaw)
         async with serving(proxy) as url:
-            settings = run.Settings(seconds=1, seed=1, num_clients=4, stall_limit_s=30.0, num_requests=FEW)
+            settings = Settings(seconds=1, seed=1, num_clients=4, stall_limit_s=30.0, num_requests=FEW)
             verdict = await run.Run(Target(url), settings, Progress(io.StringIO()), schedule=[]).perform()
         assert flaw.get("flaw") is None or proxy.num_flawed, "it was never put to the test"
         return verdict

@@ -8,19 +8,15 @@ import httpx
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
+from everserve.cli.address import DEFAULT_URL, ApiKey, Url
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of /cluster.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Show the load and places of experts.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Update the screen until Ctrl-C.")] = False,
