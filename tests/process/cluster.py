@@ -5,13 +5,13 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from everserve.bench.load import Ask
+from everserve.bench.load import Ask, Load
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 
@@ -134,7 +134,31 @@ def assert_equal(streams: list[Stream], expected: list[list[int]]) -> None:
         assert stream.token_ids == tokens
 
 
+def under_load(server: LocalServer, wanted: list[Ask], expected: list[list[int]], act: Callable[[], object]) -> None:
+    """Streams run and begin again while `act` runs; all are as expected."""
+
+    async def run() -> list[bool]:
+        load = Load(server, wanted)
+        await load.flow()
+        await asyncio.to_thread(act)
+        await load.finish()
+        assert [stream.error for streams in load.streams for stream in streams if stream.error] == []
+        return [verdict.is_exact for verdict in load.verdicts(expected)]
+
+    exact = asyncio.run(run())
+    assert len(exact) >= len(wanted) and all(exact)
+
+
 # -- the cluster ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unharmed(server: LocalServer) -> Iterator[LocalServer]:
+    """It runs until its users have ended, and has printed no traceback by then."""
+    with server as running:
+        yield running
+        assert running.process is not None and running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()
 
 
 _http = httpx.Client()  # one for all: making one takes longer than many a fault

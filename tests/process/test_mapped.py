@@ -5,7 +5,6 @@ import os
 import signal
 
 import httpx
-import pytest
 
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
@@ -16,25 +15,6 @@ FLAGS = (
     *("--shadow-experts", "0", "--weights", "memory", "--enable-chaos", *c.PATIENT),
 )
 EXPERTS = [2, 3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def shared(start_server):
-    with start_server(*FLAGS) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    return c.run_all(server, DECODE)
 
 
 def moved(server) -> list[tuple[str, int, int]]:

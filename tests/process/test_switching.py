@@ -1,17 +1,14 @@
 """Workers change their roles under running streams, by hand and because a device is gone: every token as in an
 undisturbed run."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from everserve.bench.load import Load
 from tests.process import cluster as c
 from tests.shared_servers import CLUSTER
 
@@ -30,21 +27,6 @@ def shared(shared_servers):
     with shared_servers.lend(*CLUSTER) as running:
         yield running
         assert running.process.poll() is None, running.log_text()
-
-
-def under_load(server, expected, act: Callable[[], object]) -> None:
-    """Streams run and begin again while `act` runs."""
-
-    async def run() -> list[bool]:
-        load = Load(server, ASKS)
-        await load.flow()
-        await asyncio.to_thread(act)
-        await load.finish()
-        assert [stream.error for streams in load.streams for stream in streams if stream.error] == []
-        return [verdict.is_exact for verdict in load.verdicts(expected)]
-
-    exact = asyncio.run(run())
-    assert len(exact) >= len(ASKS) and all(exact)
 
 
 def has(server, attention: int, expert: int) -> bool:
@@ -81,7 +63,7 @@ def test_there_and_back_under_load(shared, expected):
         switch(shared, 2, "attention")  # another one than came
         wait_for(shared, 2, 2)
 
-    under_load(shared, expected, act)
+    c.under_load(shared, ASKS, expected, act)
     assert {worker["rank"]: worker["roles"] for worker in c.cluster(shared)["workers"]} == {
         0: ["attention"], 1: ["expert"], 2: ["attention"], 3: ["expert"]
     }  # fmt: skip
@@ -109,7 +91,7 @@ def test_processes_die_in_the_middle(shared, expected):
         kill(shared, "orchestrator")
         wait_for(shared, 2, 2)
 
-    under_load(shared, expected, act)
+    c.under_load(shared, ASKS, expected, act)
     started = [event for event in shared.events("supervisor") if event["event"] == "worker_started"]
     numbers = [(event["rank"], event["incarnation"]) for event in started]
     assert len(set(numbers)) == len(numbers), "an incarnation is never used again"
@@ -136,7 +118,7 @@ def test_an_attention_worker_stands_in_for_a_device_that_is_gone(start_server, e
             change("/cluster/return")
             wait_for(server, 3, 2)
 
-        under_load(server, expected, act)
+        c.under_load(server, ASKS, expected, act)
         assert "Traceback" not in server.log_text(), server.log_text()
         began = [event["role"] for event in server.events() if event["event"] == "switch_began"]
         assert began == ["expert", "attention"]

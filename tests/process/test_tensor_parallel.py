@@ -18,29 +18,9 @@ from tests.process.cluster import DECODE, Fault
 HOME, SHARDS = 0, 4
 PREFILL_COST = re.compile(r'^everserve_prefill_cost_total\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
 TASKS = Path(__file__).parents[1] / "serving" / "lm_eval_task"
+FLAGS = ("-tp", "3", "--enable-chaos", *c.PATIENT)
 LONG = c.asks(3, num_prompt=200, max_tokens=160)  # a mirror may lag behind by some tokens
 LOST = 1  # a device, which has a home and a worker with heads
-
-
-@pytest.fixture(scope="module")
-def divided(start_server):
-    """One cluster for all losses: it must be whole again after each."""
-    with start_server("-tp", "3", "--enable-chaos", *c.PATIENT) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(divided):
-    c.wait_whole(divided)
-    return divided
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    """The right answers, by one process that has everything itself."""
-    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")
