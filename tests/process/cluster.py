@@ -15,13 +15,15 @@ from everserve.bench.load import Ask, Load
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 
+_LOOK_EVERY_S = 0.02  # most conditions ask the server, which is busy with what is waited for
+
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 90.0, what: str = "it") -> None:
     """The time is for what hangs: a machine that is busy with other things may need much of it."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.005)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def process_state(pid: int) -> str | None:
@@ -164,8 +166,12 @@ def unharmed(server: LocalServer) -> Iterator[LocalServer]:
 _http = httpx.Client()  # one for all: making one takes longer than many a fault
 
 
+def get(server: LocalServer, path: str) -> httpx.Response:
+    return _http.get(f"{server.url}{path}")
+
+
 def cluster(server: LocalServer) -> dict[str, Any]:
-    return _http.get(f"{server.url}/cluster").json()
+    return get(server, "/cluster").json()
 
 
 def worker(server: LocalServer, rank: int) -> dict[str, Any]:
@@ -216,7 +222,7 @@ def started(server: LocalServer, rank: int, after: int) -> dict[str, Any] | None
 
 def metric(server: LocalServer, name: str) -> float:
     """The sum over all labels."""
-    lines = _http.get(f"{server.url}/metrics").text.splitlines()
+    lines = get(server, "/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 

@@ -4,8 +4,6 @@ ones left, without a copy, until their successors are there. Every stream is wha
 import os
 import signal
 
-import httpx
-
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
@@ -29,7 +27,7 @@ def wait_own(server) -> None:
     num_own = max(worker["slots"] for worker in c.cluster(server)["workers"])
 
     def is_own() -> bool:
-        layers = httpx.get(f"{server.url}/cluster/experts").json()["layers"]
+        layers = c.get(server, "/cluster/experts").json()["layers"]
         places = [expert["places"] for layer in layers for expert in layer["experts"]]
         return all(len(one) == 1 and one[0]["slot"] < num_own for one in places)
 

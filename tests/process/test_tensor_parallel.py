@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 
 from everserve.model.bundled import DEMO_MODEL
@@ -96,7 +95,7 @@ def test_heads_move_with_their_kv_when_a_device_is_gone_and_when_it_returns(whol
 
 def costs(server) -> dict[int, int]:
     """Of the prompts that each home has computed."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = c.get(server, "/metrics").text
     return {int(rank): int(float(cost)) for rank, cost in PREFILL_COST.findall(text)}
 
 

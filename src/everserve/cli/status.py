@@ -1,5 +1,6 @@
 """`everserve status`: the workers, and whether the instance is valid."""
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -55,7 +56,7 @@ def ask(
 ) -> dict[str, Any]:
     """The JSON that a server answers, or one line that says why it does not."""
     try:
-        response = httpx.request(method, url, headers=headers, json=body, timeout=15.0)
+        response = _client().request(method, url, headers=headers, json=body)
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ConfigError(unauthorized(url, headers, key_flags))
         answer = response.json()
@@ -64,6 +65,12 @@ def ask(
     if not response.is_success or not isinstance(answer, dict):
         raise ConfigError(f"{url} answered {response.status_code}: {_message(answer)}")
     return answer
+
+
+@functools.cache
+def _client() -> httpx.Client:
+    """One for all questions of a command: making one takes longer than a question."""
+    return httpx.Client(timeout=15.0, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def _message(answer: object) -> str:
