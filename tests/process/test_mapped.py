@@ -4,9 +4,6 @@ ones left, without a copy, until their successors are there. Every stream is wha
 import os
 import signal
 
-import httpx
-import pytest
-
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
@@ -16,25 +13,6 @@ FLAGS = (
     *("--shadow-experts", "0", "--weights", "memory", "--enable-chaos", *c.PATIENT),
 )
 EXPERTS = [2, 3, 4, 5]
-
-
-@pytest.fixture(scope="module")
-def shared(start_server):
-    with start_server(*FLAGS) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    return c.run_all(server, DECODE)
 
 
 def moved(server) -> list[tuple[str, int, int]]:
@@ -49,7 +27,7 @@ def wait_own(server) -> None:
     num_own = max(worker["slots"] for worker in c.cluster(server)["workers"])
 
     def is_own() -> bool:
-        layers = httpx.get(f"{server.url}/cluster/experts").json()["layers"]
+        layers = c.get(server, "/cluster/experts").json()["layers"]
         places = [expert["places"] for layer in layers for expert in layer["experts"]]
         return all(len(one) == 1 and one[0]["slot"] < num_own for one in places)
 

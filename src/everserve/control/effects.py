@@ -230,10 +230,15 @@ class GiveUp:
     user_error: bool
 
 
+# Effects that are only told: the machine has done all that there is to do.
+Told = (
+    BalanceDecided | LevelChanged | SlownessDecided | BackOff | BeginScaling | EndScaling | BeginSwitch | EndSwitch
+    | ChangeMask
+)  # fmt: skip
+
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | BalanceDecided | LevelChanged | SlownessDecided
-    | DropDevice | Provision | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch
-    | ChangeRole | EndSwitch | ChangeMask | AllReady | GiveUp
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | DropDevice | Provision | Probe | Kill | AskToLeave
+    | Retire | ChangeRole | AllReady | GiveUp | Told
 )  # fmt: skip
 
 

@@ -4,7 +4,8 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import Layers, Out, Shape, bench_app, exit_unless
+from everserve.cli.bench.app import bench_app
+from everserve.cli.bench.options import Layers, Out, PromptOfDevice, Shape, exit_unless
 from everserve.config.cluster import MAX_RANKS
 
 
@@ -20,7 +21,7 @@ def degree(
     layers: Layers = None,
     sizes: Annotated[str, typer.Option(help="Numbers of devices; 1 must be among them.")] = "8,7,6,5,4,3,2,1",
     streams: Annotated[int | None, typer.Option(help="Concurrent streams. Default: 8; on a GPU 64.", min=1)] = None,
-    prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
+    prompt: PromptOfDevice = None,
     tokens: Annotated[int | None, typer.Option(help="Of each stream. Default: 48; on a GPU 192.", min=16)] = None,
     slices: Annotated[int, typer.Option(help="Measurements of each size.", min=1)] = 2,
     divide_heads: Annotated[
