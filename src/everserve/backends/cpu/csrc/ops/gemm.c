@@ -34,7 +34,11 @@ struct ahead {
 
 #define PANEL_FLOATS 8192          /* 32 KiB: half of the first-level cache here, all of it on older x86 */
 #define WIDENED_FLOATS 32768       /* of stack, for a panel of half precision weights widened once for many rows */
-#define MIN_ROWS_TO_WIDEN (3 * MR) /* with fewer rows, widening in registers is cheaper */
+#if defined(SIMD_AVX512)
+#define MIN_ROWS_TO_WIDEN (8 * MR) /* with fewer rows, widening in registers is cheaper */
+#else
+#define MIN_ROWS_TO_WIDEN (3 * MR)
+#endif
 
 static size_t panel_columns(size_t k) {
     size_t columns = k ? PANEL_FLOATS / k / NR * NR : NR;

@@ -90,6 +90,10 @@ static void NAME(panel)(const struct rows *a, size_t m, const WEIGHT *w, size_t 
 #if MR >= 4
             case 4: NAME(strip)(4, a_rows, w, stride, n, k, c_rows, &ahead); break;
 #endif
+#if MR >= 6
+            case 5: NAME(strip)(5, a_rows, w, stride, n, k, c_rows, &ahead); break;
+            case 6: NAME(strip)(6, a_rows, w, stride, n, k, c_rows, &ahead); break;
+#endif
         }
         ahead.following += n * ahead.column_bytes;
     }
