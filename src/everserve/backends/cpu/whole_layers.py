@@ -1,7 +1,7 @@
 """Whole layers in one call of C (csrc/ops/layers.c), because around small kernels Python takes as long as they do.
 
-Where all experts are in this process a step is one call. Otherwise a call ends at each layer's seam, and `experts` see to
-the rest of the layer.
+Where all experts are in this process a step is one call. Otherwise a call ends at each layer's seam, and `experts` see
+to the rest of the layer.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ _ELSEWHERE = (0, 0, 0)  # slots of a layer
 
 
 class _Buffers(NamedTuple):
-    """What C needs for a step of so many rows. The last step's are kept: most steps have as many rows as the one before."""
+    """What C needs for a step of so many rows. The last ones are kept: most steps have as many rows as the one before."""
 
     num_rows: int
     residual_TD: Tensor
