@@ -7,7 +7,8 @@ import torch
 
 from everserve.backends.cpu.ops import NativeOps
 from everserve.bench.device_shapes import SHAPES
-from everserve.bench.shapes import SMALL, bytes_per_step, write_random_model
+from everserve.bench.roofline import Roofline, product_flops, read_bandwidth
+from everserve.bench.shapes import SMALL, bytes_per_step, flops_per_step, write_random_model
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import check_checkpoint
@@ -35,3 +36,27 @@ def test_large_shapes_are_models(tmp_path, name):
     model = ModelConfig.from_directory(tmp_path)
     assert model.num_kv_heads == (4 if name == "qwen3" else 8)
     assert model.cuts[0].num_shards == (model.num_experts or 8) and model.cuts[0].shard_size % 128 == 0
+
+
+def test_flops_of_a_step():
+    mixtral = SMALL["mixtral"]
+    attention, expert = 512 * (2 * 16 + 2 * 8) * 32, 3 * 512 * 768
+    used = (
+        8 * (attention + 8 * 512 + 2 * 512 + 2 * expert) + 4096 * 512
+    )  # projections, router, norms, two experts; head
+    assert flops_per_step(mixtral, num_streams=1, context=0) == 2 * used
+    # Every stream computes with all weights that it uses, though they are read once; keys and values meet every query.
+    assert flops_per_step(mixtral, num_streams=3, context=10) == 3 * 2 * (used + 8 * 10 * 2 * 16 * 32)
+
+
+def test_the_longer_of_both_limits_is_the_floor():
+    roofline = Roofline(bytes_per_s=10e9, flops=20e9)
+    one, many = (roofline.floor(SMALL["moe"], num_streams, 100, itemsize=4) for num_streams in (1, 64))
+    assert one.limit == "memory" and one.seconds == one.memory_s > one.arithmetic_s
+    assert many.limit == "arithmetic" and many.seconds == many.arithmetic_s > many.memory_s
+    assert Roofline(10e9, None).floor(SMALL["moe"], 64, 100, itemsize=4).limit == "memory"
+
+
+def test_the_limits_of_this_machine():
+    assert 1e8 < read_bandwidth(16 << 20, repeats=1) < 1e13
+    assert 1e8 < product_flops(repeats=3) < 1e14

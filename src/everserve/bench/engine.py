@@ -5,30 +5,28 @@ inter-token times, beside transformers' `generate` and continuous batching on th
 Variants are interleaved and repeated; the table shows medians, the JSON the spread too. Then how cost grows with
 streams and context.
 
-The floor is the time to read, once per step, the bytes that the step must read, at the read bandwidth measured in the
-run.
+Beside our rows stands which limit of the machine is reached first, memory or arithmetic (roofline.py), and how much of
+it is reached: between two tokens, and over whole requests with their prompts.
 """
 
 import gc
 import random
 import tempfile
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from everserve.bench import report
 from everserve.bench.baseline import KINDS, Baseline
-from everserve.bench.shapes import SMALL_MOE, bytes_per_step, write_random_model
+from everserve.bench.roofline import Floor, Roofline
+from everserve.bench.shapes import SMALL_MOE, write_random_model
 from everserve.client import Stream, complete_all, percentile
 from everserve.model.bundled import DEMO_MODEL
 from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
 
-PROMPT, OUTPUT = 32, 128
+PROMPT, OUTPUT, GROWTH_OUTPUT = 32, 128, 64
 
 
 @dataclass(frozen=True)
@@ -51,15 +49,24 @@ def run(rounds: int, quick: bool, out: Path | None) -> None:
             Case("Qwen3-MoE 61 M, random, float32", small, SMALL_MOE, itemsize=4),
             Case("bundled model", DEMO_MODEL, report.read_json(DEMO_MODEL / "config.json"), itemsize=2),
         ]
-        bandwidth = read_bandwidth()
-        result: dict[str, Any] = {"prompt": PROMPT, "output": OUTPUT, "read_bandwidth": bandwidth, "cases": []}
-        for case in cases:
-            result["cases"].append(_measure_case(case, bandwidth, rounds, quick))
+        roofline = Roofline.measure()
+        result: dict[str, Any] = {
+            "prompt": PROMPT,
+            "output": OUTPUT,
+            "read_bandwidth": roofline.bytes_per_s,
+            "product_flops": roofline.flops,
+            "cases": [_measure_case(case, roofline, rounds, quick) for case in cases],
+        }
     path = report.write("engine", result, out)
-    print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; written to {path}")
+    print(f"limits: {_in_words(roofline)}; written to {path}")
 
 
-def _measure_case(case: Case, bandwidth: float, rounds: int, quick: bool) -> dict[str, Any]:
+def _in_words(roofline: Roofline) -> str:
+    arithmetic = f"{roofline.flops / 1e9:.0f} GFLOP/s" if roofline.flops else "arithmetic not measured"
+    return f"{roofline.bytes_per_s / 1e9:.1f} GB/s, {arithmetic}"
+
+
+def _measure_case(case: Case, roofline: Roofline, rounds: int, quick: bool) -> dict[str, Any]:
     with LocalServer(str(case.directory)) as server:
         baseline = Baseline(case.directory, "float32")
         try:
@@ -67,8 +74,17 @@ def _measure_case(case: Case, bandwidth: float, rounds: int, quick: bool) -> dic
         finally:
             baseline.close()
         growth = [] if quick else _growth(case, server, rounds)
-    _print_comparison(case, compared, bandwidth)
-    _print_growth(case, growth, bandwidth)
+    for row in compared:
+        if row["system"] == "everserve":
+            row.update(_of_floor(row, roofline.floor(case.config, row["streams"], PROMPT + OUTPUT // 2, case.itemsize)))
+    for row in growth:
+        row.update(
+            _of_floor(
+                row, roofline.floor(case.config, row["streams"], row["context"] + GROWTH_OUTPUT // 2, case.itemsize)
+            )
+        )
+    _print_comparison(case, compared)
+    _print_growth(case, growth)
     return {"model": case.name, "compared": compared, "growth": growth}
 
 
@@ -137,7 +153,7 @@ def _growth(case: Case, server: LocalServer, rounds: int) -> list[dict[str, Any]
             # In another order each time: a virtual machine loses its cores every few seconds, at the same points.
             for num_streams, context in random.Random(round_).sample(points, len(points)):
                 prompts = random_prompts(case.config["vocab_size"], num_streams, context, seed=1000 + round_)
-                samples[num_streams, context].append(_ours(server, prompts, 64))
+                samples[num_streams, context].append(_ours(server, prompts, GROWTH_OUTPUT))
                 progress.advance()
     return [{"streams": n, "context": context, **_summary(found)} for (n, context), found in samples.items()]
 
@@ -146,7 +162,17 @@ def _summary(samples: list[dict[str, float]]) -> dict[str, Any]:
     return {key: report.spread([sample[key] for sample in samples]) for key in samples[0]}
 
 
-def _print_comparison(case: Case, compared: list[dict[str, Any]], bandwidth: float) -> None:
+def _of_floor(row: dict[str, Any], floor: Floor) -> dict[str, Any]:
+    """Which limit is reached first, and how much of it between two tokens and over whole requests."""
+    return {
+        "limit": floor.limit,
+        "floor_ms": {"memory": 1e3 * floor.memory_s, "arithmetic": 1e3 * (floor.arithmetic_s or 0.0)},
+        "share_between_tokens": 1e3 * floor.seconds / row["itl_p50_ms"]["median"],
+        "share_of_requests": floor.seconds * row["tokens_per_s"]["median"] / row["streams"],
+    }
+
+
+def _print_comparison(case: Case, compared: list[dict[str, Any]]) -> None:
     reference = {
         row["streams"]: row["tokens_per_s"]["median"] for row in compared if row["system"] == "transformers generate"
     }
@@ -154,10 +180,6 @@ def _print_comparison(case: Case, compared: list[dict[str, Any]], bandwidth: flo
     for row in sorted(compared, key=lambda row: row["streams"]):
         speed = row["tokens_per_s"]
         cells = [f"{row[key]['median']:.1f}" if key in row else "" for key in _LATENCIES]
-        share = ""
-        if row["system"] == "everserve":
-            floor_s = bytes_per_step(case.config, row["streams"], PROMPT + OUTPUT // 2, case.itemsize) / bandwidth
-            share = f"{speed['median'] * floor_s / row['streams']:.0%}"
         rows.append(
             [
                 row["system"],
@@ -165,47 +187,56 @@ def _print_comparison(case: Case, compared: list[dict[str, Any]], bandwidth: flo
                 f"{speed['median']:.0f} ({speed['min']:.0f}-{speed['max']:.0f})",
                 f"{speed['median'] / reference[row['streams']]:.2f}x",
                 *cells,
-                share,
+                *_floor_cells(row),
             ]
         )
-    columns = ["system", "streams", "tokens/s (min-max)", "vs generate", "first ms", "p50 ms", "p99 ms", "of floor"]
+    columns = [
+        "system",
+        "streams",
+        "tokens/s (min-max)",
+        "vs generate",
+        "first ms",
+        "p50 ms",
+        "p99 ms",
+        *_FLOOR_COLUMNS,
+    ]
     report.print_table(f"{case.name}: prompt {PROMPT}, output {OUTPUT}", columns, rows)
 
 
+def _floor_cells(row: dict[str, Any]) -> list[str]:
+    if "limit" not in row:
+        return [""] * len(_FLOOR_COLUMNS)
+    floor = row["floor_ms"]
+    return [
+        f"{floor['memory']:.1f} / {floor['arithmetic']:.1f}",
+        f"{row['share_between_tokens']:.0%} of {row['limit']}",
+        f"{row['share_of_requests']:.0%}",
+    ]
+
+
+_FLOOR_COLUMNS = ("floor ms: memory / arithmetic", "between tokens", "with prompts")
 _LATENCIES = ("first_token_ms", "itl_p50_ms", "itl_p99_ms")
 
 
-def _print_growth(case: Case, growth: list[dict[str, Any]], bandwidth: float) -> None:
+def _print_growth(case: Case, growth: list[dict[str, Any]]) -> None:
     if not growth:
         return
     rows = []
     for row in growth:
-        floor_ms = 1e3 * bytes_per_step(case.config, row["streams"], row["context"] + 32, case.itemsize) / bandwidth
         rows.append(
             [
                 str(row["streams"]),
                 str(row["context"]),
                 f"{row['tokens_per_s']['median']:.0f}",
                 *(f"{row[key]['median']:.1f}" for key in _LATENCIES),
-                f"{floor_ms:.1f}",
+                *_floor_cells(row)[:2],
             ]
         )
-    columns = ["streams", "context", "tokens/s", "first ms", "p50 ms", "p99 ms", "floor ms"]
-    report.print_table(f"{case.name}: how cost grows (output 64)", columns, rows)
+    columns = ["streams", "context", "tokens/s", "first ms", "p50 ms", "p99 ms", *_FLOOR_COLUMNS[:2]]
+    report.print_table(f"{case.name}: how cost grows (output {GROWTH_OUTPUT})", columns, rows)
 
 
 def random_prompts(vocab_size: int, num: int, length: int, seed: int) -> list[list[int]]:
     """New prompts, so that the prefix cache cannot help."""
     generator = random.Random(f"{seed}/{num}/{length}")
     return [[generator.randrange(1, vocab_size) for _ in range(length)] for _ in range(num)]
-
-
-def read_bandwidth(num_bytes: int = 512 << 20, repeats: int = 5) -> float:
-    """Bytes per second when all cores read a buffer far larger than the caches; the best of a few."""
-    buffer = torch.ones(num_bytes // 4)
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        buffer.sum()
-        best = min(best, time.perf_counter() - start)
-    return num_bytes / best

@@ -97,7 +97,7 @@ def _bandwidth(device: str) -> float:
         from everserve.bench.decode import copy_bandwidth  # noqa: PLC0415 (only where there is a GPU)
 
         return copy_bandwidth()
-    from everserve.bench.engine import read_bandwidth  # noqa: PLC0415 (torch's threads are all in use until here)
+    from everserve.bench.roofline import read_bandwidth  # noqa: PLC0415 (torch's threads are all in use until here)
 
     return read_bandwidth(256 << 20)
 

@@ -4,7 +4,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -108,14 +108,40 @@ def bytes_per_step(config: dict[str, Any], num_streams: int, context: int, items
 
     With several streams, experts are counted as if chosen evenly and independently.
     """
-    sizes = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(config).items()}
-    layer = {name: size for name, size in sizes.items() if name.startswith("model.layers.0.")}
-    attention = sum(size for name, size in layer.items() if ".experts." not in name)
-    expert = sum(size for name, size in layer.items() if ".experts.0." in name)
-    experts: int = config.get("num_experts") or config.get("num_local_experts") or 0
-    top_k: int = config.get("num_experts_per_tok", 0)
-    used = experts * (1 - (1 - top_k / experts) ** num_streams) if experts else 0
+    sizes = _Sizes.of(config)
+    used = sizes.experts * (1 - (1 - sizes.top_k / sizes.experts) ** num_streams) if sizes.experts else 0
     kv = 2 * config["num_key_value_heads"] * config["head_dim"] * context * num_streams
     layers = config["num_hidden_layers"]
-    head = sizes.get("lm_head.weight", sizes["model.embed_tokens.weight"])
-    return int((layers * (attention + used * expert + kv) + head) * itemsize)
+    return int((layers * (sizes.attention + used * sizes.expert + kv) + sizes.head) * itemsize)
+
+
+def flops_per_step(config: dict[str, Any], num_streams: int, context: int) -> int:
+    """Multiplications and additions of one decode step: of each stream with every weight that it uses, and with its
+    keys and values."""
+    sizes = _Sizes.of(config)
+    layers: int = config["num_hidden_layers"]
+    weights = layers * (sizes.attention + sizes.top_k * sizes.expert) + sizes.head
+    scores: int = 2 * layers * config["num_attention_heads"] * config["head_dim"] * context
+    return 2 * num_streams * (weights + scores)
+
+
+class _Sizes(NamedTuple):
+    """Weights, counted."""
+
+    attention: int  # of a layer: all that is not an expert's
+    expert: int
+    experts: int  # how many there are
+    top_k: int
+    head: int
+
+    @classmethod
+    def of(cls, config: dict[str, Any]) -> "_Sizes":
+        sizes = {name: torch.Size(shape).numel() for name, shape in tensor_shapes(config).items()}
+        layer = {name: size for name, size in sizes.items() if name.startswith("model.layers.0.")}
+        return cls(
+            attention=sum(size for name, size in layer.items() if ".experts." not in name),
+            expert=sum(size for name, size in layer.items() if ".experts.0." in name),
+            experts=config.get("num_experts") or config.get("num_local_experts") or 0,
+            top_k=config.get("num_experts_per_tok", 0),
+            head=sizes.get("lm_head.weight", sizes["model.embed_tokens.weight"]),
+        )

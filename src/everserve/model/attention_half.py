@@ -19,6 +19,7 @@ from everserve.model.layout import AttentionSources, Weights
 from everserve.model.ops import Ops
 from everserve.model.rope import RopeTables, Rotation
 from everserve.model.shard_choice import Choice
+from everserve.model.whole_layers import LayerWeights
 from everserve.seam.heads import Heads
 
 
@@ -30,18 +31,18 @@ class MergedHeads:
     ) -> None:
         self._layer = layer
         self._ops = ops
-        self._scale = config.head_size**-0.5
-        self._qkv_XD = weights.merge(sources.qkv)
-        self._qkv_bias_X = weights.merge(sources.qkv_bias) if sources.qkv_bias else None
+        self.scale = config.head_size**-0.5
+        self.qkv_XD = weights.merge(sources.qkv)
+        self.qkv_bias_X = weights.merge(sources.qkv_bias) if sources.qkv_bias else None
         q_norm_E, k_norm_E = weights.load_optional(sources.q_norm), weights.load_optional(sources.k_norm)
-        self._rotation = Rotation(*rope, q_norm_E, k_norm_E, config.rms_norm_eps)
+        self.rotation = Rotation(*rope, q_norm_E, k_norm_E, config.rms_norm_eps)
 
     def __call__(self, normed_TD: Tensor, batch: StepBatch, kv_pool: Tensor) -> Tensor:
         """Write the rows' KV into the pool; attended_TX."""
         q_THE = self._ops.project_and_store(
-            normed_TD, self._qkv_XD, self._qkv_bias_X, batch, kv_pool, self._layer, self._rotation
+            normed_TD, self.qkv_XD, self.qkv_bias_X, batch, kv_pool, self._layer, self.rotation
         )
-        return self._ops.attend(q_THE, batch, kv_pool, self._layer, self._scale)
+        return self._ops.attend(q_THE, batch, kv_pool, self._layer, self.scale)
 
 
 class AttentionHalf:
@@ -63,6 +64,31 @@ class AttentionHalf:
         self._post_norm_D = weights.load(sources.post_norm)
         self._router_ND = weights.load(weights.layout.router(layer)) if config.is_moe_layer(layer) else None
         self._dense = None if self.crosses_seam else weights.feed_forward(layer, ops)
+
+    @property
+    def weights(self) -> LayerWeights:
+        """All of them. Only where heads are here."""
+        config, heads, has_router = self._config, self.heads, self._router_ND is not None
+        assert heads is not None, "heads are elsewhere"
+        num_slices = (
+            1 if self._dense is not None else self._cut.slices_per_expert if has_router else self._cut.num_shards
+        )
+        return LayerWeights(
+            input_norm_D=self._input_norm_D,
+            qkv_XD=heads.qkv_XD,
+            qkv_bias_X=heads.qkv_bias_X,
+            rotation=heads.rotation,
+            scale=heads.scale,
+            output_DX=self._output_DX,
+            output_bias_D=self._output_bias_D,
+            post_norm_D=self._post_norm_D,
+            eps=config.rms_norm_eps,
+            router_ND=self._router_ND,
+            top_k=config.experts_per_token if has_router else 1,
+            renormalise=config.renormalise,
+            num_slices=num_slices,
+            dense=self._dense,
+        )
 
     def attend(self, hidden_TD: Tensor, batch: StepBatch, heads: Heads) -> tuple[Tensor, Tensor]:
         """Attention by these heads, who store the rows' KV; (residual_TD, normed_TD)."""

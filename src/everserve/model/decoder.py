@@ -71,6 +71,7 @@ class Decoder:
             self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
+        self._whole_layers = ops.whole_layers([half.weights for half in self.layers]) if has_heads else None
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """The KV pool's shape (batch.py says why in this order); its dtype is `kv_dtype`."""
@@ -83,8 +84,10 @@ class Decoder:
 
     def run(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
         """All layers: hidden_TD. `kv`: the pool, or the heads that have one."""
-        heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
         hidden_TD = self.ops.embed(batch.tokens_T, self._embedding_VD)
+        if self._whole_layers is not None and isinstance(kv, Tensor):
+            return self._whole_layers(hidden_TD, batch, kv, experts, self.masks)
+        heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
         slices = self.ops.all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
         for half in self.layers:
             residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)

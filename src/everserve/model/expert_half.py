@@ -14,7 +14,7 @@ from torch import Tensor
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.layout import Weights
-from everserve.model.ops import ExpertOps, RowIndices, RowMemory
+from everserve.model.ops import ExpertOps, ExpertSlots, RowIndices, RowMemory
 from everserve.tables.slots import EMPTY, HeldSlots
 
 
@@ -91,6 +91,10 @@ class ExpertHalf:
         self.held[layer][slot] = EMPTY
         self._slots[layer].clear(slot)
         self.generations[layer][slot] += 1
+
+    def slots(self, layer: int) -> ExpertSlots:
+        """Of one layer."""
+        return self._slots[layer]
 
     def rows(self, layer: int, x_TD: Tensor, token_R: Tensor, slot_R: Tensor) -> Tensor:
         """y_RD: for each r, the expert in slot_R[r] applied to x_TD[token_R[r]]."""

@@ -21,6 +21,11 @@ class ExpertMasks:
         # Where nothing is captured a layer without a mask has no table: choosing costs what it costs without masks.
         self._in_use: dict[int, Tensor] = self._rows if is_captured else {}
 
+    @property
+    def is_any(self) -> bool:
+        """Whether any layer has a table."""
+        return bool(self._in_use)
+
     def allowed(self, layer: int) -> Tensor | None:
         """int32 by expert, 0: masked; None: all are allowed."""
         return self._in_use.get(layer)

@@ -23,6 +23,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
+from everserve.model.whole_layers import LayerWeights, WholeLayers
 
 NO_EXPERT = -1
 
@@ -192,6 +193,9 @@ class Ops(Protocol):
 
     def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
         """residual + what the slices in these slots answer to every row, in the order of slots: a dense FFN."""
+
+    def whole_layers(self, layers: Sequence[LayerWeights]) -> WholeLayers | None:
+        """All layers of a model whose heads are here, if there is something quicker than the ops above in a row."""
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         """One token per row of float32 logits, as choose.py defines it; -1 where a logit is not a number."""

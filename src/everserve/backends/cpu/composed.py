@@ -1,5 +1,6 @@
-"""Composed: where the larger ops of a layer are smaller ones in a row. On a processor nothing is gained by more."""
+"""Composed: where the larger ops of a layer are smaller ones in a row."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
+from everserve.model.whole_layers import LayerWeights, WholeLayers
 
 
 class _Parts(Protocol):
@@ -48,6 +50,9 @@ class Composed:
 
     def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
         return shard_choice.sliced(ids_TK, weights_TK, num_slices)
+
+    def whole_layers(self, layers: Sequence[LayerWeights]) -> WholeLayers | None:
+        return None
 
     def project_and_store(
         self: _Parts,

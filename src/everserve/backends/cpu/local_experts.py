@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from everserve.model.expert_half import ExpertHalf
+from everserve.model.ops import ExpertSlots
 
 
 class LocalExperts:
@@ -23,6 +24,10 @@ class LocalExperts:
     def end_step(self) -> None: ...
 
     def rest(self) -> None: ...
+
+    def slots(self, layer: int) -> ExpertSlots:
+        """Where the experts of this layer are."""
+        return self._experts.slots(layer)
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor

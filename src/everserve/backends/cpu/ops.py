@@ -35,6 +35,7 @@ from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
 from everserve.model.ops import ExpertSlots, HeadSlots, HeadWeights, RowIndices, RowMemory
 from everserve.model.rope import Rotation
+from everserve.model.whole_layers import LayerWeights, WholeLayers
 from everserve.native import BuildError, library
 
 SOURCES = Path(__file__).parent / "csrc" / "ops"
@@ -74,7 +75,7 @@ def _load() -> ctypes.CDLL:
     for name in ("set_threads", "linear", "rms_norm", "rotate_and_store", "attend", "route", "combine", "choose"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], None
-    for name in ("expert_rows", "head_rows", "check_batch"):
+    for name in ("expert_rows", "head_rows", "check_batch", "layers"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return lib
@@ -106,7 +107,7 @@ def set_num_threads(num_threads: int, spin_us: float | None = None) -> None:
     _load().es_set_threads(_set_threads_args(num_threads, spin_us))
 
 
-def _matrix(weight: Tensor) -> tuple[int, int, int, int]:
+def matrix_facts(weight: Tensor) -> tuple[int, int, int, int]:
     """Rows, columns, elements from row to row, dtype code."""
     facts: tuple[int, int, int, int]
     try:
@@ -120,7 +121,7 @@ def _matrix(weight: Tensor) -> tuple[int, int, int, int]:
     return facts
 
 
-def _vector(weight: Tensor) -> tuple[int, int]:
+def vector_facts(weight: Tensor) -> tuple[int, int]:
     """Size, dtype code."""
     facts: tuple[int, int]
     try:
@@ -151,8 +152,8 @@ class NativeExpertSlots:
     def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
         assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
         weights = (gate_FD, up_FD, down_DF)
-        inner_size, hidden_size, gate_stride, dtype = _matrix(gate_FD)
-        up_stride, down_stride = _matrix(up_FD)[2], _matrix(down_DF)[2]
+        inner_size, hidden_size, gate_stride, dtype = matrix_facts(gate_FD)
+        up_stride, down_stride = matrix_facts(up_FD)[2], matrix_facts(down_DF)[2]
         assert up_FD.shape == gate_FD.shape and down_DF.shape == (hidden_size, inner_size)
         assert up_FD.dtype is down_DF.dtype is gate_FD.dtype
         if all(w is None for w in self._weights):
@@ -181,14 +182,14 @@ class NativeHeadSlots:
     def fill(self, slot: int, weights: HeadWeights) -> None:
         assert 0 <= slot < self.num_slots, f"slot {slot} of {self.num_slots}"
         matrices, biases = weights[:3], weights[3:]
-        (num_rows, hidden_size, q_stride, dtype), k, v = map(_matrix, matrices)
+        (num_rows, hidden_size, q_stride, dtype), k, v = map(matrix_facts, matrices)
         size = k[0]
         assert num_rows % size == 0 and k[:2] == v[:2] == (size, hidden_size) and k[3] == v[3] == dtype
         self.group_size, self.hidden_size = num_rows // size, hidden_size
         bias_dtype = 0
         for bias, rows in zip(biases, (num_rows, size, size), strict=True):
             if bias is not None:
-                bias_size, bias_dtype = _vector(bias)
+                bias_size, bias_dtype = vector_facts(bias)
                 assert bias_size == rows
         pointers = (weight.data_ptr() if weight is not None else 0 for weight in weights)
         _head_slot.pack_into(
@@ -223,6 +224,7 @@ class NativeOps(Composed):
         self._combine = lib.es_combine
         self._choose = lib.es_choose
         self._check_batch = lib.es_check_batch
+        self.run_layers = lib.es_layers
         # What _bind found out about the batch and pool at hand, which all layers of a step share.
         self._batch: StepBatch | None = None
         self._pool: Tensor | None = None
@@ -232,12 +234,12 @@ class NativeOps(Composed):
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
     ) -> Tensor:
         num_rows, k = x_TD.shape
-        num_columns, weight_k, stride, dtype = _matrix(weight_OD)
+        num_columns, weight_k, stride, dtype = matrix_facts(weight_OD)
         assert k == weight_k and x_TD.dtype is _float32 and x_TD.is_contiguous()
         bias_ptr = bias_dtype = residual_ptr = 0
         if bias_O is not None:
             bias_ptr = bias_O.data_ptr()
-            bias_size, bias_dtype = _vector(bias_O)
+            bias_size, bias_dtype = vector_facts(bias_O)
             assert bias_size == num_columns
         if residual_TO is not None:
             residual_ptr = residual_TO.data_ptr()
@@ -258,7 +260,7 @@ class NativeOps(Composed):
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
         x_TD = x_TD if rows_L is None else x_TD.index_select(0, rows_L)
         num_rows, size = x_TD.shape
-        weight_size, dtype = _vector(weight_D)
+        weight_size, dtype = vector_facts(weight_D)
         assert size == weight_size and x_TD.dtype is _float32 and x_TD.is_contiguous()
         out_TD = _empty_like(x_TD)
         self._rms_norm(
@@ -288,11 +290,11 @@ class NativeOps(Composed):
         q_norm_ptr = q_norm_dtype = k_norm_ptr = k_norm_dtype = 0
         if q_norm_E is not None:
             q_norm_ptr = q_norm_E.data_ptr()
-            q_norm_size, q_norm_dtype = _vector(q_norm_E)
+            q_norm_size, q_norm_dtype = vector_facts(q_norm_E)
             assert q_norm_size == head_size
         if k_norm_E is not None:
             k_norm_ptr = k_norm_E.data_ptr()
-            k_norm_size, k_norm_dtype = _vector(k_norm_E)
+            k_norm_size, k_norm_dtype = vector_facts(k_norm_E)
             assert k_norm_size == head_size
         q_THE = _empty(num_rows, num_q_heads, head_size, dtype=_float32)
         self._rotate_and_store(
@@ -324,7 +326,7 @@ class NativeOps(Composed):
         self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         num_rows, size = x_TD.shape
-        num_experts, router_size, stride, dtype = _matrix(router_ND)
+        num_experts, router_size, stride, dtype = matrix_facts(router_ND)
         assert size == router_size and x_TD.dtype is _float32 and x_TD.is_contiguous()
         assert 0 < top_k <= num_experts <= MAX_EXPERTS
         allowed_ptr = 0
@@ -388,7 +390,9 @@ class NativeOps(Composed):
         assert two == 2 and kv_pool.is_contiguous() and block_size % KEY_TILE == 0
         cos_PE, sin_PE, q_norm_E, k_norm_E, eps = rotation
         assert cos_PE.shape == sin_PE.shape and cos_PE.shape[1] == head_size <= MAX_HEAD_SIZE
-        norms = [(norm.data_ptr(), _vector(norm)[1]) if norm is not None else (0, 0) for norm in (q_norm_E, k_norm_E)]
+        norms = [
+            (norm.data_ptr(), vector_facts(norm)[1]) if norm is not None else (0, 0) for norm in (q_norm_E, k_norm_E)
+        ]
         wrong = self._head_rows(
             _head_rows_args(
                 kv_pool.data_ptr(), _dtype_code(kv_pool), num_pieces, 0, block_size, head_size, 0, 0,
@@ -426,6 +430,28 @@ class NativeOps(Composed):
             )
         )
         return out_TD
+
+    def whole_layers(self, layers: Sequence[LayerWeights]) -> WholeLayers:
+        from everserve.backends.cpu.whole_layers import NativeWholeLayers  # noqa: PLC0415 (made of these ops)
+
+        return NativeWholeLayers(self, layers)
+
+    def batch_fields(
+        self, batch: StepBatch, kv_pool: Tensor, rotation: Rotation
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
+        """For C, checked against each other: the fields of the pool, where positions, KV slots, query starts and block
+        tables are, and how many rows, sequences and columns of tables there are."""
+        if batch is not self._batch or kv_pool is not self._pool:
+            self._bind(batch, kv_pool)
+        if rotation.cos_PE is not self._cos:
+            self._bind_rotation(rotation.cos_PE, rotation.sin_PE)
+        assert self._highest_position < self._num_positions
+        starts, tables, num_rows, num_seqs, width = self._attend_fields[1:]
+        return (
+            self._pool_fields,
+            (self._positions_ptr, self._kv_slots_ptr, starts, tables),
+            (num_rows, num_seqs, width),
+        )
 
     def choose(self, logits_LV: Tensor, draws: Sequence[Draw]) -> list[int]:
         num_rows, vocab = logits_LV.shape

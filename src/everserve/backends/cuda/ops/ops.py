@@ -26,6 +26,7 @@ from everserve.model.choosing import Draw
 from everserve.model.ops import ExpertSlots
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
+from everserve.model.whole_layers import LayerWeights, WholeLayers
 
 
 class ArenaSlots:
@@ -160,6 +161,9 @@ class CudaOps:
 
     def expert_slots(self, num_slots: int) -> ExpertSlots:
         return ArenaSlots(num_slots, self.device)
+
+    def whole_layers(self, layers: Sequence[LayerWeights]) -> WholeLayers | None:
+        return None  # steps are captured: nothing is between their ops
 
     def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
         """The experts' first product, with tiles that are known beforehand. The second one is a `Linear`: a single

@@ -20,8 +20,9 @@
 #include "exp.h"
 #include "threads.h"
 
-#define TILE 16           /* positions; a multiple of VW */
-#define MAX_QUERIES 32    /* per task */
+#define TILE 16              /* positions; a multiple of VW */
+#define MAX_QUERIES 32       /* per task */
+#define QR (MR < 4 ? MR : 4) /* queries that share the loads of values */
 
 #define WEIGHT float
 #define LOAD load_f32
@@ -95,7 +96,7 @@ static void add_values(struct state *s, size_t first, size_t num_queries, size_t
     size_t head_size = (size_t)pool->head_size;
     for (size_t i = first; i < num_queries;) {
         size_t visible = num_visible(s->position[i], tile_start), mr = 1;
-        while (mr < MR && i + mr < num_queries && num_visible(s->position[i + mr], tile_start) == visible) mr++;
+        while (mr < QR && i + mr < num_queries && num_visible(s->position[i + mr], tile_start) == visible) mr++;
         const float *p = s->scores + i * TILE, *decay = s->decay + i;
         float *sums = s->sums + i * head_size;
         switch ((enum dtype)pool->dtype) {

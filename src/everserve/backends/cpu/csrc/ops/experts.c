@@ -9,22 +9,16 @@
    write y through index arrays. So x and y may also be scattered over the memory of several peers, as long as every
    row is a whole number of rows away from one base; then `order` holds y's own numbers instead of r. */
 
+#include "experts.h"
+
 #include <stdbool.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "exp.h"
-#include "gemm.h"
-#include "threads.h"
 
 #define ROWS_PER_PASS 64 /* rows of hidden that stay in cache between the products and silu */
 #define MAX_COLUMNS 256  /* of hidden per task */
-
-/* What ops.py keeps per slot. All zeros when empty. */
-struct slot {
-    const void *gate, *up, *down;
-    int64_t gate_stride, up_stride, down_stride, dtype;
-};
 
 struct experts {
     const struct slot *slots;
@@ -92,22 +86,11 @@ static void set_columns(struct experts *e, size_t total) {
     e->column_tasks = (total + e->columns_per_task - 1) / e->columns_per_task;
 }
 
-struct expert_rows_args {
-    const float *x;
-    const int32_t *tokens, *slot_of;
-    const struct slot *slots;
-    float *y;
-    const int32_t *y_index; /* NULL: the answer to r is row r of y */
-    int64_t num_rows, num_tokens, num_y, num_slots, hidden_size, inner_size;
-};
-
 /* Whether row r has no expert at all (route.c). Its answer is zeros. Rows in shared memory always have one. */
 static bool is_nowhere(const struct expert_rows_args *args, int64_t r) {
     return args->slot_of[r] == -1 && !args->y_index;
 }
 
-/* 0, or why nothing was computed: 1 + r when slot_R[r] is out of range or empty, -(1 + r) when token_R[r] or y_R[r] is
-   out of range. */
 EXPORT int64_t es_expert_rows(const struct expert_rows_args *args) {
     const int32_t *tokens = args->tokens, *slot_of = args->slot_of, *y_index = args->y_index;
     int64_t num_rows = args->num_rows, num_slots = args->num_slots;

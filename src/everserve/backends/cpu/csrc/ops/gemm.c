@@ -2,6 +2,21 @@
 
 #include "gemm.h"
 
+/* Weights that will be needed soon are fetched into the second-level cache while others are computed with: each row is
+   too short for the hardware to recognise a stream. While a panel of weights is used, once for every MR rows of a, the
+   next panel is fetched, a part in each of these passes: memory is neither idle nor waited for.
+
+       rows 0..3    panel 0: tile tile tile tile    fetched meanwhile: the first third of panel 1
+       rows 4..7             tile tile tile tile                       the second
+       rows 8..11            tile tile tile tile                       the last
+
+   With one pass a panel is a tile. */
+struct ahead {
+    const char *following, *end; /* what is to be fetched in this pass, and where all weights end */
+    size_t column_bytes;         /* of `following`, fetched for each column of the panel in this pass */
+    size_t step_bytes;           /* likewise for each step along k, for NR columns */
+};
+
 #define WEIGHT float
 #define LOAD load_f32
 #define NAME(x) x##_f32
@@ -19,7 +34,11 @@
 
 #define PANEL_FLOATS 8192          /* 32 KiB: half of the first-level cache here, all of it on older x86 */
 #define WIDENED_FLOATS 32768       /* of stack, for a panel of half precision weights widened once for many rows */
-#define MIN_ROWS_TO_WIDEN (3 * MR) /* with fewer rows, widening in registers is cheaper */
+#if defined(SIMD_AVX512)
+#define MIN_ROWS_TO_WIDEN (8 * MR) /* with fewer rows, widening in registers is cheaper */
+#else
+#define MIN_ROWS_TO_WIDEN (3 * MR)
+#endif
 
 static size_t panel_columns(size_t k) {
     size_t columns = k ? PANEL_FLOATS / k / NR * NR : NR;
@@ -43,6 +62,13 @@ void widen(const void *from, enum dtype dtype, size_t n, float *to) {
     memcpy(to + i, &widened, (n - i) * sizeof(float));
 }
 
+/* While columns before `first` are computed with, those from there on are fetched, in so many passes. */
+static struct ahead fetch(struct matrix w, size_t first, size_t n, size_t num_passes) {
+    size_t element = w.dtype == F32 ? 4 : 2;
+    return (struct ahead){matrix_from(w, first).data, matrix_from(w, n).data, w.stride * element / num_passes,
+                          NR * VW * element / num_passes};
+}
+
 static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
     float widened[WIDENED_FLOATS];
     size_t columns = panel_columns(k);
@@ -50,7 +76,7 @@ static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, siz
         size_t count = smaller(n - j, columns);
         for (size_t r = 0; r < count; r++) widen(matrix_from(w, j + r).data, w.dtype, k, widened + r * k);
         struct rows out = columns_from(c, j);
-        panel_f32(&a, m, widened, k, count, k, &out, widened);
+        panel_f32(&a, m, widened, k, count, k, &out, fetch(w, j + count, n, (m + MR - 1) / MR));
     }
 }
 
@@ -59,16 +85,17 @@ void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct r
         gemm_widened(a, m, w, n, k, c);
         return;
     }
-    const void *end = matrix_from(w, n).data;
-    size_t columns = m <= MR ? n : panel_columns(k);
+    size_t num_passes = (m + MR - 1) / MR, columns = num_passes > 1 ? panel_columns(k) : n;
+    size_t tile_columns = 2 * m <= MR ? 2 * NR : NR;
     for (size_t j = 0; j < n; j += columns) {
         size_t count = smaller(n - j, columns);
         const void *part = matrix_from(w, j).data;
         struct rows out = columns_from(c, j);
+        struct ahead ahead = fetch(w, num_passes > 1 ? j + count : tile_columns, n, num_passes);
         switch (w.dtype) {
-            case F32: panel_f32(&a, m, part, w.stride, count, k, &out, end); break;
-            case BF16: panel_bf16(&a, m, part, w.stride, count, k, &out, end); break;
-            case F16: panel_f16(&a, m, part, w.stride, count, k, &out, end); break;
+            case F32: panel_f32(&a, m, part, w.stride, count, k, &out, ahead); break;
+            case BF16: panel_bf16(&a, m, part, w.stride, count, k, &out, ahead); break;
+            case F16: panel_f16(&a, m, part, w.stride, count, k, &out, ahead); break;
         }
     }
 }

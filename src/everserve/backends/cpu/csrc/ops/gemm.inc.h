@@ -14,20 +14,18 @@
 /* mr and nr are constants at every call, and the loops over them unroll, so the accumulators are registers (left to
    itself GCC 12 stores them at every step: half the speed). */
 ALWAYS_INLINE void NAME(tile)(const int mr, const int nr, const float *const *a, const WEIGHT *w, size_t stride,
-                              size_t k, float *const *c, size_t column, const WEIGHT *end) {
+                              size_t k, float *const *c, size_t column, const struct ahead *ahead) {
     vf acc[MR][2 * NR];
     UNROLL for (int i = 0; i < mr; i++)
         UNROLL for (int j = 0; j < nr; j++) acc[i][j] = splat(0.0f);
 
-    /* While this tile is computed, the weights that follow (up to end) are fetched into the second-level cache: each
-       row is too short for the hardware to recognise a stream. From memory this is twice as fast. */
-    const WEIGHT *following = w + (size_t)nr * stride;
-    const char *next = (const char *)(following < end ? following : w);
-    size_t p = 0;
+    const char *next = ahead->following + column * ahead->column_bytes;
+    const size_t most = nr * VW * sizeof(WEIGHT); /* bytes of weights in a step: more is never fetched */
+    size_t advance = next < ahead->end ? ahead->step_bytes * (size_t)nr / NR : 0, p = 0;
     for (; p + VW <= k; p += VW) {
-        UNROLL for (size_t line = 0; line < nr * VW * sizeof(WEIGHT); line += 64)
-            __builtin_prefetch(next + line, 0, 2);
-        next += nr * VW * sizeof(WEIGHT);
+        UNROLL for (size_t line = 0; line < most; line += 64)
+            if (line < advance) __builtin_prefetch(next + line, 0, 2);
+        next += advance;
         vf b[2 * NR];
         UNROLL for (int j = 0; j < nr; j++) b[j] = LOAD(w + (size_t)j * stride + p);
         UNROLL for (int i = 0; i < mr; i++) {
@@ -64,17 +62,17 @@ ALWAYS_INLINE void NAME(tile)(const int mr, const int nr, const float *const *a,
 
 /* All n columns for mr <= MR rows. */
 ALWAYS_INLINE void NAME(strip)(const int mr, const float *const *a, const WEIGHT *w, size_t stride, size_t n,
-                               size_t k, float *const *c, const WEIGHT *end) {
+                               size_t k, float *const *c, const struct ahead *ahead) {
     size_t j = 0;
     if (2 * mr <= MR) /* twice the columns: enough accumulators to hide the latency of a multiply-add */
-        for (; j + 2 * NR <= n; j += 2 * NR) NAME(tile)(mr, 2 * NR, a, w + j * stride, stride, k, c, j, end);
-    for (; j + NR <= n; j += NR) NAME(tile)(mr, NR, a, w + j * stride, stride, k, c, j, end);
-    for (; j < n; j++) NAME(tile)(mr, 1, a, w + j * stride, stride, k, c, j, end);
+        for (; j + 2 * NR <= n; j += 2 * NR) NAME(tile)(mr, 2 * NR, a, w + j * stride, stride, k, c, j, ahead);
+    for (; j + NR <= n; j += NR) NAME(tile)(mr, NR, a, w + j * stride, stride, k, c, j, ahead);
+    for (; j < n; j++) NAME(tile)(mr, 1, a, w + j * stride, stride, k, c, j, ahead);
 }
 
-/* w[0..n) stays in the first-level cache while the rows of a stream by. More weights follow, up to end. */
+/* w[0..n) stays in the first-level cache while the rows of a stream by. */
 static void NAME(panel)(const struct rows *a, size_t m, const WEIGHT *w, size_t stride, size_t n, size_t k,
-                        const struct rows *c, const WEIGHT *end) {
+                        const struct rows *c, struct ahead ahead) {
     for (size_t i = 0; i < m; i += MR) {
         size_t mr = smaller(m - i, MR);
         const float *a_rows[MR];
@@ -84,15 +82,20 @@ static void NAME(panel)(const struct rows *a, size_t m, const WEIGHT *w, size_t 
             a_rows[r] = row(a, at), c_rows[r] = row(c, at);
         }
         switch (mr) {
-            case 1: NAME(strip)(1, a_rows, w, stride, n, k, c_rows, end); break;
-            case 2: NAME(strip)(2, a_rows, w, stride, n, k, c_rows, end); break;
+            case 1: NAME(strip)(1, a_rows, w, stride, n, k, c_rows, &ahead); break;
+            case 2: NAME(strip)(2, a_rows, w, stride, n, k, c_rows, &ahead); break;
 #if MR >= 3
-            case 3: NAME(strip)(3, a_rows, w, stride, n, k, c_rows, end); break;
+            case 3: NAME(strip)(3, a_rows, w, stride, n, k, c_rows, &ahead); break;
 #endif
 #if MR >= 4
-            case 4: NAME(strip)(4, a_rows, w, stride, n, k, c_rows, end); break;
+            case 4: NAME(strip)(4, a_rows, w, stride, n, k, c_rows, &ahead); break;
+#endif
+#if MR >= 6
+            case 5: NAME(strip)(5, a_rows, w, stride, n, k, c_rows, &ahead); break;
+            case 6: NAME(strip)(6, a_rows, w, stride, n, k, c_rows, &ahead); break;
 #endif
         }
+        ahead.following += n * ahead.column_bytes;
     }
 }
 

@@ -1,17 +1,8 @@
 /* out = x . weight^T (+ bias) (+ residual). */
 
-#include "gemm.h"
-#include "threads.h"
+#include "linear.h"
 
 #define ROWS_PER_TASK 256 /* of x, which then stay in the second-level cache from one panel of weights to the next */
-
-struct linear_args {
-    const float *x;
-    const void *weight, *bias; /* bias and residual may be NULL */
-    const float *residual;
-    float *out;
-    int64_t num_rows, num_columns, k, weight_stride, dtype, bias_dtype;
-};
 
 struct linear {
     struct rows x, out;

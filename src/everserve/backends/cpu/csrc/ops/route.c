@@ -1,20 +1,11 @@
 /* The experts of each row: router logits, softmax over all experts that are allowed, the best K of these. */
 
+#include "route.h"
+
 #include "exp.h"
-#include "gemm.h"
-#include "threads.h"
 
 #define ROWS_PER_TASK 8
 #define MAX_EXPERTS 1024 /* ops.py checks */
-
-struct route_args {
-    const float *x;
-    const void *router;
-    int32_t *ids;
-    float *weights;
-    const int32_t *allowed; /* by expert; NULL: all are */
-    int64_t num_rows, num_experts, size, top_k, router_stride, dtype, renormalise;
-};
 
 /* In place. logits has room for a multiple of VW; what is beyond n is ignored. */
 static void softmax(float *logits, size_t n) {

@@ -1,21 +1,13 @@
 /* Ops on one row at a time: rms_norm and combine. Element by element, so the compiler vectorises them as it likes. */
 
+#include "rows.h"
+
 #include <stdlib.h>
 
-#include "gemm.h"
 #include "norm.h"
-#include "threads.h"
 
 #define ROWS_PER_TASK 16
 #define MACS_PER_ELEMENT 4 /* these ops wait for memory: count an element as so many multiply-adds */
-
-struct rms_norm_args {
-    const float *x;
-    const void *weight;
-    float *out;
-    int64_t num_rows, size, dtype;
-    double eps;
-};
 
 struct norm {
     const struct rms_norm_args *args;
@@ -45,14 +37,6 @@ EXPORT void es_rms_norm(const struct rms_norm_args *args) {
     parallel_for(num_tasks, MACS_PER_ELEMENT * (double)args->num_rows * (double)args->size, norm_task, &n);
     free(widened);
 }
-
-struct combine_args {
-    const float *rows;           /* one after the other, in the order of (t, k) ... */
-    const float *const *row_at;  /* ... or, if not NULL, each where this says */
-    const float *weights, *residual;
-    float *out;
-    int64_t num_rows, top_k, size;
-};
 
 /* ((residual + w0 r0) + w1 r1) + ..., from left to right, each product rounded. */
 static void combine_task(void *job, size_t task) {

@@ -3,7 +3,7 @@
    The kernels above this file are plain C over `vf`; only this file knows instruction sets.
 
        CPU                VW   tile of a product (MR rows x NR columns of accumulators)
-       AVX-512            16   4 x 4     of 32 registers
+       AVX-512            16   6 x 4     of 32 registers: 24 accumulators, 4 columns, 1 row
        AVX2 + FMA + F16C   8   3 x 4     of 16 registers: 12 accumulators, 3 rows, 1 column
        AArch64 (NEON)      4   4 x 4     of 32 registers
        any other           4   2 x 4     GCC vector extensions alone, no fused multiply-add
@@ -21,7 +21,7 @@
 #include <immintrin.h>
 #define SIMD_AVX512
 #define VW 16
-#define MR 4
+#define MR 6
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define SIMD_AVX2
