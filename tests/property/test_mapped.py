@@ -15,7 +15,7 @@ from everserve.control.events import DeviceLost, DeviceReturned, SaidHello, Said
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.slots import EMPTY, Fill, Place
 from tests.examples import examples
-from tests.property.test_moves import ACTIONS, NUM_EXPERTS, Process, World, check_healed, kill_expert
+from tests.property.test_moves import ACTIONS, NUM_EXPERTS, Process, World, check_healed, kill_expert, num_places
 
 Loan = tuple[Rank, Place]  # of whose memory
 
@@ -71,9 +71,7 @@ class MappedWorld(World):
             for place in gone:
                 self.put(process, place, EMPTY)
             if gone:
-                num_left = len(process.todo[0]) if process.todo else 0
-                process.says.append(SaidHolds(*id, process.held, tuple(process.failed), num_left))
-                process.failed.clear()
+                self.report(process)
 
     def die(self, id: WorkerId) -> None:
         self.loans.pop(id, None)
@@ -134,6 +132,7 @@ SHAPES = [(2, 3, 0), (3, 2, 0), (3, 3, 0), (3, 4, 0), (4, 2, 2), (4, 3, 2)]
 )
 def test_nothing_that_is_in_use_changes_and_everything_finds_its_place(schedule, shape):
     world = MappedWorld(*shape)
+    undisturbed = num_places(world)
     for action, n in schedule:
         ACTIONS[action](world, n)
         world.check_borrowed()
@@ -145,6 +144,7 @@ def test_nothing_that_is_in_use_changes_and_everything_finds_its_place(schedule,
     check_healed(world)
     assert world.machine.degraded == (), "every worker is back"
     assert world.num_mapped_now == 0, "every expert is in memory of the worker that serves it"
+    assert num_places(world) == undisturbed, "no copy was left behind"
 
 
 @pytest.mark.parametrize("num_slots", [2, 3])

@@ -87,6 +87,15 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class StopChanges:
+    """Of what a worker was told to fill, some is not needed any more, or would fail. What it has not begun is dropped.
+    Answered by SaidHolds."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class BalanceDecided:
     """Whether experts change places because of their load, for the event log."""
 
@@ -231,9 +240,9 @@ class GiveUp:
 
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | BalanceDecided | LevelChanged | SlownessDecided
-    | DropDevice | Provision | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch
-    | ChangeRole | EndSwitch | ChangeMask | AllReady | GiveUp
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | StopChanges | BalanceDecided | LevelChanged
+    | SlownessDecided | DropDevice | Provision | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling
+    | EndScaling | BeginSwitch | ChangeRole | EndSwitch | ChangeMask | AllReady | GiveUp
 )  # fmt: skip
 
 

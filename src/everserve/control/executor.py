@@ -25,6 +25,7 @@ from everserve.wire.messages import (
     Leave,
     Ready,
     SignalWorker,
+    StopChanges,
 )
 
 
@@ -62,6 +63,10 @@ class Executor:
                 end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
                 if end is not None:
                     end.send(ClearSlots(places=list(effect.places)))
+            case effects.StopChanges():
+                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
+                if end is not None:
+                    end.send(StopChanges())
             case effects.BalanceDecided():
                 records.note_balance(effect)
             case effects.LevelChanged():
