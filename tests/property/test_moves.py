@@ -134,7 +134,7 @@ class World:
     def stop(self, process: Process) -> None:
         process.num_done += sum(map(len, process.todo))
         process.todo.clear()
-        self.report(process)
+        self.say_held(process)
 
     def publish(self, tables: Publish) -> None:
         assert tables.routes is not None
@@ -200,11 +200,11 @@ class World:
         if isinstance(change, Fill) and not self.load(process, change, has_failed=may_fail and n % 7 == 3):
             process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
         if not fills or n % 2:
-            self.report(process)
+            self.say_held(process)
         if not fills:
             process.todo.popleft()
 
-    def report(self, process: Process) -> None:
+    def say_held(self, process: Process) -> None:
         process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), process.num_done))
         process.failed.clear()
 

@@ -129,9 +129,7 @@ class SlotChanges:
             last = failed[-1]
             words = "expert %d of layer index %d" % (last.expert, last.layer_index)
             log.error("%d experts could not be loaded; the last, %s: %s", len(failed), words, last.reason)
-        self._report(
-            SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_done=self._num_done)
-        )
+        self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_done=self._num_done))
 
     def _change(self, change: Fill | Place) -> None:
         if isinstance(change, Place):
