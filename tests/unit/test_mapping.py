@@ -123,15 +123,19 @@ def test_nor_does_a_slot_that_is_about_to_change():
             {"weights": "memory"},
             (4, 0),
         ),
+        ({"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0}, {"device": "cuda"}, (4, 4)),  # of one GPU
+        ({"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0}, {"device": "cuda", "gpus": 2}, (4, 0)),
         ({"tensor_parallel_size": 2}, {"divides_heads": True, "tensor_parallel": True}, None),
     ],
 )
 def test_how_many_slots_there_are_for_that(tmp_path, cluster, changes, expected):
     """As many as with memory, but no more than there are experts; none where no memory can be mapped."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
+    changes = {**changes}
+    num_gpus = changes.pop("gpus", 1 if changes.get("device") == "cuda" else 0)
     settings = worker_settings(directory=str(tmp_path), **changes)
     model = ModelConfig.from_source(settings.model)
-    start = StartOrchestrator(cluster=ClusterConfig(**cluster).resolved(), worker=settings)
+    start = StartOrchestrator(cluster=ClusterConfig(**cluster).resolved(), worker=settings, num_gpus=num_gpus)
     capacity = capacity_of(start, model, first_goal(start, model))
     if expected is None:
         assert capacity.mapped_slots == 0

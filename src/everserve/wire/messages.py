@@ -4,8 +4,8 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang, Fenced,
-                                   Shutdown
+                                   StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang,
+                                   Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
                                    Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened

@@ -126,9 +126,11 @@ class SlotChanges:
     def _send(self) -> None:
         filled, self._filled, failed, self._failed = self._filled, [], self._failed, []
         if failed:  # e.g. a missing file, no memory: other workers can serve these experts
-            last = failed[-1]
-            words = "expert %d of layer index %d" % (last.expert, last.layer_index)
-            log.error("%d experts could not be loaded; the last, %s: %s", len(failed), words, last.reason)
+            num, last = len(failed), failed[-1]
+            log.error(
+                "%d experts could not be loaded; the last, expert %d of layer index %d: %s",
+                *(num, last.expert, last.layer_index, last.reason),
+            )
         self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_done=self._num_done))
 
     def _change(self, change: Fill | Place) -> None:
