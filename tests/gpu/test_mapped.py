@@ -1,5 +1,5 @@
 """Expert workers that share a GPU and have no shadows die under streams: others compute with the experts where the dead
-ones left them, on the device, and nothing is copied (`--map-experts on`).
+ones left them, on the device, and nothing is copied (`--map-experts`, by default on).
 
 One server for all tests: it must be whole again after each.
 """
@@ -17,7 +17,7 @@ from tests.gpu.test_cluster import ASKS, cluster, run, tokens
 from tests.process import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(180)]
-FLAGS = ("--devices", "3", "--shadow-experts", "0", "--map-experts", "on", "--kv-cache-memory-bytes", str(1 << 30))
+FLAGS = ("--devices", "3", "--shadow-experts", "0", "--kv-cache-memory-bytes", str(1 << 30))
 EXPERTS = (2, 3, 4)
 
 
@@ -93,4 +93,5 @@ def test_a_device_is_lost_while_others_map_its_memory(shared: LocalServer, expec
         assert answer.status_code == 200, answer.text
 
     assert tokens(c.run_with(shared, ASKS, c.in_decode, kill_then_lose)) == expected
-    c.wait_until(lambda: c.is_whole(shared), 60, "full strength")
+    wait_own(shared)
+    assert shared.log_text().count("could not load") <= 2 * len(EXPERTS), "a line for each report, if any"

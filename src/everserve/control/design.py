@@ -116,9 +116,8 @@ def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
 def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:
     """Of every expert worker, further slots for experts in the memory of others (plan/mapping.py): as many as it has
     with memory, so that half of the workers can stand in for the other half, but not more than there are experts."""
-    is_gpu, wanted = start.worker.compute.device == "cuda", start.cluster.map_experts
-    is_memory = is_gpu or start.worker.model.weights == "memory"
-    if wanted == "off" or (wanted == "auto" and is_gpu):
+    is_memory = start.worker.compute.device == "cuda" or start.worker.model.weights == "memory"
+    if start.cluster.map_experts == "off":
         return 0
     experts = [seat.gpu for seat in goal.seats if Role.ATTENTION not in seat.roles]
     are_together = len(set(experts)) < len(experts) or (start.cluster.max_workers or 0) > len(goal.seats)

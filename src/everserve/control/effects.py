@@ -87,6 +87,15 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class StopChanges:
+    """Of what a worker was told to fill, some is not needed any more, or would fail. What it has not begun is dropped.
+    Answered by SaidHolds."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class BalanceDecided:
     """Whether experts change places because of their load, for the event log."""
 
@@ -237,8 +246,8 @@ Told = (
 )  # fmt: skip
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | DropDevice | Provision | Probe | Kill | AskToLeave
-    | Retire | ChangeRole | AllReady | GiveUp | Told
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | StopChanges | DropDevice | Provision | Probe | Kill
+    | AskToLeave | Retire | ChangeRole | AllReady | GiveUp | Told
 )  # fmt: skip
 
 

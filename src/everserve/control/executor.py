@@ -24,6 +24,7 @@ from everserve.wire.messages import (
     Leave,
     Ready,
     SignalWorker,
+    StopChanges,
 )
 
 
@@ -51,7 +52,13 @@ class Executor:
                 self._publish(effect, reason)
             case effects.Show():
                 self._parts.gateway.note_change()
-            case effects.FillSlots() | effects.ClearSlots() | effects.Probe() | effects.AskToLeave():
+            case (
+                effects.FillSlots()
+                | effects.ClearSlots()
+                | effects.StopChanges()
+                | effects.Probe()
+                | effects.AskToLeave()
+            ):
                 end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
                 if end is not None:
                     self._tell_worker(end, effect)
@@ -77,7 +84,9 @@ class Executor:
                 self._parts.records.note(effect)
 
     def _tell_worker(
-        self, end: WorkerEnd, effect: effects.FillSlots | effects.ClearSlots | effects.Probe | effects.AskToLeave
+        self,
+        end: WorkerEnd,
+        effect: effects.FillSlots | effects.ClearSlots | effects.StopChanges | effects.Probe | effects.AskToLeave,
     ) -> None:
         match effect:
             case effects.FillSlots():
@@ -85,6 +94,8 @@ class Executor:
                 self._parts.gateway.note_change()
             case effects.ClearSlots():
                 end.send(ClearSlots(places=list(effect.places)))
+            case effects.StopChanges():
+                end.send(StopChanges())
             case effects.Probe():
                 self._workers.read_pending(end.id)  # it may have said that it leaves, and a peer saw its end first
                 self._queue.tell(self._parts.detector.probe(end)(effect.rank, effect.incarnation))

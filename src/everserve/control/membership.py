@@ -85,7 +85,7 @@ def _said(cluster: Cluster, event: Said, seat: Seat, now: float) -> Step:
             seat.speak()
             return Step(f"{who(seat)} says hello")
         case SaidHolds():
-            return moving.hold(cluster, seat, event.slots, event.failed, event.num_left, now)
+            return moving.hold(cluster, seat, event.slots, event.failed, event.num_done, now)
         case SaidLoads():
             cluster.balancer.add(event.rows, now)
             return Step(f"{who(seat)} has computed rows")

@@ -147,8 +147,9 @@ class Records:
                     took_s=sum(filled.seconds for filled in moved),
                 )
             )
-        for failed in message.failed:
-            log.warning("worker %d could not load expert %d: %s", rank, failed.expert, failed.reason)
+        if message.failed:
+            num, last = len(message.failed), message.failed[-1]
+            log.warning("worker %d could not load %d experts; expert %d: %s", rank, num, last.expert, last.reason)
 
     def note_loss(self, effect: effects.Lost) -> None:
         if effect.cause == "left":
