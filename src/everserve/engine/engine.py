@@ -147,6 +147,11 @@ class Engine:
             return None
         return Parking(BlockPool(num, self.config.block_size, self._undo, first), self._undo, journal)
 
+    def alike(self, config: EngineConfig) -> "Engine":
+        """Another one that computes with the same memory, if this one has no streams: for measurements."""
+        assert not self.has_work and self._journal is None, "two engines would write into the same blocks"
+        return Engine(config, self.limits, self._ops, self._forward, self._clock)
+
     @property
     def has_work(self) -> bool:
         return bool(self._sequences) or self._queued is not None
