@@ -235,6 +235,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_batched,
             max_prefill_while_decoding=max_batched,
+            max_prefill_slowdown=0.0,
             block_size=_BLOCK_SIZE,
             kv_cache_bytes=1 << 60,  # all that the streams can use
             enable_prefix_caching=False,
