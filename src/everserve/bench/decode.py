@@ -27,7 +27,7 @@ from everserve.config.engine import EngineConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
-from everserve.errors import ConfigError
+from everserve.errors import ConfigError, EverserveError
 from everserve.memory.device import Driver
 from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
@@ -63,6 +63,8 @@ def run(settings: Settings, out: Path | None) -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = write_shape(Path(directory), shape, num_layers)
             ours = _in_process("everserve.bench.decode", str(model), settings)
+            if "error" in ours:
+                raise EverserveError(ours["error"])
             ahead = _in_process("everserve.bench.decode", str(model), settings, True) if settings.launch_ahead else {}
             theirs = (
                 _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
@@ -253,6 +255,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool
         slots=None,
         detect_ms=0.0,
         device=0,
+        gpu=0,
     )
 
 
