@@ -125,10 +125,11 @@ def _prefill(engine: Engine, num_prompt: int, batch: int, repeats: int) -> tuple
 
 
 def _add(engine: Engine, num_prompt: int, batch: int, repeat: int) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
     for i in range(batch):
         seed = 7919 * i + 104729 * repeat + num_prompt
         prompt = [1 + (seed + 31 * j) % (engine.limits.vocab_size - 1) for j in range(num_prompt)]
-        engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=prompt, params=SamplingParams(max_tokens=1)))
+        engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=prompt, params=params))
 
 
 def _profile(engine: Engine, step_tokens: int) -> dict[str, Any]:
