@@ -22,13 +22,14 @@ from everserve.bench.degree_plan import Parts, divided
 from everserve.engine.engine import Engine
 from everserve.errors import EverserveError
 from everserve.model.config import ModelConfig
+from everserve.plan import steps
 from everserve.plan.steps import StepWork
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 _PRODUCT = {"cpu": 1536, "cuda": 8192}  # of a matrix
 _NUM_PRODUCTS = 6
 _PROFILED_PROMPT = 512  # tokens
-STEP_TOKENS = {"cpu": 512, "cuda": 2048}  # what a server's steps have at most by default
+_CPU_STEP_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,18 @@ def measure_apart(
 ) -> dict[str, Any]:
     """`points`: tokens of each prompt, and how many prompts at once. `profiled`: where the time of a full step goes."""
     ask = {"model": model, "device": device, "points": points, "repeats": repeats, "profiled": profiled}
-    ask["step_tokens"] = step_tokens or (STEP_TOKENS[device],)
+    ask["step_tokens"] = step_tokens or (default_step_tokens(model, device),)
     command = [sys.executable, "-m", "everserve.bench.prefill_engine", json.dumps(ask)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise EverserveError(f"the engine alone ended with status {done.returncode}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
+
+
+def default_step_tokens(model: str, device: str) -> int:
+    """What the steps of a server with one worker have at most."""
+    return _CPU_STEP_TOKENS if device == "cpu" else steps.step_tokens(ModelConfig.from_directory(model))
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:

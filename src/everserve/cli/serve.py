@@ -128,7 +128,9 @@ def serve(
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
     workers = without_copies(workers, weights, chosen.device)
-    settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
+    has_experts = not workers.expert_workers
+    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device, has_experts)
+    settings = divide_heads(settings, workers)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 
     listen = listen_on(gateway_config.host, gateway_config.port)
