@@ -217,6 +217,7 @@ def make_engine(
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": MAX_TOKENS,
         "max_prefill_while_decoding": MAX_TOKENS,
+        "max_prefill_slowdown": 0.0,
         **changes,
     }
     limits = EngineLimits(

@@ -1,7 +1,8 @@
 """How fast one engine computes prompts, and how far from what the machine allows. In a process of its own.
 
 Two limits, measured in the same run: arithmetic, by a large matrix product of torch in the weights' type (float32 on a
-CPU, whose kernels widen weights in registers), and reading every weight once per step.
+CPU, whose kernels widen weights in registers), and reading every weight once per step. How many tokens a step has
+decides which of them is the tighter one.
 """
 
 import json
@@ -9,24 +10,48 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+from msgspec import structs
 
 from everserve.bench.degree_plan import Parts, divided
 from everserve.engine.engine import Engine
 from everserve.errors import EverserveError
+from everserve.model.config import ModelConfig
+from everserve.plan import steps
 from everserve.plan.steps import StepWork
 from everserve.tables.requests import RequestSpec, SamplingParams
 
 _PRODUCT = {"cpu": 1536, "cuda": 8192}  # of a matrix
-_BATCHED_TOKENS = 512  # of a step, on a CPU
+_NUM_PRODUCTS = 6
+_PROFILED_PROMPT = 512  # tokens
+_CPU_STEP_TOKENS = 512
 
 
-def measure_apart(model: str, device: str, points: list[tuple[int, int]], repeats: int) -> dict[str, Any]:
-    """`points`: tokens of each prompt, and how many prompts at once."""
-    ask = {"model": model, "device": device, "points": points, "repeats": repeats}
+@dataclass(frozen=True)
+class Built:
+    """What is measured. `engine(n)`: one whose steps have at most n tokens."""
+
+    engine: Callable[[int], Engine]
+    model: ModelConfig
+    weight_bytes: Callable[[int], float]  # that a step of so many tokens must read
+
+
+def measure_apart(
+    model: str,
+    device: str,
+    points: list[tuple[int, int]],
+    repeats: int,
+    step_tokens: tuple[int, ...] = (),
+    profiled: bool = False,
+) -> dict[str, Any]:
+    """`points`: tokens of each prompt, and how many prompts at once. `profiled`: where the time of a full step goes."""
+    ask = {"model": model, "device": device, "points": points, "repeats": repeats, "profiled": profiled}
+    ask["step_tokens"] = step_tokens or (default_step_tokens(model, device),)
     command = [sys.executable, "-m", "everserve.bench.prefill_engine", json.dumps(ask)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
@@ -35,39 +60,68 @@ def measure_apart(model: str, device: str, points: list[tuple[int, int]], repeat
     return result
 
 
+def default_step_tokens(model: str, device: str) -> int:
+    """What the steps of a server with one worker have at most."""
+    return _CPU_STEP_TOKENS if device == "cpu" else steps.step_tokens(ModelConfig.from_directory(model))
+
+
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
     device, points = ask["device"], [tuple(point) for point in ask["points"]]
     flops, bandwidth = _arithmetic(device), _bandwidth(device)
-    engine, model, item_bytes = _build(ask["model"], device, points)
-    work, weight_bytes = StepWork.of(model, num_sharing=1), Parts.of(divided(model), item_bytes, 0).whole
-    rows = []
-    for num_prompt, batch in points:
-        seconds, num_steps = _prefill(engine, num_prompt, batch, ask["repeats"])
-        num_tokens = num_prompt * batch
-        arithmetic_s = batch * work.cost(0, num_prompt) / flops
-        reading_s = num_steps * weight_bytes / bandwidth
-        rows.append(
-            {
-                "prompt": num_prompt,
-                "batch": batch,
-                "tokens_per_s": num_tokens / seconds,
-                "steps": num_steps,
-                "arithmetic_tokens_per_s": num_tokens / arithmetic_s,
-                "reading_tokens_per_s": num_tokens / reading_s,
-                "share": max(arithmetic_s, reading_s) / seconds,
-            }
-        )
-    return {"flops": flops, "bandwidth": bandwidth, "weight_bytes": weight_bytes, "rows": rows}
+    built = _build(ask["model"], device, points, max(ask["step_tokens"]))
+    work = StepWork.of(built.model, num_sharing=1)
+    rows, profiles = [], []
+    for step_tokens in ask["step_tokens"]:
+        engine = built.engine(step_tokens)
+        for num_prompt, batch in points:
+            seconds, num_steps = _prefill(engine, num_prompt, batch, ask["repeats"])
+            tokens_per_step = num_prompt * batch // num_steps
+            rows.append(
+                row(
+                    num_prompt=num_prompt,
+                    batch=batch,
+                    step_tokens=step_tokens,
+                    num_steps=num_steps,
+                    seconds=seconds,
+                    arithmetic_s=batch * work.cost(0, num_prompt) / flops,
+                    reading_s=num_steps * built.weight_bytes(tokens_per_step) / bandwidth,
+                )
+            )
+        if ask["profiled"]:
+            profiles.append({"step_tokens": step_tokens, **_profile(engine, step_tokens)})
+    whole = built.weight_bytes(max(ask["step_tokens"]))
+    return {"flops": flops, "bandwidth": bandwidth, "weight_bytes": whole, "rows": rows, "profiles": profiles}
+
+
+def row(
+    *,
+    num_prompt: int,
+    batch: int,
+    step_tokens: int,
+    num_steps: int,
+    seconds: float,
+    arithmetic_s: float,
+    reading_s: float,
+) -> dict[str, Any]:
+    """One line of the result: how fast, and what each limit alone would allow."""
+    num_tokens = num_prompt * batch
+    return {
+        "prompt": num_prompt,
+        "batch": batch,
+        "step_tokens": step_tokens,
+        "tokens_per_s": num_tokens / seconds,
+        "steps": num_steps,
+        "arithmetic_tokens_per_s": num_tokens / arithmetic_s,
+        "reading_tokens_per_s": num_tokens / reading_s,
+        "share": max(arithmetic_s, reading_s) / seconds,
+    }
 
 
 def _prefill(engine: Engine, num_prompt: int, batch: int, repeats: int) -> tuple[float, int]:
     """Seconds from the first step to the last first token, and the steps. The first time warms up."""
     times: list[float] = []
     for repeat in range(repeats + 1):
-        for i in range(batch):
-            seed = 7919 * i + 104729 * repeat + num_prompt
-            prompt = [1 + (seed + 31 * j) % (engine.limits.vocab_size - 1) for j in range(num_prompt)]
-            engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=prompt, params=SamplingParams(max_tokens=1)))
+        _add(engine, num_prompt, batch, repeat)
         began, num_steps = time.perf_counter(), 0
         while engine.has_work:
             engine.step()
@@ -76,19 +130,40 @@ def _prefill(engine: Engine, num_prompt: int, batch: int, repeats: int) -> tuple
     return median(times[1:]), num_steps
 
 
+def _add(engine: Engine, num_prompt: int, batch: int, repeat: int) -> None:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    for i in range(batch):
+        seed = 7919 * i + 104729 * repeat + num_prompt
+        prompt = [1 + (seed + 31 * j) % (engine.limits.vocab_size - 1) for j in range(num_prompt)]
+        engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=prompt, params=params))
+
+
+def _profile(engine: Engine, step_tokens: int) -> dict[str, Any]:
+    """Where the time of one full step goes."""
+    from everserve.bench.kernel_times import kernel_times  # noqa: PLC0415 (torch.profiler: only when it is asked for)
+
+    num_prompt = min(_PROFILED_PROMPT, step_tokens, engine.limits.max_model_len - 1)
+    for repeat in range(2):  # a step with the profiler, and one without
+        _add(engine, num_prompt, min(step_tokens // num_prompt, engine.config.max_num_seqs), repeat)
+    times = kernel_times(engine.step)
+    while engine.has_work:
+        engine.step()
+    return times
+
+
 def _arithmetic(device: str) -> float:
-    """Operations per second."""
+    """Operations per second. Of random numbers: a GPU is faster with others, because it needs less power."""
     size, dtype = _PRODUCT[device], torch.float32 if device == "cpu" else torch.bfloat16
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    left, right = (torch.ones((size, size), dtype=dtype, device=device) for _ in range(2))
-    best = float("inf")
-    for _ in range(6):
+    left, right = (torch.randn((size, size), dtype=dtype, device=device) for _ in range(2))
+    times: list[float] = []
+    for _ in range(_NUM_PRODUCTS):
         began = time.perf_counter()
         left @ right
         if device == "cuda":
             torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - began)
-    return 2.0 * size**3 / best
+        times.append(time.perf_counter() - began)
+    return 2.0 * size**3 / min(times)
 
 
 def _bandwidth(device: str) -> float:
@@ -102,19 +177,31 @@ def _bandwidth(device: str) -> float:
     return read_bandwidth(256 << 20)
 
 
-def _build(model: str, device: str, points: list[tuple[int, ...]]) -> tuple[Engine, Any, int]:
-    """An engine with everything, its model, and bytes of a weight."""
+def _build(model: str, device: str, points: list[tuple[int, ...]], step_tokens: int) -> Built:
+    """With everything in one process. `step_tokens`: the most that a step will have."""
     longest, most = max(point[0] for point in points) + 1, max(point[1] for point in points)
     if device == "cuda":
-        from everserve.bench.decode import build  # noqa: PLC0415 (only where there is a GPU)
-
-        engine, config = build(model, most, longest)
-        return engine, config, 2
+        return _build_on_gpu(model, longest, most, step_tokens)
     from everserve.bench.restore_cpu import CpuWorkers  # noqa: PLC0415
 
     workers = CpuWorkers(model, longest, num_streams=most, num_threads=len(os.sched_getaffinity(0)))
-    engine = workers.build("off", _BATCHED_TOKENS).engine
-    return engine, workers.model, 4 if workers.model.dtype == "float32" else 2
+    item_bytes = 4 if workers.model.dtype == "float32" else 2
+    whole = Parts.of(divided(workers.model), item_bytes, 0).whole
+    return Built(lambda num: workers.build("off", num).engine, workers.model, lambda num: whole)
+
+
+def _build_on_gpu(model: str, longest: int, most: int, step_tokens: int) -> Built:
+    """Engines share the weights and the graphs of the first, whose steps are the largest."""
+    from everserve.bench.decode import build  # noqa: PLC0415 (only where there is a GPU)
+    from everserve.bench.device_shapes import floor_bytes  # noqa: PLC0415
+
+    first, config = build(model, most, longest, max_batched=step_tokens)
+
+    def engine(num: int) -> Engine:
+        given = structs.replace(first.config, max_num_batched_tokens=num, max_prefill_while_decoding=num)
+        return first.alike(given)
+
+    return Built(engine, config, lambda num: floor_bytes(config, num, 0))
 
 
 if __name__ == "__main__":

@@ -74,8 +74,9 @@ def serve(
     chosen = choose(compute.make().device, own.share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
     workers = without_copies(workers, weights, chosen.device)
-    settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
-    start = start_orchestrator(workers, settings, chosen, own.gpu_memory_utilization)
+    has_experts = not workers.expert_workers
+    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device, has_experts)
+    start = start_orchestrator(workers, divide_heads(settings, workers), chosen, own.gpu_memory_utilization)
     _run(model, gateway_config, start, chosen.share)
 
 

@@ -20,6 +20,7 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
 from everserve.plan.head_memory import can_divide_heads
+from everserve.plan.steps import step_tokens
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -75,8 +76,10 @@ def worker_settings(
     compute: Said[ComputeConfig],
     event_log: str | None,
     device: str,
+    has_experts: bool = False,
 ) -> WorkerSettings:
-    """What was said, and the defaults of this kind of device. The KV cache has no size yet, unless that was said."""
+    """What was said, and the defaults of this kind of device. The KV cache has no size yet, unless that was said.
+    `has_experts`: every worker has all experts."""
     if source.load_format == "dummy" and device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
     weights = source.weights if device == "cpu" else "memory"
@@ -84,11 +87,17 @@ def worker_settings(
         raise ConfigError("--expert-backup host: on CPUs only with --weights memory")
     return WorkerSettings(
         model=structs.replace(source, dtype=dtype_on(device, source.dtype), weights=weights),
-        engine=engine.make(device, kv_cache_bytes=0),
+        engine=engine.make(device, kv_cache_bytes=0, **_step_size(source, device, has_experts)),
         log=_log(kv_log, device),
         compute=structs.replace(compute.make(), device=device),
         event_log=event_log,
     )
+
+
+def _step_size(source: ModelSource, device: str, has_experts: bool) -> dict[str, int]:
+    if device == "cpu" or not has_experts:
+        return {}
+    return {"max_num_batched_tokens": step_tokens(ModelConfig.from_source(source))}
 
 
 def _log(said: Said[LogConfig], device: str) -> LogConfig:

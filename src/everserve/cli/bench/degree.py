@@ -1,5 +1,6 @@
 """`everserve bench degree` and `everserve bench prefill`: dividing a model over devices, and prompts over homes."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -70,6 +71,17 @@ def prefill(
     ] = 0.7,
     seconds: Annotated[float, typer.Option(help="Of each trace on each server in each round.", min=1)] = 12.0,
     rounds: Annotated[int, typer.Option(help="Rounds, each with both servers.", min=1)] = 2,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Only one engine alone, without servers; the options below are for that.")
+    ] = False,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(help="512x64: 64 prompts of 512 tokens; repeatable. Default: some of each length."),
+    ] = None,
+    step_tokens: Annotated[
+        list[int] | None, typer.Option(help="Most tokens of a step; repeatable. Default: the server's.", min=16)
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="On a GPU: time per kernel of a full step too.")] = False,
     shape: Shape = "bundled",
     layers: Layers = None,
     out: Out = None,
@@ -83,6 +95,9 @@ def prefill(
     from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
 
     is_gpu = is_for_gpu(shape)
+    if alone:
+        _prefill_alone(shape, layers, point or _points(is_gpu), tuple(step_tokens or ()), profile, out)
+        return
     prompts = (512, 2048, 8192) if is_gpu else (32, 128, 512, 1024)
     settings = benchmark.Settings(
         traces=tuple(trace or ("mooncake-conv", "azure-conv")),
@@ -97,3 +112,31 @@ def prefill(
         num_layers=layers,
     )
     exit_unless(benchmark.run(settings, out))
+
+
+def _points(is_gpu: bool) -> list[str]:
+    if is_gpu:
+        return ["512x16", "512x64", "2048x1", "2048x16", "8192x1", "8192x4"]
+    return ["32x4", "128x1", "128x4", "512x1", "512x4"]
+
+
+def _prefill_alone(
+    shape: str, layers: int | None, points: list[str], step_tokens: tuple[int, ...], profile: bool, out: Path | None
+) -> None:
+    from everserve.bench import prefill_alone as benchmark  # noqa: PLC0415 (torch)
+
+    settings = benchmark.Settings(
+        shape=shape,
+        points=tuple(map(_parse_point, points)),
+        step_tokens=step_tokens,
+        profiled=profile,
+        num_layers=layers,
+    )
+    benchmark.run(settings, out)
+
+
+def _parse_point(text: str) -> tuple[int, int]:
+    prompt, _, batch = text.partition("x")
+    if not (prompt.isdecimal() and batch.isdecimal() and int(prompt) and int(batch)):
+        raise typer.BadParameter(f"{text}: tokens of a prompt, x, and how many prompts: 512x64", param_hint="--point")
+    return int(prompt), int(batch)
