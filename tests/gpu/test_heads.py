@@ -26,7 +26,7 @@ ASKS = [
 @contextmanager
 def served(model: Path, *flags: str) -> Iterator[LocalServer]:
     told = ["--device", "cuda", "--load-format", "dummy", "--max-model-len", "2048", "--enable-chaos", "--detect-ms"]
-    told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", "--divide-heads", *flags]
+    told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", *flags]
     with LocalServer(str(model), *told, start_timeout_s=180) as server:
         yield server
         assert "Traceback" not in server.log_text(), server.log_text()

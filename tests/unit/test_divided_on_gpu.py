@@ -1,5 +1,6 @@
 """Divided heads on a GPU, without one: where their KV is, which piece is whose, how slots are numbered by calls."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.page import lane_shape, page_shape
 from everserve.bench.degree_plan import model_of
 from everserve.bench.device_shapes import write_shape
-from everserve.cli.serve_settings import divide_heads, without_copies
+from everserve.cli.serve_settings import divide_heads, say_whole_heads, without_copies
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
@@ -143,7 +144,6 @@ def settings_of(directory: Path, log: str) -> WorkerSettings:
     return worker_settings(
         directory=str(directory),
         tensor_parallel=True,
-        divide_heads=True,
         dtype="bfloat16",
         weights="memory",
         kv_cache_bytes=64 << 20,
@@ -157,8 +157,9 @@ def divided(num: int = 3, **cluster: int) -> tuple[ModelConfig, Needs, StartOrch
     """Llama's shape as a server with `-tp` would divide it on GPUs."""
     directory = write_shape(divided.root / "llama", "llama", num_layers=NUM_LAYERS)
     told = settings_of(directory, "anchor")
-    config = without_copies(ClusterConfig(tensor_parallel_size=num, **cluster).resolved(), told.model, "cuda")
+    config = ClusterConfig(tensor_parallel_size=num, **cluster).resolved()
     settings = divide_heads(told, config)
+    config = without_copies(config, settings)
     start = StartOrchestrator(cluster=config, worker=settings, num_gpus=1, gpus=("GPU",))
     model = ModelConfig.from_source(settings.model)
     return model, Needs(model, settings, capacity_of(start, model, first_goal(start, model)), 50.0), start
@@ -190,10 +191,12 @@ def test_spare_slots_are_for_those_who_ask() -> None:
     assert needs.capacity.head_pieces == (2 + 2 + 2) * NUM_LAYERS
 
 
-def test_a_mirror_is_refused() -> None:
+def test_with_a_mirror_attention_stays_at_home() -> None:
     _, needs, start = divided(2)
+    told = settings_of(Path(needs.settings.model.directory), "mirror")
+    assert not divide_heads(told, start.cluster).model.divides_heads
     with pytest.raises(ConfigError, match="not with --kv-log mirror"):
-        divide_heads(settings_of(Path(needs.settings.model.directory), "mirror"), start.cluster)
+        divide_heads(changed(told, divide_heads=True), start.cluster)
 
 
 def test_a_lane_has_room_for_a_page() -> None:
@@ -290,17 +293,41 @@ def test_a_head_without_a_piece_leaves_its_slot_empty(call_slots) -> None:
     assert slots.held.experts[2] == (4, EMPTY) and kernels.told[-1] == ("drain",)
 
 
-def test_unless_it_was_asked_for_attention_stays_at_home() -> None:
+def changed(settings: WorkerSettings, **model: object) -> WorkerSettings:
+    return structs.replace(settings, model=structs.replace(settings.model, **model))
+
+
+def test_turned_off_attention_stays_at_home(capsys: pytest.CaptureFixture[str]) -> None:
+    _, needs, _ = divided(2)
+    told = changed(settings_of(Path(needs.settings.model.directory), "anchor"), divide_heads=False)
+    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
+    used = divide_heads(told, cluster)
+    assert used == told and without_copies(cluster, used).shadow_experts is None
+    say_whole_heads(told, used)
+    assert not capsys.readouterr().err, "it was asked for"
+    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
+        divide_heads(changed(told, divide_heads=True, tensor_parallel=False), cluster)
+
+
+def test_one_process_computes_as_many_do() -> None:
     _, needs, _ = divided(2)
     told = settings_of(Path(needs.settings.model.directory), "anchor")
-    told = structs.replace(told, model=structs.replace(told.model, divide_heads=False))
-    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
-    assert divide_heads(told, cluster) == told
-    assert without_copies(cluster, told.model, "cuda").shadow_experts is None
-    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
-        divide_heads(
-            structs.replace(told, model=structs.replace(told.model, divide_heads=True, tensor_parallel=False)), cluster
-        )
+    used = divide_heads(told, ClusterConfig(tensor_parallel_size=1).resolved())
+    assert used.model.divide_heads and not used.model.divides_heads and used.log.mode == "anchor"
+
+
+def test_heads_that_cannot_be_divided_are_not_and_the_start_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, needs, _ = divided(2)
+    directory = Path(needs.settings.model.directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    told, cluster = settings_of(directory, "anchor"), ClusterConfig(tensor_parallel_size=2).resolved()
+    used = divide_heads(told, cluster)
+    assert not used.model.divides_heads and used.log.mode == "anchor"
+    say_whole_heads(told, used)
+    assert "attention is not divided: this model's heads can only be divided on CPUs" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="can only be divided on CPUs"):
+        divide_heads(changed(told, divide_heads=True), cluster)
 
 
 def test_heads_on_a_gpu_have_no_shadow() -> None:

@@ -22,6 +22,7 @@ from everserve.cli.serve_settings import (
     check_weights,
     divide_heads,
     resolve_model,
+    say_whole_heads,
     start_orchestrator,
     without_copies,
     worker_settings,
@@ -127,8 +128,10 @@ def serve(
 
     chosen = choose(compute.make().device, share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
-    workers = without_copies(workers, weights, chosen.device)
-    settings = divide_heads(worker_settings(weights, engine, kv_log, compute, events, chosen.device), workers)
+    told = worker_settings(weights, engine, kv_log, compute, events, chosen.device)
+    settings = divide_heads(told, workers)
+    say_whole_heads(told, settings)
+    workers = without_copies(workers, settings)
     start = start_orchestrator(workers, settings, chosen, gpu_memory_utilization)
 
     listen = listen_on(gateway_config.host, gateway_config.port)

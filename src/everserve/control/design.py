@@ -99,6 +99,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         slots_by_call=slots if len(set(slots)) > 1 else (),
         mapped_slots=mapped_slots,
         head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
+        heads_stay=bool(start.num_gpus and model.divides_heads),
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
