@@ -1,5 +1,6 @@
 """Divided heads on a GPU, without one: where their KV is, which piece is whose, how slots are numbered by calls."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
 from everserve.tables.calls import ShardKind
-from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -32,11 +33,18 @@ ENGINE = worker_settings(kv_cache_bytes=64 << 20, max_model_len=512).engine
 
 
 class FakePeers:
-    """Where heads are asked, as `Peers` says it."""
+    """Where heads are asked, as `CudaPeers` says it."""
 
     def __init__(self) -> None:
         self.num_changes = 0
+        self.pools = {Rank(3): 33, Rank(4): 44}
         self.owner_LN = np.array([[3, 4, -1], [9, 9, 9], [4, 3, -1], [9, 9, 9]], np.int32)
+
+    def pool_of(self, rank: Rank) -> int:
+        return self.pools[rank]
+
+    def has_answered(self, rank: Rank) -> bool:
+        return True
 
     def move(self, call: int, head: int, rank: int) -> None:
         self.owner_LN[call, head] = rank
@@ -45,8 +53,9 @@ class FakePeers:
 
 class TestHeadKv:
     def setup_method(self) -> None:
-        self.peers, self.pools = FakePeers(), {Rank(3): 33, Rank(4): 44}
-        self.kv = CudaHeadKv(self.peers, [0, 2], 2, self.pools.__getitem__)
+        self.peers = FakePeers()
+        self.pools = self.peers.pools
+        self.kv = CudaHeadKv(self.peers, {0: 0, 1: 2}, 2)
 
     def step(self) -> bool:
         assert not self.kv.is_displaced
@@ -134,6 +143,16 @@ class TestHeadTable:
         self.memory.write(8 * (8 + 1), bytes(8))  # a predecessor died while it loaded
         assert self.table.take((5, 5)) == 1 and self.table.pool == pool
 
+    def test_another_process_sees_which_piece_has_which_head(self) -> None:
+        assert self.table.pieces() == {(0, 1): 0, (1, 2): 1}
+        self.table.in_use.clear()
+        self.table.take((3, 70000))
+        assert self.table.pieces() == {(1, 2): 1}, "what is being loaded is not there yet"
+        self.table.complete(0, (3, 70000))
+        assert self.table.pieces() == {(3, 70000): 0, (1, 2): 1}
+        self.memory.write(0, bytes(8))
+        assert self.table.pieces() == {}, "memory that no worker has claimed"
+
     def test_the_owner_is_there_for_the_next_one(self) -> None:
         assert self.table.owner == (0, 0)
         self.table.own(17, 1234)
@@ -173,7 +192,7 @@ def root(tmp_path: Path) -> None:
 def test_weights_and_kv_of_a_worker_are_near_their_share() -> None:
     model, needs, start = divided(3)
     goal = first_goal(start, model)
-    assert model.divides_heads and start.worker.log.mode == "off" and start.cluster.shadow_experts == 0
+    assert model.divides_heads and start.worker.log.mode == "anchor" and start.cluster.shadow_experts == 0
     num_heads = NUM_LAYERS * model.num_kv_heads
     assert needs.capacity.head_pieces == -(-num_heads // 3)
     calls = zip(model.calls, needs.capacity.slots(len(model.calls)), strict=True)
@@ -328,6 +347,23 @@ def test_heads_that_cannot_be_divided_are_not_and_the_start_says_so(capsys: pyte
     assert "attention is not divided: this model's heads can only be divided on CPUs" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="can only be divided on CPUs"):
         divide_heads(changed(told, divide_heads=True), cluster)
+
+
+def test_homes_have_records_and_fetch_kv_unless_there_is_no_log() -> None:
+    model, needs, start = divided(2)
+    memory = needs.memory(first_goal(start, model), WorkerId(Rank(0), Incarnation(1)))
+    assert {Kind.LOG} == {piece.kind for piece in memory} & {Kind.LOG, Kind.KV}
+    assert needs.fetches_kv is Role.ATTENTION and needs.logs_are_inherited
+    off = structs.replace(needs.settings, log=structs.replace(needs.settings.log, mode="off"))
+    assert dataclasses.replace(needs, settings=off).fetches_kv is None
+
+
+@pytest.mark.parametrize(("log", "shadows", "stay"), [("anchor", 0, True), ("anchor", 2, False), ("off", 2, True)])
+def test_heads_stay_where_they_could_not_bring_their_kv_or_find_no_room(log: str, shadows: int, stay: bool) -> None:
+    model, _, start = divided(2, shadow_experts=shadows)
+    worker = structs.replace(start.worker, log=structs.replace(start.worker.log, mode=log))
+    start = structs.replace(start, worker=worker)
+    assert capacity_of(start, model, first_goal(start, model)).heads_stay is stay
 
 
 def test_heads_on_a_gpu_have_no_shadow() -> None:

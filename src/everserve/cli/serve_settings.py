@@ -102,8 +102,7 @@ def _log(said: Said[LogConfig], device: str) -> LogConfig:
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
     """With tensor parallelism heads and their KV are divided too: on CPUs always, on a GPU if they can be, unless that
-    was turned off. There their KV is memory that outlives processes, as with `--kv-log anchor`, but it is not fetched
-    from one worker to another: homes have no logs."""
+    was turned off."""
     source, log, is_gpu = settings.model, settings.log, settings.compute.device == "cuda"
     if source.divide_heads and not source.tensor_parallel:
         raise ConfigError("--divide-heads needs --tensor-parallel-size")
@@ -122,10 +121,9 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
         wanted = source.tensor_parallel and source.divide_heads is not False and obstacle is None
         source = structs.replace(source, divide_heads=wanted)  # one process has the same bits
         is_divided = is_divided and wanted
-        log = structs.replace(log, mode="off") if is_divided else log
     elif is_divided and source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
-    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided), log=log)
+    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided))
 
 
 def whole_heads(settings: WorkerSettings) -> str | None:
