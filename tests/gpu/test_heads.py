@@ -26,7 +26,7 @@ ASKS = [
 @contextmanager
 def served(model: Path, *flags: str) -> Iterator[LocalServer]:
     told = ["--device", "cuda", "--load-format", "dummy", "--max-model-len", "2048", "--enable-chaos", "--detect-ms"]
-    told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", "--divide-heads", *flags]
+    told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", *flags]
     with LocalServer(str(model), *told, start_timeout_s=180) as server:
         yield server
         assert "Traceback" not in server.log_text(), server.log_text()
@@ -50,6 +50,31 @@ def test_heads_are_divided_with_the_same_bits_and_a_death_changes_nothing(tmp_pa
         lost = c.metric(server, "everserve_kv_lost_tokens_total")
         assert tokens(kill_under_load(server, 4, ASKS)) == expected
         assert c.metric(server, "everserve_kv_lost_tokens_total") == lost, "KV is memory of the seat"
+        restored = c.metric(server, "everserve_tokens_restored_total")
         assert tokens(kill_under_load(server, 0, ASKS)) == expected
+        assert c.metric(server, "everserve_tokens_restored_total") > restored, "from its records"
+        assert c.metric(server, "everserve_kv_lost_tokens_total") == lost
     with served(model, "-tp", "2", "--max-num-batched-tokens", "1024") as server:
         assert tokens(run(server, ASKS)) == expected
+
+
+def regained(server: LocalServer) -> list[dict]:
+    return [event for event in server.events() if event["event"] == "kv_regained"]
+
+
+def test_heads_that_are_asked_elsewhere_bring_their_kv(tmp_path: Path) -> None:
+    """With further places no stream waits for the successor of a worker: they fetch what it had out of its memory, and
+    when it is back it fetches what they have computed. Two workers of three, then a home in between."""
+    model = write_shape(tmp_path / "llama", "llama", num_layers=2)
+    with served(model, "-tp", "1") as server:
+        expected = tokens(run(server, ASKS))
+    with served(model, "-tp", "3", "--shadow-shards", "1") as server:
+        assert tokens(run(server, ASKS)) == expected
+        for rank in (4, 0, 5):
+            before = len(regained(server))
+            assert tokens(kill_under_load(server, rank, ASKS)) == expected
+            if rank > 2:
+                assert sum(event["num_kept"] for event in regained(server)[before:]) > 0
+        assert tokens(run(server, ASKS)) == expected
+        assert c.metric(server, "everserve_kv_lost_tokens_total") == 0
+        assert c.metric(server, "everserve_tokens_restored_total") > 0

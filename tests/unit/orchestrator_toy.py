@@ -11,10 +11,10 @@ import msgspec
 
 from everserve.config.cluster import ClusterConfig
 from everserve.control.host import Host
-from everserve.memory.owned import OwnedMemory
+from everserve.memory.owned import OwnedMemory, create_memory
 from everserve.model.bundled import DEMO_MODEL
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
-from everserve.tables.memory import Kind
+from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.tables.slots import HeldSlots
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import (
@@ -197,7 +197,7 @@ class ToyOrchestrator:
             if isinstance(message, Allocate) and message.memory.kind in self.refused:
                 self.anchor.send(AllocationFailed(memory=message.memory, reason="out of memory"))
             elif isinstance(message, Allocate):
-                self.anchor.send(Allocated(memory=message.memory), fds=[self.owned.allocate(message.memory)])
+                self.anchor.send(Allocated(memory=message.memory), fds=[self._allocate(message.memory)])
             elif isinstance(message, Adopt):
                 (fd,) = fds.take()
                 self.owned.adopt(message.memory, fd)
@@ -207,6 +207,14 @@ class ToyOrchestrator:
                 self.owned.release(message.memory)
                 self.released.append(message.memory.name)
         return len(frames)
+
+    def _allocate(self, memory: Memory) -> int:
+        """Memory of a device is the host's here."""
+        if memory.gpu != NO_DEVICE:
+            fd = create_memory(memory.name, memory.num_bytes)
+            self.owned.adopt(memory, fd)
+            os.close(fd)
+        return self.owned.allocate(memory)
 
     def _read_gateway(self) -> int:
         messages = self.gateway.receive_all()

@@ -20,6 +20,7 @@ from everserve.cli.serve_settings import (
     check_weights,
     divide_heads,
     resolve_model,
+    say_whole_heads,
     start_orchestrator,
     without_copies,
     worker_settings,
@@ -73,10 +74,10 @@ def serve(
 
     chosen = choose(compute.make().device, own.share_device, workers.num_workers + workers.num_growth)
     check_weights(workers, weights)
-    workers = without_copies(workers, weights, chosen.device)
-    has_experts = not workers.expert_workers
-    settings = worker_settings(weights, engine, kv_log, compute, events, chosen.device, has_experts)
-    start = start_orchestrator(workers, divide_heads(settings, workers), chosen, own.gpu_memory_utilization)
+    told = worker_settings(weights, engine, kv_log, compute, events, chosen.device, not workers.expert_workers)
+    settings = divide_heads(told, workers)
+    say_whole_heads(told, settings)
+    start = start_orchestrator(without_copies(workers, settings), settings, chosen, own.gpu_memory_utilization)
     _run(model, gateway_config, start, chosen.share)
 
 

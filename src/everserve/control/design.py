@@ -90,7 +90,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
     slots = _slots(goal.placement, _spare_heads(start)) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
-    mapped_slots = _mapped_slots(start, model, goal, slots)
+    mapped_slots, is_off = _mapped_slots(start, model, goal, slots), start.worker.log.mode == "off"
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
@@ -99,6 +99,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         slots_by_call=slots if len(set(slots)) > 1 else (),
         mapped_slots=mapped_slots,
         head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
+        heads_stay=bool(start.num_gpus and model.divides_heads) and (is_off or not _spare_heads(start)),
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
@@ -160,7 +161,7 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings, num_devices: int | 
         return 0, 0
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     if model.divides_heads:
-        assert num_devices is not None and settings.compute.device == "cpu", "divided heads have devices, and logs here"
+        assert num_devices is not None, "divided heads have devices"
         return sizes.records(num_devices).head_bytes, 0
     shape = sizes.log
     if settings.compute.device == "cuda" and settings.log.mode == "anchor":

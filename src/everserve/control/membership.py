@@ -331,6 +331,7 @@ def due(cluster: Cluster, seat: Seat, now: float) -> Iterator[Step]:
         return
     policy = cluster.policy
     if seat.heal_at is not None and seat.heal_at <= now:
+        seat.is_overdue, seat.heal_at = True, None
         moving.replace_away(cluster, seat)
         yield Step(f"{who(seat)} has been away for {policy.heal_after_s:g} s: others take over its experts")
     if seat.fill_at is not None and seat.fill_at <= now:

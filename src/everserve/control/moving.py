@@ -200,15 +200,14 @@ def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
     incarnation."""
     if cluster.goal.placement is None or Role.ATTENTION in seat.goal.roles:
         return
-    if not seat.is_replaced and seat.heal_at is None and math.isfinite(cluster.policy.heal_after_s):
+    if not seat.is_overdue and seat.heal_at is None and math.isfinite(cluster.policy.heal_after_s):
         seat.heal_at = now + cluster.policy.heal_after_s
     replace_missed(cluster)
 
 
 def replace_missed(cluster: Cluster) -> None:
     """Workers that are away, also those that were lost before, and of whose experts one has no place now, nor can be
-    mapped. Heads can wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed
-    again."""
+    mapped. Heads alone can wait for the next incarnation, which finds their KV."""
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
@@ -238,5 +237,5 @@ def replace_away(cluster: Cluster, *seats: Seat) -> None:
     """The experts of workers that are away get places elsewhere. A worker keeps those that were planned for it: if it
     comes back first, it serves them."""
     for seat in seats:
-        seat.is_replaced, seat.heal_at = True, None
+        seat.is_replaced = True
     cover(cluster)

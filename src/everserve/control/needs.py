@@ -107,6 +107,13 @@ class Needs:
         return self.settings.log.mode == "anchor" or self.model.divides_heads
 
     @property
+    def fetches_kv(self) -> Role | None:
+        """Who has KV of heads copied from one memory to another: on CPUs those who have the heads, on a GPU homes."""
+        if self.settings.compute.device != "cuda":
+            return Role.EXPERT
+        return Role.ATTENTION if self.model.divides_heads and self.settings.log.mode != "off" else None
+
+    @property
     def _kv_shadow(self) -> str:
         return self.settings.log.kv_shadow
 

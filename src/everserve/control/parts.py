@@ -91,7 +91,7 @@ class Parts:
         ends = WorkerEnds(anchor, needs, goal, tell)
         logs = Logs(anchor, ends, supervisor)
         weights = WeightsSources(anchor, ends, supervisor, needs, goal)
-        kv = KvSources(anchor, ends)
+        kv = KvSources(anchor, ends, needs.fetches_kv)
         return cls(
             machine=machine,
             needs=needs,

@@ -13,7 +13,7 @@ from everserve.plan.dealing import Dealing, Loads
 from everserve.plan.mapping import Reaches, any_in_vain, next_mappings, not_needed
 from everserve.plan.moves import GivenUp, IsFree, Move, given_up, left_over, next_moves
 from everserve.plan.repair import Room, replan
-from everserve.tables.calls import ShardKind
+from everserve.tables.calls import Call, ShardKind
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
@@ -99,26 +99,34 @@ def new_placement(
     covers_only: bool = False,
 ) -> Placement | None:
     """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
-    which may come back at any moment, stays as it is. `covers_only`: the first part of a plan, with whole experts."""
+    which may come back at any moment, stays as it is: it takes part only where shards wait for it. `covers_only`: the
+    first part of a plan, with whole experts."""
     if goal.placement is None:
         return None
-    rooms, away, before = [], [], []
+    rooms, before = [], []
     slots = capacity.slots(len(goal.placement.calls))
     for seat in seats:
         if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is not Wanted.STAY or seat.goal.device in goal.absent:
             continue
         planned = goal.placement.seat(seat.rank)
         if seat.is_replaced and planned is not None:
-            away.append(planned)
+            awaited = _awaited(seat, goal.placement.calls, capacity)
+            rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, awaited))
+            before.append(planned)
         else:
             rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
             before.append(_there(seat, planned, slots))
     there = msgspec.structs.replace(goal.placement, seats=tuple(before))
     if covers_only and all(call.kind is ShardKind.EXPERT for call in there.calls):
-        placement = cover(there, rooms, loads)
-    else:
-        placement = replan(there, rooms, loads, Dealing(dealers(goal)))
-    return msgspec.structs.replace(placement, seats=(*placement.seats, *away))
+        return cover(there, rooms, loads)
+    return replan(there, rooms, loads, Dealing(dealers(goal)))
+
+
+def _awaited(seat: Seat, calls: Sequence[Call], capacity: Capacity) -> tuple[int, ...]:
+    """Slots by call, where what was planned on a worker that is away gets no other place."""
+    waits = capacity.heads_stay and seat.is_awaited
+    slots = zip(calls, capacity.slots(len(calls)), strict=True)
+    return tuple(num if waits and call.kind is ShardKind.HEAD else 0 for call, num in slots)
 
 
 def dealers(goal: Goal) -> list[Rank]:

@@ -101,8 +101,9 @@ class Seat:
     num_told: int = 0  # slots, so far
     is_stopped: bool = False  # it was told to drop what it has not begun of that
     fill_at: float | None = None  # after a fill that failed: when the next one may come
-    heal_at: float | None = None  # while it is not ready: when its experts get other places, if that is not so already
+    heal_at: float | None = None  # while it is not ready: when all that it holds gets other places
     is_replaced: bool = False  # its experts have places elsewhere, besides those that are planned here
+    is_overdue: bool = False  # it has been away for so long that nothing waits for it any more
     acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker uses, by its report
     state: WorkerState = WorkerState.GONE
     incarnation: Incarnation = field(default=Incarnation(0))
@@ -194,6 +195,11 @@ class Seat:
         """What is in the memory of the seat, as far as that is known. It outlives its workers."""
         return self.held if self.held is not None else self.left
 
+    @property
+    def is_awaited(self) -> bool:
+        """The next worker will find what is in the memory of the seat, and is expected soon."""
+        return self.in_memory is not None and not self.is_overdue
+
     def forget_memory(self) -> None:
         """It is lost."""
         self.held = self.left = None
@@ -243,6 +249,7 @@ class Seat:
         self.ready_at = now
         self.num_failed_starts = 0
         self.heal_at = None
+        self.is_overdue = False
         self.note = ""
 
     def leave(self, now: float, policy: Policy) -> None:

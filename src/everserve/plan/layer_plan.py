@@ -16,7 +16,7 @@ class Room(NamedTuple):
     rank: Rank
     device: int  # workers on one device are lost together
     num_slots: int  # per layer; of the layer with the most, if they differ
-    slots: tuple[int, ...] = ()  # by index of the layer, if they differ
+    slots: tuple[int, ...] = ()  # by index of the layer, if they differ; in one without any it takes no part
 
     def of_layer(self, index: int) -> "Room":
         return self._replace(num_slots=self.slots[index], slots=()) if self.slots else self

@@ -55,10 +55,12 @@ def replan(
         num_experts = before.calls[index].num_shards
         load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
-        here = tuple(room.of_layer(index) for room in rooms)
-        num_dealt = before.num_dealt(index, len(rooms))
+        here = tuple(room for room in (one.of_layer(index) for one in rooms) if room.num_slots)
+        if not here:
+            continue
+        num_dealt = before.num_dealt(index, len(here))
         kind = before.calls[index].kind
-        turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
+        turn = num_homeless[kind] % len(here) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
         most_places = 1 + before.head_copies if kind is ShardKind.HEAD else None
         num_shadows = before.num_shadows if kind is ShardKind.EXPERT and not before.deals_remainder else None
         key = places, load, here, num_dealt, most_places, turn, num_shadows
@@ -72,11 +74,11 @@ def replan(
 
 
 def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan], num_layers: int) -> SeatExperts:
-    """A worker's part of the plan; in layers that were not planned, what it had."""
+    """A worker's part of the plan; in layers that were not planned, or not with it, what it had."""
     active, shadows = [], []
     for index in range(num_layers):
         layer = layers.get(index)
-        if layer is not None:
+        if layer is not None and rank in layer.held:
             active.append(layer.active_on(rank))
             shadows.append(layer.shadows_on(rank))
         else:

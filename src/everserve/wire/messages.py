@@ -223,15 +223,15 @@ class WeightsLeft(Message, frozen=True):
 
 
 class KvJoined(Message, frozen=True):
-    """Orchestrator to expert worker: the pool of another expert seat's heads, its mirror, or its parity, to fetch KV
-    from. Replaces what was announced as that before. + fd: the memory."""
+    """Orchestrator to expert worker, on a GPU to attention worker: the pool of another expert seat's heads, its mirror,
+    or its parity, to fetch KV from. Replaces what was announced as that before. + fd: the memory."""
 
     rank: Rank
     kind: Kind
 
 
 class KvLeft(Message, frozen=True):
-    """Orchestrator to expert worker: this memory is lost."""
+    """Orchestrator to expert worker, on a GPU to attention worker: this memory is lost."""
 
     rank: Rank
     kind: Kind

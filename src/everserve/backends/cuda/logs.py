@@ -2,6 +2,7 @@
 
 anchor   the pool is device memory that outlives us; the log without its blocks is host memory, into which kernels
          write words
+         where heads are divided, their KV is in memory of expert seats, and so are its words: a log has records only
 mirror   the pool is our own; kernels copy into the log, all of which is host memory, as far as that is registered
 off      the pool is our own
 
@@ -12,19 +13,27 @@ import logging
 import os
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from everserve.backends.cuda.build import make_pool
 from everserve.backends.cuda.device import Device, tensor_at
+from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
+from everserve.backends.cuda.log.head_fetcher import HeadFetcher
+from everserve.backends.cuda.log.head_writer import HeadLogWriter
 from everserve.backends.cuda.log.low_priority_stream import SideStream
 from everserve.backends.cuda.log.registered_prefix import Reach
 from everserve.backends.cuda.log.writer import CudaLogWriter
 from everserve.backends.cuda.predecessor import Predecessor, own
+from everserve.backends.cuda.reaching import make_head_fetcher
 from everserve.engine.journal import Journal
-from everserve.kvlog.log import Log
+from everserve.kvlog.layout import LogShape
+from everserve.kvlog.log import Log, NoBlocks
 from everserve.memory.device import CudaError, Mapping
 from everserve.model.decoder import Decoder
+from everserve.tables.calls import ShardKind
+from everserve.tables.ids import Rank
 from everserve.tables.memory import Kind
 from everserve.worker.logs import KeptLogs, close_fds
 
@@ -36,7 +45,8 @@ class CudaLogs:
 
     def __init__(self, device: Device, memory: dict[Kind, int]) -> None:
         self._device = device
-        self._shape = device.sizes.log
+        self._divides = device.model.divides_heads
+        self._shape = device.sizes.log if not self._divides else _records(device)
         self._own: Log | None = None
         if Kind.LOG in memory:
             fds = memory[Kind.LOG], memory.get(Kind.KV)
@@ -62,10 +72,23 @@ class CudaLogs:
         mirror = Reach(own_log, device.driver) if own_log.elsewhere is None else None
         return Journal(CudaLogWriter(own_log, kv_pool.data_ptr(), words, max_rows, side, mirror))
 
+    def make_head_journal(self, kv: CudaHeadKv, fetcher: HeadFetcher) -> Journal:
+        """The same where heads are divided."""
+        assert self._own is not None, "without a log nothing is fetched"
+        self._predecessor.wait()
+        own(self._own)
+        max_rows = self._device.start.settings.engine.max_num_batched_tokens
+        return Journal(HeadLogWriter(self._own, kv, fetcher, max_rows))
+
+    @property
+    def is_on(self) -> bool:
+        return self._own is not None
+
     def keep(self) -> KeptLogs:
         """For the logs of other workers."""
         open_log = self._open_if_possible if self._own is not None else None
-        return KeptLogs(open_log, self._own, opens_early=True)
+        shared_with = self._device.start.rank if self._divides else None
+        return KeptLogs(open_log, self._own, opens_early=True, shares_blocks_with=shared_with)
 
     def _open_if_possible(self, fd: int, kv_fd: int | None) -> Log | None:
         """Memory of another device may be out of reach: then its streams are computed again."""
@@ -77,9 +100,16 @@ class CudaLogs:
 
     def _open(self, fd: int, kv_fd: int | None) -> Log:
         shape = self._shape
+        if self._divides:
+            return Log(fd, shape, NoBlocks())
         if kv_fd is None:
             return Log(fd, shape)
         return Log(fd, shape, Mapping(self._device.driver, kv_fd, shape.num_blocks * shape.block_bytes))
+
+
+def _records(device: Device) -> LogShape:
+    assert device.start.capacity.devices is not None, "divided heads have devices"
+    return device.sizes.records(device.start.capacity.devices)
 
 
 @dataclass
@@ -104,6 +134,9 @@ def rehearse_log(device: Device) -> None:
     kind = device.start.settings.log.mode
     if kind == "off":
         return
+    if device.model.divides_heads:
+        _rehearse_head_log(device)
+        return
     shape = replace(device.sizes.log, num_blocks=1, num_records=1, max_blocks=1)
     pool = torch.zeros(shape.block_bytes, dtype=torch.uint8, device=device.torch_device)
     fd = os.memfd_create("everserve-rehearsal")
@@ -121,4 +154,34 @@ def rehearse_log(device: Device) -> None:
     )
     torch.cuda.synchronize()
     device.driver.unregister_host(rehearsed.layout.base)
+    rehearsed.close()
+
+
+class _NoPeers:
+    """No worker has any head."""
+
+    num_changes = 0
+
+    def __init__(self, num_calls: int, num_heads: int) -> None:
+        self.owner_LN = np.full((num_calls, num_heads), -1, np.int32)
+
+    def pool_of(self, rank: Rank) -> int:
+        return 0
+
+    def has_answered(self, rank: Rank) -> bool:
+        return True
+
+
+def _rehearse_head_log(device: Device) -> None:
+    """Heads are nowhere, so nothing is touched."""
+    model, shape = device.model, _records(device)
+    fd = os.memfd_create("everserve-rehearsal")
+    os.ftruncate(fd, shape.head_bytes)
+    rehearsed = Log(fd, shape, NoBlocks())
+    os.close(fd)
+    fetcher = make_head_fetcher(device)
+    peers = _NoPeers(len(model.calls), model.num_kv_heads)
+    kv = CudaHeadKv(peers, model.numbers_of(ShardKind.HEAD), model.num_kv_heads, fetcher)
+    HeadLogWriter(rehearsed, kv, fetcher, device.start.settings.engine.max_num_batched_tokens)
+    torch.cuda.synchronize()
     rehearsed.close()

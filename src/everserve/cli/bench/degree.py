@@ -25,9 +25,7 @@ def degree(
     prompt: PromptOfDevice = None,
     tokens: Annotated[int | None, typer.Option(help="Of each stream. Default: 48; on a GPU 192.", min=16)] = None,
     slices: Annotated[int, typer.Option(help="Measurements of each size.", min=1)] = 2,
-    divide_heads: Annotated[
-        bool, typer.Option("--divide-heads", help="On a GPU: divide attention too. On CPUs it always is.")
-    ] = False,
+    divide_heads: Annotated[bool, typer.Option(help="On a GPU: divide attention too. On CPUs it always is.")] = True,
     out: Out = None,
 ) -> None:
     """One model on 8, 7, 6, ... devices: tokens/s, time between tokens and core time against one process; and as
