@@ -246,8 +246,8 @@ Told = (
 )  # fmt: skip
 
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | StopChanges | DropDevice | Provision | Probe | Kill
-    | AskToLeave | Retire | ChangeRole | AllReady | GiveUp | Told
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | StopChanges | DropDevice | Provision | Probe
+    | Kill | AskToLeave | Retire | ChangeRole | AllReady | GiveUp | Told
 )  # fmt: skip
 
 
