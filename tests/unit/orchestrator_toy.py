@@ -128,7 +128,7 @@ class ToyOrchestrator:
         self.to_gateway: list[AnyMessage] = []
         self.workers: dict[WorkerId, ToyWorker] = {}
         self.is_birth_held = False
-        self.held_births: list[tuple[StartWorker, list[int]]] = []
+        self.held_orders: list[tuple[StartWorker, list[int]]] = []
         self.host = Host(start, to_supervisor, to_gateway)
         self.attach_anchor()
         for worker in (workers or {}).values():
@@ -177,7 +177,7 @@ class ToyOrchestrator:
         for message, fds in frames:
             self.to_supervisor.append(message)
             if isinstance(message, Provision):
-                self.held_births.append((message.start, fds))
+                self.held_orders.append((message.start, fds))
         if not self.is_birth_held:
             self.give_birth()
         self.supervisor.flush()
@@ -185,8 +185,8 @@ class ToyOrchestrator:
 
     def give_birth(self) -> None:
         """The processes that were asked for exist."""
-        births, self.held_births = self.held_births, []
-        for start, fds in births:
+        orders, self.held_orders = self.held_orders, []
+        for start, fds in orders:
             pid = 1000 * start.incarnation + start.rank
             self.introduce(ToyWorker(start, pid, self.supervisor, fds, self))
 

@@ -103,7 +103,7 @@ class Executor:
                 end.send(Leave())
 
     def _provision(self, worker: WorkerId) -> None:
-        start = self._parts.births.provision(worker, self._parts.machine.goal)
+        start = self._parts.provisioning.provision(worker, self._parts.machine.goal)
         provisioned = WorkerProvisioned(
             process="orchestrator", rank=worker.rank, incarnation=worker.incarnation, roles=start.roles
         )
@@ -127,7 +127,7 @@ class Executor:
         if self._parts.logs.has(worker):
             self._parts.logs.lose(worker)
         elif end is None:
-            self._parts.births.call_off(worker)
+            self._parts.provisioning.call_off(worker)
 
     def _retire(self, rank: Rank) -> None:
         for owner in self._parts.needs.seat_owners(self._parts.machine.goal, rank):
