@@ -31,7 +31,7 @@ _ELSEWHERE = (0, 0, 0)  # slots of a layer
 
 
 class _Buffers(NamedTuple):
-    """What C needs for a step of so many rows. The last ones are kept: most steps have as many rows as the one before."""
+    """What C needs for a step of so many rows. The last ones are kept: most steps have as many rows as that before."""
 
     num_rows: int
     residual_TD: Tensor
