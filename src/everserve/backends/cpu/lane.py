@@ -255,6 +255,7 @@ class Library:
             (self.brief.es_region_unmap, [int64, int64], int64),
             (self.brief.es_region_release, [int64, int64], int64),
             (self.blocking.es_lane_exchange, [pointer], int64),
+            (self.blocking.es_lane_cross, [pointer, int64, int64, int64, pointer, pointer], int64),
             (self.blocking.es_lane_wait, [pointer], int64),
             (self.brief.es_lane_send, [pointer], int64),
             (self.brief.es_lane_settle, [pointer], None),
