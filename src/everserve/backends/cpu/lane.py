@@ -263,6 +263,7 @@ class Library:
             (self.brief.es_lane_retire, [pointer, pointer], None),
             (self.brief.es_lane_count_stale, [pointer, pointer], None),
             (self.blocking.es_lane_poll, [pointer], int64),
+            (self.blocking.es_lane_serve, [pointer, pointer], int64),
             (self.brief.es_lane_gather, [pointer, int64, int64], int64),
             (self.brief.es_lane_gather_heads, [pointer, int64, int64], int64),
             (self.brief.es_lane_answer, [pointer, int64], None),
