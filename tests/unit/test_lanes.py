@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -19,7 +20,9 @@ from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.memory.liveness import Cell
+from everserve.seam.batching import ON_CPUS, Request, choose
 from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.slots import EMPTY
 from tests.experts import HIDDEN, MOE_LAYERS, NUM_EXPERTS, SHAPE, TOP_K, RandomExperts, Rows, local_experts, routes
 from tests.in_process_experts import MemoryExperts, MemoryWarden, new_cell, new_memory
 
@@ -215,6 +218,97 @@ def test_poll_says_that_something_changed_and_shows_where_everybody_is(server):
     assert not server.changed
 
 
+# requests that come alone
+
+
+@pytest.fixture
+def native_server():
+    cell, _ = new_cell()
+    alarm = ctypes.c_uint32()
+    experts = RandomExperts(native.NativeOps(1), EVERYTHING)
+    experts.clear(MOE_LAYERS[1], 2)
+    server = LaneServer(cell, ctypes.addressof(alarm), SHAPE, experts)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("request_", "status"), [case[1:] for case in NONSENSE], ids=[case[0] for case in NONSENSE])
+def test_alone_too_nonsense_is_refused_and_the_next_request_served(native_server, request_, status):
+    server, customer = native_server, Customer()
+    server.open(Rank(0), customer.cell, customer.fd)
+    customer.ask(**request_)
+    assert server.serve(0, 100, ON_CPUS) == []
+    assert customer.answer() == (True, status) and server.num_refused == 1 and server.num_served[1] == 0
+    customer.ask()
+    assert server.serve(0, 100, ON_CPUS) == []
+    assert customer.answer() == (True, 0) and server.num_refused == 1 and server.num_served[1] == 3
+
+
+def test_requests_that_need_a_decision_are_left_to_python(native_server):
+    server, customer = native_server, Customer()
+    server.open(Rank(0), customer.cell, customer.fd)
+    server.attend()
+    customer.ask()
+    (large,) = server.serve(0, 2, ON_CPUS)
+    assert large.num_rows == 3 and customer.answer() == (False, 0)
+    assert server.compute([large]) == 3 and customer.answer() == (True, 0)
+    customer.ask()
+    struct.pack_into("i", customer.lane, customer.layout.first_box + 28, 1)
+    (replay,) = server.serve(0, 100, ON_CPUS)
+    assert replay.replay and server.compute([replay]) == 3
+    customer.ask()
+    server._cell.ring_control()
+    (with_news,) = server.serve(0, 100, ON_CPUS)
+    assert server.changed and server.compute([with_news]) == 3
+    assert server.num_served == (0, 0)
+
+
+def test_without_native_ops_nothing_is_computed_alone(server):
+    customer = Customer()
+    server.open(Rank(0), customer.cell, customer.fd)
+    customer.ask()
+    assert len(server.serve(0, 100, ON_CPUS)) == 1 and server.num_served == (0, 0)
+
+
+def test_experts_of_a_layer_that_had_none_are_computed_alone_too():
+    cell, _ = new_cell()
+    alarm = ctypes.c_uint32()
+    experts = RandomExperts(native.NativeOps(1), [EMPTY] * NUM_EXPERTS)
+    server, customer = LaneServer(cell, ctypes.addressof(alarm), SHAPE, experts), Customer()
+    server.open(Rank(0), customer.cell, customer.fd)
+    customer.ask(num_tokens=1, tokens=(0,), slots=(0,))
+    (request,) = server.serve(0, 100, ON_CPUS)
+    assert server.compute([request]) == 0 and customer.answer() == (True, 4)
+    experts.load(MOE_LAYERS[0], 0, 0)
+    customer.ask(num_tokens=1, tokens=(0,), slots=(0,))
+    assert server.serve(0, 100, ON_CPUS) == [] and customer.answer() == (True, 0) and server.num_served == (1, 1)
+    server.close()
+
+
+@pytest.mark.parametrize("policy", [ON_CPUS, ON_CPUS._replace(reach=None), ON_CPUS._replace(reach=0)], ids=str)
+def test_c_knows_when_nobody_is_coming(native_server, policy):
+    """As `choose` does, with whatever positions."""
+    server, customers = native_server, [Customer(), Customer(), Customer()]
+    for rank, customer in enumerate(customers):
+        server.open(Rank(rank), customer.cell, customer.fd)
+    reasons = set()
+    for call, *positions in itertools.product((MOE_LAYERS[0], MOE_LAYERS[2]), range(-1, 6), range(-1, 6)):
+        for customer, position in zip(customers[1:], positions, strict=True):
+            customer.cell.position = position
+        customers[0].ask(layer=call)
+        num_before = server.num_served[0]
+        left = server.serve(0, 100, policy)
+        where = {Rank(rank): position for rank, position in enumerate(positions, 1)}
+        asked = Request(Rank(0), 0, call, 0, 3, time.monotonic_ns())
+        choice = choose([asked], where, time.monotonic_ns(), policy)
+        reasons.add(choice.reason)
+        assert bool(left) == (choice.reason != "all are here") == (server.num_served[0] == num_before), positions
+        if left:
+            server.compute(left)
+        assert customers[0].answer() == (True, 0)
+    assert reasons == {"all are here", "waiting for company"}
+
+
 # several attention workers
 
 
@@ -256,9 +350,10 @@ def test_rows_of_several_lanes_are_one_batch(ops):
 # two processes
 
 
-def test_thousands_of_exchanges_between_two_processes():
+@pytest.mark.parametrize("most_rows", [0, 20, 1000], ids=["by Python", "by both", "alone"])
+def test_thousands_of_exchanges_between_two_processes(most_rows):
     """Weakly ordered memory, futexes and sequence words, for real: every row of every answer is checked."""
-    ops, num_exchanges = native.NativeOps(1), 3000
+    ops, num_exchanges = native.NativeOps(1), 1000
     cluster = MemoryExperts(SHAPE, MOE_LAYERS, NUM_EXPERTS)
     cell, cell_fd = new_cell()
     lane_fd = new_memory(SHAPE.lane_bytes())
@@ -269,9 +364,9 @@ def test_thousands_of_exchanges_between_two_processes():
             server = LaneServer(cell, ctypes.addressof(alarm), SHAPE, RandomExperts(ops, EVERYTHING))
             server.open(Rank(0), cluster.cell, lane_fd)
             while not server.changed:
-                for request in server.poll(10):
+                for request in server.serve(10, most_rows, ON_CPUS):
                     server.compute([request])
-            os._exit(0)
+            os._exit(0 if bool(most_rows) == (server.num_served[0] > 0) else 2)
         except BaseException:
             os._exit(1)
     try:

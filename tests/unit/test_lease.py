@@ -66,3 +66,14 @@ def test_an_abandoned_operation_counts_for_nothing() -> None:
     world.lease.begin(10, world.now)
     world.now += 1000.0  # paused
     assert world.operate(10, 0.01) == 5.0
+
+
+def test_what_the_shortest_lease_covers() -> None:
+    world = _World()
+    assert world.lease.quick_size == 0, "nothing is known yet"
+    world.operate(40, 5.0 / MARGIN)
+    assert world.lease.quick_size == 63, "what is as large, and what is smaller; twice as much may take longer"
+    world.operate(40, 6.0 / MARGIN)
+    assert world.lease.quick_size == 0
+    world.operate(3, 0.001)
+    assert world.lease.quick_size >= 3 and world.lease.quick_size < 40

@@ -1,7 +1,8 @@
 """What one step on a CPU cannot be faster than: reading its bytes once, and its arithmetic.
 
 Both limits are measured in the same run, on all cores: reading a buffer far larger than the caches, and a product in
-the caches with the kernels that the server uses. A step that overlaps the two perfectly takes as long as the longer one.
+the caches with the kernels that the server uses. A step that overlaps the two perfectly takes as long as the longer
+one.
 """
 
 import os

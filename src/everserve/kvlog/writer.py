@@ -10,8 +10,10 @@ Until its words are written a token is not in the log; until it is committed no 
 """
 
 import ctypes
+import functools
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from struct import Struct
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,9 +24,12 @@ from everserve.kvlog.library import load
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
 
 _FIRST_CAPACITY = 64  # rows, and sequences
-_COMMIT = np.dtype(  # struct commit in csrc/writer.c
-    [("index", "i8"), ("key", "u8", 2), *((name, "i8") for name in ("num_tokens", "num_blocks", "num_known_blocks"))]
-)
+_COMMIT = "q16s3q"  # struct commit in csrc/writer.c
+
+
+@functools.lru_cache(64)
+def _commits(num: int) -> Callable[..., bytes]:
+    return Struct(num * _COMMIT).pack
 
 
 class Commit(NamedTuple):
@@ -182,28 +187,19 @@ class LogWriter:
         self.commit_many([Commit(index, key, num_tokens, blocks, num_known_blocks)])
 
     def commit_many(self, commits: Iterable[Commit]) -> None:
-        """Column by column: hundreds of streams are committed after every step."""
-        indices, keys, nums_tokens, blocks, nums_known = [*zip(*commits, strict=True)] or [()] * 5
-        nums_blocks = [*map(len, blocks)]
-        table = np.empty(len(indices), _COMMIT)
-        table["index"], table["num_tokens"] = indices, nums_tokens
-        table["num_blocks"], table["num_known_blocks"] = nums_blocks, nums_known
-        self._check(table, keys)
-        table["key"] = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, 2)
+        """In one piece: it is done after every step, for hundreds of streams. What numbers mean is checked in C."""
+        fields: list[int | bytes] = []
         new_blocks = array("i")
-        for i in np.flatnonzero(table["num_known_blocks"] < table["num_blocks"]).tolist():  # few of them
-            new_blocks.extend(blocks[i][nums_known[i] :])
-        error = self._library.brief.es_log_commit(
-            self._address, table.tobytes(), len(table), new_blocks.tobytes()
-        )  # fmt: skip
-        assert not error, "the log is closed, or these are no blocks of it"
-
-    def _check(self, table: NDArray[np.void], keys: Sequence[bytes]) -> None:
-        shape, num_tokens, num_blocks = self.log.shape, table["num_tokens"], table["num_blocks"]
-        assert {*map(len, keys)} <= {KEY_BYTES}
-        assert np.all((table["index"] >= 0) & (table["index"] < shape.num_records))
-        assert np.all((num_tokens >= 0) & (num_tokens <= num_blocks * shape.block_size))
-        assert np.all((table["num_known_blocks"] >= 0) & (num_blocks <= shape.max_blocks))
+        num = 0
+        for index, key, num_tokens, blocks, num_known_blocks in commits:
+            assert len(key) == KEY_BYTES
+            fields += (index, key, num_tokens, len(blocks), num_known_blocks)
+            if num_known_blocks < len(blocks):  # few of them
+                new_blocks.extend(blocks[num_known_blocks:])
+            num += 1
+        packed = _commits(num)(*fields)
+        error = self._library.brief.es_log_commit(self._address, packed, num, new_blocks.tobytes())
+        assert not error, "the log is closed, or these are no records and blocks of it"
 
     def clear(self, index: int) -> None:
         assert 0 <= index < self.log.shape.num_records

@@ -130,6 +130,19 @@ class _Exchange(ctypes.Structure):
     num_blocked: int
 
 
+class _Crossing(ctypes.Structure):
+    """struct crossing in csrc/exchange.c."""
+
+    _fields_ = [(name, _int64) for name in ("call", "next_call", "owner", "slot_of")]
+
+
+class Seam(ctypes.Structure):
+    """The calls of all layers, for C that computes whole layers: struct seam in csrc/exchange.c."""
+
+    _fields_ = [(name, _int64) for name in ("exchange", "crossings", "epoch", "width", "num_shards")]
+    epoch: int
+
+
 class Exchange:
     """All calls of an attention worker to its shard workers, over lanes.
 
@@ -226,7 +239,15 @@ class Exchange:
         )  # fmt: skip
         outcome = self._run(self._address)
         if outcome:
-            self._heal(outcome, call)
+            self.heal(outcome, call)
+
+    def seam(self, call_of: Mapping[int, int], num_shards: int, width: int) -> tuple[Seam, object]:
+        """What es_lane_cross needs to make the call of each layer. And what the caller must keep alive beside it. The
+        epoch is the caller's to set, and outcomes are to be healed."""
+        crossings = (_Crossing * (max(call_of) + 1))()
+        for layer, call in call_of.items():
+            crossings[layer] = _Crossing(call, self._next_call[call], *self.peers.owners_at[call])
+        return Seam(self._address, ctypes.addressof(crossings), 0, width, num_shards), crossings
 
     def collect(self, out: Tensor) -> None:
         """Copy the answers of the last call, in the order of tokens and shards."""
@@ -281,8 +302,8 @@ class Exchange:
             for suspicion in suspicions:
                 self._on_suspect(*suspicion)
 
-    def _heal(self, outcome: int, call: int) -> None:
-        """Something happened: decide, send again what needs it, wait, until the call is complete."""
+    def heal(self, outcome: int, call: int) -> None:
+        """Something happened in this call: decide, send again what needs it, wait, until the call is complete."""
         num_looks: dict[Rank, int] = {}
         told: set[int] = set()  # the parts with a reported failure
         while outcome != Outcome.DONE:

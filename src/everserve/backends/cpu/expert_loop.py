@@ -56,9 +56,10 @@ class ExpertLoop(ExpertService):
         self._timeout_s = 0.0
 
     def stats(self) -> ExpertStats:
+        num_batches, num_rows = self._server.num_served
         return ExpertStats(
-            num_batches=self._num_batches,
-            num_rows=self._num_rows,
+            num_batches=self._num_batches + num_batches,
+            num_rows=self._num_rows + num_rows,
             num_replayed_rows=self._num_replayed_rows,
             num_stale=self._num_dropped + self._server.num_refused,
         )
@@ -81,7 +82,10 @@ class ExpertLoop(ExpertService):
         timeout_s = self._changes.wait_s(self._timeout_s)
         if self._server.fetches or (self._kv is not None and not self._pending and self._kv.has_to_shadow):
             timeout_s = 0.0
-        self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
+        if self._pending or self._kv is not None or self._changes.is_pending or self._leave_at is not None:
+            self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
+        else:
+            self._pending += self._server.serve(timeout_s, self._lease.quick_size, self._policy)
 
     def _work(self) -> None:
         if self._kv is not None and self._server.fetches:  # before what the same home asks for next

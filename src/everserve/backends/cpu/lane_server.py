@@ -2,6 +2,8 @@
 
     poll -> choose a batch (seam/batching.py) -> compute, in place -> answer
 
+A request that comes alone, where nothing is to be chosen, is computed without Python: `serve` is a poll that does that.
+
 A request is refused, with a status that says why, if its sizes or indices are invalid. So whatever a dying peer leaves
 behind costs that peer a request, and cannot crash this worker. A request is answered *moved* if a row names another
 expert than its slot holds now: that is compared when the batch is gathered, and slots only change between batches.
@@ -22,13 +24,14 @@ from typing import NamedTuple
 import numpy as np
 
 from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneLayout, LaneRegion, LaneShape, load
+from everserve.backends.cpu.ops import NativeExpertSlots, NativeOps
 from everserve.memory.liveness import Cell
 from everserve.memory.pieces.sources import Got, KvSources, Wanted
 from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.ops import HeadRequest, RowIndices, RowMemory
-from everserve.seam.batching import Request
+from everserve.seam.batching import BatchPolicy, Request
 from everserve.seam.outcomes import Status
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 from everserve.tables.calls import Call, ShardKind
@@ -37,6 +40,7 @@ from everserve.tables.ids import MAX_RANKS, Rank
 _MAX_REQUESTS = MAX_RANKS * NUM_BOXES
 _COUNT = 0xFFFFFFFF
 _FETCH = -1  # csrc/serve.c
+_STRETCH_NS = 50_000_000
 _int64 = ctypes.c_int64
 _PerBox = _int64 * NUM_BOXES
 _INT32_BYTES = 4
@@ -83,6 +87,27 @@ class _Server(ctypes.Structure):
     alarm_seen: int
     control_seen: int
     num_refused: int
+
+
+class _OwnExperts(ctypes.Structure):
+    """struct own_experts in csrc/serve.c."""
+
+    _fields_ = [(name, _int64) for name in ("slots", "num_slots", "inner_size")]
+
+
+class _Serving(ctypes.Structure):
+    """struct serving in csrc/serve.c."""
+
+    _fields_ = [
+        (name, _int64)
+        for name in (
+            *("expert_rows", "experts", "num_region_rows", "reach", "most_rows", "stretch_ns"),
+            *("num_batches", "num_rows"),
+        )
+    ]
+    most_rows: int
+    num_batches: int
+    num_rows: int
 
 
 class _Taken(ctypes.Structure):
@@ -199,6 +224,10 @@ class LaneServer:
         self._batch = memoryview(self._server.batch).cast("B")
         self._library = load().brief
         self._poll = load().blocking.es_lane_poll
+        self._serve = load().blocking.es_lane_serve
+        self._serving: _Serving | None = None
+        self._own_experts = (_OwnExperts * self._tables.num_calls)()
+        self._has_all_sizes = False
         self._gather = load().brief.es_lane_gather
         self._gather_heads = load().brief.es_lane_gather_heads
         self._answer = load().brief.es_lane_answer
@@ -261,11 +290,58 @@ class LaneServer:
         before wait for company, so we are not idle."""
         self._server.timeout_ns = int(timeout_s * 1e9)
         self._server.is_holding = is_holding
-        found = self._poll(self._address)
+        return self._came(self._poll(self._address))
+
+    def _came(self, found: int) -> list[Request]:
         self.changed = found > _COUNT
         came = [Request._make(_request.unpack_from(self._requests, 48 * i)) for i in range(found & _COUNT)]
         self.fetches += [request.rank for request in came if request.layer == _FETCH]
         return [request for request in came if request.layer != _FETCH]
+
+    def serve(self, timeout_s: float, most_rows: int, policy: BatchPolicy) -> list[Request]:
+        """`poll`, but a request for experts that comes alone, with so many rows at most, is computed and answered, and
+        the next one awaited. Not while requests are held back, nor for long: others want to use this thread."""
+        if self._serving is None:
+            self._serving = self._make_serving(policy)
+        if self._serving is None:
+            return self.poll(timeout_s)
+        if not self._has_all_sizes:
+            self._note_sizes()
+        self._server.timeout_ns = int(timeout_s * 1e9)
+        self._server.is_holding = False
+        self._serving.most_rows = most_rows
+        found = self._serve(self._address, ctypes.addressof(self._serving))
+        assert found >= 0, "a slot that holds an expert has no weights"
+        return self._came(found)
+
+    @property
+    def num_served(self) -> tuple[int, int]:
+        """Batches and rows that `serve` has computed."""
+        return (self._serving.num_batches, self._serving.num_rows) if self._serving is not None else (0, 0)
+
+    def _make_serving(self, policy: BatchPolicy) -> _Serving | None:
+        """None if the ops are not in C."""
+        if self._experts is None or not isinstance(self._experts.ops, NativeOps):
+            return None
+        return _Serving(
+            self._experts.ops.expert_rows_address,
+            ctypes.addressof(self._own_experts),
+            self._memory.num_rows,
+            policy.reach if policy.reach is not None else -1,
+            0,
+            _STRETCH_NS,
+        )
+
+    def _note_sizes(self) -> None:
+        """The sizes of a layer's experts are known when one of them was here."""
+        self._has_all_sizes = True
+        for call, (layer, _, _, pieces) in self._served.items():
+            if pieces is None and self._experts is not None:
+                slots = self._experts.slots(layer)
+                assert isinstance(slots, NativeExpertSlots)
+                self._has_all_sizes &= slots.inner_size > 0
+                if slots.inner_size:
+                    self._own_experts[call] = _OwnExperts(slots.table_ptr, slots.num_slots, slots.inner_size)
 
     def fetch_next(self, sources: KvSources) -> Got | None:
         """Get the KV that an attention worker has asked for first; None: nothing was asked for, or it was refused. A

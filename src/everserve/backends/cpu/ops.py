@@ -225,6 +225,9 @@ class NativeOps(Composed):
         self._choose = lib.es_choose
         self._check_batch = lib.es_check_batch
         self.run_layers = lib.es_layers
+        address = ctypes.cast(lib.es_expert_rows, ctypes.c_void_p).value
+        assert address is not None
+        self.expert_rows_address = address  # for C that calls it
         # What _bind found out about the batch and pool at hand, which all layers of a step share.
         self._batch: StepBatch | None = None
         self._pool: Tensor | None = None

@@ -3,12 +3,23 @@
 Experts are pure functions and sums are in the order of k: so the result is the same, bit for bit, whatever happened.
 """
 
+import ctypes
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import Tensor
 
 from everserve.backends.cpu.exchange import Exchange
+from everserve.backends.cpu.lane import load
 from everserve.model.ops import ExpertOps
+
+
+class SeamInC(NamedTuple):
+    """Addresses, for C that computes whole layers (csrc/ops/layers.c)."""
+
+    cross: int  # a function
+    seam: int
+    row_at: int
 
 
 class RemoteExperts:
@@ -20,6 +31,10 @@ class RemoteExperts:
         self._call_of = dict(call_of) if call_of is not None else {call: call for call in exchange.peers.moe_layers}
         self._num_experts = exchange.peers.num_experts
         self._hidden_size = exchange.peers.shape.hidden_size
+        self._seam, self._kept = exchange.seam(self._call_of, self._num_experts, self._hidden_size)
+        cross = ctypes.cast(load().blocking.es_lane_cross, ctypes.c_void_p).value
+        assert cross is not None
+        self._in_c = SeamInC(cross, ctypes.addressof(self._seam), exchange.row_at)
 
     @property
     def num_replayed_rows(self) -> int:
@@ -41,6 +56,19 @@ class RemoteExperts:
 
     def rest(self) -> None:
         """Nothing to do: between steps no expert worker waits for us."""
+
+    def cross_in_c(self, num_tokens: int, most_shards: int) -> SeamInC:
+        """For a step of so many rows. C says where it could not cross: `heal`, then ask for this again, since routes
+        may have changed."""
+        shape = self.exchange.peers.shape
+        assert num_tokens <= shape.max_tokens and most_shards <= shape.top_k
+        assert num_tokens * most_shards * self._hidden_size <= shape.y_floats
+        self._seam.epoch = self.exchange.peers.epoch
+        return self._in_c
+
+    def heal(self, outcome: int, layer: int) -> None:
+        """The answers of this layer are complete when this returns."""
+        self.exchange.heal(outcome, self._call_of[layer])
 
     def __call__(
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor

@@ -1,7 +1,7 @@
 """Whole layers in one call of C (csrc/ops/layers.c), because around small kernels Python takes as long as they do.
 
-Where all experts are in this process a step is one call. Otherwise a call ends at each layer's seam, and `experts` see
-to the rest of the layer.
+Where all experts are in this process, or are reached through lanes and none of these needs a decision, a step is one
+call. Otherwise a call ends at a layer's seam, and the next one goes on behind it.
 """
 
 import ctypes
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.ops import NativeExpertSlots, NativeOps, matrix_facts, vector_facts
+from everserve.backends.cpu.remote_experts import RemoteExperts, SeamInC
 from everserve.model.batch import StepBatch
 from everserve.model.masks import ExpertMasks
 from everserve.model.ops import ExpertSlots
@@ -24,14 +25,16 @@ _weight_format = "P3q"
 _layer = Struct(9 * _weight_format + "P5q")  # struct layer in csrc/ops/layers.c
 _slots = Struct("P2q")
 _SLOTS_AT = Struct(9 * _weight_format).size  # in struct layer
-_layers_args = Struct("P6q15P8q2d").pack
+_layers_args = Struct("P6q18P9q2d").pack
+_OUTCOME_AT = 32
 
 _NO_WEIGHT = (0, 0, 0, 0)
 _ELSEWHERE = (0, 0, 0)  # slots of a layer
+_NO_SEAM = SeamInC(0, 0, 0)
 
 
 class _Buffers(NamedTuple):
-    """What C needs for a step of so many rows. The last ones are kept: most steps have as many rows as the one before."""
+    """What C needs for a step of so many rows. The last ones are kept: most steps have as many rows as that before."""
 
     num_rows: int
     residual_TD: Tensor
@@ -51,8 +54,10 @@ class NativeWholeLayers:
         first = layers[0]
         self._hidden_size = first.input_norm_D.shape[0]
         self._shards = [layer.top_k * layer.num_slices for layer in layers]
+        self._most_shards = max(self._shards)
         self._num_q_heads = first.output_DX.shape[1] // first.rotation.cos_PE.shape[1]
         self._rotation, self._eps, self._scale = first.rotation, first.eps, first.scale
+        self._rotation_at = first.rotation.cos_PE.data_ptr(), first.rotation.sin_PE.data_ptr()
         assert all(layer.eps == layer.rotation.eps == self._eps and layer.scale == self._scale for layer in layers)
         assert all(layer.rotation.cos_PE is first.rotation.cos_PE for layer in layers), "one table of positions"
         self._table = ctypes.create_string_buffer(_layer.size * len(layers))
@@ -68,36 +73,36 @@ class NativeWholeLayers:
     ) -> Tensor:
         if experts is not self._experts:
             self._use(experts)
-        fields = self._ops.batch_fields(batch, kv_pool, self._rotation)
-        pool, (positions, kv_slots, starts, tables), counts = fields
+        pool, indices, counts = self._ops.batch_fields(batch, kv_pool, self._rotation)
         buffers = self._buffers_for(len(hidden_TD), pool[3] * pool[5])
-        at = (tensor.data_ptr() for tensor in buffers[1:])
-        residual, normed, weights, ids, scratch = at
-        allowed = self._allowed_at(masks)
-        cos, sin = self._rotation.cos_PE.data_ptr(), self._rotation.sin_PE.data_ptr()
-        layer = 0
-        while True:
+        fixed = (*pool, 0, 0, self._table_ptr, self._allowed_at(masks), *self._rotation_at, *indices)
+        at = [tensor.data_ptr() for tensor in buffers[1:]]
+        sizes = (*counts, self._num_q_heads, self._hidden_size, self._most_shards)
+        layer, is_behind_seam = 0, False
+        while layer < self._num_layers:
             assert hidden_TD.shape == (buffers.num_rows, self._hidden_size)
             assert hidden_TD.dtype is torch.float32 and hidden_TD.is_contiguous()
+            lanes = experts if isinstance(experts, RemoteExperts) else None
+            seam = lanes.cross_in_c(buffers.num_rows, self._most_shards) if lanes is not None else _NO_SEAM
             found = self._ops.run_layers(
                 _layers_args(
-                    *pool, 0, 0, self._table_ptr, allowed, cos, sin, positions, kv_slots, starts, tables,
-                    hidden_TD.data_ptr(), residual, normed, weights, ids, scratch,
-                    *counts, self._num_q_heads, self._hidden_size, max(self._shards), layer, self._num_layers,
-                    self._eps, self._scale,
+                    *fixed, hidden_TD.data_ptr(), *at, *seam,
+                    *sizes, layer, self._num_layers, is_behind_seam, self._eps, self._scale,
                 )
             )  # fmt: skip
-            if found == self._num_layers:
-                return hidden_TD
             if found < 0:
                 raise LookupError(f"layer {-1 - found}: an expert is asked for whose slot is empty, or does not exist")
-            hidden_TD = self._cross(found, buffers, experts)
-            layer = found + 1
-            if layer == self._num_layers:
-                return hidden_TD
+            outcome, layer = divmod(found, 1 << _OUTCOME_AT)
+            if layer < self._num_layers and lanes is not None:
+                lanes.heal(outcome, layer)
+                is_behind_seam = True
+            elif layer < self._num_layers:
+                hidden_TD = self._cross(layer, buffers, experts)
+                layer += 1
+        return hidden_TD
 
     def _cross(self, layer: int, buffers: _Buffers, experts: Experts) -> Tensor:
-        """The rest of a layer whose experts are elsewhere."""
+        """The rest of a layer whose experts are reached in another way."""
         num_rows, num_shards = buffers.num_rows, self._shards[layer]
         ids_TK, weights_TK = (
             flat[: num_rows * num_shards].view(num_rows, num_shards) for flat in (buffers.ids_TK, buffers.weights_TK)
@@ -126,7 +131,7 @@ class NativeWholeLayers:
     def _buffers_for(self, num_rows: int, kv_width: int) -> _Buffers:
         if self._buffers is None or self._buffers.num_rows != num_rows:
             self._buffers = None  # before new ones are made: those of a long prompt are large
-            size, num_shards = self._hidden_size, max(self._shards)
+            size, num_shards = self._hidden_size, self._most_shards
             q_width = self._layers[0].output_DX.shape[1]
             num_floats = 3 * q_width + 2 * kv_width + num_shards * (size + 3)  # struct scratch
             self._buffers = _Buffers(

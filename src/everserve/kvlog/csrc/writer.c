@@ -97,12 +97,20 @@ static void write_copy(struct copy *copy, const struct found *what) {
     atomic_store_explicit(&copy->seq, what->seq, memory_order_release);
 }
 
-/* `blocks` are the new blocks of all commits, concatenated. The copy of a record that counts
-   is not touched. 0, or -1 if a block is none of the log's. */
+static bool is_possible(const struct log *log, const struct commit *c) {
+    return c->index >= 0 && c->index < log->num_records && c->num_known_blocks >= 0 && c->num_blocks >= 0 &&
+           c->num_blocks <= log->max_blocks && c->num_tokens >= 0 &&
+           c->num_tokens <= c->num_blocks * log->block_size;
+}
+
+/* `blocks` are the new blocks of all commits, concatenated. The copy of a record that counts is not touched. 0, or -1 if
+   a record or a block is none of the log's; of records nothing is written then. */
 EXPORT int64_t es_log_commit(struct writer *w, const struct commit *commits, int64_t num_commits,
                              const int32_t *blocks) {
     const struct log *log = w->log;
     if (!log->base) return -1;
+    for (int64_t i = 0; i < num_commits; i++)
+        if (!is_possible(log, &commits[i])) return -1;
     for (int64_t i = 0; i < num_commits; i++) {
         const struct commit *c = &commits[i];
         for (int64_t b = c->num_known_blocks; b < c->num_blocks; b++, blocks++) {

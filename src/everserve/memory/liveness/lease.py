@@ -38,6 +38,7 @@ class Lease:
         self._lately_s = [0.0] * _NUM_CLASSES  # the longest since `_forget_at` was set, by class of size
         self._longest_s = [0.0] * _NUM_CLASSES  # 0: none was seen
         self._leases_s = [MOST_S] * _NUM_CLASSES
+        self._quick_size = 0
         self._forget_at = 0.0
         self._class = 0
         self._began_s = 0.0
@@ -45,6 +46,11 @@ class Lease:
     def renew(self) -> None:
         """Between two operations."""
         self._renew(self._least_s)
+
+    @property
+    def quick_size(self) -> int:
+        """Operations of up to this size are covered by the shortest lease, as far as is known. 0: nothing is known."""
+        return self._quick_size
 
     def begin(self, size: int, now: float) -> None:
         """An operation of this size begins."""
@@ -74,3 +80,5 @@ class Lease:
         for index, seen in enumerate(self._longest_s):
             known_s = seen or (2 * known_s if any(self._longest_s[:index]) else known_s)
             self._leases_s[index] = min(MOST_S, max(self._least_s, MARGIN * known_s))
+        too_long = (index for index, lease_s in enumerate(self._leases_s) if lease_s > self._least_s)
+        self._quick_size = (1 << max(next(too_long, _NUM_CLASSES) - 1, 0)) - 1  # class i: i bits

@@ -373,6 +373,38 @@ EXPORT int64_t es_lane_exchange(struct exchange *e) {
     }
 }
 
+struct crossing { /* the call of one layer */
+    int64_t call, next_call;
+    const int32_t *owner, *slot_of;
+};
+
+struct seam { /* exchange.py: Seam */
+    struct exchange *exchange;
+    const struct crossing *crossings; /* by layer */
+    int64_t epoch, width, num_shards;
+};
+
+/* The same for whole layers that are computed without Python (ops/layers.c). */
+EXPORT int64_t es_lane_cross(const struct seam *seam, int64_t layer, int64_t num_tokens, int64_t top_k,
+                             const int32_t *ids, const float *x) {
+    const struct crossing *crossing = &seam->crossings[layer];
+    struct exchange *e = seam->exchange;
+    e->fresh = 1;
+    e->call = crossing->call;
+    e->next_call = crossing->next_call;
+    e->epoch = seam->epoch;
+    e->num_tokens = num_tokens;
+    e->top_k = top_k;
+    e->width = seam->width;
+    e->num_shards = seam->num_shards;
+    e->ids = ids;
+    e->x = x;
+    e->owner = crossing->owner;
+    e->slot_of = crossing->slot_of;
+    e->kv_at = NULL;
+    return es_lane_exchange(e);
+}
+
 /* After trust has changed: the open parts of peers that are not trusted any more are lost, unless their answers have
    arrived. Answers do not count if another incarnation has taken the rank. Other open parts stay open. */
 EXPORT void es_lane_settle(struct exchange *e) {

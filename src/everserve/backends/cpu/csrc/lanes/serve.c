@@ -2,11 +2,14 @@
 
    poll -> (Python chooses a batch, of one call) -> gather -> (the kernel computes in place) -> answer
 
+   Where there is nothing to choose, all of that is es_lane_serve, again and again without Python.
+
    Calls are of two kinds: rows of experts, which are gathered row by row, and heads, where a request has all rows of its
    step and each head of it is one piece of work. */
 
 #define _GNU_SOURCE
 #include "check.h"
+#include "experts.h"
 #include "heads.h"
 #include "lane.h"
 
@@ -323,6 +326,66 @@ EXPORT int64_t es_lane_gather_heads(struct server *s, int64_t num_entries, int64
 EXPORT void es_lane_answer(const struct server *s, int64_t num_entries) {
     for (int64_t i = 0; i < num_entries; i++)
         if (s->batch[i].rank >= 0) answer(s, s->batch[i].rank, s->batch[i].box, COMPUTED);
+}
+
+struct own_experts { /* of one call */
+    const struct slot *slots;
+    int64_t num_slots, inner_size; /* no slots: it is not served here */
+};
+
+struct serving { /* lane_server.py: _Serving */
+    int64_t (*expert_rows)(const struct expert_rows_args *args);
+    const struct own_experts *experts; /* by call */
+    int64_t num_region_rows;           /* of the region in which all lanes are */
+    int64_t reach;                     /* seam/batching.py: BatchPolicy; -1: any */
+    int64_t most_rows;                 /* of a request that is computed here */
+    int64_t stretch_ns;                /* after so long Python looks after the rest, whatever comes */
+    int64_t num_batches, num_rows;     /* since the start */
+};
+
+/* Whether choose_layer (seam/batching.py) would say "all are here", and so without a look at the clock. */
+static bool is_nobody_coming(const struct server *s, const struct serving *v, const struct request *request) {
+    for (int64_t rank = 0; rank < MAX_RANKS; rank++) {
+        if (!s->lanes[rank].lane || rank == request->rank) continue;
+        int64_t at = s->lanes[rank].position;
+        if (at >= 0 && at <= request->call && (v->reach < 0 || at >= request->call - v->reach)) return false;
+    }
+    return true;
+}
+
+static bool is_plain(const struct server *s, const struct serving *v, const struct request *request) {
+    return request->call != FETCH && !request->replay && !is_about_heads(s, request->call) &&
+           request->num_rows <= v->most_rows && v->experts[request->call].slots && is_nobody_coming(s, v, request);
+}
+
+static int64_t compute_alone(struct server *s, struct serving *v, const struct request *request) {
+    const struct own_experts *own = &v->experts[request->call];
+    s->batch[0] = (struct batch_entry){request->rank, request->box};
+    v->num_batches++;
+    int64_t num_rows = es_lane_gather(s, 1, request->call);
+    if (!num_rows) return 0;
+    struct expert_rows_args args = {
+        .x = (const float *)s->base, .tokens = s->token_R, .slot_of = s->slot_R, .slots = own->slots,
+        .y = (float *)s->base, .y_index = s->y_R, .num_rows = num_rows, .num_tokens = v->num_region_rows,
+        .num_y = v->num_region_rows, .num_slots = own->num_slots, .hidden_size = s->layout.hidden_size,
+        .inner_size = own->inner_size,
+    };
+    if (v->expert_rows(&args)) return -1;
+    es_lane_answer(s, 1);
+    v->num_rows += num_rows;
+    return 0;
+}
+
+/* es_lane_poll, but requests that come alone are computed and answered at once. Returns when something else comes, or
+   nothing; what es_lane_poll returns. -1: a slot that holds an expert has no weights. */
+EXPORT int64_t es_lane_serve(struct server *s, struct serving *v) {
+    int64_t until = cell_now_ns() + v->stretch_ns;
+    for (;;) {
+        int64_t found = es_lane_poll(s);
+        if (found != 1 || !is_plain(s, v, &s->requests[0])) return found;
+        if (compute_alone(s, v, &s->requests[0])) return -1;
+        if (cell_now_ns() >= until) return 0;
+    }
 }
 
 struct taken { /* lane_server.py: _Taken. Behind it: what is behind struct fetch, with pieces instead of row words. */

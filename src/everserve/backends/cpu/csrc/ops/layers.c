@@ -3,8 +3,11 @@
        hidden -> norm -> qkv -> rotate, store -> attend -> output + hidden -> norm -> choose | seam | experts -> combine
                                                            = residual         = normed                          = hidden
 
-   Each op is the one that ops.py calls, with the same arguments, so the bits are those of op by op. Where the experts of
-   a layer are not here the call ends at its seam, and the next one begins behind it. */
+   Each op is the one that ops.py calls, with the same arguments, so the bits are those of op by op.
+
+   Where the experts of a layer are in other processes `cross` asks these (lanes/exchange.c). If that needs decisions, or
+   there is no `cross`, the call ends at the seam of this layer, and Python sees to the rest of it; the next call begins
+   behind the seam, or at the next layer. */
 
 #include <stdbool.h>
 
@@ -29,6 +32,10 @@ struct layer {
     int64_t slices_per_expert; /* a slice has the weight of its expert. Without a router: how many slices there are */
 };
 
+/* 0, or why the answers are not complete. */
+typedef int64_t (*cross_fn)(const void *seam, int64_t layer, int64_t num_rows, int64_t num_shards, const int32_t *ids,
+                            const float *x);
+
 struct layers_args {
     struct kv_pool pool; /* its layer is set here */
     const struct layer *layers;
@@ -39,7 +46,11 @@ struct layers_args {
     float *residual, *normed, *weights; /* at a seam: what crosses it */
     int32_t *ids;
     float *scratch; /* struct scratch */
+    cross_fn cross; /* NULL: no layer whose experts are elsewhere can be completed here */
+    const void *seam;
+    const float *const *row_at; /* the answers that crossed it */
     int64_t num_rows, num_sequences, table_width, num_q_heads, hidden_size, most_shards, first, end;
+    int64_t is_behind_seam; /* the answers for `first` are there */
     double eps, scale;
 };
 
@@ -137,37 +148,57 @@ static void choose(const struct layers_args *args, int64_t number, const struct 
     if (!is_direct) choose_slices(args, layer, s);
 }
 
+static int64_t num_shards(const struct layer *layer) { return layer->top_k * layer->slices_per_expert; }
+
+/* The end of a layer: answers are in y, or where row_at says. */
+static void combine(const struct layers_args *args, const struct layer *layer, const float *y) {
+    struct combine_args combine = {.rows = y, .row_at = y ? NULL : args->row_at, .weights = args->weights,
+                                   .residual = args->residual, .out = args->hidden, .num_rows = args->num_rows,
+                                   .top_k = num_shards(layer), .size = args->hidden_size};
+    es_combine(&combine);
+}
+
 /* 0, or what es_expert_rows says. */
 static int64_t compute_experts(const struct layers_args *args, const struct layer *layer, const struct scratch *s) {
-    int64_t top_k = layer->top_k * layer->slices_per_expert, num_rows = args->num_rows * top_k;
+    int64_t top_k = num_shards(layer), num_rows = args->num_rows * top_k;
     for (int64_t r = 0; r < num_rows; r++) s->tokens[r] = (int32_t)(r / top_k);
     struct expert_rows_args rows = {
         .x = args->normed, .tokens = s->tokens, .slot_of = args->ids, .slots = layer->slots, .y = s->y,
         .num_rows = num_rows, .num_tokens = args->num_rows, .num_y = num_rows, .num_slots = layer->num_slots,
         .hidden_size = args->hidden_size, .inner_size = layer->inner_size,
     };
-    int64_t wrong = es_expert_rows(&rows);
-    if (wrong) return wrong;
-    struct combine_args combine = {.rows = s->y, .weights = args->weights, .residual = args->residual,
-                                   .out = args->hidden, .num_rows = args->num_rows, .top_k = top_k,
-                                   .size = args->hidden_size};
-    es_combine(&combine);
-    return 0;
+    return es_expert_rows(&rows);
 }
 
-/* Layers first .. end. Returns end, or the layer at whose seam it has stopped: residual, normed, ids and weights are
-   what crosses it. -1 - layer: an expert of it is asked for whose slot is empty, or does not exist. */
+/* From hidden to what crosses the seam: residual, normed, ids and weights. */
+static void attention_half(const struct layers_args *args, int64_t number, const struct scratch *s) {
+    const struct layer *layer = &args->layers[number];
+    attend(args, number, s);
+    project(args, s->attended, (int64_t)q_width(args), &layer->output, &layer->output_bias, args->hidden,
+            args->residual);
+    norm(args, args->residual, &layer->post_norm, args->normed);
+    choose(args, number, s);
+}
+
+#define OUTCOME_AT 32 /* bits of what es_layers returns, above the layer */
+
+/* Layers first .. end. Returns end, or the layer at whose seam it has stopped and, above it, why it could not be crossed
+   (0: there is no `cross`). -1 - layer: an expert of it is asked for whose slot is empty, or does not exist. */
 EXPORT int64_t es_layers(const struct layers_args *args) {
     struct scratch s = divide(args);
     for (int64_t number = args->first; number < args->end; number++) {
         const struct layer *layer = &args->layers[number];
-        attend(args, number, &s);
-        project(args, s.attended, (int64_t)q_width(args), &layer->output, &layer->output_bias, args->hidden,
-                args->residual);
-        norm(args, args->residual, &layer->post_norm, args->normed);
-        choose(args, number, &s);
-        if (!layer->slots) return number;
-        if (compute_experts(args, layer, &s)) return -1 - number;
+        bool is_behind_seam = args->is_behind_seam && number == args->first;
+        if (!is_behind_seam) attention_half(args, number, &s);
+        if (layer->slots) {
+            if (compute_experts(args, layer, &s)) return -1 - number;
+        } else if (!is_behind_seam) {
+            if (!args->cross) return number;
+            int64_t outcome =
+                args->cross(args->seam, number, args->num_rows, num_shards(layer), args->ids, args->normed);
+            if (outcome) return outcome << OUTCOME_AT | number;
+        }
+        combine(args, layer, layer->slots ? s.y : NULL);
     }
     return args->end;
 }
