@@ -83,8 +83,8 @@ def test_one_that_is_stopped_wakes_up_when_others_have_mapped_its_memory(whole, 
 
 
 def test_two_die_with_the_orchestrator(whole, expected):
-    """The next one finds who is there, and what is mapped. One worker is left, with slots for some of their experts, and
-    copies one of each layer; nothing of that stays."""
+    """The next one finds who is there, and what is mapped. One worker is left, with slots for some of their experts,
+    and copies one of each layer; nothing of that stays."""
 
     def kill_all() -> None:
         kill(whole, 2, 4)
