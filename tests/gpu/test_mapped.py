@@ -1,5 +1,5 @@
 """Expert workers that share a GPU and have no shadows die under streams: others compute with the experts where the dead
-ones left them, on the device, and nothing is copied (`--map-experts`, by default on).
+ones left them, on the device, and nothing is copied (`--map-experts on`, the default).
 
 One server for all tests: it must be whole again after each.
 """
@@ -17,7 +17,7 @@ from tests.gpu.test_cluster import ASKS, cluster, run, tokens
 from tests.process import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(180)]
-FLAGS = ("--devices", "3", "--shadow-experts", "0", "--kv-cache-memory-bytes", str(1 << 30))
+FLAGS = ("--devices", "3", "--shadow-experts", "0", "--map-experts", "on", "--kv-cache-memory-bytes", str(1 << 30))
 EXPERTS = (2, 3, 4)
 
 

@@ -7,12 +7,12 @@ import signal
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
-NUM_DEVICES = 4
+NUM_DEVICES = 3  # of 64 experts one has 22, two have 21 and an empty slot
 FLAGS = (
     *("--attention-workers", "2", "--expert-workers", str(NUM_DEVICES), "--devices", str(NUM_DEVICES)),
     *("--shadow-experts", "0", "--weights", "memory", "--enable-chaos", *c.PATIENT),
 )
-EXPERTS = [2, 3, 4, 5]
+EXPERTS = [2, 3, 4]
 
 
 def moved(server) -> list[tuple[str, int, int]]:
@@ -61,10 +61,11 @@ def test_one_that_is_stopped_wakes_up_when_others_have_mapped_its_memory(whole, 
 
 
 def test_two_die_with_the_orchestrator(whole, expected):
-    """The next one finds who is there, and what is mapped."""
+    """The next one finds who is there, and what is mapped. One worker is left, with slots for some of their experts,
+    and copies one of each layer; nothing of that stays."""
 
     def kill_all() -> None:
-        kill(whole, 2, 5)
+        kill(whole, 2, 4)
         os.kill(next(p["pid"] for p in c.cluster(whole)["processes"] if p["name"] == "orchestrator"), signal.SIGKILL)
 
     streams = c.run_with(whole, DECODE, c.in_decode, kill_all)

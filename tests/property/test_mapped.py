@@ -3,6 +3,7 @@ memory with its device, meet the next worker of the seat and new orchestrators. 
 computes with it, in its own memory or in another's; every expert whose weights are in memory has a place at once; and
 in the end nothing is mapped."""
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -245,6 +246,24 @@ def test_memory_that_goes_with_its_device():
     assert world.num_mapped_now == 0
     world.settle()
     check_healed(world)
+
+
+def test_memory_that_is_lost_before_it_is_mapped():
+    """What was told is taken back, and copied instead. The successors take for ever to start."""
+    is_seen = False
+    for devices in itertools.combinations(range(4), 2):
+        world = MappedWorld(num_devices=4, num_slots=3)
+        known = {*world.processes}
+        for device in devices:
+            kill_expert(world, device)
+            world.stop_new(known)
+        is_seen |= bool(world.machine.mapping)
+        for device in devices:
+            world.tell(DeviceLost(device, is_gone=False))
+            world.stop_new(known)
+        world.settle(is_time_passing=False)
+        assert world.machine.violations == () and world.num_mapped_now == 0
+    assert is_seen, "workers were told to map"
 
 
 def test_memory_that_does_not_hold_what_it_should():

@@ -77,6 +77,7 @@ class ToyWorker:
     memory: list[int]  # descriptors: its cell first
     orchestrator: "ToyOrchestrator" = field(repr=False)
     got: list[AnyMessage] = field(default_factory=list)
+    num_done: int = 0  # of the slots that this orchestrator has told it
 
     def __post_init__(self) -> None:
         self.slots = held_at_start(self.start) if self.start.slots is not None else None
@@ -97,6 +98,7 @@ class ToyWorker:
 
     def report(self, epoch: int, peers: list[WorkerId], is_leaving: bool = False) -> Report:
         """To a new orchestrator."""
+        self.num_done = 0
         report = Report(is_ready=True, is_leaving=is_leaving, epoch=Epoch(epoch), peers=peers, logs=[])
         return msgspec.structs.replace(report, slots=self.slots)
 

@@ -156,7 +156,8 @@ def fill(worker: ToyWorker) -> None:
         for one in told[number].fills:
             experts[one.layer_index][one.slot] = one.expert
         held = HeldSlots(experts=tuple(map(tuple, experts)), generations=worker.slots.generations)
-        worker.say(SlotsReported(slots=held))
+        worker.num_done += len(told[number].fills)
+        worker.say(SlotsReported(slots=held, num_done=worker.num_done))
 
 
 def acknowledge(orchestrator: ToyOrchestrator, *homes: int) -> None:

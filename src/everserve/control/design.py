@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _ITEM_BYTES = 2  # of a weight
 _FILL_BYTES = 1 << 30  # of one message: some 20 ms of copying between host and device
 _FEWEST_FILLS, _MOST_FILLS = 4, 128
+_MAP_BY_DEFAULT = {"cpu": "on", "cuda": "on"}  # what --map-experts auto means, where there is memory to map
 
 
 def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
@@ -117,8 +118,9 @@ def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
 def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:
     """Of every expert worker, further slots for experts in the memory of others (plan/mapping.py): as many as it has
     with memory, so that half of the workers can stand in for the other half, but not more than there are experts."""
-    is_memory = start.worker.compute.device == "cuda" or start.worker.model.weights == "memory"
-    if start.cluster.map_experts == "off":
+    device, wanted = start.worker.compute.device, start.cluster.map_experts
+    is_memory = device == "cuda" or start.worker.model.weights == "memory"
+    if (_MAP_BY_DEFAULT[device] if wanted == "auto" else wanted) == "off":
         return 0
     experts = [seat.gpu for seat in goal.seats if Role.ATTENTION not in seat.roles]
     are_together = len(set(experts)) < len(experts) or (start.cluster.max_workers or 0) > len(goal.seats)

@@ -44,12 +44,14 @@ def hold(
     """Routes follow what workers hold."""
     has_changed = seat.held is None or seat.held.experts != slots.experts
     is_less = seat.held is not None and has_changed and _is_less(seat.held, slots)
-    seat.held = slots
+    was_stopped, seat.held = seat.is_stopped, slots
     seat.note_done(num_done)
+    is_stopped = was_stopped and seat.is_idle  # what it was told counted as soon mapped, and as changing
+    has_changed |= is_stopped
     cluster.is_moving = cluster.routes is not None
     not_mapped = [one for one in failed if slots.is_mapped(Place(one.layer_index, one.slot))]
     cluster.refused.update((seat.rank, one.layer_index, one.expert) for one in not_mapped)
-    if is_less or not_mapped:
+    if is_less or not_mapped or is_stopped:
         replace_missed(cluster)  # memory was withdrawn, or does not hold what it should
     if len(failed) > len(not_mapped):
         seat.fill_at = now + cluster.policy.fill_again_s

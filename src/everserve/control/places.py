@@ -28,7 +28,7 @@ def what_is_held(seats: Iterable[Seat]) -> Have:
     return {seat.rank: seat.held for seat in seats if seat.held is not None}
 
 
-def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
+def slots_given_up(placement: Placement, seats: Collection[Seat]) -> GivenUp:
     """Slots that are needed for other experts, those whose expert has all its places elsewhere, those that are being
     filled or cleared, and mapped ones that are not needed any more: routes do not lead to them."""
     serving = [seat for seat in seats if seat.can_serve]
@@ -36,7 +36,7 @@ def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
     changing = _being_changed(ready)
     have, ranks = without(what_is_held(ready), changing), [seat.rank for seat in ready]
     found = given_up(placement, have, ranks)
-    _add(found, left_over(placement, have, ranks, whole_calls(placement)))
+    _add(found, slots_left_over(placement, seats))
     _add(found, changing)
     _add(found, not_needed(placement, what_is_held(serving), {seat.rank for seat in ready}, found))
     return found
@@ -57,7 +57,10 @@ def whole_calls(placement: Placement) -> list[int]:
     return [index for index, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
 
 
-def slots_left_over(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
+def slots_left_over(placement: Placement, seats: Collection[Seat]) -> GivenUp:
+    """When everything is where it should be: until then copies may be of use, and streams may wait for routes."""
+    if not holds_all(placement, {seat.rank: seat for seat in seats}):
+        return {}
     ready = [seat for seat in seats if seat.state is WorkerState.READY]
     have = without(what_is_held(ready), _being_changed(ready))
     return left_over(placement, have, [seat.rank for seat in ready], whole_calls(placement))
