@@ -2,8 +2,8 @@
 
 The floor is the bytes that a step must read, over the bandwidth of a large copy measured in the same run. Beside it,
 transformers' continuous batching, in a process of its own, on the same shape with random weights. With `--served` also
-the time between two tokens of a client, through HTTP. With `--launch-ahead` both once more, with steps that are
-launched ahead (engine/ahead.py).
+the time between two tokens of a client, through HTTP. Both with steps that are launched one by one, and ahead, as a
+server does by itself (engine/ahead.py); the latter not with `--no-launch-ahead`.
 """
 
 import json
@@ -51,7 +51,7 @@ class Settings:
     steps: int = 32
     has_baseline: bool = True
     is_served: bool = False  # measure it through HTTP too
-    launch_ahead: bool = False  # measure both with steps that are launched ahead too
+    launch_ahead: bool = True  # measure both with steps that are launched ahead too
 
 
 def run(settings: Settings, out: Path | None) -> None:
