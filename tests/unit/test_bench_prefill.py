@@ -127,7 +127,12 @@ class Machine:
         return EagerForward(run, torch.device("cpu"))
 
     def make(self, step_tokens, chunk=None, slowdown=0.0):
-        room = {"num_blocks": 1000, "max_model_len": 400, "token_cost": TokenCost(10**6), "enable_prefix_caching": False}
+        room = {
+            "num_blocks": 1000,
+            "max_model_len": 400,
+            "token_cost": TokenCost(10**6),
+            "enable_prefix_caching": False,
+        }
         limits = {"max_num_batched_tokens": step_tokens, "max_prefill_while_decoding": chunk or step_tokens}
         engine, _ = make_engine(
             **room, **limits, max_prefill_slowdown=slowdown, make_forward=self.forward, clock=lambda: self.now
