@@ -45,4 +45,4 @@ def run(settings: Settings, out: Path | None) -> None:
             settings.beside,
         )
     result: dict[str, Any] = {"model": served.title, "settings": asdict(settings), "engine": found}
-    prefill_report.show_alone(result, report.write("prefill-alone", result, out))
+    prefill_report.show_alone(result, report.write("prompts", result, out))
