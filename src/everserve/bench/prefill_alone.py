@@ -1,7 +1,8 @@
 """`everserve bench prefill --alone`: one engine with everything, prompts and nothing else, no server.
 
 Tokens per second by length and number of prompts, and by how many tokens a step has at most, against what arithmetic
-and the reading of weights allow (prefill_engine.py). With `--profile` also where the time of a full step goes.
+and the reading of weights allow (prefill_engine.py). With `--profile` also where the time of a full step goes; with
+`--beside` also prompts beside streams that decode (prefill_beside.py).
 """
 
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ class Settings:
     step_tokens: tuple[int, ...] = ()  # that a step has at most; none: as a server's has by default
     repeats: int = 3
     profiled: bool = False
+    beside: bool = False
     num_layers: int | None = None
 
 
@@ -40,6 +42,7 @@ def run(settings: Settings, out: Path | None) -> None:
             settings.repeats,
             settings.step_tokens,
             settings.profiled,
+            settings.beside,
         )
     result: dict[str, Any] = {"model": served.title, "settings": asdict(settings), "engine": found}
-    prefill_report.show_alone(result, report.write("prefill-alone", result, out))
+    prefill_report.show_alone(result, report.write("prompts", result, out))

@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from msgspec import structs
 
+from everserve.bench import prefill_beside
 from everserve.bench.degree_plan import Parts, divided
+from everserve.bench.prefill_beside import LOADS
 from everserve.engine.engine import Engine
 from everserve.errors import EverserveError
 from everserve.model.config import ModelConfig
@@ -34,11 +36,22 @@ _CPU_STEP_TOKENS = 512
 
 @dataclass(frozen=True)
 class Built:
-    """What is measured. `engine(n)`: one whose steps have at most n tokens."""
+    """What is measured. The steps of `first` are the largest."""
 
-    engine: Callable[[int], Engine]
+    first: Engine
     model: ModelConfig
     weight_bytes: Callable[[int], float]  # that a step of so many tokens must read
+
+    def engine(self, step_tokens: int, chunk: int | None = None, slowdown: float = 0.0) -> Engine:
+        """One with the same weights whose steps have at most so many tokens; while streams decode, `chunk` of prompts,
+        or as many as take `slowdown` times as long."""
+        given = structs.replace(
+            self.first.config,
+            max_num_batched_tokens=step_tokens,
+            max_prefill_while_decoding=chunk or step_tokens,
+            max_prefill_slowdown=slowdown,
+        )
+        return self.first.alike(given)
 
 
 def measure_apart(
@@ -48,9 +61,12 @@ def measure_apart(
     repeats: int,
     step_tokens: tuple[int, ...] = (),
     profiled: bool = False,
+    beside: bool = False,
 ) -> dict[str, Any]:
-    """`points`: tokens of each prompt, and how many prompts at once. `profiled`: where the time of a full step goes."""
-    ask = {"model": model, "device": device, "points": points, "repeats": repeats, "profiled": profiled}
+    """`points`: tokens of each prompt, and how many prompts at once. `profiled`: where the time of a full step goes.
+    `beside`: prompts beside decoding streams too."""
+    ask: dict[str, Any] = {"model": model, "device": device, "points": points, "repeats": repeats}
+    ask |= {"profiled": profiled, "beside": beside}
     ask["step_tokens"] = step_tokens or (default_step_tokens(model, device),)
     command = [sys.executable, "-m", "everserve.bench.prefill_engine", json.dumps(ask)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -66,31 +82,51 @@ def default_step_tokens(model: str, device: str) -> int:
 
 
 def measure(ask: dict[str, Any]) -> dict[str, Any]:
-    device, points = ask["device"], [tuple(point) for point in ask["points"]]
-    flops, bandwidth = _arithmetic(device), _bandwidth(device)
-    built = _build(ask["model"], device, points, max(ask["step_tokens"]))
-    work = StepWork.of(built.model, num_sharing=1)
+    device, points = ask["device"], [(num_prompt, batch) for num_prompt, batch in ask["points"]]
+    limits = Limits(_arithmetic(device), _bandwidth(device))
+    most_tokens, beside = max(ask["step_tokens"]), LOADS[device] if ask["beside"] else None
+    longest, most = max(point[0] for point in points) + 1, max(point[1] for point in points)
+    if beside:
+        longest, most = max(longest, beside.max_len), max(most, beside.num_decoding + beside.num_prompts)
+    built = _build(ask["model"], device, longest, most, most_tokens)
     rows, profiles = [], []
     for step_tokens in ask["step_tokens"]:
         engine = built.engine(step_tokens)
-        for num_prompt, batch in points:
-            seconds, num_steps = _prefill(engine, num_prompt, batch, ask["repeats"])
-            tokens_per_step = num_prompt * batch // num_steps
-            rows.append(
-                row(
-                    num_prompt=num_prompt,
-                    batch=batch,
-                    step_tokens=step_tokens,
-                    num_steps=num_steps,
-                    seconds=seconds,
-                    arithmetic_s=batch * work.cost(0, num_prompt) / flops,
-                    reading_s=num_steps * built.weight_bytes(tokens_per_step) / bandwidth,
-                )
-            )
+        rows += [_measure_point(built, engine, limits, *point, ask["repeats"]) for point in points]
         if ask["profiled"]:
             profiles.append({"step_tokens": step_tokens, **_profile(engine, step_tokens)})
-    whole = built.weight_bytes(max(ask["step_tokens"]))
-    return {"flops": flops, "bandwidth": bandwidth, "weight_bytes": whole, "rows": rows, "profiles": profiles}
+    return {
+        "flops": limits.flops,
+        "bandwidth": limits.bandwidth,
+        "weight_bytes": built.weight_bytes(most_tokens),
+        "rows": rows,
+        "profiles": profiles,
+        "beside": prefill_beside.measure(built.engine, most_tokens, beside) if beside else [],
+    }
+
+
+class Limits(NamedTuple):
+    """What the machine can do in a second."""
+
+    flops: float
+    bandwidth: float
+
+
+def _measure_point(
+    built: Built, engine: Engine, limits: Limits, num_prompt: int, batch: int, repeats: int
+) -> dict[str, Any]:
+    seconds, num_steps = _prefill(engine, num_prompt, batch, repeats)
+    work = StepWork.of(built.model, num_sharing=1)
+    weight_bytes = built.weight_bytes(num_prompt * batch // num_steps)
+    return row(
+        num_prompt=num_prompt,
+        batch=batch,
+        step_tokens=engine.config.max_num_batched_tokens,
+        num_steps=num_steps,
+        seconds=seconds,
+        arithmetic_s=batch * work.cost(0, num_prompt) / limits.flops,
+        reading_s=num_steps * weight_bytes / limits.bandwidth,
+    )
 
 
 def row(
@@ -177,9 +213,8 @@ def _bandwidth(device: str) -> float:
     return read_bandwidth(256 << 20)
 
 
-def _build(model: str, device: str, points: list[tuple[int, ...]], step_tokens: int) -> Built:
-    """With everything in one process. `step_tokens`: the most that a step will have."""
-    longest, most = max(point[0] for point in points) + 1, max(point[1] for point in points)
+def _build(model: str, device: str, longest: int, most: int, step_tokens: int) -> Built:
+    """With everything in one process: for so many streams of so many tokens, and steps of so many."""
     if device == "cuda":
         return _build_on_gpu(model, longest, most, step_tokens)
     from everserve.bench.restore_cpu import CpuWorkers  # noqa: PLC0415
@@ -187,21 +222,15 @@ def _build(model: str, device: str, points: list[tuple[int, ...]], step_tokens: 
     workers = CpuWorkers(model, longest, num_streams=most, num_threads=len(os.sched_getaffinity(0)))
     item_bytes = 4 if workers.model.dtype == "float32" else 2
     whole = Parts.of(divided(workers.model), item_bytes, 0).whole
-    return Built(lambda num: workers.build("off", num).engine, workers.model, lambda num: whole)
+    return Built(workers.build("off", step_tokens).engine, workers.model, lambda num: whole)
 
 
 def _build_on_gpu(model: str, longest: int, most: int, step_tokens: int) -> Built:
-    """Engines share the weights and the graphs of the first, whose steps are the largest."""
     from everserve.bench.decode import build  # noqa: PLC0415 (only where there is a GPU)
     from everserve.bench.device_shapes import floor_bytes  # noqa: PLC0415
 
     first, config = build(model, most, longest, max_batched=step_tokens)
-
-    def engine(num: int) -> Engine:
-        given = structs.replace(first.config, max_num_batched_tokens=num, max_prefill_while_decoding=num)
-        return first.alike(given)
-
-    return Built(engine, config, lambda num: floor_bytes(config, num, 0))
+    return Built(first, config, lambda num: floor_bytes(config, num, 0))
 
 
 if __name__ == "__main__":

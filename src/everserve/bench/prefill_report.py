@@ -58,6 +58,8 @@ def show_alone(result: dict[str, Any], path: Path) -> None:
     show_engine(f"{result['model']}, one engine alone", result["engine"])
     for profile in result["engine"]["profiles"]:
         _show_profile(result["model"], profile)
+    if result["engine"]["beside"]:
+        _show_beside(result["model"], result["engine"]["beside"])
     print(f"written to {path}")
 
 
@@ -89,6 +91,26 @@ def _show_profile(title: str, profile: dict[str, Any]) -> None:
         f" {total_ms:.2f}",
         ["kernel", "launches", "ms", "of all"],
         [[k["name"], str(k["num"]), f"{k['ms']:.3f}", f"{k['ms'] / total_ms:.1%}"] for k in kernels],
+    )
+
+
+def _show_beside(title: str, rows: list[dict[str, Any]]) -> None:
+    first = rows[0]
+    report.print_table(
+        f"{title}: {first['num_prompts']} prompts of {first['num_prompt']} tokens beside {first['num_decoding']}"
+        " streams that decode; ms of a step: median, p99",
+        ["prompt tokens of a step", "mean", "without prompts", "with prompts", "p99 / p99", "prompt tokens/s"],
+        [
+            [
+                row["variant"],
+                f"{row['tokens_per_step']:.0f}",
+                _row(row["pure_ms"]),
+                _row(row["mixed_ms"]),
+                f"{row['slowdown']:.2f}",
+                f"{row['prompt_tokens_per_s']:,.0f}",
+            ]
+            for row in rows
+        ],
     )
 
 

@@ -205,7 +205,7 @@ class Scheduler:
                     budget -= 1
                 else:
                     budget -= self._extend(sequence, budget, chunks)
-        if chunks:
+        if chunks and (prefilling or self.waiting):
             most = min(budget, self._config.max_prefill_while_decoding)
             position = prefilling[0].num_computed if prefilling else 0
             budget = self.chunk_sizes.limit(len(chunks), position, most)

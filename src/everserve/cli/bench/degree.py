@@ -1,7 +1,7 @@
 """`everserve bench degree` and `everserve bench prefill`: dividing a model over devices, and prompts over homes."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -80,6 +80,7 @@ def prefill(
         list[int] | None, typer.Option(help="Most tokens of a step; repeatable. Default: the server's.", min=16)
     ] = None,
     profile: Annotated[bool, typer.Option("--profile", help="On a GPU: time per kernel of a full step too.")] = False,
+    beside: Annotated[bool, typer.Option("--beside", help="Prompts beside streams that decode too.")] = False,
     shape: Shape = "bundled",
     layers: Layers = None,
     out: Out = None,
@@ -94,7 +95,9 @@ def prefill(
 
     is_gpu = is_for_gpu(shape)
     if alone:
-        _prefill_alone(shape, layers, point or _points(is_gpu), tuple(step_tokens or ()), profile, out)
+        points = tuple(map(_parse_point, point or _points(is_gpu)))
+        _prefill_alone(out, shape=shape, num_layers=layers, points=points, step_tokens=tuple(step_tokens or ()),
+            profiled=profile, beside=beside)  # fmt: skip
         return
     prompts = (512, 2048, 8192) if is_gpu else (32, 128, 512, 1024)
     settings = benchmark.Settings(
@@ -118,19 +121,10 @@ def _points(is_gpu: bool) -> list[str]:
     return ["32x4", "128x1", "128x4", "512x1", "512x4"]
 
 
-def _prefill_alone(
-    shape: str, layers: int | None, points: list[str], step_tokens: tuple[int, ...], profile: bool, out: Path | None
-) -> None:
+def _prefill_alone(out: Path | None, **settings: Any) -> None:
     from everserve.bench import prefill_alone as benchmark  # noqa: PLC0415 (torch)
 
-    settings = benchmark.Settings(
-        shape=shape,
-        points=tuple(map(_parse_point, points)),
-        step_tokens=step_tokens,
-        profiled=profile,
-        num_layers=layers,
-    )
-    benchmark.run(settings, out)
+    benchmark.run(benchmark.Settings(**settings), out)
 
 
 def _parse_point(text: str) -> tuple[int, int]:

@@ -40,7 +40,7 @@ class Tile(NamedTuple):
     num_stages: int
     num_warps: int
     programs_per_sm: int
-    band: int = 0  # tiles of rows that are walked over together (walk.py)
+    band: int = 0  # tiles of rows that are walked over together (walk.py); 0: a step of few rows
 
 
 class Linear:
@@ -186,6 +186,10 @@ def _product(
         m, n = tile_and_column(tile - split * (num_m * NUM_N), num_m, NUM_N, BAND)
         if NUM_SPLITS == 1 or PARALLEL:
             total = _sum(x, weight, m, n, split, D, SPLIT_SIZE, BM, BN, BK, STAGES)
+        elif BAND == 0:  # several programs on an SM: one of them computes while another one waits
+            total = tl.zeros((BM, BN), tl.float32)
+            for i in range(NUM_SPLITS):
+                total += _sum(x, weight, m, n, i, D, SPLIT_SIZE, BM, BN, BK, STAGES)
         else:
             total = _all_sums(x, weight, m, n, D, SPLIT_SIZE, BM, BN, BK, STAGES)
         rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
