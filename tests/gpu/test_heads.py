@@ -58,6 +58,22 @@ def test_heads_are_divided_with_the_same_bits_and_a_death_changes_nothing(tmp_pa
         assert tokens(run(server, ASKS)) == expected
 
 
+def test_a_lost_device_is_survived_by_its_mirror(tmp_path: Path) -> None:
+    """Its heads go to slots of the others, with their KV from host memory; its home's streams go on elsewhere."""
+    model = write_shape(tmp_path / "llama", "llama", num_layers=2)
+    with served(model, "-tp", "1") as server:
+        expected = tokens(run(server, ASKS))
+    with served(model, "-tp", "3", "--shadow-experts", "2", "--kv-log", "mirror") as server:
+
+        def lose() -> None:
+            assert c.post(server, "/cluster/fault", {"device": 1, "gone": True}).status_code == 200
+
+        assert tokens(c.run_with(server, ASKS, c.in_decode, lose)) == expected
+        assert sum(event["num_kept"] for event in regained(server)) > 0
+        num_tokens = sum(len(ask.prompt) + ask.max_tokens for ask in ASKS)
+        assert c.metric(server, "everserve_kv_lost_tokens_total") < num_tokens / 10
+
+
 def regained(server: LocalServer) -> list[dict]:
     return [event for event in server.events() if event["event"] == "kv_regained"]
 

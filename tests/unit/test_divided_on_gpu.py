@@ -22,7 +22,7 @@ from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
 from everserve.tables.calls import ShardKind
-from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -210,12 +210,19 @@ def test_spare_slots_are_for_those_who_ask() -> None:
     assert needs.capacity.head_pieces == (2 + 2 + 2) * NUM_LAYERS
 
 
-def test_with_a_mirror_attention_stays_at_home() -> None:
+def test_mirrors_are_those_of_homes_and_of_no_device() -> None:
+    """All heads of a home's own blocks, with their words, in host memory; records are there too."""
     _, needs, start = divided(2)
     told = settings_of(Path(needs.settings.model.directory), "mirror")
-    assert not divide_heads(told, start.cluster).model.divides_heads
-    with pytest.raises(ConfigError, match="not with --kv-log mirror"):
-        divide_heads(changed(told, divide_heads=True), start.cluster)
+    settings = divide_heads(told, start.cluster)
+    model, start = ModelConfig.from_source(settings.model), structs.replace(start, worker=settings)
+    goal = first_goal(start, model)
+    needs = Needs(model, settings, capacity_of(start, model, goal), 50.0)
+    home, other = (needs.memory(goal, WorkerId(Rank(rank), Incarnation(1))) for rank in (1, 3))
+    mirror, log = (next(piece for piece in home if piece.kind is kind) for kind in (Kind.KV_MIRROR, Kind.LOG))
+    assert (mirror.device, mirror.gpu, log.device) == (NO_DEVICE,) * 3
+    assert settings.engine.kv_cache_bytes * 0.9 < mirror.num_bytes < settings.engine.kv_cache_bytes * 1.05
+    assert Kind.KV_MIRROR not in {piece.kind for piece in other}
 
 
 def test_a_lane_has_room_for_a_page() -> None:
