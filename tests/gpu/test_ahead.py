@@ -25,12 +25,12 @@ STOPPED = [
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with cluster(1, 0) as server:
+    with cluster(1, 0, "--no-launch-ahead") as server:
         return tokens(run(server)) + tokens(run(server, STOPPED))
 
 
 def test_tokens_are_those_of_steps_launched_one_by_one(expected: list[list[int]]) -> None:
-    with cluster(1, 0, "--launch-ahead") as server:
+    with cluster(1, 0) as server:
         assert tokens(run(server)) + tokens(run(server, STOPPED)) == expected
         assert tokens(run(server, [*ASKS, *STOPPED])) == expected
 
@@ -38,7 +38,7 @@ def test_tokens_are_those_of_steps_launched_one_by_one(expected: list[list[int]]
 def test_a_death_in_the_middle_of_two_steps_changes_no_token(expected: list[list[int]]) -> None:
     """Of experts: the step stops in a layer, and the one behind it is launched again. Of an attention worker: another
     one takes over, with what the log has of the last step that was told."""
-    with cluster(2, 2, "--launch-ahead") as server:
+    with cluster(2, 2) as server:
         for rank in (2, 0, 3, 1):
             assert tokens(kill_under_load(server, rank)) == expected[: len(ASKS)]
         assert tokens(run(server, STOPPED)) == expected[len(ASKS) :]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from everserve.bench import analysis, failover_report, incident, overhead_report, plot, processes, report
+from everserve.bench import analysis, failover_report, incident, kill_phases, overhead_report, plot, processes, report
 from everserve.bench.analysis import Verdict
 from everserve.bench.incident import Incident, Victim
 from everserve.bench.load import make_asks
@@ -245,6 +245,46 @@ def make_round(fault: str = "expert", stall_s: float = 0.05, **changes) -> incid
         told=None if fault == "restart" else Incident(0.001, 0.002, 32, 4, 2000, 1.0, 0.5, 0),
     )
     return dataclasses.replace(found, **changes)
+
+
+def test_a_gap_that_begins_when_the_successor_joins_counts():
+    """At full strength after 1.5 s, and streams stand still once more just before that."""
+    arrivals = every(0.01, 95, 100) + every(0.01, 100.05, 101.5) + every(0.01, 101.7, 104)
+    common = {"killed_s": 100.0, "rank": 0, "verdicts": [], "end_s": 104.0, "stolen": 0.0, "warm_s": 3.0, "told": None}
+    assert incident.judge("attention", [arrivals], whole_s=101.55, **common).gap_ms == pytest.approx(200, abs=11)
+    assert incident.judge("attention", [arrivals], whole_s=100.6, **common).gap_ms == pytest.approx(50, abs=11)
+
+
+def test_phases_of_an_attention_workers_death():
+    """Noticed by the gateway's socket; two streams, read after a step and copied; tokens under way arrive first."""
+    resumed = {"event": "request_resumed", "from_rank": 0}
+    restored = {"event": "stream_restored", "from_rank": 0}
+    events = [
+        {"event": "suspected", "rank": 0, "at_s": 99.0},  # an earlier death
+        resumed | {"at_s": 100.002},
+        {"event": "fault_detected", "rank": 0, "at_s": 100.003},
+        resumed | {"at_s": 100.004},
+        restored | {"at_s": 100.017, "took_ms": 2.0},
+        restored | {"at_s": 100.018, "took_ms": 1.0},
+        restored | {"at_s": 101.0, "took_ms": 1.0},  # a later one
+    ]
+    streams = [[99.99, 100.001, 100.03, 100.04], [99.99, 100.028, 100.04], [99.99, 100.005, 100.015]]
+    found = kill_phases.phases_ms("attention", events, 0, 100.0, streams)
+    expected = {"notice": 2.0, "give away": 2.0, "arrive": 11.0, "copy": 3.0, "step": 10.0}
+    assert found == pytest.approx(expected), "up to the token at 100.028: no stream waited longer"
+
+
+def test_phases_of_an_expert_workers_death():
+    events = [
+        {"event": "suspected", "rank": 2, "at_s": 100.001},
+        {"event": "rows_replayed", "suspect": 2, "at_s": 100.002},
+        {"event": "rows_replayed", "suspect": 2, "at_s": 100.0025},
+    ]
+    found = kill_phases.phases_ms("expert", events, 2, 100.0, [[99.99, 100.01, 100.02]])
+    assert found == pytest.approx({"notice": 1.0, "send again": 1.5, "step": 7.5})
+    unnoticed = kill_phases.phases_ms("expert", [], 2, 100.0, [[99.99, 100.01]])
+    assert unnoticed == pytest.approx({"step": 10.0}), "no row was under way"
+    assert not kill_phases.phases_ms("expert", events, 2, 100.0, [[99.0, 99.5]])
 
 
 def test_a_round():

@@ -2,8 +2,8 @@
 
 The floor is the bytes that a step must read, over the bandwidth of a large copy measured in the same run. Beside it,
 transformers' continuous batching, in a process of its own, on the same shape with random weights. With `--served` also
-the time between two tokens of a client, through HTTP. With `--launch-ahead` both once more, with steps that are
-launched ahead (engine/ahead.py).
+the time between two tokens of a client, through HTTP. Both with steps that are launched one by one, and ahead, as a
+server does by itself (engine/ahead.py); the latter not with `--no-launch-ahead`.
 """
 
 import json
@@ -27,7 +27,7 @@ from everserve.config.engine import EngineConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.engine.engine import Engine
-from everserve.errors import ConfigError
+from everserve.errors import ConfigError, EverserveError
 from everserve.memory.device import Driver
 from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
@@ -51,7 +51,7 @@ class Settings:
     steps: int = 32
     has_baseline: bool = True
     is_served: bool = False  # measure it through HTTP too
-    launch_ahead: bool = False  # measure both with steps that are launched ahead too
+    launch_ahead: bool = True  # measure both with steps that are launched ahead too
 
 
 def run(settings: Settings, out: Path | None) -> None:
@@ -63,6 +63,8 @@ def run(settings: Settings, out: Path | None) -> None:
         with tempfile.TemporaryDirectory() as directory:
             model = write_shape(Path(directory), shape, num_layers)
             ours = _in_process("everserve.bench.decode", str(model), settings)
+            if "error" in ours:
+                raise EverserveError(ours["error"])
             ahead = _in_process("everserve.bench.decode", str(model), settings, True) if settings.launch_ahead else {}
             theirs = (
                 _in_process("everserve.bench.decode_baseline", str(model), settings) if settings.has_baseline else {}
@@ -246,6 +248,7 @@ def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool
         slots=None,
         detect_ms=0.0,
         device=0,
+        gpu=0,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from everserve.bench import report
 from everserve.bench.analysis import median_index
 from everserve.bench.incident import Round
+from everserve.bench.kill_phases import PHASES
 from everserve.bench.on_gpu import is_for_gpu
 from everserve.bench.subject import BUNDLED
 
@@ -28,8 +29,11 @@ _TOLD = (
 )
 
 _LEGEND = (
-    "gap: the largest of any stream that spans the kill or begins within 1 s; at once: within 0.1 s; no kill: the same "
-    "in the second before.\nwhole: every seat is taken and ready again."
+    "gap: the largest of any stream that spans the kill or begins before full strength, or within 1 s; at once: within "
+    "0.1 s; no kill: the same in the second before.\nwhole: every seat is taken and ready again.\nmilliseconds: of the "
+    "stream that waited longest. notice: by the gateway, a peer or the orchestrator. give away: the gateway, to other "
+    "workers. arrive: until that worker has ended its step and read them. copy: their KV. step: and the way to the "
+    "client."
 )
 
 
@@ -80,11 +84,17 @@ def of_fault(rounds: Sequence[Round]) -> dict[str, Any]:
         **_spreads(rounds, _FIGURES),
         "median_stream_gap_ms": statistics.median([gap for round_ in rounds for gap in round_.gaps_ms]),
         **_spreads(told, _TOLD),
+        "phases_ms": _phases(rounds),
         "others_lost": sum(one.others_lost for one in told),
         "num_lost": sum(round_.num_lost for round_ in rounds),
         "num_different": sum(round_.num_different for round_ in rounds),
         "shown_round": median_index([round_.gap_ms for round_ in rounds]),
     }
+
+
+def _phases(rounds: Sequence[Round]) -> dict[str, dict[str, float]]:
+    known = {phase: [round_.phases_ms[phase] for round_ in rounds if phase in round_.phases_ms] for phase in PHASES}
+    return {phase: report.spread(found) for phase, found in known.items() if found}
 
 
 def _spreads(items: Sequence[object], names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -119,6 +129,7 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
         ],
         [_done(fault, found) for fault, found in faults.items()],
     )
+    _show_phases(faults)
     print(_LEGEND)
     print(survivors(result))
     lost, different = (sum(found[key] for found in faults.values()) for key in ("num_lost", "num_different"))
@@ -128,6 +139,17 @@ def show(result: dict[str, Any], path: Path, plot: Path | None) -> None:
         f"undisturbed run: {lost} lost, {different} different: {verdict}"
     )
     print(f"written to {path}" + (f" and {plot}" if plot else "; for the plot: pip install 'everserve[bench]'"))
+
+
+def _show_phases(faults: dict[str, Any]) -> None:
+    rows = [
+        [TITLES[fault], *(both(found["phases_ms"].get(phase), 1) for phase in PHASES)]
+        for fault, found in faults.items()
+        if found.get("phases_ms")  # files of old runs have none
+    ]
+    if rows:
+        title = "Milliseconds from the kill to the next token: median (worst)"
+        report.print_table(title, ["SIGKILL to", *PHASES], rows)
 
 
 def survivors(result: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from everserve.bench import analysis
 from everserve.client import percentile
 from everserve.errors import EverserveError
 
-WITHIN_S = 1.0  # a gap that begins later than this after the kill is not the kill's
+WITHIN_S = 1.0  # a gap that begins later than this, and later than full strength, is not the kill's
 AT_ONCE_S = 0.1  # ... and one that begins later than this comes from the successor's start, not from the failover
 BIN_S = 0.05
 
@@ -111,6 +111,7 @@ class Round:
     gap_at_once_ms: float | None  # the largest that began within 100 ms
     excess_ms: float  # over the normal p99
     incident: Incident | None
+    phases_ms: dict[str, float]  # from the signal to the next token (kill_phases.py)
     whole_s: float  # at full strength
     num_streams: int
     num_tokens: int
@@ -132,11 +133,13 @@ def judge(
     stolen: float,
     warm_s: float,
     told: Incident | None,
+    phases_ms: dict[str, float] | None = None,
 ) -> Round:
     """All figures of one kill, from the arrival times of all streams."""
     normal = [gap for arrivals in streams for gap in analysis.gaps_between(arrivals, killed_s - warm_s, killed_s)]
     before = [gap for arrivals in streams for gap in analysis.gaps_between(arrivals, killed_s - WITHIN_S, killed_s)]
-    gaps = _known(analysis.largest_gap(arrivals, killed_s, WITHIN_S) for arrivals in streams)
+    within_s = max(WITHIN_S, whole_s - killed_s + AT_ONCE_S)  # streams may also wait when the successor joins
+    gaps = _known(analysis.largest_gap(arrivals, killed_s, within_s) for arrivals in streams)
     at_once = _known(analysis.largest_gap(arrivals, killed_s, AT_ONCE_S) for arrivals in streams)
     if not normal or not gaps:
         raise EverserveError("no stream was running at the time of the kill: give --tokens a larger value")
@@ -152,6 +155,7 @@ def judge(
         gap_at_once_ms=1e3 * max(at_once) if at_once else None,
         excess_ms=1e3 * (max(gaps) - p99),
         incident=told,
+        phases_ms=phases_ms or {},
         whole_s=whole_s - killed_s,
         num_streams=len(verdicts),
         num_tokens=sum(verdict.num_tokens for verdict in verdicts),

@@ -7,7 +7,7 @@ import time
 
 import uvloop
 
-from everserve.bench import incident, processes, report
+from everserve.bench import incident, kill_phases, processes, report
 from everserve.bench.incident import Round, Victim
 from everserve.bench.load import FINISH_TIMEOUT_S, Ask, Load, patience_s, send_all
 from everserve.errors import EverserveError
@@ -90,6 +90,7 @@ async def _kill_worker(
     await asyncio.sleep(end_s - time.perf_counter())
     stolen = steal.share()
     await load.finish()
+    events = server.events()
     return incident.judge(
         fault,
         load.arrivals_s,
@@ -100,5 +101,6 @@ async def _kill_worker(
         whole_s=whole_s,
         stolen=stolen,
         warm_s=warm_s,
-        told=incident.tell(server.events(), victim, num_prompt=len(asks[0].prompt)),
+        told=incident.tell(events, victim, num_prompt=len(asks[0].prompt)),
+        phases_ms=kill_phases.phases_ms(fault, events, rank, victim.killed_s, load.arrivals_s),
     )

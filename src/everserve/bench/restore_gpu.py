@@ -76,7 +76,7 @@ class GpuWorkers:
             engine=structs.replace(on_cpu.engine, block_size=64),
             compute=ComputeConfig(device="cuda", batch_invariant=True),
         )
-        return start_of(settings)
+        return structs.replace(start_of(settings), device=0, gpu=0)
 
     def _memory(self, kv_log: str) -> dict[Kind, int]:
         """What the anchor would have made for it (control/design.py)."""

@@ -56,7 +56,8 @@ class Settings:
             spares=self.spares,
             kv_log=self.kv_log,
         )
-        return (*flags, *flags_of(variant, served.num_experts), "--enable-chaos", *self.serve)
+        alone = ("--devices", str(NUM_ATTENTION + NUM_EXPERT))  # also where they share one GPU
+        return (*flags, *alone, *flags_of(variant, served.num_experts), "--enable-chaos", *self.serve)
 
 
 @dataclass

@@ -14,7 +14,7 @@ def measure(
     longest = context + max(_num_tokens(batch, context, steps) for batch in batches)
     flags = ["--device", "cuda", "--load-format", "dummy", "--no-enable-prefix-caching"]
     flags += ["--max-model-len", str(-(-longest // 256) * 256), "--max-num-seqs", str(max(batches))]
-    flags += ["--launch-ahead"] if launch_ahead else []
+    flags += ["--launch-ahead" if launch_ahead else "--no-launch-ahead"]
     instance = Instance(model, tuple(flags))
     try:
         found: dict[str, float] = {}

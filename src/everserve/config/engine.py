@@ -33,4 +33,4 @@ class EngineConfig(Config, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[bool, Flag("Reuse the KV of equal prefixes.")] = True
     launch_ahead: Annotated[
         bool, Flag("On a GPU: launch the next step before the current one has ended, where all streams decode.")
-    ] = False
+    ] = True

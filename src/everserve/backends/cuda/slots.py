@@ -31,8 +31,8 @@ from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, P
 log = logging.getLogger(__name__)
 
 # Polls without progress. A device has fewer queues than a process has streams: a copy may be queued behind a graph that
-# waits for its bell, and gets its turn when the graphs before it have ended.
-_STUCK = 10
+# waits for its bell, and gets its turn when the graphs before it have ended. Streams wait for what is not copied.
+_STUCK, _STUCK_MAPPED = 10, 2
 _LOCK_S = 30.0  # how long a fill waits for a process that was stopped while it filled the same slot, and will be killed
 
 
@@ -173,7 +173,7 @@ class CudaSlots:
             self._give_up_source(running, _described(error))
             return None
         if checksum is None:
-            if running.transfer.num_idle >= _STUCK:
+            if running.transfer.num_idle >= (_STUCK if running.found.place is None else _STUCK_MAPPED):
                 self._server.ring()
             return None
         running.transfer = None

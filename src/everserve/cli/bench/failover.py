@@ -36,7 +36,7 @@ def failover(
     layers: Layers = None,
     spares: Spares = None,
     kv_log: KvLog = None,
-    rounds: Annotated[int, typer.Option(help="Kills of each kind, in turn.", min=1)] = 5,
+    rounds: Annotated[int, typer.Option(help="Kills of each kind, in turn.", min=1)] = 10,
     baseline_rounds: BaselineRounds = 2,
     warm_s: WarmS = 3.0,
     out: Out = None,

@@ -37,8 +37,8 @@ def decode(
     baseline: Annotated[bool, typer.Option(help="Measure transformers too.")] = True,
     served: Annotated[bool, typer.Option("--served", help="Measure it through HTTP too.")] = False,
     launch_ahead: Annotated[
-        bool, typer.Option("--launch-ahead", help="Measure steps that are launched ahead too.")
-    ] = False,
+        bool, typer.Option(help="Measure steps that are launched ahead too, as a server does by itself.")
+    ] = True,
     out: Out = None,
 ) -> None:
     """One process on a GPU, random weights: time of a step against what its memory allows, and against transformers."""
