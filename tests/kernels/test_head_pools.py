@@ -415,6 +415,7 @@ class Schedule:
         raise AssertionError("a home starves")
 
 
+@pytest.mark.timeout(1200)  # for `make test-long`
 @examples(8)
 @given(events, st.integers(0, 3), st.booleans())
 def test_every_stream_is_what_it_would_be_alone(events, seed, has_mirrors):

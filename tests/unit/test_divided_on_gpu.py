@@ -84,6 +84,15 @@ class TestHeadKv:
         self.kv.forget()
         assert self.step()
 
+    def test_no_step_goes_ahead_of_the_first_one_after_a_change(self) -> None:
+        assert not self.kv.is_checked
+        assert self.step() and self.kv.is_checked
+        self.peers.move(0, 0, -1)
+        assert not self.kv.is_checked
+        self.peers.move(0, 0, 3)
+        self.pools[Rank(3)] = 34
+        assert not self.step() and not self.kv.is_checked
+
     def test_pools_are_read_when_something_has_changed(self) -> None:
         assert self.step()
         self.pools.clear()
