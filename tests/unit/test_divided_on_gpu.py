@@ -15,6 +15,7 @@ from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.page import lane_shape, page_shape
 from everserve.bench.degree_plan import model_of
 from everserve.bench.device_shapes import write_shape
+from everserve.cli import serve_settings
 from everserve.cli.serve_settings import divide_heads, say_whole_heads, without_copies
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
@@ -342,6 +343,19 @@ def test_turned_off_attention_stays_at_home(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().err, "it was asked for"
     with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
         divide_heads(changed(told, divide_heads=True, tensor_parallel=False), cluster)
+
+
+def test_defaults_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, needs, _ = divided(2)
+    told, cluster = (
+        settings_of(Path(needs.settings.model.directory), "anchor"),
+        ClusterConfig(tensor_parallel_size=2).resolved(),
+    )
+    monkeypatch.setattr(serve_settings, "HEADS_HAVE_LOGS_ON_GPU", False)
+    assert divide_heads(told, cluster).model.divides_heads and divide_heads(told, cluster).log.mode == "off"
+    monkeypatch.setattr(serve_settings, "DIVIDES_HEADS_ON_GPU", False)
+    assert divide_heads(told, cluster) == changed(told, divide_heads=False)
+    assert divide_heads(changed(told, divide_heads=True), cluster).model.divides_heads
 
 
 def test_one_process_computes_as_many_do() -> None:

@@ -28,7 +28,8 @@ from everserve.plan.head_memory import Head
 from everserve.tables.ids import MAX_RANKS, Rank
 
 _TOKENS_AT_ONCE = 16384  # asked for before we wait for them; rounded to whole blocks
-_LAUNCH_BYTES = 64 << 20  # short kernels: other workers may have to wait for them if this one dies
+# Short kernels: other workers may have to wait for them if this one dies; copies to the host are shorter.
+_LAUNCH_BYTES, _MIRRORED_LAUNCH_BYTES = 64 << 20, 16 << 20
 _MAX_SOURCES = MAX_RANKS + 2
 
 
@@ -200,8 +201,9 @@ class HeadFetcher:
     def _run(self, num_heads: int, num_sources: int, num_tokens: int, num_blocks: int) -> int:
         """What was staged; how many leading tokens are right."""
         self._right.view[:num_tokens] = 1
-        at_once = max(_LAUNCH_BYTES // (num_heads * self.pools.plan.piece_bytes), 1)
         mirror = self._mirror.arguments if self.mirrors is not None else None
+        num_bytes = _LAUNCH_BYTES if mirror is None else _MIRRORED_LAUNCH_BYTES
+        at_once = max(num_bytes // (num_heads * self.pools.plan.piece_bytes), 1)
 
         def launch() -> None:
             self._copied.zero_()
