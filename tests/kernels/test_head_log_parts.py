@@ -1,4 +1,4 @@
-"""What a home on a GPU is built with where heads are divided: log, fetcher and journal, for each kind of log; and what a
+"""What a home on a GPU is built with where heads are divided, for each kind of log: log, fetcher and journal; and what a
 spare does of that ahead of need. Memory is the host's, kernels are interpreted."""
 
 from types import SimpleNamespace
