@@ -57,6 +57,7 @@ class Whole(Model):
         group = config.num_heads // config.num_kv_heads
         sizes = (toy_heads.MAX_ROWS, toy_heads.MAX_SEQS, toy_heads.BLOCKS_PER_HOME, toy_heads.BLOCK_SIZE)
         self.staging = Staging(*sizes, group, True, device, launches_ahead=False)
+        self.chosen_L = torch.zeros(toy_heads.MAX_SEQS, dtype=torch.int32, device=device)
         self.lengths, self.blocks, self.num_taken = {}, {}, 0
 
 
