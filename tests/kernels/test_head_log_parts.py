@@ -1,5 +1,5 @@
-"""What a home on a GPU is built with where heads are divided, for each kind of log: log, fetcher and journal; and what a
-spare does of that ahead of need. Memory is the host's, kernels are interpreted."""
+"""What a home on a GPU is built with where heads are divided, for each kind of log: log, fetcher and journal; and what
+a spare does of that ahead of need. Memory is the host's, kernels are interpreted."""
 
 from types import SimpleNamespace
 
