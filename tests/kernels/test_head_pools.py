@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.backends.cuda.lanes import head_kv
-from everserve.backends.cuda.log import head_fetcher, head_kernels
+from everserve.backends.cuda.log import head_fetcher, head_kernels, head_mirror
 from everserve.errors import FetchFailed, StepAbandoned
 from everserve.kvlog.chains import chains
 from everserve.kvlog.log import Log, NoBlocks
@@ -260,6 +260,79 @@ def test_blocks_of_homes_are_apart():
     assert all(block >= BLOCKS_PER_HOME for s in other.engine.scheduler.running for block in s.blocks)
 
 
+# -- mirrors ---------------------------------------------------------------------------------------
+
+
+def lose_all(world: HeadPoolWorld) -> None:
+    for rank in WORKERS:
+        world.die(rank, memory_lost=True)
+        world.revive(rank)
+
+
+def test_from_its_mirror_a_home_has_what_lost_devices_had():
+    running = Running(has_mirrors=True)
+    before = running.num_tokens
+    running.home.engine.log_step()
+    lose_all(running.world)
+    step(running.home, running.streams)
+    stats = running.home.engine.stats()
+    assert (stats.num_lost_tokens, stats.num_regained_tokens) == (0, before)
+    running.home.engine.log_step()
+    lose_all(running.world)  # once more: what was fetched, and what was computed since, is in the mirror too
+    running.check()
+    assert running.home.engine.stats().num_lost_tokens == 0
+
+
+@pytest.mark.parametrize("bounce_bytes", [1, 1 << 20])
+def test_from_the_mirror_of_a_home_that_was_lost_with_its_device(monkeypatch, bounce_bytes):
+    """Its streams go on at another one, whose mirror has them from then on."""
+    monkeypatch.setattr(head_mirror, "_BOUNCE_BYTES", bounce_bytes)
+    running = Running(has_mirrors=True)
+    world, home = running.world, running.world.homes[1]
+    running.home.engine.log_step()
+    lose_all(world)
+    before = running.num_tokens
+    running.resume(home, Log(running.home.log_fd, world.log_shape, NoBlocks()))
+    step(home, running.streams)
+    assert home.engine.stats().num_restored_tokens == before
+    home.engine.log_step()
+    lose_all(world)
+    running.check(home)
+    assert home.engine.stats().num_lost_tokens == 0
+
+
+def test_the_next_home_in_a_seat_goes_on_with_its_mirror():
+    running = Running(has_mirrors=True)
+    running.home.engine.log_step()
+    lose_all(running.world)
+    running.world.restart(0)
+    home, before = running.world.homes[0], running.num_tokens
+    running.resume(home, Log(running.home.log_fd, running.world.log_shape, NoBlocks()))
+    step(home, running.streams)
+    stats = home.engine.stats()
+    assert stats.num_restored_tokens + stats.prefix_cache_hits == before
+    running.check(home)
+
+
+def test_what_is_out_of_reach_of_the_device_is_computed_again():
+    running = Running(has_mirrors=True)
+    running.home.fetcher.mirrors.own.num_reached = 1
+    lose_all(running.world)
+    step(running.home, running.streams)
+    stats = running.home.engine.stats()
+    assert stats.num_lost_tokens > 0 and stats.num_regained_tokens <= BLOCK_SIZE
+    running.check()
+
+
+def test_what_the_side_has_not_copied_yet_is_computed_again():
+    """The last step's: one token of each stream."""
+    running = Running(has_mirrors=True)
+    lose_all(running.world)
+    step(running.home, running.streams)
+    assert running.home.engine.stats().num_lost_tokens == len(running.specs)
+    running.check()
+
+
 # -- random schedules ------------------------------------------------------------------------------
 
 requests = st.tuples(st.integers(1, 14), st.integers(0, 2), st.integers(1, 8))
@@ -281,8 +354,8 @@ class Schedule:
     """Two homes and their streams. A worker that dies does so when it is asked in a certain layer, or at once (-1), and
     is back, with its memory or without, when a step was abandoned."""
 
-    def __init__(self, seed: int) -> None:
-        self.world = HeadPoolWorld(seed=seed)
+    def __init__(self, seed: int, has_mirrors: bool) -> None:
+        self.world = HeadPoolWorld(seed=seed, has_mirrors=has_mirrors)
         self.world.before_call = self._before_call
         self.requests: dict[str, RequestSpec] = {}
         self.streams: dict[str, list[int]] = {}
@@ -342,10 +415,11 @@ class Schedule:
         raise AssertionError("a home starves")
 
 
+@pytest.mark.timeout(1200)  # for `make test-long`
 @examples(8)
-@given(events, st.integers(0, 3))
-def test_every_stream_is_what_it_would_be_alone(events, seed):
-    schedule = Schedule(seed)
+@given(events, st.integers(0, 3), st.booleans())
+def test_every_stream_is_what_it_would_be_alone(events, seed, has_mirrors):
+    schedule = Schedule(seed, has_mirrors)
     for name, *rest in events:
         getattr(schedule, name)(*rest)
     schedule.finish()

@@ -20,6 +20,7 @@ from everserve.backends.cpu.reference import ReferenceOps
 from everserve.backends.cuda.head_table import HeadTable
 from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.log.head_fetcher import HeadFetcher
+from everserve.backends.cuda.log.head_mirror import HeadMirror, HeadMirrors
 from everserve.backends.cuda.log.head_pools import HeadPools
 from everserve.backends.cuda.log.head_writer import HeadLogWriter
 from everserve.engine.engine import Engine
@@ -32,6 +33,7 @@ from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log, NoBlocks
 from everserve.memory.device import Mapping
 from everserve.memory.owned import create_memory
+from everserve.memory.pieces.layout import KvShape
 from everserve.model.batch import StepBatch
 from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.tables.ids import Rank
@@ -41,6 +43,7 @@ from tests.toy import VOCAB, logits_after, make_config
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS_PER_HOME = 2, 2, 4, 4, 24
 HEADS = [(layer, head) for layer in range(NUM_LAYERS) for head in range(NUM_HEADS)]
+MIRROR_SHAPE = KvShape(BLOCKS_PER_HOME, len(HEADS), 2 * BLOCK_SIZE * 2 * HEAD_SIZE, BLOCK_SIZE)
 MAX_ROWS, FIRST_WORKER = 16, 10  # ranks of expert workers begin there
 
 
@@ -136,11 +139,12 @@ class Home:
         self.owner_LN = np.full((NUM_LAYERS, NUM_HEADS), -1, np.int32)
         self.follow()
         side = Late()
-        self.pools = HeadPools(world.driver, world.plan, side.wait)
+        mirrors = self._make_mirrors(side) if world.mirror_fds else None
+        self.pools = HeadPools(world.driver, world.plan, side.wait, mirrors)
         for seat in world.seats.values():
             self.pools.offer(seat.rank, Kind.KV_PIECES, os.dup(seat.fd))
         self.pools.sweep()
-        self.fetcher = HeadFetcher(self.pools, HEADS, side)
+        self.fetcher = HeadFetcher(self.pools, HEADS, side, mirrors)
         self.kv = CudaHeadKv(self, {layer: layer for layer in range(NUM_LAYERS)}, NUM_HEADS, self.fetcher)
         self.log = Log(log_fd, world.log_shape, NoBlocks())
         told = {"max_num_batched_tokens": MAX_ROWS, "launch_ahead": False, **overrides}
@@ -148,6 +152,17 @@ class Home:
         forward = EagerForward(lambda batch, experts: self._compute(batch), torch.device("cpu"))
         writer = HeadLogWriter(self.log, self.kv, self.fetcher, MAX_ROWS)
         self.engine = Engine(*config, ReferenceOps(), forward, journal=Journal(writer), kv_elsewhere=self.kv)
+
+    def _make_mirrors(self, side: Late) -> HeadMirrors:
+        """Its own, within reach, and those of all others."""
+        own, *others = sorted(self.world.mirror_fds.items(), key=lambda one: one[0] != self.rank)
+        mirror = HeadMirror(own[1], MIRROR_SHAPE, own[0])
+        mirror.register(self.world.driver).join()
+        assert mirror.num_reached == BLOCKS_PER_HOME
+        mirrors = HeadMirrors(mirror, side)
+        for rank, fd in others:
+            mirrors.offer(rank, os.dup(fd))
+        return mirrors
 
     # -- peers -------------------------------------------------------------------------------------
 
@@ -212,7 +227,7 @@ class Home:
 class HeadPoolWorld:
     """Any head may be at any worker: each has pieces for all."""
 
-    def __init__(self, num_workers: int = 3, num_homes: int = 2, seed: int = 0) -> None:
+    def __init__(self, num_workers: int = 3, num_homes: int = 2, seed: int = 0, has_mirrors: bool = False) -> None:
         self.chance, self.driver = random.Random(seed), ToyDriver()
         self.plan = HeadMemoryPlan(len(HEADS), 4 * HEAD_SIZE, 8, HEAD_SIZE, num_homes * BLOCKS_PER_HOME, BLOCK_SIZE)
         self.log_shape = LogShape(
@@ -231,6 +246,9 @@ class HeadPoolWorld:
         for head in HEADS:
             self.routes[head] = [self.chance.choice(ranks)]
             self.seats[self.routes[head][0]].load(head)
+        self.mirror_fds = {Rank(i): create_memory("mirror", MIRROR_SHAPE.num_bytes) for i in range(num_homes)}
+        if not has_mirrors:
+            self.mirror_fds.clear()
         self.homes = [Home(self, Rank(i), self.new_log()) for i in range(num_homes)]
 
     def new_log(self) -> int:

@@ -15,6 +15,7 @@ from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.page import lane_shape, page_shape
 from everserve.bench.degree_plan import model_of
 from everserve.bench.device_shapes import write_shape
+from everserve.cli import serve_settings
 from everserve.cli.serve_settings import divide_heads, say_whole_heads, without_copies
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
@@ -22,7 +23,7 @@ from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
 from everserve.tables.calls import ShardKind
-from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
+from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -83,6 +84,15 @@ class TestHeadKv:
         assert self.kv.is_displaced
         self.kv.forget()
         assert self.step()
+
+    def test_no_step_goes_ahead_of_the_first_one_after_a_change(self) -> None:
+        assert not self.kv.is_checked
+        assert self.step() and self.kv.is_checked
+        self.peers.move(0, 0, -1)
+        assert not self.kv.is_checked
+        self.peers.move(0, 0, 3)
+        self.pools[Rank(3)] = 34
+        assert not self.step() and not self.kv.is_checked
 
     def test_pools_are_read_when_something_has_changed(self) -> None:
         assert self.step()
@@ -210,12 +220,19 @@ def test_spare_slots_are_for_those_who_ask() -> None:
     assert needs.capacity.head_pieces == (2 + 2 + 2) * NUM_LAYERS
 
 
-def test_with_a_mirror_attention_stays_at_home() -> None:
+def test_mirrors_are_those_of_homes_and_of_no_device() -> None:
+    """All heads of a home's own blocks, with their words, in host memory; records are there too."""
     _, needs, start = divided(2)
     told = settings_of(Path(needs.settings.model.directory), "mirror")
-    assert not divide_heads(told, start.cluster).model.divides_heads
-    with pytest.raises(ConfigError, match="not with --kv-log mirror"):
-        divide_heads(changed(told, divide_heads=True), start.cluster)
+    settings = divide_heads(told, start.cluster)
+    model, start = ModelConfig.from_source(settings.model), structs.replace(start, worker=settings)
+    goal = first_goal(start, model)
+    needs = Needs(model, settings, capacity_of(start, model, goal), 50.0)
+    home, other = (needs.memory(goal, WorkerId(Rank(rank), Incarnation(1))) for rank in (1, 3))
+    mirror, log = (next(piece for piece in home if piece.kind is kind) for kind in (Kind.KV_MIRROR, Kind.LOG))
+    assert (mirror.device, mirror.gpu, log.device) == (NO_DEVICE,) * 3
+    assert settings.engine.kv_cache_bytes * 0.9 < mirror.num_bytes < settings.engine.kv_cache_bytes * 1.05
+    assert Kind.KV_MIRROR not in {piece.kind for piece in other}
 
 
 def test_a_lane_has_room_for_a_page() -> None:
@@ -326,6 +343,19 @@ def test_turned_off_attention_stays_at_home(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().err, "it was asked for"
     with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
         divide_heads(changed(told, divide_heads=True, tensor_parallel=False), cluster)
+
+
+def test_defaults_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, needs, _ = divided(2)
+    told, cluster = (
+        settings_of(Path(needs.settings.model.directory), "anchor"),
+        ClusterConfig(tensor_parallel_size=2).resolved(),
+    )
+    monkeypatch.setattr(serve_settings, "HEADS_HAVE_LOGS_ON_GPU", False)
+    assert divide_heads(told, cluster).model.divides_heads and divide_heads(told, cluster).log.mode == "off"
+    monkeypatch.setattr(serve_settings, "DIVIDES_HEADS_ON_GPU", False)
+    assert divide_heads(told, cluster) == changed(told, divide_heads=False)
+    assert divide_heads(changed(told, divide_heads=True), cluster).model.divides_heads
 
 
 def test_one_process_computes_as_many_do() -> None:

@@ -98,6 +98,11 @@ def test_on_a_gpu_homes_have_the_pools():
     assert not any(known(orchestrator.worker(rank)) for rank in SHARDS)
     lose(orchestrator, of_kind(orchestrator.worker(4), Kind.KV_PIECES).device)
     assert not known(orchestrator.worker(0))[4, Kind.KV_PIECES]
+    mirrored = serving("mirror", device="cuda")
+    pools = {(rank, Kind.KV_PIECES): True for rank in SHARDS}
+    assert known(mirrored.worker(0)) == {**pools, **{(home, Kind.KV_MIRROR): True for home in (1, 2)}}
+    lose(mirrored, of_kind(mirrored.worker(4), Kind.KV_PIECES).device)
+    assert known(mirrored.worker(0))[1, Kind.KV_MIRROR] and not known(mirrored.worker(0))[4, Kind.KV_PIECES]
     without = serving("off", device="cuda")
     assert not any(known(worker) for worker in without.workers.values()), "nothing is fetched"
 

@@ -26,6 +26,8 @@ from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
 
+DIVIDES_HEADS_ON_GPU = True  # by default, where a model's heads can be divided
+HEADS_HAVE_LOGS_ON_GPU = True  # else KV of divided heads is computed again wherever it would be fetched there
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
@@ -124,21 +126,21 @@ def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSett
             " worker, and --kv-log says where it outlives it"
         )
     if is_gpu:
-        obstacle = whole_heads(settings) if source.divide_heads is not False else None
+        asked = DIVIDES_HEADS_ON_GPU if source.divide_heads is None else source.divide_heads
+        obstacle = whole_heads(settings) if asked else None
         if obstacle is not None and source.divide_heads:
             raise ConfigError(f"--divide-heads: {obstacle}")
-        wanted = source.tensor_parallel and source.divide_heads is not False and obstacle is None
+        wanted = source.tensor_parallel and asked and obstacle is None
         source = structs.replace(source, divide_heads=wanted)  # one process has the same bits
         is_divided = is_divided and wanted
+        log = log if HEADS_HAVE_LOGS_ON_GPU or not is_divided else structs.replace(log, mode="off")
     elif is_divided and source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
-    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided))
+    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided), log=log)
 
 
 def whole_heads(settings: WorkerSettings) -> str | None:
     """Why tensor parallelism on a GPU leaves attention at home, if it has to."""
-    if settings.log.mode == "mirror":
-        return "on a GPU not with --kv-log mirror; use anchor or off"
     if not can_divide_heads(ModelConfig.from_source(settings.model)):
         return "this model's heads can only be divided on CPUs"
     return None
@@ -146,7 +148,7 @@ def whole_heads(settings: WorkerSettings) -> str | None:
 
 def say_whole_heads(said: WorkerSettings, used: WorkerSettings) -> None:
     """That heads are not divided, though nothing was said against it."""
-    is_left_out = said.model.divide_heads is None and not used.model.divide_heads
+    is_left_out = said.model.divide_heads is None and DIVIDES_HEADS_ON_GPU and not used.model.divide_heads
     if used.compute.device == "cuda" and used.model.tensor_parallel and is_left_out:
         print(f"everserve: attention is not divided: {whole_heads(said)}", file=sys.stderr, flush=True)
 

@@ -1,6 +1,7 @@
 """Which pools of heads' KV exist, with mirrors or parities: workers fetch KV out of each other's memory.
 
-They belong to an expert seat and outlive its workers. Pools and parities are lost with their device, mirrors are not.
+They belong to an expert seat, on a GPU mirrors to a home's, and outlive its workers. Pools and parities are lost with
+their device, mirrors are not.
 Those who fetch get the descriptors in advance, so that a fetch needs no other process: on CPUs every other expert
 worker (memory/pieces/sources.py), on a GPU every attention worker (backends/cuda/log/head_pools.py).
 """

@@ -223,8 +223,9 @@ class WeightsLeft(Message, frozen=True):
 
 
 class KvJoined(Message, frozen=True):
-    """Orchestrator to expert worker, on a GPU to attention worker: the pool of another expert seat's heads, its mirror,
-    or its parity, to fetch KV from. Replaces what was announced as that before. + fd: the memory."""
+    """Orchestrator to expert worker, on a GPU to attention worker: the pool of another expert seat's heads, its mirror
+    (on a GPU that of another home), or its parity, to fetch KV from. Replaces what was announced as that before. + fd:
+    the memory."""
 
     rank: Rank
     kind: Kind

@@ -2,9 +2,11 @@
 
 anchor   the pool is device memory that outlives us; the log without its blocks is host memory, into which kernels
          write words
-         where heads are divided, their KV is in memory of expert seats, and so are its words: a log has records only
 mirror   the pool is our own; kernels copy into the log, all of which is host memory, as far as that is registered
 off      the pool is our own
+
+Where heads are divided, their KV is in memory of expert seats, and so are its words: a log has records only. A mirror
+is memory of its own (log/head_mirror.py).
 
 Logs of other workers are mapped as soon as they are announced: a stream that needs one must not wait for that.
 """
@@ -174,14 +176,21 @@ class _NoPeers:
 
 def _rehearse_head_log(device: Device) -> None:
     """Heads are nowhere, so nothing is touched."""
-    model, shape = device.model, _records(device)
-    fd = os.memfd_create("everserve-rehearsal")
-    os.ftruncate(fd, shape.head_bytes)
-    rehearsed = Log(fd, shape, NoBlocks())
-    os.close(fd)
-    fetcher = make_head_fetcher(device)
+    model, shape, has_mirror = device.model, _records(device), device.start.settings.log.mode == "mirror"
+    log_fd = _some_memory(shape.head_bytes)
+    mirror_fd = _some_memory(device.sizes.mirror().num_bytes) if has_mirror else None
+    rehearsed = Log(log_fd, shape, NoBlocks())
+    fetcher = make_head_fetcher(device, mirror_fd, is_rehearsal=True)
     peers = _NoPeers(len(model.calls), model.num_kv_heads)
     kv = CudaHeadKv(peers, model.numbers_of(ShardKind.HEAD), model.num_kv_heads, fetcher)
     HeadLogWriter(rehearsed, kv, fetcher, device.start.settings.engine.max_num_batched_tokens)
     torch.cuda.synchronize()
     rehearsed.close()
+    close_fds(log_fd, mirror_fd)
+
+
+def _some_memory(num_bytes: int) -> int:
+    """Which is paid for only where it is touched."""
+    fd = os.memfd_create("everserve-rehearsal")
+    os.ftruncate(fd, num_bytes)
+    return fd

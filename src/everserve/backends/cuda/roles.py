@@ -1,5 +1,7 @@
 """The two roles of a worker that computes on a GPU."""
 
+import os
+
 from torch import Tensor
 
 from everserve.backends.cuda.build import (
@@ -60,7 +62,7 @@ def build_attention(around: Surroundings) -> AttentionParts:
     else:
         peers = make_peers(device, around.cell, around.warden)
         if device.model.divides_heads:
-            fetcher = make_head_fetcher(device) if logs.is_on else None
+            fetcher = _make_fetcher(device, around) if logs.is_on else None
             head_kv = make_head_kv(device, peers, fetcher)
         experts = _reach_experts(around, device, recorder, peers, head_kv)
         heads = make_heads(device, experts) if device.model.divides_heads else None
@@ -93,6 +95,14 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
     return loop, device.ops.name
+
+
+def _make_fetcher(device: Device, around: Surroundings) -> HeadFetcher:
+    mirror_fd = around.memory.pop(Kind.KV_MIRROR, None)
+    fetcher = make_head_fetcher(device, mirror_fd)
+    if mirror_fd is not None:
+        os.close(mirror_fd)
+    return fetcher
 
 
 def _open(around: Surroundings) -> Device:

@@ -109,6 +109,12 @@ class CudaHeadKv:
             self._num_changes = self._peers.num_changes
         return not self._is_lost
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether a step has ended since anything has changed. Before, none is launched behind one that may be in
+        vain."""
+        return self._num_changes == self._peers.num_changes and not self._is_lost
+
     def forget(self) -> None:
         """No KV is in use any more: heads may be asked anywhere."""
         self.kv_at_LG.fill(_NO_RANK)

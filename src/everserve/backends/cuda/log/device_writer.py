@@ -53,12 +53,16 @@ class DeviceLogWriter(LogWriter):
             self._library.brief.es_log_chains_of_rows(
                 step.tokens, step.query_starts, num_seqs, step.chains, self._chains_T.address
             )
-            slots_T = self._slots[:num_rows]
-            self._slots_T.view[:num_rows] = np.where(slots_T < self.reach * self.log.shape.block_size, slots_T, -1)
+            self._stage_rows(self._slots[:num_rows])
             self._count.view[0] = num_rows
             self._log_rows()
         self._writer.num_rows = 0
         return self._chains[:num_seqs].copy()
+
+    def _stage_rows(self, slots_T: NDArray[np.int32]) -> None:
+        """Where the rows of the step are, for the device."""
+        is_reached_T = slots_T < self.reach * self.log.shape.block_size
+        self._slots_T.view[: len(slots_T)] = np.where(is_reached_T, slots_T, -1)
 
     def commit_many(self, commits: Iterable[Commit]) -> None:
         self._side.wait()

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 
 from everserve.backends.cuda.head_table import HeadTable
+from everserve.backends.cuda.log.head_mirror import HeadMirrors
 from everserve.memory.device import CudaError, Driver, Mapping
 from everserve.plan.head_memory import Head, HeadMemoryPlan
 from everserve.tables.ids import Rank
@@ -49,11 +50,18 @@ class HeadPool:
 
 
 class HeadPools:
-    """`finish_use`: wait until nothing that was queued uses them."""
+    """`finish_use`: wait until nothing that was queued uses them. `mirrors`: where those of other homes are kept."""
 
-    def __init__(self, driver: Driver, plan: HeadMemoryPlan, finish_use: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        plan: HeadMemoryPlan,
+        finish_use: Callable[[], None],
+        mirrors: HeadMirrors | None = None,
+    ) -> None:
         self.num_changes = 0
         self.plan = plan
+        self._mirrors = mirrors
         self._driver = driver
         self._finish_use = finish_use
         self._pools: dict[Rank, HeadPool] = {}
@@ -74,14 +82,17 @@ class HeadPools:
 
     def offer(self, rank: Rank, kind: Kind, fd: int) -> None:
         """It is there, instead of what was there before. Takes over the descriptor."""
-        if kind is not Kind.KV_PIECES:
-            os.close(fd)
+        if kind is Kind.KV_MIRROR and self._mirrors is not None:
+            self._mirrors.offer(rank, fd)
             return
+        assert kind is Kind.KV_PIECES, kind
         self.withdraw(rank, kind)
         self._offered[rank] = fd
 
     def withdraw(self, rank: Rank, kind: Kind) -> None:
         """It is lost: not used any more, and unmapped by the next `sweep`."""
+        if kind is Kind.KV_MIRROR and self._mirrors is not None:
+            self._mirrors.withdraw(rank)
         if kind is not Kind.KV_PIECES:
             return
         fd, pool = self._offered.pop(rank, None), self._pools.pop(rank, None)
