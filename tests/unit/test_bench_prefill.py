@@ -11,7 +11,7 @@ from everserve.bench.kernel_times import KernelTime, summed_up
 from everserve.bench.prefill import BALANCED, IN_TURN, Tally
 from everserve.bench.prefill_plan import LockStep, simulate
 from everserve.bench.traces import Lengths, read, with_mean_prompt
-from everserve.cli.bench_degree import _parse_point
+from everserve.cli.bench.degree import _parse_point
 from everserve.client import Stream
 from everserve.engine.forward import EagerForward
 from everserve.plan.prefill import TokenCost

@@ -119,6 +119,24 @@ def test_linear_refuses_what_it_would_misread(ops):
 
 
 @dtypes
+def test_embed(ops, dtype):
+    table, tokens = unaligned(50, 37, dtype=dtype), torch.tensor([49, 0, 7, 7, 20], dtype=torch.int32)
+    assert torch.equal(ops.embed(tokens, table), table[tokens.long()].float())
+    assert torch.equal(ops.embed(tokens, table[:, 5:30]), table[tokens.long(), 5:30].float())
+    assert ops.embed(tokens[:0], table).shape == (0, 37)
+    for wrong in (50, -1):
+        with pytest.raises(IndexError, match=f"row 1: token {wrong} of 50"):
+            ops.embed(torch.tensor([3, wrong], dtype=torch.int32), table)
+
+
+def test_rms_norm_of_some_rows(ops):
+    x, weight = torch.randn(9, 64), torch.randn(64)
+    whole = ops.rms_norm(x, weight, 1e-5)
+    for rows in ([0, 4, 8], [*range(9)], []):
+        assert torch.equal(ops.rms_norm(x, weight, 1e-5, torch.tensor(rows, dtype=torch.int64)), whole[rows])
+
+
+@dtypes
 @pytest.mark.parametrize("size", [1, 7, 64, 100, 512])
 def test_rms_norm(ops, dtype, size):
     x, weight, eps = torch.randn(300, size) * 3, unaligned(size, dtype=dtype), 1e-5

@@ -168,4 +168,5 @@ def wanted_rows(chunk: Chunk, first_row: int) -> range:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device)
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.to(device)  # asking costs as much as making it

@@ -150,7 +150,7 @@ class Ops(Protocol):
         """Logits: x @ weight.T, float32."""
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
-        """Root-mean-square norm of each row, or of those that are named, float32 inside."""
+        """Root-mean-square norm of each row, or of those that are named, in ascending order; float32 inside."""
 
     def project_and_store(
         self,

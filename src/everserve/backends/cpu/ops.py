@@ -47,6 +47,7 @@ SPIN_US = 50.0
 
 # One letter per field of the C struct: P pointer, q integer, d double.
 _set_threads_args = Struct("qd").pack
+_embed_args = Struct("3P5q").pack
 _linear_args = Struct("5P6q").pack
 _rms_norm_args = Struct("3P3qd").pack
 _rotate_args = Struct("P6q9P4qd").pack
@@ -75,7 +76,7 @@ def _load() -> ctypes.CDLL:
     for name in ("set_threads", "linear", "rms_norm", "rotate_and_store", "attend", "route", "combine", "choose"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], None
-    for name in ("expert_rows", "head_rows", "check_batch", "layers"):
+    for name in ("embed", "expert_rows", "head_rows", "check_batch", "layers"):
         function = getattr(lib, f"es_{name}")
         function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int64
     return lib
@@ -214,6 +215,7 @@ class NativeOps(Composed):
     def __init__(self, num_threads: int = 1, spin_us: float | None = None) -> None:
         lib = _load()
         set_num_threads(num_threads, spin_us)
+        self._embed = lib.es_embed
         self._linear = lib.es_linear
         self._rms_norm = lib.es_rms_norm
         self._rotate_and_store = lib.es_rotate_and_store
@@ -232,6 +234,21 @@ class NativeOps(Composed):
         self._batch: StepBatch | None = None
         self._pool: Tensor | None = None
         self._cos: Tensor | None = None
+
+    def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
+        num_tokens, size, stride, dtype = matrix_facts(embedding_VD)
+        num_rows = tokens_T.numel()
+        assert tokens_T.dtype is _int32 and tokens_T.is_contiguous()
+        out_TD = _empty(num_rows, size, dtype=_float32)
+        wrong = self._embed(
+            _embed_args(
+                embedding_VD.data_ptr(), tokens_T.data_ptr(), out_TD.data_ptr(),
+                num_rows, num_tokens, size, stride, dtype,
+            )
+        )  # fmt: skip
+        if wrong:
+            raise IndexError(f"row {wrong - 1}: token {tokens_T[wrong - 1]} of {num_tokens}")
+        return out_TD
 
     def linear(
         self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
@@ -261,7 +278,8 @@ class NativeOps(Composed):
         return self.linear(x_LD, weight_VD)
 
     def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
-        x_TD = x_TD if rows_L is None else x_TD.index_select(0, rows_L)
+        if rows_L is not None and len(rows_L) != len(x_TD):  # ascending: as many as there are, are all of them
+            x_TD = x_TD.index_select(0, rows_L)
         num_rows, size = x_TD.shape
         weight_size, dtype = vector_facts(weight_D)
         assert size == weight_size and x_TD.dtype is _float32 and x_TD.is_contiguous()

@@ -1,4 +1,4 @@
-/* Ops on one row at a time: rms_norm and combine. Element by element, so the compiler vectorises them as it likes. */
+/* Ops on one row at a time: embed, rms_norm, combine. Element by element, so the compiler vectorises them as it likes. */
 
 #include "rows.h"
 
@@ -8,6 +8,17 @@
 
 #define ROWS_PER_TASK 16
 #define MACS_PER_ELEMENT 4 /* these ops wait for memory: count an element as so many multiply-adds */
+
+EXPORT int64_t es_embed(const struct embed_args *args) {
+    struct matrix table = {args->table, (size_t)args->stride, (enum dtype)args->dtype};
+    size_t size = (size_t)args->size;
+    for (int64_t t = 0; t < args->num_rows; t++) {
+        int32_t token = args->tokens[t];
+        if (token < 0 || token >= args->num_tokens) return 1 + t;
+        widen(matrix_from(table, (size_t)token).data, table.dtype, size, args->out + (size_t)t * size);
+    }
+    return 0;
+}
 
 struct norm {
     const struct rms_norm_args *args;
