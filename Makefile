@@ -59,6 +59,7 @@ GPU_RESULTS ?= bench/results/gpu
 gpu:
 	$(GPU_PYTHON) -m pytest -q tests/kernels tests/gpu $(ARGS)
 	$(GPU_PYTHON) -m everserve.cli bench decode --out $(GPU_RESULTS)
+	$(GPU_PYTHON) -m everserve.cli bench prefill --alone --beside $(GPU_SHAPE) --layers 8 --out $(GPU_RESULTS)
 	$(GPU_PYTHON) -m everserve.cli bench overhead $(GPU_SHAPE) --layers 12 --rounds 2 --out $(GPU_RESULTS)
 	$(GPU_PYTHON) -m everserve.cli bench checkpoint $(GPU_SHAPE) --layers 8 --rounds 2 --out $(GPU_RESULTS)
 	$(GPU_PYTHON) -m everserve.cli bench failover $(GPU_SHAPE) --layers 16 --streams 64 --prompt 512 --tokens 600 --rounds 5 --baseline-rounds 1 --kv-log anchor --spares 1 --out $(GPU_RESULTS)

@@ -14,6 +14,7 @@ SMALL = WorkerSettings(
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_prefill_while_decoding=64,
+        max_prefill_slowdown=0.0,
         block_size=16,
         kv_cache_bytes=1 << 24,
     ),

@@ -19,7 +19,7 @@ import torch
 
 from everserve.backends.cpu import ops as native
 from everserve.backends.cpu.exchange import Exchange
-from everserve.backends.cpu.kept_kv import KeptKv, NoBlocks
+from everserve.backends.cpu.kept_kv import KeptKv
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer, Request
 from everserve.backends.cpu.local_experts import LocalExperts
@@ -32,7 +32,7 @@ from everserve.engine.forward import EagerForward
 from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.kvlog.layout import LogShape
-from everserve.kvlog.log import Log
+from everserve.kvlog.log import Log, NoBlocks
 from everserve.memory.liveness import Cell, PeerState
 from everserve.memory.pieces.layout import owner_of
 from everserve.memory.pieces.sources import KvSources
@@ -217,6 +217,7 @@ def make_engine(
         "max_num_seqs": MAX_SEQS,
         "max_num_batched_tokens": MAX_TOKENS,
         "max_prefill_while_decoding": MAX_TOKENS,
+        "max_prefill_slowdown": 0.0,
         **changes,
     }
     limits = EngineLimits(

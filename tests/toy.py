@@ -8,6 +8,7 @@ log.
 import ctypes
 import dataclasses
 import os
+import time
 import zlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -120,6 +121,7 @@ def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 
         "max_num_seqs": 6,
         "max_num_batched_tokens": 16,
         "max_prefill_while_decoding": 16,
+        "max_prefill_slowdown": 0.0,
         "kv_cache_bytes": 0,
         "launch_ahead": True,
         **{name: value for name, value in overrides.items() if name not in allowed},
@@ -204,11 +206,12 @@ def make_engine(
     num_blocks: int = 24,
     block_size: int = 4,
     make_forward: Callable[[ToyModel], Forward] = eager,
+    clock: Callable[[], float] = time.monotonic,
     **overrides: object,
 ) -> tuple[Engine, ToyModel]:
     model = ToyModel(num_blocks, block_size)
     config = make_config(num_blocks, block_size, **overrides)  # type: ignore[arg-type]
-    return Engine(*config, ReferenceOps(), make_forward(model)), model
+    return Engine(*config, ReferenceOps(), make_forward(model), clock), model
 
 
 class LoggedToy:
@@ -275,9 +278,9 @@ def spec(id: str, prompt: list[int], max_tokens: int = 8, **params: object) -> R
     return RequestSpec(id=id, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
 
 
-def run_alone(request: RequestSpec) -> list[int]:
+def run_alone(request: RequestSpec, num_blocks: int = 64, **overrides: object) -> list[int]:
     """The stream when nothing else is there and everything fits."""
-    engine, _ = make_engine(num_blocks=64, max_num_batched_tokens=64)
+    engine, _ = make_engine(num_blocks=num_blocks, max_num_batched_tokens=64, **overrides)
     engine.add(request)
     tokens: list[int] = []
     while engine.has_work:

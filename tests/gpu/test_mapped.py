@@ -1,5 +1,5 @@
 """Expert workers that share a GPU and have no shadows die under streams: others compute with the experts where the dead
-ones left them, on the device, and nothing is copied (`--map-experts on`).
+ones left them, on the device, and nothing is copied (`--map-experts on`, the default).
 
 One server for all tests: it must be whole again after each.
 """
@@ -93,4 +93,5 @@ def test_a_device_is_lost_while_others_map_its_memory(shared: LocalServer, expec
         assert answer.status_code == 200, answer.text
 
     assert tokens(c.run_with(shared, ASKS, c.in_decode, kill_then_lose)) == expected
-    c.wait_until(lambda: c.is_whole(shared), 60, "full strength")
+    wait_own(shared)
+    assert shared.log_text().count("could not load") <= 2 * len(EXPERTS), "a line for each report, if any"

@@ -1,6 +1,7 @@
 """attend against the reference, and a row bit for bit against itself: prefilled, decoded, and split into segments."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.backends.cuda.device_batch import LARGE, SEGMENT, DeviceBatch, Items, cut
+from everserve.backends.cuda.ops import attention
 from everserve.backends.cuda.ops.attention import Workspace, attend
 from everserve.model.batch import StepBatch
 
@@ -86,7 +88,9 @@ def close(actual: Tensor, expected: Tensor) -> None:
     ("heads", "kv_heads", "size", "block_size"),
     [(4, 4, 16, 16), (8, 2, 64, 32), (6, 2, 32, 16), (7, 1, 32, 64), (32, 1, 16, 16), (2, 1, 256, 128)],
 )
-def test_attend(device, stop, heads, kv_heads, size, block_size):
+def test_attend(device, stop, heads, kv_heads, size, block_size, monkeypatch):
+    if kv_heads > 1:  # a program merges several rows
+        monkeypatch.setattr(attention, "MANY_ROWS", 1)
     sequences = Sequences(device, [70, 1, SEGMENT + 1, 600], heads, kv_heads, size, block_size)
     pieces = [(0, 30, 70), (1, 0, 1), (2, SEGMENT, SEGMENT + 1), (3, 598, 600)]
     out = sequences.attend(stop, pieces, padding=3)
@@ -137,3 +141,17 @@ def test_nothing_is_written_once_stopped(device, stop, monkeypatch):
 def test_no_rows(device, stop):
     sequences = Sequences(device, [5], 4, 2, 16, 16)
     assert sequences.attend(stop, [(0, 5, 5)]).shape == (0, 64)
+
+
+def test_prompts_are_cut_into_items_of_several_rows():
+    lengths, firsts, num_rows = [1, 40, 1, 2, 33, 8], [7, SEGMENT - 30, 0, 5, 0, 3 * SEGMENT - 4], LARGE // 8
+    positions = np.concatenate([np.arange(a, a + n) for a, n in zip(firsts, lengths, strict=True)]).astype(np.int32)
+    starts = np.cumsum([0, *lengths]).astype(np.int32)
+    small, large = cut(positions, starts, group=8, max_split=1)
+    assert small.tolist() == [[0, 1, 0, 1], [41, 1, 0, 1]]
+    assert large.tolist() == [
+        [first, min(num_rows, end - first), 0, positions[min(first + num_rows, end) - 1] // SEGMENT + 1]
+        for start, end in pairwise(starts)
+        if end - start > 1
+        for first in range(start, end, num_rows)
+    ]

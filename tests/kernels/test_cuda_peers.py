@@ -178,6 +178,8 @@ def test_rows_of_who_died_are_counted_and_told_after_they_were_sent_again(worker
 class Step:
     """A step that was launched: what it reports, one report after the other, and how it was told to go on."""
 
+    is_last = True
+
     def __init__(self, *reports: tuple[int, int, int]) -> None:
         self.due_ns, self.went_on = 0, []
         self._reports, self._ended = list(reports), np.zeros(1, np.int64)

@@ -41,7 +41,10 @@ def compute(
     return plan.pos_TK, y_RD
 
 
-@pytest.mark.parametrize("num_tokens, num_real, top_k, num_slots", [(1, 1, 2, 8), (24, 17, 4, 5), (700, 690, 4, 37)])
+@pytest.mark.parametrize(
+    "num_tokens, num_real, top_k, num_slots",
+    [(1, 1, 2, 8), (24, 17, 4, 5), (700, 690, 4, 37), (2100, 2090, 4, 8), (2600, 0, 4, 3)],  # the last two in chunks
+)
 @pytest.mark.parametrize("cut", [FEW_ROWS, MANY_ROWS], ids=lambda cut: str(cut.rows))
 def test_plan_is_a_stable_sort_by_slot(device, stop, num_tokens, num_real, top_k, num_slots, cut) -> None:
     ids_TK, _ = random_routes(num_tokens, num_real, top_k, num_slots, device)
@@ -104,6 +107,18 @@ def test_slices_add_up(device, stop, num_slices) -> None:
     assert torch.equal(whole, in_slices)
 
 
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_bands_do_not_change_bits(device, stop, num_slices) -> None:
+    """Seven tiles or more in bands of two: the last one is not full."""
+    arena, _ = make_arena(1, 3, 136, 200, device)
+    x_TD = torch.randn(50, 136, device=device).bfloat16()
+    ids_TK, _ = random_routes(50, 47, 2, 3, device)
+    banded = FEW_ROWS._replace(gate_up=FEW_ROWS.gate_up._replace(band=2), down=FEW_ROWS.down._replace(band=2))
+    _, expected = compute(x_TD, ids_TK, arena, 0, FEW_ROWS, stop)
+    _, found = compute(x_TD, ids_TK, arena, 0, banded, stop, num_slices)
+    assert torch.equal(found[:94], expected[:94]) and not found[:94].isnan().any()
+
+
 def test_a_slice_is_a_share(device, stop) -> None:
     arena, _ = make_arena(1, 2, 64, 512, device)
     x_TD = torch.randn(8, 64, device=device).bfloat16()
@@ -115,7 +130,7 @@ def test_a_slice_is_a_share(device, stop) -> None:
     assert h_RF.isnan().float().mean() == 0.75
 
 
-def test_nobody_moves_when_stopped(device, stop) -> None:
+def test_nobody_moves_when_stopped(device, stop, monkeypatch) -> None:
     arena, _ = make_arena(1, 3, 64, 64, device)
     x_TD = torch.randn(4, 64, device=device).bfloat16()
     ids_TK, weights_TK = random_routes(4, 4, 2, 3, device)
@@ -123,6 +138,12 @@ def test_nobody_moves_when_stopped(device, stop) -> None:
     plan = plan_local(ids_TK, slot_of_N, 3, FEW_ROWS, stop)
     h_RF, y_RD = x_TD.new_zeros(8, 64), x_TD.new_zeros(8, 64)
     stop.fill_(5)
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    monkeypatch.setattr(torch, "empty_like", torch.zeros_like)
+    many_TK, _ = random_routes(2100, 2100, 4, 3, device)
+    assert not any(
+        part.any() for ids in (ids_TK, many_TK) for part in plan_local(ids, slot_of_N, 3, FEW_ROWS, stop)[:2]
+    )
     gate_up(x_TD.data_ptr(), plan.src_R, arena, stop.new_zeros(1), plan.tiles, h_RF, stop)
     down(h_RF + 1, arena, stop.new_zeros(1), plan.tiles, y_RD.data_ptr(), None, stop)
     combine(y_RD.data_ptr(), plan.pos_TK, weights_TK, x_TD.float(), stop)

@@ -384,7 +384,7 @@ class Pages:
 
 @pytest.mark.parametrize("allowed", [0, 2, 99])
 def test_memory_comes_into_reach(monkeypatch, allowed):
-    monkeypatch.setattr(cuda_reach, "_CHUNK_BYTES", 8192)
+    monkeypatch.setattr(cuda_reach, "CHUNK_BYTES", 8192)
     log, pages = new_log(LogShape(**{**SHAPE.__dict__, "piece_bytes": 256})), Pages(allowed)
     reach = Reach(log, pages)
     assert reach.num_blocks == 0

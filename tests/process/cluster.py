@@ -5,15 +5,17 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from everserve.bench.load import Ask
+from everserve.bench.load import Ask, Load
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
+
+_LOOK_EVERY_S = 0.02  # most conditions ask the server, which is busy with what is waited for
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 90.0, what: str = "it") -> None:
@@ -21,7 +23,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 90.0, what: s
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen in time"
-        time.sleep(0.005)
+        time.sleep(_LOOK_EVERY_S)
 
 
 def process_state(pid: int) -> str | None:
@@ -134,14 +136,42 @@ def assert_equal(streams: list[Stream], expected: list[list[int]]) -> None:
         assert stream.token_ids == tokens
 
 
+def under_load(server: LocalServer, wanted: list[Ask], expected: list[list[int]], act: Callable[[], object]) -> None:
+    """Streams run and begin again while `act` runs; all are as expected."""
+
+    async def run() -> list[bool]:
+        load = Load(server, wanted)
+        await load.flow()
+        await asyncio.to_thread(act)
+        await load.finish()
+        assert [stream.error for streams in load.streams for stream in streams if stream.error] == []
+        return [verdict.is_exact for verdict in load.verdicts(expected)]
+
+    exact = asyncio.run(run())
+    assert len(exact) >= len(wanted) and all(exact)
+
+
 # -- the cluster ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unharmed(server: LocalServer) -> Iterator[LocalServer]:
+    """It runs until its users have ended, and has printed no traceback by then."""
+    with server as running:
+        yield running
+        assert running.process is not None and running.process.poll() is None, running.log_text()
+        assert "Traceback" not in running.log_text(), running.log_text()
 
 
 _http = httpx.Client()  # one for all: making one takes longer than many a fault
 
 
+def get(server: LocalServer, path: str) -> httpx.Response:
+    return _http.get(f"{server.url}{path}")
+
+
 def cluster(server: LocalServer) -> dict[str, Any]:
-    return _http.get(f"{server.url}/cluster").json()
+    return get(server, "/cluster").json()
 
 
 def worker(server: LocalServer, rank: int) -> dict[str, Any]:
@@ -192,7 +222,7 @@ def started(server: LocalServer, rank: int, after: int) -> dict[str, Any] | None
 
 def metric(server: LocalServer, name: str) -> float:
     """The sum over all labels."""
-    lines = _http.get(f"{server.url}/metrics").text.splitlines()
+    lines = get(server, "/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
 

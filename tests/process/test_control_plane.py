@@ -24,12 +24,6 @@ def shared(shared_servers):
         assert running.process.poll() is None, running.log_text()
 
 
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
 def pid_of(server, name: str) -> int:
     return next((p["pid"] for p in c.cluster(server)["processes"] if p["name"] == name), 0)
 

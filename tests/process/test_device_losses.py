@@ -11,28 +11,7 @@ from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
 NUM_DEVICES = 4
-FLAGS = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--enable-chaos", *c.PATIENT)
-
-
-@pytest.fixture(scope="module")
-def shared(start_server):
-    """One cluster for all losses: it must be whole again after each."""
-    with start_server(*FLAGS, "--kv-log", "mirror") as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    """The right answers, by one process that has all experts itself."""
-    return c.right_answers(server, DECODE)
+FLAGS = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--enable-chaos", "--kv-log", "mirror", *c.PATIENT)
 
 
 def lose(server, *devices: int, gone: bool) -> None:

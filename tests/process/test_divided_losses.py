@@ -27,11 +27,9 @@ def kv_bytes() -> int:
 def divided(start_server):
     memory = ("--kv-cache-memory-bytes", str(kv_bytes()), "--max-model-len", str(BLOCKS_OF_STREAM * BLOCK_SIZE))
     flags = ("-tp", str(NUM_DEVICES), "--block-size", str(BLOCK_SIZE), "--no-enable-prefix-caching", *memory)
-    with start_server(*flags, "--enable-chaos", *c.PATIENT) as running:
+    with c.unharmed(start_server(*flags, "--enable-chaos", *c.PATIENT)) as running:
         c.wait_whole(running)
         yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,6 @@ def shared(shared_servers):
         assert running.process.poll() is None, running.log_text()
 
 
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
 @pytest.fixture(scope="module")
 def expected(server):
     """The right answers, by one process that has all experts itself."""

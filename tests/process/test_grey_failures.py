@@ -4,27 +4,12 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-import pytest
-
 from everserve.bench.duty import DutyCycle
 from tests.process import cluster as c
 from tests.process.cluster import DECODE
 
 # Silence is longer than any stop of a duty cycle, also where a busy machine makes stops longer than they should be.
 FLAGS = ("--attention-workers", "2", "--expert-workers", "3", "--enable-chaos", "--detect-ms", "2000")
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    return c.right_answers(server, DECODE)
-
-
-@pytest.fixture(scope="module")
-def shared(start_server):
-    with start_server(*FLAGS) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
 
 
 @contextlib.contextmanager

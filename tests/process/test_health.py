@@ -24,21 +24,8 @@ def source(tmp_path_factory) -> Path:
 def shared(start_server, source):
     source.write_text("")
     flags = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--health-source", str(source), *c.PATIENT)
-    with start_server(*flags) as running:
+    with c.unharmed(start_server(*flags)) as running:
         yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    return c.right_answers(server, DECODE)
 
 
 def say(server, device: int, level: int, reason: str = "") -> str:

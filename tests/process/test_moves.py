@@ -26,12 +26,6 @@ def shared(shared_servers):
         assert running.process.poll() is None, running.log_text()
 
 
-@pytest.fixture
-def whole(shared):
-    c.wait_whole(shared)
-    return shared
-
-
 def told(server, name: str) -> list[dict]:
     return [event for event in server.events() if event["event"] == name]
 

@@ -3,7 +3,6 @@
 import asyncio
 import signal
 
-import httpx
 import pytest
 
 from everserve.client import Stream
@@ -74,7 +73,7 @@ def well_into_prefill(server, rank: int):
     is_begun, seen = c.in_prefill(server, rank), set()
 
     def check(streams: list[Stream]) -> bool:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+        lines = c.get(server, "/metrics").text.splitlines()
         name = f'everserve_prefill_cost_total{{rank="{rank}"}} '
         seen.update(line for line in lines if line.startswith(name))
         return is_begun(streams) and len(seen) > 2

@@ -1,17 +1,14 @@
 """More and fewer workers under running streams: every token as in an undisturbed run."""
 
-import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from everserve.bench.load import Load
 from tests.process import cluster as c
 
 FLAGS = ("--attention-workers", "1", "--expert-workers", "4", "--max-workers", "8", *c.PATIENT)
@@ -22,29 +19,6 @@ ASKS = c.asks(6, num_prompt=40, max_tokens=120)
 @pytest.fixture(scope="module")
 def expected(server):
     return c.right_answers(server, ASKS)
-
-
-@pytest.fixture(scope="module")
-def scalable(start_server):
-    with start_server(*FLAGS) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-def under_load(server, expected, act: Callable[[], object]) -> None:
-    """Streams run and begin again while `act` runs."""
-
-    async def run() -> list[bool]:
-        load = Load(server, ASKS)
-        await load.flow()
-        await asyncio.to_thread(act)
-        await load.finish()
-        assert [stream.error for streams in load.streams for stream in streams if stream.error] == []
-        return [verdict.is_exact for verdict in load.verdicts(expected)]
-
-    exact = asyncio.run(run())
-    assert len(exact) >= len(ASKS) and all(exact)
 
 
 def size(server) -> Counter[str]:
@@ -66,32 +40,30 @@ def incarnations(server) -> list[tuple[int, int]]:
     return [(event["rank"], event["incarnation"]) for event in started]
 
 
-def test_up_and_down_under_load(scalable, expected):
+def test_up_and_down_under_load(shared, expected):
     def up_and_down() -> None:
-        assert scale(scalable, 2, 5)["added"] == [5, 6]
-        c.wait_until(lambda: has(scalable, 2, 5), what="more workers")
-        c.wait_until(lambda: c.worker(scalable, 5)["requests"] > 0, what="streams of the new attention worker")
+        assert scale(shared, 2, 5)["added"] == [5, 6]
+        c.wait_until(lambda: has(shared, 2, 5), what="more workers")
+        c.wait_until(lambda: c.worker(shared, 5)["requests"] > 0, what="streams of the new attention worker")
         command = [sys.executable, "-m", "everserve.cli", "scale", "--attention", "1", "--expert", "2"]
-        said = subprocess.run(
-            [*command, "--url", scalable.url], check=True, capture_output=True, text=True, timeout=120
-        )
+        said = subprocess.run([*command, "--url", shared.url], check=True, capture_output=True, text=True, timeout=120)
         assert said.stdout.splitlines()[-1].startswith("done after")
 
-    under_load(scalable, expected, up_and_down)
-    assert has(scalable, 1, 2)
-    done = [event for event in scalable.events() if event["event"] == "scale_done"]
+    c.under_load(shared, ASKS, expected, up_and_down)
+    assert has(shared, 1, 2)
+    done = [event for event in shared.events() if event["event"] == "scale_done"]
     assert [(event["attention"], event["expert"]) for event in done[-2:]] == [(2, 5), (1, 2)]
-    assert [event for event in scalable.events() if event["event"] == "fault_detected"] == []
-    assert not c.metric(scalable, "everserve_failovers_total")
-    moved = [event["rank"] for event in scalable.events() if event["event"] == "experts_moved"]
+    assert [event for event in shared.events() if event["event"] == "fault_detected"] == []
+    assert not c.metric(shared, "everserve_failovers_total")
+    moved = [event["rank"] for event in shared.events() if event["event"] == "experts_moved"]
     assert {1, 2} <= set(moved), "those that stay have taken over experts of those that left"
 
 
-def test_workers_die_in_the_middle(scalable, expected):
+def test_workers_die_in_the_middle(shared, expected):
     """One that is there, one that is new, and one that should retire."""
 
     def pid(rank: int) -> int:
-        found = [worker for worker in c.cluster(scalable)["workers"] if worker["rank"] == rank]
+        found = [worker for worker in c.cluster(shared)["workers"] if worker["rank"] == rank]
         return found[0]["pid"] if found else 0
 
     def kill(rank: int) -> None:
@@ -99,33 +71,33 @@ def test_workers_die_in_the_middle(scalable, expected):
         os.kill(pid(rank), signal.SIGKILL)
 
     def act() -> None:
-        scale(scalable, 2, 4)
+        scale(shared, 2, 4)
         kill(1)
         kill(5)
-        c.wait_until(lambda: has(scalable, 2, 4), what="more workers")
-        scale(scalable, 1, 2)
+        c.wait_until(lambda: has(shared, 2, 4), what="more workers")
+        scale(shared, 1, 2)
         with contextlib.suppress(ProcessLookupError):  # it may have left
             os.kill(pid(3) or NO_PID, signal.SIGKILL)
-        c.wait_until(lambda: has(scalable, 1, 2), what="fewer workers")
+        c.wait_until(lambda: has(shared, 1, 2), what="fewer workers")
 
-    under_load(scalable, expected, act)
-    started = incarnations(scalable)
+    c.under_load(shared, ASKS, expected, act)
+    started = incarnations(shared)
     assert len(set(started)) == len(started), "an incarnation is never used again"
 
 
-def test_a_new_orchestrator_goes_on(scalable, expected):
+def test_a_new_orchestrator_goes_on(shared, expected):
     def act() -> None:
-        scale(scalable, 2, 3)
-        (orchestrator,) = [p["pid"] for p in c.cluster(scalable)["processes"] if p["name"] == "orchestrator"]
+        scale(shared, 2, 3)
+        (orchestrator,) = [p["pid"] for p in c.cluster(shared)["processes"] if p["name"] == "orchestrator"]
         os.kill(orchestrator, signal.SIGKILL)
-        c.wait_until(lambda: has(scalable, 2, 3), what="more workers")
-        scale(scalable, 1, 2)
-        (orchestrator,) = [p["pid"] for p in c.cluster(scalable)["processes"] if p["name"] == "orchestrator"]
+        c.wait_until(lambda: has(shared, 2, 3), what="more workers")
+        scale(shared, 1, 2)
+        (orchestrator,) = [p["pid"] for p in c.cluster(shared)["processes"] if p["name"] == "orchestrator"]
         os.kill(orchestrator, signal.SIGKILL)
-        c.wait_until(lambda: has(scalable, 1, 2), what="fewer workers")
+        c.wait_until(lambda: has(shared, 1, 2), what="fewer workers")
 
-    under_load(scalable, expected, act)
-    started = incarnations(scalable)
+    c.under_load(shared, ASKS, expected, act)
+    started = incarnations(shared)
     assert len(set(started)) == len(started), "an incarnation is never used again"
 
 
@@ -138,10 +110,10 @@ def test_a_new_orchestrator_goes_on(scalable, expected):
         ({"devices": 2}, "a device of its own"),
     ],
 )
-def test_what_cannot_be_is_refused(scalable, body, reason):
-    answer = c.post(scalable, "/cluster/scale", body)
+def test_what_cannot_be_is_refused(shared, body, reason):
+    answer = c.post(shared, "/cluster/scale", body)
     assert answer.status_code == 409 and reason in answer.json()["error"]["message"]
-    assert size(scalable) == {"attention": 1, "expert": 2}
+    assert size(shared) == {"attention": 1, "expert": 2}
 
 
 @pytest.mark.long
@@ -168,7 +140,7 @@ def test_whole_devices_come_and_go_and_one_is_lost(start_server, expected):
             scale_to(2)
             assert devices() == {0, 2}
 
-        under_load(server, expected, act)
+        c.under_load(server, ASKS, expected, act)
         started = incarnations(server)
         assert len(set(started)) == len(started), "an incarnation is never used again"
         assert "Traceback" not in server.log_text(), server.log_text()

@@ -15,19 +15,6 @@ from tests.process.cluster import DECODE, Fault
 FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos", *c.PATIENT)
 
 
-@pytest.fixture(scope="module")
-def expected(server):
-    return c.right_answers(server, DECODE)
-
-
-@pytest.fixture(scope="module")
-def shared(start_server):
-    with start_server(*FLAGS) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
 @pytest.fixture
 def whole(shared):
     c.wait_whole(shared)

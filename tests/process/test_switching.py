@@ -1,17 +1,14 @@
 """Workers change their roles under running streams, by hand and because a device is gone: every token as in an
 undisturbed run."""
 
-import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 
 import pytest
 
-from everserve.bench.load import Load
 from tests.process import cluster as c
 from tests.shared_servers import CLUSTER
 
@@ -32,21 +29,6 @@ def shared(shared_servers):
         assert running.process.poll() is None, running.log_text()
 
 
-def under_load(server, expected, act: Callable[[], object]) -> None:
-    """Streams run and begin again while `act` runs."""
-
-    async def run() -> list[bool]:
-        load = Load(server, ASKS)
-        await load.flow()
-        await asyncio.to_thread(act)
-        await load.finish()
-        assert [stream.error for streams in load.streams for stream in streams if stream.error] == []
-        return [verdict.is_exact for verdict in load.verdicts(expected)]
-
-    exact = asyncio.run(run())
-    assert len(exact) >= len(ASKS) and all(exact)
-
-
 def has(server, attention: int, expert: int) -> bool:
     roles = Counter(role for worker in c.cluster(server)["workers"] for role in worker["roles"])
     return roles == {"attention": attention, "expert": expert}
@@ -57,9 +39,12 @@ def switch(server, rank: int, role: str) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def kill(server, name: str) -> None:
-    (pid,) = [process["pid"] for process in c.cluster(server)["processes"] if process["name"] == name]
+def kill_orchestrator(server) -> None:
+    """Until the next one has taken over: before that the gateway shows what the last one has told."""
+    (pid,) = [process["pid"] for process in c.cluster(server)["processes"] if process["name"] == "orchestrator"]
+    num_before = len(told(server, "orchestrator_recovered"))
     os.kill(pid, signal.SIGKILL)
+    c.wait_until(lambda: len(told(server, "orchestrator_recovered")) > num_before, what="another orchestrator")
 
 
 def wait_for(server, attention: int, expert: int) -> None:
@@ -81,7 +66,7 @@ def test_there_and_back_under_load(shared, expected):
         switch(shared, 2, "attention")  # another one than came
         wait_for(shared, 2, 2)
 
-    under_load(shared, expected, act)
+    c.under_load(shared, ASKS, expected, act)
     assert {worker["rank"]: worker["roles"] for worker in c.cluster(shared)["workers"]} == {
         0: ["attention"], 1: ["expert"], 2: ["attention"], 3: ["expert"]
     }  # fmt: skip
@@ -103,13 +88,13 @@ def test_processes_die_in_the_middle(shared, expected):
         os.kill(before["pid"], signal.SIGKILL)
         c.wait_until(lambda: pid(0, before["incarnation"]), what="a successor")
         os.kill(pid(0, before["incarnation"]), signal.SIGKILL)
-        kill(shared, "orchestrator")
+        kill_orchestrator(shared)
         wait_for(shared, 1, 3)
         switch(shared, 0, "attention")
-        kill(shared, "orchestrator")
+        kill_orchestrator(shared)
         wait_for(shared, 2, 2)
 
-    under_load(shared, expected, act)
+    c.under_load(shared, ASKS, expected, act)
     started = [event for event in shared.events("supervisor") if event["event"] == "worker_started"]
     numbers = [(event["rank"], event["incarnation"]) for event in started]
     assert len(set(numbers)) == len(numbers), "an incarnation is never used again"
@@ -136,7 +121,7 @@ def test_an_attention_worker_stands_in_for_a_device_that_is_gone(start_server, e
             change("/cluster/return")
             wait_for(server, 3, 2)
 
-        under_load(server, expected, act)
+        c.under_load(server, ASKS, expected, act)
         assert "Traceback" not in server.log_text(), server.log_text()
         began = [event["role"] for event in server.events() if event["event"] == "switch_began"]
         assert began == ["expert", "attention"]

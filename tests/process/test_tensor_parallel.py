@@ -6,7 +6,6 @@ import re
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 
 from everserve.model.bundled import DEMO_MODEL
@@ -18,29 +17,9 @@ from tests.process.cluster import DECODE, Fault
 HOME, SHARDS = 0, 4
 PREFILL_COST = re.compile(r'^everserve_prefill_cost_total\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
 TASKS = Path(__file__).parents[1] / "serving" / "lm_eval_task"
+FLAGS = ("-tp", "3", "--enable-chaos", *c.PATIENT)
 LONG = c.asks(3, num_prompt=200, max_tokens=160)  # a mirror may lag behind by some tokens
 LOST = 1  # a device, which has a home and a worker with heads
-
-
-@pytest.fixture(scope="module")
-def divided(start_server):
-    """One cluster for all losses: it must be whole again after each."""
-    with start_server("-tp", "3", "--enable-chaos", *c.PATIENT) as running:
-        yield running
-        assert running.process.poll() is None, running.log_text()
-        assert "Traceback" not in running.log_text(), running.log_text()
-
-
-@pytest.fixture
-def whole(divided):
-    c.wait_whole(divided)
-    return divided
-
-
-@pytest.fixture(scope="module")
-def expected(server):
-    """The right answers, by one process that has everything itself."""
-    return c.right_answers(server, DECODE)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +95,7 @@ def test_heads_move_with_their_kv_when_a_device_is_gone_and_when_it_returns(whol
 
 def costs(server) -> dict[int, int]:
     """Of the prompts that each home has computed."""
-    text = httpx.get(f"{server.url}/metrics").text
+    text = c.get(server, "/metrics").text
     return {int(rank): int(float(cost)) for rank, cost in PREFILL_COST.findall(text)}
 
 

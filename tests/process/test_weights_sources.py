@@ -253,12 +253,6 @@ def test_every_source(instance):
     backup.close()
 
 
-@pytest.fixture(scope="module")
-def expected(server):
-    """The right answers, by one process that has all experts itself."""
-    return c.right_answers(server, c.DECODE)
-
-
 def num_found(server) -> list[int]:
     """How many slots each expert worker found full when it started."""
     lines = [line for line in server.log_text().splitlines() if "expert slots were in memory already" in line]

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tests.property.test_engine_schedules import abandon, prompts
-from tests.toy import LaggingForward, make_engine, run_alone, spec
+from tests.property.engine_streams import EngineStreams
+from tests.property.test_engine_schedules import prompts
+from tests.toy import LaggingForward, make_engine
 
 params = st.fixed_dictionaries(
     {
@@ -43,45 +44,24 @@ def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, pref
         enable_prefix_caching=prefix_caching,
         make_forward=lambda model: LaggingForward(model, lambda: laziness[1] or rng.random() < laziness[0]),
     )
-    streams: dict[str, list[int]] = {}
-    cancelled: set[str] = set()
-    specs = {}
-
-    def step(may_go_ahead: bool = True) -> None:
-        for output in engine.step(may_go_ahead=may_go_ahead).outputs:
-            assert output.id not in cancelled
-            assert output.index == len(streams[output.id]), "a gap or a duplicate"
-            streams[output.id].append(output.token)
-        engine.check()
-
+    streams = EngineStreams(engine, model)
     for event in events:
         if event[0] == "add":
-            request = spec(f"r{len(specs)}", event[1], **event[2])
-            specs[request.id], streams[request.id] = request, []
-            engine.add(request)
+            streams.add(*event[1:])
         elif event[0] == "step":
             for _ in range(event[1]):
-                step(event[2])
+                streams.step(event[2])
         elif event[0] == "abandon" and engine.has_work:
             engine.forget_ahead()  # it may have been computed: the fault would hit the step behind it
             laziness[1] = True
             if engine.has_work and rng.random() < 0.7:
-                step()
+                streams.step()
             if engine.has_work:
-                abandon(engine, model)
+                streams.abandon()
             laziness[1] = False
         elif event[0] == "forget":
             engine.forget_ahead()
             engine.check()
-        elif event[0] == "cancel" and engine.cancel(f"r{event[1]}"):
-            cancelled.add(f"r{event[1]}")
-            engine.check()
-    for _ in range(2000):
-        if not engine.has_work:
-            break
-        step()
-    assert not engine.has_work, "a worker starves"
-    assert engine.scheduler.pool.num_used == 0
-    for id, request in specs.items():
-        alone = run_alone(request)
-        assert streams[id] == (alone[: len(streams[id])] if id in cancelled else alone)
+        elif event[0] == "cancel":
+            streams.cancel(event[1])
+    streams.finish()

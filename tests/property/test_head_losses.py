@@ -12,11 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from everserve.backends.cpu.kept_kv import NoBlocks
 from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
-from everserve.kvlog.log import Log
+from everserve.kvlog.log import Log, NoBlocks
 from tests.examples import examples
 from tests.in_process_heads import BLOCKS_PER_HOME, HeadWorld
 from tests.models import model_directory, random_tokens

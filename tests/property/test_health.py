@@ -15,10 +15,9 @@ from everserve.tables.health import OPERATOR, Diagnosis, Level
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.outputs import AttentionLoad
-from everserve.tables.slots import EMPTY
 from tests.examples import examples
 from tests.property.test_moves import NUM_EXPERTS, World
-from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld
+from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld, check_no_hole
 
 SOURCES = (OPERATOR, FEED, "Xid 48")
 
@@ -37,14 +36,7 @@ class HealthWorld(ScalingWorld):
             s for s in others if s.goal.roles == leaving.goal.roles and WorkerId(*s.id) not in self.asked_to_leave
         ]
         assert others or leaving.held is not None, "its streams would wait"
-        for layer, slots in enumerate(leaving.held.experts if leaving.held is not None else ()):
-            elsewhere = {
-                expert
-                for seat in others
-                for slot, expert in enumerate(seat.held.experts[layer])
-                if (layer, slot) not in {(fill.layer_index, fill.slot) for fill in seat.filling}
-            }
-            assert set(slots) - {EMPTY} <= elsewhere, "it would leave a hole"
+        check_no_hole(leaving, others)
 
     def apply(self, decision) -> None:
         super().apply(decision)

@@ -21,6 +21,7 @@ from everserve.control.effects import (
     AllReady,
     AskToLeave,
     BackOff,
+    ClearSlots,
     Decision,
     FillSlots,
     GiveUp,
@@ -59,7 +60,7 @@ from everserve.plan.placement import place_experts
 from everserve.tables.goal import Capacity
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import WorkerState
-from everserve.tables.slots import Fill, HeldSlots
+from everserve.tables.slots import EMPTY, Fill, HeldSlots
 from everserve.tables.validity import degraded
 from everserve.tables.work import Work
 from tests.examples import examples
@@ -77,6 +78,7 @@ class Process:
     rank: Rank
     incarnation: Incarnation
     slots: HeldSlots | None  # of an expert worker
+    num_done: int = 0  # of the slots that this orchestrator has told it
     phase: int = 0  # asked for, exists, said hello, said ready
     is_dead: bool = False
     is_stopped: bool = False
@@ -129,8 +131,9 @@ class Process:
         for layer, slot, expert in fills:
             experts[layer][slot] = expert
         self.slots = msgspec.structs.replace(self.slots, experts=tuple(map(tuple, experts)))
+        self.num_done += len(fills)
         if not self.is_dead:
-            self.send("channel", SaidHolds, self.slots)
+            self.send("channel", SaidHolds, self.slots, (), self.num_done)
 
     def leave(self, is_slow: bool = False) -> None:
         if self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_leaving):
@@ -182,6 +185,7 @@ class Process:
         self.looks_silent = False
         has_reported = self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_starved) and chance % 5 > 0
         self.owes_report = self.phase > 0 and not self.is_dead and not has_reported
+        self.num_done = 0
         return Found(
             rank=self.rank,
             incarnation=self.incarnation,
@@ -294,6 +298,9 @@ class World:
                 self.goal = effect.goal
             elif isinstance(effect, FillSlots):
                 self.processes[effect.rank, effect.incarnation].fill(effect.fills)
+            elif isinstance(effect, ClearSlots):
+                emptied = [Fill(*place, EMPTY) for place in effect.places]
+                self.processes[effect.rank, effect.incarnation].fill(emptied)
             elif isinstance(effect, Kill):
                 self.on_kill(effect, event)
             elif isinstance(effect, Probe):

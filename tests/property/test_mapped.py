@@ -3,6 +3,7 @@ memory with its device, meet the next worker of the seat and new orchestrators. 
 computes with it, in its own memory or in another's; every expert whose weights are in memory has a place at once; and
 in the end nothing is mapped."""
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
@@ -15,7 +16,7 @@ from everserve.control.events import DeviceLost, DeviceReturned, SaidHello, Said
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.slots import EMPTY, Fill, Place
 from tests.examples import examples
-from tests.property.test_moves import ACTIONS, NUM_EXPERTS, Process, World, check_healed, kill_expert
+from tests.property.test_moves import ACTIONS, NUM_EXPERTS, Process, World, check_healed, kill_expert, num_places
 
 Loan = tuple[Rank, Place]  # of whose memory
 
@@ -71,9 +72,7 @@ class MappedWorld(World):
             for place in gone:
                 self.put(process, place, EMPTY)
             if gone:
-                num_left = len(process.todo[0]) if process.todo else 0
-                process.says.append(SaidHolds(*id, process.held, tuple(process.failed), num_left))
-                process.failed.clear()
+                self.say_held(process)
 
     def die(self, id: WorkerId) -> None:
         self.loans.pop(id, None)
@@ -134,6 +133,7 @@ SHAPES = [(2, 3, 0), (3, 2, 0), (3, 3, 0), (3, 4, 0), (4, 2, 2), (4, 3, 2)]
 )
 def test_nothing_that_is_in_use_changes_and_everything_finds_its_place(schedule, shape):
     world = MappedWorld(*shape)
+    undisturbed = num_places(world)
     for action, n in schedule:
         ACTIONS[action](world, n)
         world.check_borrowed()
@@ -145,6 +145,7 @@ def test_nothing_that_is_in_use_changes_and_everything_finds_its_place(schedule,
     check_healed(world)
     assert world.machine.degraded == (), "every worker is back"
     assert world.num_mapped_now == 0, "every expert is in memory of the worker that serves it"
+    assert num_places(world) == undisturbed, "no copy was left behind"
 
 
 @pytest.mark.parametrize("num_slots", [2, 3])
@@ -183,6 +184,39 @@ def test_the_death_of_the_worker_that_maps():
     assert world.machine.violations == () and world.num_mapped_now == 0
 
 
+@pytest.mark.parametrize("devices", [(0, 1), (1, 3), (2, 3)])
+def test_two_die_with_the_orchestrator(devices):
+    """The next one reads the reports of those that are left after it has told them what to map; some of the rest is
+    copied into slots that are empty otherwise. When the two are back, all is as before."""
+    world = MappedWorld(num_devices=4, num_slots=2)
+    undisturbed = num_places(world)
+    for device in devices:
+        world.die(next(id for id in world.processes if id.rank == world.num_devices + device))
+    known = {*world.processes}
+    world.lose_orchestrator(0)
+    told = {id: [*process.says] for id, process in world.processes.items() if id not in known}
+    world.stop_new(known)
+    world.settle(is_time_passing=False)
+    assert world.num_mapped_now > 0
+    for id, says in told.items():
+        world.processes[id].says.extend(says)
+    world.settle()
+    check_healed(world)
+    assert world.num_mapped_now == 0 and num_places(world) == undisturbed
+
+
+def test_what_was_told_is_taken_back_when_the_owner_is_there_again():
+    world = MappedWorld(num_devices=3, num_slots=2)
+    kill_expert(world, 1)
+    assert any(process.todo for process in world.processes.values()), "others are told to map its experts"
+    while any(process.says for process in world.processes.values()):
+        for n in range(len(world.processes)):
+            world.deliver(n)
+    assert not any(process.todo for process in world.processes.values()) and world.machine.mapping == ()
+    world.settle()
+    assert world.num_mapped_now == 0 and world.machine.violations == ()
+
+
 def test_an_orchestrator_that_dies_in_the_middle():
     """Half of it is mapped, and the next one knows of the rest what was planned."""
     world = MappedWorld(num_devices=3, num_slots=2)
@@ -212,6 +246,24 @@ def test_memory_that_goes_with_its_device():
     assert world.num_mapped_now == 0
     world.settle()
     check_healed(world)
+
+
+def test_memory_that_is_lost_before_it_is_mapped():
+    """What was told is taken back, and copied instead. The successors take for ever to start."""
+    is_seen = False
+    for devices in itertools.combinations(range(4), 2):
+        world = MappedWorld(num_devices=4, num_slots=3)
+        known = {*world.processes}
+        for device in devices:
+            kill_expert(world, device)
+            world.stop_new(known)
+        is_seen |= bool(world.machine.mapping)
+        for device in devices:
+            world.tell(DeviceLost(device, is_gone=False))
+            world.stop_new(known)
+        world.settle(is_time_passing=False)
+        assert world.machine.violations == () and world.num_mapped_now == 0
+    assert is_seen, "workers were told to map"
 
 
 def test_memory_that_does_not_hold_what_it_should():

@@ -3,14 +3,15 @@ are slow to use new routes, the orchestrator is replaced. No slot is filled whil
 follow leads to it, and when the faults end everything is where it should be."""
 
 import itertools
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import ClearSlots, Decision, FillSlots, Keep, Kill, Lost, Provision, Publish
+from everserve.control.effects import ClearSlots, Decision, FillSlots, Keep, Kill, Lost, Provision, Publish, StopChanges
 from everserve.control.events import (
     AnyEvent,
     DeviceLost,
@@ -19,6 +20,7 @@ from everserve.control.events import (
     SaidHello,
     SaidHolds,
     SaidReady,
+    SaidReport,
     SaidUses,
     Started,
     Tick,
@@ -49,6 +51,7 @@ class Process:
     experts: list[list[int]] = field(default_factory=list)
     num_mapped: int = 0
     todo: deque[deque[Fill | Place]] = field(default_factory=deque)
+    num_done: int = 0
     failed: list[FailedFill] = field(default_factory=list)
     # an attention worker
     hears: deque[Routes] = field(default_factory=deque)
@@ -107,7 +110,11 @@ class World:
             elif isinstance(effect, FillSlots | ClearSlots):
                 process = self.processes.get(WorkerId(effect.rank, effect.incarnation))
                 if process is not None:  # else the machine has not heard of its end
-                    process.todo.append(deque(effect.fills if isinstance(effect, FillSlots) else effect.places))
+                    self.order(process, effect.fills if isinstance(effect, FillSlots) else effect.places)
+            elif isinstance(effect, StopChanges):
+                process = self.processes.get(WorkerId(effect.rank, effect.incarnation))
+                if process is not None:
+                    self.stop(process)
             elif isinstance(effect, Provision):
                 self.start(WorkerId(effect.rank, effect.incarnation))
             elif isinstance(effect, Lost):
@@ -118,6 +125,16 @@ class World:
         assert routes is not None
         for sentence in self.machine.violations:
             assert "no place" in sentence or "no attention worker" in sentence, sentence
+
+    def order(self, process: Process, changes: Sequence[Fill | Place]) -> None:
+        pending = {(change.layer_index, change.slot) for order in process.todo for change in order}
+        assert pending.isdisjoint((change.layer_index, change.slot) for change in changes), "it was told already"
+        process.todo.append(deque(changes))
+
+    def stop(self, process: Process) -> None:
+        process.num_done += sum(map(len, process.todo))
+        process.todo.clear()
+        self.say_held(process)
 
     def publish(self, tables: Publish) -> None:
         assert tables.routes is not None
@@ -177,15 +194,19 @@ class World:
         if not self.may_change(process, fills[0]):
             return
         change = fills.popleft()
+        process.num_done += 1
         self.check_unused(process, change.layer_index, change.slot)
         self.put(process, Place(change.layer_index, change.slot), EMPTY)
         if isinstance(change, Fill) and not self.load(process, change, has_failed=may_fail and n % 7 == 3):
             process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
         if not fills or n % 2:
-            process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), len(fills)))
-            process.failed.clear()
+            self.say_held(process)
         if not fills:
             process.todo.popleft()
+
+    def say_held(self, process: Process) -> None:
+        process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), process.num_done))
+        process.failed.clear()
 
     def load(self, process: Process, fill: Fill, has_failed: bool) -> bool:
         return not has_failed and self.put(process, Place(fill.layer_index, fill.slot), fill.expert)
@@ -232,11 +253,14 @@ class World:
                 continue
             process.todo.clear()
             process.failed.clear()
+            process.num_done = 0
             process.says.clear()
             process.is_ready = True
             slots = process.held if self.is_expert(rank) else None
             one = Found(rank=rank, incarnation=incarnation, pid=1000, has_reported=True, is_ready=True, slots=slots)
             found.append(replace(one, is_leaving=process.is_leaving, roles=process.roles))
+            reported = process.uses.epoch if process.uses is not None else Epoch(0)
+            process.says.append(SaidReport(*process.id, reported, process.is_leaving, slots))
             if process.uses is not None:
                 process.says.append(SaidUses(*process.id, process.uses.epoch))
         self.new_machine()
@@ -290,6 +314,7 @@ ACTIONS = [
 )
 def test_no_slot_in_use_is_filled_and_everything_finds_its_place(schedule, shape):
     world = World(*shape)
+    undisturbed = num_places(world)
     for action, n in schedule:
         ACTIONS[action](world, n)
     world.settle()
@@ -299,6 +324,7 @@ def test_no_slot_in_use_is_filled_and_everything_finds_its_place(schedule, shape
     world.settle()
     check_healed(world)
     assert world.machine.degraded == (), "every worker is back"
+    assert num_places(world) == undisturbed, "no copy was left behind"
 
 
 def check_healed(world: World) -> None:
@@ -316,6 +342,16 @@ def check_healed(world: World) -> None:
         if planned is not None and world.machine.counts(process.id):
             for layer in range(2):
                 assert set(planned.experts(layer)) <= set(process.experts[layer]), "not where it should be"
+
+
+def num_places(world: World) -> list[tuple[int, int]]:
+    """In each layer: slots with memory that hold an expert, and the fewest that hold the same one."""
+    workers = [process for process in world.processes.values() if process.experts]
+    found = []
+    for layer in range(2):
+        held = Counter(e for p in workers for e in p.experts[layer][: world.num_slots] if e != EMPTY)
+        found.append((held.total(), min(held[expert] for expert in range(NUM_EXPERTS))))
+    return found
 
 
 def kill_expert(world: World, device: int) -> None:

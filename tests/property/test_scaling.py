@@ -21,6 +21,18 @@ from tests.property.test_moves import ACTIONS, NUM_EXPERTS, POLICY, Process, Wor
 MAX_WORKERS = 9
 
 
+def check_no_hole(leaving, others) -> None:
+    """What it holds is in other seats too, in slots that are not being filled."""
+    for layer, slots in enumerate(leaving.held.experts if leaving.held is not None else ()):
+        elsewhere = {
+            expert
+            for seat in others
+            for slot, expert in enumerate(seat.held.experts[layer])
+            if (layer, slot) not in {(fill.layer_index, fill.slot) for fill in seat.filling}
+        }
+        assert set(slots) - {EMPTY} <= elsewhere, "it would leave a hole"
+
+
 class ScalingWorld(World):
     """Workers that can be asked to leave, and operators that ask for others."""
 
@@ -46,14 +58,7 @@ class ScalingWorld(World):
         others = [seat for seat in self.machine._seats.values() if seat.goal.wanted is Wanted.STAY]
         others = [seat for seat in others if seat.state is WorkerState.READY and seat.goal.roles == leaving.goal.roles]
         assert others, "its streams would wait"
-        for layer, slots in enumerate(leaving.held.experts if leaving.held is not None else ()):
-            elsewhere = {
-                expert
-                for seat in others
-                for slot, expert in enumerate(seat.held.experts[layer])
-                if (layer, slot) not in {(fill.layer_index, fill.slot) for fill in seat.filling}
-            }
-            assert set(slots) - {EMPTY} <= elsewhere, "it would leave a hole"
+        check_no_hole(leaving, others)
 
     # -- what may happen -------------------------------------------------------------------------
 

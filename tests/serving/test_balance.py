@@ -3,7 +3,6 @@ same; also when a worker dies that shares a hot expert."""
 
 import signal
 
-import httpx
 import pytest
 
 from everserve.bench.balance import Settings, hot_share, make_asks
@@ -23,7 +22,7 @@ def decisions(server) -> list[dict]:
 
 
 def experts(server) -> dict:
-    return httpx.get(f"{server.url}/cluster/experts").json()
+    return c.get(server, "/cluster/experts").json()
 
 
 def send_until(server, expected, condition) -> None:

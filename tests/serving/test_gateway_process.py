@@ -183,7 +183,28 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     send_tokens(first, id, {0: 10, 1: 11})
     gateway.until("/metrics", lambda answer: metric(answer, "vllm:generation_tokens_total") == 2)
 
-    # The first worker hangs and is declared gone; it speaks later.
+    second = lose_the_first(gateway, first, id)
+    third = lose_the_orchestrator_and_the_second(gateway, second, id)
+    meet_another_orchestrator(gateway)
+    send_tokens(third, id, {3: 13}, last=3)
+    client.join(TIMEOUT_S)
+    assert received == [10, 11, 12, 13, "[DONE]"]
+    assert expect(gateway.orchestrator, LogSettled) == LogSettled(rank=Rank(0), incarnation=Incarnation(2))
+    gateway.publish(epoch=2)
+    gateway.until("/cluster", lambda answer: answer.json()["degraded"] == ["thin"])
+    answer = gateway.get("/metrics")
+    assert metric(answer, "everserve_requests_resumed_total") == 2
+    assert metric(answer, "everserve_stall_seconds_count") == 2
+    first.close()
+    check_events(gateway)
+    gateway.control.send(Shutdown(grace_s=1.0))
+    assert gateway.process.wait(TIMEOUT_S) == 0
+    with pytest.raises(ChannelClosed):
+        gateway.control.receive(TIMEOUT_S)
+
+
+def lose_the_first(gateway: GatewayUnderTest, first: Channel, id: str) -> Channel:
+    """It hangs and is declared gone; it speaks later."""
     lost = WorkerLost(rank=Rank(0), incarnation=Incarnation(1), roles=(Role.ATTENTION,), cause="hang")
     gateway.orchestrator.send(lost)
     gateway.until("/health", lambda answer: answer.status_code == 503)
@@ -192,8 +213,10 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     second = gateway.attach(2)
     submit = expect(second, Submit)
     assert isinstance(submit, Submit) and (submit.spec.known, submit.source) == ([10, 11], (0, 1))
+    return second
 
-    # The orchestrator dies, and then the second worker.
+
+def lose_the_orchestrator_and_the_second(gateway: GatewayUnderTest, second: Channel, id: str) -> Channel:
     gateway.orchestrator.close()
     gone = gateway.until("/cluster", lambda answer: len(answer.json()["degraded"]) > 1)
     thin, orchestrator = gone.json()["degraded"]
@@ -206,34 +229,25 @@ def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnde
     third = gateway.attach(3)
     submit = expect(third, Submit)
     assert isinstance(submit, Submit) and (submit.spec.known, submit.source) == ([10, 11, 12], (0, 2))
+    return third
 
-    # A new orchestrator comes, and hears of the one log that is still needed, and when it is not any more.
+
+def meet_another_orchestrator(gateway: GatewayUnderTest) -> None:
+    """It hears of the one log that is still needed; and later, when it is not any more."""
     gateway.attach_orchestrator()
     second_log, third_log = (Rank(0), Incarnation(2)), (Rank(0), Incarnation(3))
     report = expect(gateway.orchestrator, GatewayReport)
     assert report == GatewayReport(epoch=Epoch(1), logs=[second_log, third_log], lost=[second_log])
-    send_tokens(third, id, {3: 13}, last=3)
-    client.join(TIMEOUT_S)
-    assert received == [10, 11, 12, 13, "[DONE]"]
-    assert expect(gateway.orchestrator, LogSettled) == LogSettled(rank=Rank(0), incarnation=Incarnation(2))
-    gateway.publish(epoch=2)
-    gateway.until("/cluster", lambda answer: answer.json()["degraded"] == ["thin"])
-    answer = gateway.get("/metrics")
-    assert metric(answer, "everserve_requests_resumed_total") == 2
-    assert metric(answer, "everserve_stall_seconds_count") == 2
 
-    # The gateway's own events are in its file and in its feed.
-    first.close()
+
+def check_events(gateway: GatewayUnderTest) -> None:
+    """The gateway's own are in its file and in its feed."""
     gateway.until("/metrics", lambda _: "stale_dropped" in own_events(gateway))
     assert own_events(gateway).count("request_resumed") == 2
     with httpx.stream("GET", f"{gateway.url}/events", timeout=TIMEOUT_S) as feed:
         lines = (line for line in feed.iter_lines() if line.startswith("event: "))
         shown = [next(lines).removeprefix("event: ") for _ in range(4)]
     assert shown == ["process_started", "request_resumed", "request_resumed", "stale_dropped"]
-    gateway.control.send(Shutdown(grace_s=1.0))
-    assert gateway.process.wait(TIMEOUT_S) == 0
-    with pytest.raises(ChannelClosed):
-        gateway.control.receive(TIMEOUT_S)
 
 
 def test_faults_go_to_the_orchestrator_and_back(gateway: GatewayUnderTest) -> None:

@@ -1,13 +1,13 @@
 """The real `openai` package against the real server."""
 
 import asyncio
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import openai
 import pytest
+
+from tests.process.cluster import get, metric, wait_until
 
 PROMPT = "It was a bright morning, and"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
@@ -17,19 +17,6 @@ MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 def client(server) -> Any:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it never came true"
-        time.sleep(0.02)
-
-
-def metric(url: str, name: str) -> float:
-    """The sum of a metric over its labels."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
 
 
 def test_models(client: openai.OpenAI, server) -> None:
@@ -261,11 +248,11 @@ def test_a_client_that_leaves_stops_the_work(client: openai.OpenAI, server) -> N
     for _ in range(4):
         next(stream)
     assert httpx.get(f"{server.url}/load").json() == {"server_load": 1}
-    generated = metric(server.url, "vllm:generation_tokens_total")
+    generated = metric(server, "vllm:generation_tokens_total")
     stream.close()
-    wait_until(lambda: httpx.get(f"{server.url}/load").json() == {"server_load": 0})
-    wait_until(lambda: metric(server.url, "vllm:num_requests_running") == 0)
-    assert metric(server.url, "vllm:generation_tokens_total") - generated < 1000
+    wait_until(lambda: get(server, "/load").json() == {"server_load": 0})
+    wait_until(lambda: metric(server, "vllm:num_requests_running") == 0)
+    assert metric(server, "vllm:generation_tokens_total") - generated < 1000
 
 
 def test_many_clients_at_once(server) -> None:

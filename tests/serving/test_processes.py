@@ -11,12 +11,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 
 from everserve.client import Stream, complete
 from everserve.procs.process import children_of
-from tests.process.cluster import is_alive, process_state, wait_until, wait_whole
+from tests.process.cluster import get, is_alive, process_state, wait_until, wait_whole
 
 
 def run_serve(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedProcess[str]":
@@ -25,12 +24,12 @@ def run_serve(*arguments: str, timeout_s: float = 60) -> "subprocess.CompletedPr
 
 
 def num_running(server) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = get(server, "/metrics").text.splitlines()
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
 
 def children(server) -> dict[str, int]:
-    cluster = httpx.get(f"{server.url}/cluster").json()
+    cluster = get(server, "/cluster").json()
     pids = {process["name"]: process["pid"] for process in cluster["processes"]}
     return pids | {f"worker-{worker['rank']}": worker["pid"] for worker in cluster["workers"]}
 
@@ -157,7 +156,7 @@ def test_two_servers_side_by_side(own, server):
 
 def test_a_whole_life(own):
     """To the end: SIGTERM lets running streams finish. (The last test of this server.)"""
-    cluster = httpx.get(f"{own.url}/cluster").json()
+    cluster = get(own, "/cluster").json()
     assert cluster["violations"] == [] and cluster["epoch"] >= 1
     assert [worker["state"] for worker in cluster["workers"]] == ["ready"]
     pids = children(own)
@@ -187,7 +186,7 @@ def test_a_client_that_leaves_is_forgotten(server):
         task.cancel()
 
     asyncio.run(leave())
-    wait_until(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 0)
+    wait_until(lambda: get(server, "/load").json()["server_load"] == 0)
     wait_until(lambda: num_running(server) == 0)
 
 
@@ -204,7 +203,9 @@ def test_a_taken_port_is_one_clear_line():
         (["/does/not/exist"], "is not a directory"),
         (["demo", "--block-size", "17"], "choose one of 16, 32, 64, 128"),
         (["demo", "--dtype", "int3"], "choose one of"),
-        (["demo", "--port", "0", "--max-model-len", "1000000"], "max_position_embeddings"),
+        pytest.param(
+            ["demo", "--port", "0", "--max-model-len", "1000000"], "max_position_embeddings", marks=pytest.mark.long
+        ),
         (["demo", "--port", "0", "--kv-cache-memory-bytes", "1000"], "lower --max-model-len"),
         (["demo", "--no-such-flag"], "No such option"),
         (["demo", "--config", "/nope.yaml"], "nope.yaml"),
@@ -226,35 +227,12 @@ def test_an_incomplete_model_directory_is_one_clear_line(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def configured(tmp_path_factory, start_server):
-    """By a file, and by flags, of which one is in the file too."""
-    config = tmp_path_factory.mktemp("config") / "serve.yaml"
-    config.write_text("served-model-name: [yaml-name]\nmax-model-len: 256\n")
-    with start_server("--config", str(config), "--max-model-len", "128", "--api-key", "secret") as running:
-        yield running
-
-
-def test_config_file(configured):
-    answer = httpx.get(f"{configured.url}/v1/models", headers={"Authorization": "Bearer secret"})
-    (model,) = answer.json()["data"]
-    assert (model["id"], model["max_model_len"]) == ("yaml-name", 128), "the command line wins"
-
-
 def test_a_config_file_with_unknown_settings(tmp_path):
     config = tmp_path / "serve.yaml"
     config.write_text("max-modle-len: 1\n--No_such: 1\nport: 0\n")
     done = run_serve("demo", "--config", str(config))
     assert done.returncode == 2
     assert "unknown: max-modle-len (did you mean max-model-len?); --No_such; see" in done.stderr
-
-
-def test_status_with_an_api_key(configured):
-    command = [sys.executable, "-m", "everserve.cli", "status", "--url", configured.url]
-    without = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert without.returncode == 2 and "--api-key" in without.stderr and "Traceback" not in without.stderr
-    given = subprocess.run([*command, "--api-key", "secret", "--json"], capture_output=True, text=True, check=False)
-    assert given.returncode == 0 and '"violations": []' in given.stdout
 
 
 @pytest.mark.parametrize(

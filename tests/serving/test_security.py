@@ -19,9 +19,12 @@ FAULT = {"rank": 0, "signal": "CONT"}
 
 
 @pytest.fixture(scope="module")
-def guarded() -> Iterator[LocalServer]:
+def guarded(tmp_path_factory) -> Iterator[LocalServer]:
+    """By a file, and by flags, of which one is in the file too."""
+    config = tmp_path_factory.mktemp("config") / "serve.yaml"
+    config.write_text("served-model-name: [demo, yaml-name]\nmax-model-len: 2048\nenable-chaos: true\n")
     keys = {"EVERSERVE_API_KEY": "key-a key-b", "EVERSERVE_ADMIN_KEY": "key-admin"}
-    flags = ("--host", "0.0.0.0", "--allowed-hosts", "my.name", "--enable-chaos")
+    flags = ("--config", str(config), "--max-model-len", "1024", "--host", "0.0.0.0", "--allowed-hosts", "my.name")
     with LocalServer("demo", *flags, environment=os.environ | keys) as running:
         running.url = running.url.replace("0.0.0.0", "127.0.0.1")
         yield running
@@ -101,6 +104,20 @@ def test_the_command_line_sends_the_admin_key(guarded: LocalServer, keys: dict[s
     assert expected in ended.stdout + ended.stderr and (ended.returncode == 0) == expected.startswith("sent")
 
 
+def test_flags_from_a_file(guarded: LocalServer) -> None:
+    models = httpx.get(f"{guarded.url}/v1/models", headers=A).json()["data"]
+    assert [model["id"] for model in models] == ["demo", "yaml-name"]
+    assert {model["max_model_len"] for model in models} == {1024}, "the command line wins"
+
+
+def test_status_with_an_api_key(guarded: LocalServer) -> None:
+    command = [sys.executable, "-m", "everserve.cli", "status", "--url", guarded.url]
+    without = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert without.returncode == 2 and "--api-key" in without.stderr and "Traceback" not in without.stderr
+    given = subprocess.run([*command, "--api-key", "key-a", "--json"], capture_output=True, text=True, check=False)
+    assert given.returncode == 0 and '"violations": []' in given.stdout
+
+
 def test_event_logs_are_for_their_owner(guarded: LocalServer) -> None:
     directory = guarded._directory / "events"
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
@@ -112,7 +129,7 @@ def test_the_official_client_with_a_right_and_with_a_wrong_key(guarded: LocalSer
     import openai  # noqa: PLC0415 (slow, and every process imports this file)
 
     with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="key-a", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["demo"]
+        assert [model.id for model in client.models.list()] == ["demo", "yaml-name"]
         assert client.completions.create(model="demo", prompt="It was", max_tokens=1).choices
     with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError) as caught:

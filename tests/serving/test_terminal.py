@@ -78,7 +78,9 @@ class Terminal:
 
 
 def test_the_demo_without_a_terminal():
-    done = subprocess.run([*EVERSERVE, "demo"], capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(
+        [*EVERSERVE, "demo", "--tokens", "400"], capture_output=True, text=True, check=False, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     for victim in ("expert worker 2", "attention worker 0", "the orchestrator"):
         assert re.search(rf"SIGKILL to {victim} \(pid \d+\)", done.stdout), done.stdout
@@ -150,7 +152,7 @@ import sys, threading
 from everserve.cli.starting import FollowingBars
 
 def write():
-    while not over.is_set():
+    while not over.wait(1e-4):  # as fast as bars can follow, or all lines are still to be shown in the end
         print("2026-01-01 00:00:00 worker 1 says something", file=sys.stderr, flush=True)
 
 for _ in range(3):

@@ -178,6 +178,13 @@ class ToyFleet:
         self.workers.append(worker)
         return worker
 
+    async def pair(self, **params: Any) -> tuple[ToyWorker, ToyWorker]:
+        """Two workers, of which the first has a stream."""
+        workers = await self.join(0), await self.join(1)
+        self.submit(**params)
+        await self.settle()
+        return workers
+
     async def join(self, rank: int, incarnation: int = 1, **ready: int) -> ToyWorker:
         """A process that is ready."""
         worker = self.attach(rank, incarnation)

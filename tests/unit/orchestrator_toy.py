@@ -11,10 +11,10 @@ import msgspec
 
 from everserve.config.cluster import ClusterConfig
 from everserve.control.host import Host
-from everserve.memory.owned import OwnedMemory
+from everserve.memory.owned import OwnedMemory, create_memory
 from everserve.model.bundled import DEMO_MODEL
-from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
-from everserve.tables.memory import Kind
+from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
+from everserve.tables.memory import Kind, Memory
 from everserve.tables.slots import HeldSlots
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import (
@@ -77,6 +77,7 @@ class ToyWorker:
     memory: list[int]  # descriptors: its cell first
     orchestrator: "ToyOrchestrator" = field(repr=False)
     got: list[AnyMessage] = field(default_factory=list)
+    num_done: int = 0  # of the slots that this orchestrator has told it
 
     def __post_init__(self) -> None:
         self.slots = held_at_start(self.start) if self.start.slots is not None else None
@@ -97,6 +98,7 @@ class ToyWorker:
 
     def report(self, epoch: int, peers: list[WorkerId], is_leaving: bool = False) -> Report:
         """To a new orchestrator."""
+        self.num_done = 0
         report = Report(is_ready=True, is_leaving=is_leaving, epoch=Epoch(epoch), peers=peers, logs=[])
         return msgspec.structs.replace(report, slots=self.slots)
 
@@ -128,7 +130,7 @@ class ToyOrchestrator:
         self.to_gateway: list[AnyMessage] = []
         self.workers: dict[WorkerId, ToyWorker] = {}
         self.is_birth_held = False
-        self.held_births: list[tuple[StartWorker, list[int]]] = []
+        self.held_orders: list[tuple[StartWorker, list[int]]] = []
         self.host = Host(start, to_supervisor, to_gateway)
         self.attach_anchor()
         for worker in (workers or {}).values():
@@ -177,7 +179,7 @@ class ToyOrchestrator:
         for message, fds in frames:
             self.to_supervisor.append(message)
             if isinstance(message, Provision):
-                self.held_births.append((message.start, fds))
+                self.held_orders.append((message.start, fds))
         if not self.is_birth_held:
             self.give_birth()
         self.supervisor.flush()
@@ -185,8 +187,8 @@ class ToyOrchestrator:
 
     def give_birth(self) -> None:
         """The processes that were asked for exist."""
-        births, self.held_births = self.held_births, []
-        for start, fds in births:
+        orders, self.held_orders = self.held_orders, []
+        for start, fds in orders:
             pid = 1000 * start.incarnation + start.rank
             self.introduce(ToyWorker(start, pid, self.supervisor, fds, self))
 
@@ -197,7 +199,7 @@ class ToyOrchestrator:
             if isinstance(message, Allocate) and message.memory.kind in self.refused:
                 self.anchor.send(AllocationFailed(memory=message.memory, reason="out of memory"))
             elif isinstance(message, Allocate):
-                self.anchor.send(Allocated(memory=message.memory), fds=[self.owned.allocate(message.memory)])
+                self.anchor.send(Allocated(memory=message.memory), fds=[self._allocate(message.memory)])
             elif isinstance(message, Adopt):
                 (fd,) = fds.take()
                 self.owned.adopt(message.memory, fd)
@@ -207,6 +209,14 @@ class ToyOrchestrator:
                 self.owned.release(message.memory)
                 self.released.append(message.memory.name)
         return len(frames)
+
+    def _allocate(self, memory: Memory) -> int:
+        """Memory of a device is the host's here."""
+        if memory.gpu != NO_DEVICE:
+            fd = create_memory(memory.name, memory.num_bytes)
+            self.owned.adopt(memory, fd)
+            os.close(fd)
+        return self.owned.allocate(memory)
 
     def _read_gateway(self) -> int:
         messages = self.gateway.receive_all()

@@ -12,7 +12,7 @@ from everserve.memory.anchor import Anchor
 from everserve.memory.device import CudaError
 from everserve.memory.names import lack
 from everserve.memory.owned import NoMemoryError, OwnedMemory
-from everserve.procs import device_descriptors as parting
+from everserve.procs import device_descriptors
 from everserve.tables.ids import NO_DEVICE, Rank
 from everserve.wire.channel import Channel, Descriptors
 from everserve.wire.messages import Allocate, AllocationFailed, DeviceDescriptors
@@ -169,7 +169,7 @@ def test_what_ties_it_to_a_device_is_entrusted_to_the_supervisor_once(monkeypatc
     ours, theirs = Channel.pair()
     supervisor, anchor = Channel(ours), Anchor(Channel(theirs))
     orchestrator = Channel(Channel.pair()[0])
-    monkeypatch.setattr(parting, "device_fds", lambda: [0, 1])
+    monkeypatch.setattr(device_descriptors, "device_fds", lambda: [0, 1])
     create = lambda num_bytes: os.memfd_create("device")  # noqa: E731
     monkeypatch.setattr(
         anchor_memory, "Driver", lambda device: SimpleNamespace(create=create, make_current=lambda: None)

@@ -3,13 +3,19 @@
 import random
 
 import pytest
+import torch
+import typer
 
-from everserve.bench import prefill, prefill_report
+from everserve.bench import prefill, prefill_beside, prefill_engine, prefill_report
+from everserve.bench.kernel_times import KernelTime, summed_up
 from everserve.bench.prefill import BALANCED, IN_TURN, Tally
 from everserve.bench.prefill_plan import LockStep, simulate
 from everserve.bench.traces import Lengths, read, with_mean_prompt
+from everserve.cli.bench.degree import _parse_point
 from everserve.client import Stream
+from everserve.engine.forward import EagerForward
 from everserve.plan.prefill import TokenCost
+from tests.toy import make_engine
 
 COST = TokenCost(500)
 
@@ -82,6 +88,77 @@ def test_metrics_are_read():
         'everserve_prefill_cost_total{rank="1"} 1.2e+06\n'
     )
     assert prefill._METRIC.findall(text) == [("_pending", "0", "5.0"), ("_total", "1", "1.2e+06")]
+
+
+def test_the_tighter_limit_counts():
+    given = {"num_prompt": 32, "batch": 4, "step_tokens": 128, "num_steps": 1, "seconds": 0.1}
+    of_weights = prefill_engine.row(**given, arithmetic_s=0.02, reading_s=0.04)
+    assert of_weights["share"] == pytest.approx(0.4) and of_weights["tokens_per_s"] == pytest.approx(1280)
+    assert of_weights["arithmetic_tokens_per_s"] == pytest.approx(6400)
+    assert prefill_engine.row(**given, arithmetic_s=0.05, reading_s=0.04)["share"] == pytest.approx(0.5)
+
+
+def test_a_point_is_tokens_and_prompts():
+    assert _parse_point("512x64") == (512, 64)
+    for text in ("512", "x64", "0x4", "4x", "ax2"):
+        with pytest.raises(typer.BadParameter, match="512x64"):
+            _parse_point(text)
+
+
+def test_kernels_are_summed_up():
+    events = [("void gemm<float>(int)", 2000.0), ("_attend", 500.0), ("void gemm<half>(int)", 1000.0)]
+    events += [(f"small{i}", 1.0) for i in range(20)]
+    found = summed_up(events)
+    assert found[:2] == [KernelTime("gemm", 2, 3.0), KernelTime("_attend", 1, 0.5)]
+    assert found[-1].name == "others" and sum(kernel.num for kernel in found) == 23 and len(found) == 15
+
+
+class Machine:
+    """A toy engine's steps take 10 ms, and 0.05 ms for each prompt token."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def forward(self, model):
+        def run(batch, experts):
+            self.now += 0.010 + 5e-5 * (len(batch.tokens_T) - batch.num_seqs)
+            return model(batch)
+
+        return EagerForward(run, torch.device("cpu"))
+
+    def make(self, step_tokens, chunk=None, slowdown=0.0):
+        room = {
+            "num_blocks": 1000,
+            "max_model_len": 400,
+            "token_cost": TokenCost(10**6),
+            "enable_prefix_caching": False,
+        }
+        limits = {"max_num_batched_tokens": step_tokens, "max_prefill_while_decoding": chunk or step_tokens}
+        engine, _ = make_engine(
+            **room, **limits, max_prefill_slowdown=slowdown, make_forward=self.forward, clock=lambda: self.now
+        )
+        return engine
+
+
+def test_prompts_beside_streams_that_decode(capsys):
+    machine = Machine()
+    load = prefill_beside.Load(num_decoding=2, context=8, output=200, num_prompt=200, num_prompts=2)
+    fixed, measured = prefill_beside.measure(machine.make, 1024, load, clock=lambda: machine.now)
+    assert fixed["pure_ms"] == pytest.approx([10, 10]) and fixed["slowdown"] > 2
+    assert measured["slowdown"] <= 1.5 and measured["tokens_per_step"] < fixed["tokens_per_step"]
+    prefill_report._show_beside("it", [fixed, measured])
+    assert "2 prompts of 200 tokens" in capsys.readouterr().out
+
+
+def test_the_tables_of_one_engine_alone(tmp_path, capsys):
+    given = {"num_prompt": 32, "batch": 4, "step_tokens": 128, "num_steps": 1, "seconds": 0.1}
+    row = prefill_engine.row(**given, arithmetic_s=0.02, reading_s=0.04)
+    kernel = KernelTime("_attend", 12, 3.0)._asdict()
+    profile = {"step_tokens": 128, "step_ms": 4.0, "kernels": [kernel]}
+    engine = {"flops": 4e10, "bandwidth": 1e10, "weight_bytes": 2e7, "rows": [row], "profiles": [profile], "beside": []}
+    prefill_report.show_alone({"model": "it", "engine": engine}, tmp_path)
+    printed = capsys.readouterr().out
+    assert "40%" in printed and "128 tokens takes 4.00 ms" in printed and "100.0%" in printed
 
 
 def test_the_tables(tmp_path, capsys):

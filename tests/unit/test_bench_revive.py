@@ -263,6 +263,9 @@ def test_flags_of_the_server():
     flags = Settings(spares=1, serve=("--detect-ms", "100")).flags(served, BY_NAME["mask-switch"])
     assert flags[:4] == served.flags and flags[-2:] == ("--detect-ms", "100")
     assert {"--enable-chaos", "--spares", "mask-and-switch-role", "mirror"} <= set(flags)
+    assert "--devices" not in flags, "on CPUs each worker is alone on one"
+    on_gpu = Settings(shape="mixtral").flags(served, BY_NAME["repair"])
+    assert on_gpu[on_gpu.index("--devices") + 1] == "7", "as here: a GPU is one, with all workers on it"
     assert len({Settings().flags(served, BY_NAME[name]) for name in ("shadows", "attention")}) == 1, "they share one"
 
 

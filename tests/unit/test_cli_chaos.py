@@ -2,17 +2,24 @@
 
 import pytest
 
-from everserve.cli.chaos import _workers
+from everserve.chaos.settings import OwnServer
 
 
 @pytest.mark.parametrize(
-    ("said", "flags"),
+    ("server", "flags"),
     [
-        ((None, None, None, None, False), "--attention-workers 2 --expert-workers 2"),
-        ((1, 0, None, None, False), "--attention-workers 1 --expert-workers 0"),
-        ((None, None, 4, None, True), "--data-parallel-size 4 --enable-expert-parallel"),
-        ((None, None, None, 3, False), "--tensor-parallel-size 3"),
+        (OwnServer(), "--attention-workers 2 --expert-workers 2"),
+        (OwnServer(attention_workers=1, expert_workers=0), "--attention-workers 1 --expert-workers 0"),
+        (
+            OwnServer(data_parallel_size=4, enable_expert_parallel=True),
+            "--data-parallel-size 4 --enable-expert-parallel",
+        ),
+        (OwnServer(tensor_parallel_size=3, kv_log="off"), "--tensor-parallel-size 3 --kv-log off"),
+        (
+            OwnServer(expert_workers=3, serve="--detect-ms 100"),
+            "--attention-workers 2 --expert-workers 3 --detect-ms 100",
+        ),
     ],
 )
-def test_workers_of_its_server(said, flags):
-    assert " ".join(_workers(*said)) == flags
+def test_flags_of_its_server(server, flags):
+    assert " ".join(server.flags()) == flags

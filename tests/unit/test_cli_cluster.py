@@ -1,9 +1,7 @@
 """`everserve status` and `everserve kill`, against a server that says what the test wants."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ from typer.testing import CliRunner
 from everserve import __version__
 from everserve.cli import app, drain, health, kill, scale, status, switch, version
 from everserve.errors import ConfigError
+from tests.unit.http_threads import QuietHandler, ServerThread
 
 assert drain and health and kill and scale and status and switch and version  # importing them registers the commands
 WORKER = {
@@ -32,7 +31,7 @@ DEVICES = [
 ]
 
 
-class ScriptedServer:
+class ScriptedServer(ServerThread):
     """Answers every request with the same status and JSON, and remembers the last one."""
 
     def __init__(self) -> None:
@@ -41,7 +40,7 @@ class ScriptedServer:
         self.asked: tuple[str, str, Any, str | None] | None = None
         scripted = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
                 scripted.asked = (
@@ -58,18 +57,7 @@ class ScriptedServer:
 
             do_GET = do_POST = answer
 
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 
 from everserve.cli import demo_screen
-from everserve.cli.demo_run import MAX_TOKENS, PROMPTS, DemoRun, PlannedKill, judge
+from everserve.cli.demo_run import NUM_TOKENS, PROMPTS, DemoRun, PlannedKill, judge
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
 
@@ -34,7 +34,7 @@ def kill(number: int, target: dict[str, Any], num_tokens: int, pid: int) -> Plan
     )
 
 
-TOKENS = [list(range(i, i + MAX_TOKENS)) for i in range(len(PROMPTS))]
+TOKENS = [list(range(i, i + NUM_TOKENS)) for i in range(len(PROMPTS))]
 KILLS = [kill(1, {"rank": 2}, 200, 11), kill(2, {"rank": 0}, 500, 12), kill(3, {"process": "orchestrator"}, 800, 13)]
 
 

@@ -167,9 +167,14 @@ def test_what_is_not_said_depends_on_the_device(serve, monkeypatch):
     monkeypatch.setattr(command, "choose", lambda device, share, num: ON_GPU)
     on_gpu = serve(*size).worker
     assert (on_gpu.model.dtype, on_gpu.compute.device, on_gpu.log.mode) == ("bfloat16", "cuda", "anchor")
-    for engine, expected in ((on_cpu.engine, (16, 128, 512, 64)), (on_gpu.engine, (64, 256, 2048, 512))):
+    divided = serve(*size, "--expert-workers", "2").worker  # rows travel: lanes have room for fewer
+    for engine, expected in (
+        (on_cpu.engine, (16, 128, 512, 64, 0.0)),
+        (on_gpu.engine, (64, 256, 4096, 2048, 1.5)),
+        (divided.engine, (64, 256, 2048, 2048, 1.5)),
+    ):
         limits = engine.max_num_seqs, engine.max_num_batched_tokens, engine.max_prefill_while_decoding
-        assert (engine.block_size, *limits) == expected
+        assert (engine.block_size, *limits, engine.max_prefill_slowdown) == expected
         assert engine.kv_cache_bytes == 1 << 20 and engine.max_model_len is None and engine.enable_prefix_caching
 
 

@@ -2,10 +2,8 @@
 
 import io
 import json
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from rich.console import Console
 from everserve.cli.starting import FollowingBars, Row, StartBars, rows_of
 from everserve.cli.watch import Watched, screen, watch
 from everserve.errors import ConfigError
+from tests.unit.http_threads import QuietHandler, ServerThread
 from tests.unit.test_cli_cluster import CLUSTER, EXPERT, WORKER
 
 NOW = 1_700_000_000.0
@@ -133,33 +132,22 @@ def test_bars_on_a_terminal_and_elsewhere() -> None:
 # -- over HTTP -----------------------------------------------------------------------------------
 
 
-class Streaming:
+class Streaming(ServerThread):
     """Sends the same events to whoever asks, and then nothing more."""
 
     def __init__(self, events: list[dict[str, Any]], status: int = 200) -> None:
         self.asked: list[tuple[str, str | None]] = []
         streaming = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
+        class Handler(QuietHandler):
+            def do_GET(self) -> None:  # noqa: N802 (the name is the library's)
                 streaming.asked.append((self.path, self.headers["authorization"]))
                 self.send_response(status)
                 self.end_headers()
                 for one in events:
                     self.wfile.write(b"event: news\ndata: " + json.dumps(one).encode() + b"\n\n")
 
-            def log_message(self, *arguments: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(Handler)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Divided heads on a GPU, without one: where their KV is, which piece is whose, how slots are numbered by calls."""
 
+import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +15,15 @@ from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.lanes.page import lane_shape, page_shape
 from everserve.bench.degree_plan import model_of
 from everserve.bench.device_shapes import write_shape
-from everserve.cli.serve_settings import divide_heads, without_copies
+from everserve.cli import serve_settings
+from everserve.cli.serve_settings import divide_heads, say_whole_heads, without_copies
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
 from everserve.tables.calls import ShardKind
-from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
@@ -31,11 +34,18 @@ ENGINE = worker_settings(kv_cache_bytes=64 << 20, max_model_len=512).engine
 
 
 class FakePeers:
-    """Where heads are asked, as `Peers` says it."""
+    """Where heads are asked, as `CudaPeers` says it."""
 
     def __init__(self) -> None:
         self.num_changes = 0
+        self.pools = {Rank(3): 33, Rank(4): 44}
         self.owner_LN = np.array([[3, 4, -1], [9, 9, 9], [4, 3, -1], [9, 9, 9]], np.int32)
+
+    def pool_of(self, rank: Rank) -> int:
+        return self.pools[rank]
+
+    def has_answered(self, rank: Rank) -> bool:
+        return True
 
     def move(self, call: int, head: int, rank: int) -> None:
         self.owner_LN[call, head] = rank
@@ -44,8 +54,9 @@ class FakePeers:
 
 class TestHeadKv:
     def setup_method(self) -> None:
-        self.peers, self.pools = FakePeers(), {Rank(3): 33, Rank(4): 44}
-        self.kv = CudaHeadKv(self.peers, [0, 2], 2, self.pools.__getitem__)
+        self.peers = FakePeers()
+        self.pools = self.peers.pools
+        self.kv = CudaHeadKv(self.peers, {0: 0, 1: 2}, 2)
 
     def step(self) -> bool:
         assert not self.kv.is_displaced
@@ -73,6 +84,15 @@ class TestHeadKv:
         assert self.kv.is_displaced
         self.kv.forget()
         assert self.step()
+
+    def test_no_step_goes_ahead_of_the_first_one_after_a_change(self) -> None:
+        assert not self.kv.is_checked
+        assert self.step() and self.kv.is_checked
+        self.peers.move(0, 0, -1)
+        assert not self.kv.is_checked
+        self.peers.move(0, 0, 3)
+        self.pools[Rank(3)] = 34
+        assert not self.step() and not self.kv.is_checked
 
     def test_pools_are_read_when_something_has_changed(self) -> None:
         assert self.step()
@@ -133,6 +153,16 @@ class TestHeadTable:
         self.memory.write(8 * (8 + 1), bytes(8))  # a predecessor died while it loaded
         assert self.table.take((5, 5)) == 1 and self.table.pool == pool
 
+    def test_another_process_sees_which_piece_has_which_head(self) -> None:
+        assert self.table.pieces() == {(0, 1): 0, (1, 2): 1}
+        self.table.in_use.clear()
+        self.table.take((3, 70000))
+        assert self.table.pieces() == {(1, 2): 1}, "what is being loaded is not there yet"
+        self.table.complete(0, (3, 70000))
+        assert self.table.pieces() == {(3, 70000): 0, (1, 2): 1}
+        self.memory.write(0, bytes(8))
+        assert self.table.pieces() == {}, "memory that no worker has claimed"
+
     def test_the_owner_is_there_for_the_next_one(self) -> None:
         assert self.table.owner == (0, 0)
         self.table.own(17, 1234)
@@ -143,7 +173,6 @@ def settings_of(directory: Path, log: str) -> WorkerSettings:
     return worker_settings(
         directory=str(directory),
         tensor_parallel=True,
-        divide_heads=True,
         dtype="bfloat16",
         weights="memory",
         kv_cache_bytes=64 << 20,
@@ -157,8 +186,9 @@ def divided(num: int = 3, **cluster: int) -> tuple[ModelConfig, Needs, StartOrch
     """Llama's shape as a server with `-tp` would divide it on GPUs."""
     directory = write_shape(divided.root / "llama", "llama", num_layers=NUM_LAYERS)
     told = settings_of(directory, "anchor")
-    config = without_copies(ClusterConfig(tensor_parallel_size=num, **cluster).resolved(), told.model, "cuda")
+    config = ClusterConfig(tensor_parallel_size=num, **cluster).resolved()
     settings = divide_heads(told, config)
+    config = without_copies(config, settings)
     start = StartOrchestrator(cluster=config, worker=settings, num_gpus=1, gpus=("GPU",))
     model = ModelConfig.from_source(settings.model)
     return model, Needs(model, settings, capacity_of(start, model, first_goal(start, model)), 50.0), start
@@ -172,7 +202,7 @@ def root(tmp_path: Path) -> None:
 def test_weights_and_kv_of_a_worker_are_near_their_share() -> None:
     model, needs, start = divided(3)
     goal = first_goal(start, model)
-    assert model.divides_heads and start.worker.log.mode == "off" and start.cluster.shadow_experts == 0
+    assert model.divides_heads and start.worker.log.mode == "anchor" and start.cluster.shadow_experts == 0
     num_heads = NUM_LAYERS * model.num_kv_heads
     assert needs.capacity.head_pieces == -(-num_heads // 3)
     calls = zip(model.calls, needs.capacity.slots(len(model.calls)), strict=True)
@@ -190,10 +220,19 @@ def test_spare_slots_are_for_those_who_ask() -> None:
     assert needs.capacity.head_pieces == (2 + 2 + 2) * NUM_LAYERS
 
 
-def test_a_mirror_is_refused() -> None:
+def test_mirrors_are_those_of_homes_and_of_no_device() -> None:
+    """All heads of a home's own blocks, with their words, in host memory; records are there too."""
     _, needs, start = divided(2)
-    with pytest.raises(ConfigError, match="not with --kv-log mirror"):
-        divide_heads(settings_of(Path(needs.settings.model.directory), "mirror"), start.cluster)
+    told = settings_of(Path(needs.settings.model.directory), "mirror")
+    settings = divide_heads(told, start.cluster)
+    model, start = ModelConfig.from_source(settings.model), structs.replace(start, worker=settings)
+    goal = first_goal(start, model)
+    needs = Needs(model, settings, capacity_of(start, model, goal), 50.0)
+    home, other = (needs.memory(goal, WorkerId(Rank(rank), Incarnation(1))) for rank in (1, 3))
+    mirror, log = (next(piece for piece in home if piece.kind is kind) for kind in (Kind.KV_MIRROR, Kind.LOG))
+    assert (mirror.device, mirror.gpu, log.device) == (NO_DEVICE,) * 3
+    assert settings.engine.kv_cache_bytes * 0.9 < mirror.num_bytes < settings.engine.kv_cache_bytes * 1.05
+    assert Kind.KV_MIRROR not in {piece.kind for piece in other}
 
 
 def test_a_lane_has_room_for_a_page() -> None:
@@ -290,17 +329,71 @@ def test_a_head_without_a_piece_leaves_its_slot_empty(call_slots) -> None:
     assert slots.held.experts[2] == (4, EMPTY) and kernels.told[-1] == ("drain",)
 
 
-def test_unless_it_was_asked_for_attention_stays_at_home() -> None:
+def changed(settings: WorkerSettings, **model: object) -> WorkerSettings:
+    return structs.replace(settings, model=structs.replace(settings.model, **model))
+
+
+def test_turned_off_attention_stays_at_home(capsys: pytest.CaptureFixture[str]) -> None:
+    _, needs, _ = divided(2)
+    told = changed(settings_of(Path(needs.settings.model.directory), "anchor"), divide_heads=False)
+    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
+    used = divide_heads(told, cluster)
+    assert used == told and without_copies(cluster, used).shadow_experts is None
+    say_whole_heads(told, used)
+    assert not capsys.readouterr().err, "it was asked for"
+    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
+        divide_heads(changed(told, divide_heads=True, tensor_parallel=False), cluster)
+
+
+def test_defaults_are_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, needs, _ = divided(2)
+    told, cluster = (
+        settings_of(Path(needs.settings.model.directory), "anchor"),
+        ClusterConfig(tensor_parallel_size=2).resolved(),
+    )
+    monkeypatch.setattr(serve_settings, "HEADS_HAVE_LOGS_ON_GPU", False)
+    assert divide_heads(told, cluster).model.divides_heads and divide_heads(told, cluster).log.mode == "off"
+    monkeypatch.setattr(serve_settings, "DIVIDES_HEADS_ON_GPU", False)
+    assert divide_heads(told, cluster) == changed(told, divide_heads=False)
+    assert divide_heads(changed(told, divide_heads=True), cluster).model.divides_heads
+
+
+def test_one_process_computes_as_many_do() -> None:
     _, needs, _ = divided(2)
     told = settings_of(Path(needs.settings.model.directory), "anchor")
-    told = structs.replace(told, model=structs.replace(told.model, divide_heads=False))
-    cluster = ClusterConfig(tensor_parallel_size=2).resolved()
-    assert divide_heads(told, cluster) == told
-    assert without_copies(cluster, told.model, "cuda").shadow_experts is None
-    with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):
-        divide_heads(
-            structs.replace(told, model=structs.replace(told.model, divide_heads=True, tensor_parallel=False)), cluster
-        )
+    used = divide_heads(told, ClusterConfig(tensor_parallel_size=1).resolved())
+    assert used.model.divide_heads and not used.model.divides_heads and used.log.mode == "anchor"
+
+
+def test_heads_that_cannot_be_divided_are_not_and_the_start_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    _, needs, _ = divided(2)
+    directory = Path(needs.settings.model.directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    told, cluster = settings_of(directory, "anchor"), ClusterConfig(tensor_parallel_size=2).resolved()
+    used = divide_heads(told, cluster)
+    assert not used.model.divides_heads and used.log.mode == "anchor"
+    say_whole_heads(told, used)
+    assert "attention is not divided: this model's heads can only be divided on CPUs" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="can only be divided on CPUs"):
+        divide_heads(changed(told, divide_heads=True), cluster)
+
+
+def test_homes_have_records_and_fetch_kv_unless_there_is_no_log() -> None:
+    model, needs, start = divided(2)
+    memory = needs.memory(first_goal(start, model), WorkerId(Rank(0), Incarnation(1)))
+    assert {Kind.LOG} == {piece.kind for piece in memory} & {Kind.LOG, Kind.KV}
+    assert needs.fetches_kv is Role.ATTENTION and needs.logs_are_inherited
+    off = structs.replace(needs.settings, log=structs.replace(needs.settings.log, mode="off"))
+    assert dataclasses.replace(needs, settings=off).fetches_kv is None
+
+
+@pytest.mark.parametrize(("log", "shadows", "stay"), [("anchor", 0, True), ("anchor", 2, False), ("off", 2, True)])
+def test_heads_stay_where_they_could_not_bring_their_kv_or_find_no_room(log: str, shadows: int, stay: bool) -> None:
+    model, _, start = divided(2, shadow_experts=shadows)
+    worker = structs.replace(start.worker, log=structs.replace(start.worker.log, mode=log))
+    start = structs.replace(start, worker=worker)
+    assert capacity_of(start, model, first_goal(start, model)).heads_stay is stay
 
 
 def test_heads_on_a_gpu_have_no_shadow() -> None:

@@ -1,4 +1,5 @@
-"""Every relative link in our documents leads to a file that is there, and every anchor to a heading."""
+"""Every relative link in our documents leads to a file that is there, every anchor to a heading, and every file that is
+named is there."""
 
 import re
 from functools import cache
@@ -41,3 +42,20 @@ def test_links_lead_somewhere(document: Path) -> None:
 
 def test_links_are_found() -> None:
     assert "docs/architecture.md#on-a-gpu" in links(ROOT / "README.md")
+
+
+_FILE = re.compile(r"`([\w.*-][\w./*-]*\.(?:py|c|h|js|yaml|yml|json))\b[^`]*`")
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """Ours, and not those of an environment beside them."""
+    folders = ("src", "tests", "docs", "bench", "deploy", "examples", ".ci")
+    return tuple(path for top in folders for path in (ROOT / top).rglob("*.*"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_are_named_are_there(document: Path) -> None:
+    """By the end of their paths: `seam/trust.py`, or `trust.py` behind a name in the same folder."""
+    named = set(_FILE.findall(_FENCE.sub("", document.read_text())))
+    assert sorted(name for name in named if not any(path.match(name) for path in files())) == []

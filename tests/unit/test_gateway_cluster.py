@@ -37,6 +37,40 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
 
 
+VIEW = {
+    "epoch": 2,
+    "violations": ["v"],
+    "degraded": ["d"],
+    "conditions": {"peers": [], "coverage": ["v"], "epochs": []},
+    "experts_without_place": 0,
+    "recent": [],
+    "processes": [{"name": "gateway", "pid": 7}],
+    "spares": {"ready": 0, "wanted": 0},
+    "workers": [
+        {
+            **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
+            **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
+            **{"device": 0, "slots": 0, "shadow_slots": 0, "slow": False, "slowness": 1.1, "note": ""},
+        },
+        {
+            **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
+            **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
+            **{"device": 1, "slots": 8, "shadow_slots": 2, "slow": False, "slowness": None},
+            **{"note": "crashed 3 times"},
+        },
+    ],
+    "devices": [
+        {"device": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
+        {
+            **{"device": 1, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …"},
+            "workers": [1],
+        },
+    ],
+    "moves": [],
+    "survives": [{"failure": "any one process", "weights": Weights.SUCCESSOR, "kv": Kv.COMPUTED}],
+}
+
+
 def test_cluster() -> None:
     async def test() -> None:
         async with toy_server() as server:
@@ -61,38 +95,7 @@ def test_cluster() -> None:
             server.worker.send(Output(id=server.worker.specs[0].id, index=0, token=50), stats=stats)
             await until(lambda: server.gateway.cluster.epoch == 2 and server.gateway.fleet.stats(0) == stats)
             view = (await server.request("GET", "/cluster")).json
-            assert view == {
-                "epoch": 2,
-                "violations": ["v"],
-                "degraded": ["d"],
-                "conditions": {"peers": [], "coverage": ["v"], "epochs": []},
-                "experts_without_place": 0,
-                "recent": [],
-                "processes": [{"name": "gateway", "pid": 7}],
-                "spares": {"ready": 0, "wanted": 0},
-                "workers": [
-                    {
-                        **{"rank": 0, "incarnation": 1, "pid": 4242, "roles": ["attention"], "state": "ready"},
-                        **{"requests": 2, "running": 1, "waiting": 1, "kv_cache_usage": 0.5},
-                        **{"device": 0, "slots": 0, "shadow_slots": 0, "slow": False, "slowness": 1.1, "note": ""},
-                    },
-                    {
-                        **{"rank": 1, "incarnation": 3, "pid": 0, "roles": ["expert"], "state": "starting"},
-                        **{"requests": 0, "running": 0, "waiting": 0, "kv_cache_usage": 0.0},
-                        **{"device": 1, "slots": 8, "shadow_slots": 2, "slow": False, "slowness": None},
-                        **{"note": "crashed 3 times"},
-                    },
-                ],
-                "devices": [
-                    {"device": 0, "state": "serving", "level": 0, "reason": "", "note": "", "workers": [0]},
-                    {
-                        **{"device": 1, "state": "down", "level": 3, "reason": "a fan", "note": "is used on: …"},
-                        "workers": [1],
-                    },
-                ],
-                "moves": [],
-                "survives": [{"failure": "any one process", "weights": Weights.SUCCESSOR, "kv": Kv.COMPUTED}],
-            }
+            assert view == VIEW
             server.orchestrator.publish(member(0, incarnation=2))
             await until(lambda: server.gateway.cluster.epoch == 3)
             (worker,) = (await server.request("GET", "/cluster")).json["workers"]

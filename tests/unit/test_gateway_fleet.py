@@ -119,9 +119,7 @@ def test_a_request_with_many_choices_holds_up_nobody_behind_it() -> None:
 
 def test_too_many_siblings_for_any_worker_go_in_parts() -> None:
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(n=2 * CAPACITY + 3, max_tokens=2)
-        await toy.settle()
+        a, b = await toy.pair(n=2 * CAPACITY + 3, max_tokens=2)
         assert len(a.tokens) == len(b.tokens) == CAPACITY and toy.fleet.num_waiting == 3
         await toy.run(a, b)
         assert_complete(toy)

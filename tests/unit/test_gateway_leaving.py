@@ -92,9 +92,7 @@ def test_a_goodbye_that_the_orchestrator_overtakes() -> None:
     """The worker has given back and ended; the orchestrator's word of that comes first."""
 
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=3)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=3)
         a.step()
         a.give_back()
         a.die()
@@ -111,9 +109,7 @@ def test_a_goodbye_that_the_orchestrator_overtakes() -> None:
 
 def test_a_worker_that_is_said_to_have_left_and_speaks_is_fenced() -> None:
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=1)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=1)
         toy.lose(a, "left")
         a.is_liar = True
         a.step()
@@ -128,9 +124,7 @@ def test_a_worker_that_is_said_to_have_left_and_speaks_is_fenced() -> None:
 
 def test_a_move_that_ends_in_a_loss_is_a_stall_from_the_loss_on() -> None:
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=3)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=3)
         a.step()
         a.give_back()
         await toy.settle()
@@ -182,9 +176,7 @@ def test_an_older_log_is_kept_until_the_newer_worker_has_said_something() -> Non
     """The newer one may have restored only a part before it died."""
 
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=6)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=6)
         a.step()
         toy.lose(a)
         await toy.settle()

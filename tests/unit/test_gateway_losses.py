@@ -43,9 +43,7 @@ def test_a_worker_that_is_declared_gone_is_fenced() -> None:
     """A stopped process wakes up late: it speaks, and nobody listens."""
 
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=3)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=3)
         a.step()
         await toy.settle()
         toy.lose(a)
@@ -206,9 +204,7 @@ def test_two_losses_in_a_row_are_one_stall() -> None:
     """The worker that it was given to dies before it sent a token."""
 
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=3)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=3)
         a.step()
         a.die()
         await toy.settle()
@@ -265,9 +261,7 @@ def test_cancelled_streams_are_not_resumed() -> None:
 
 def test_an_end_that_was_lost_with_its_worker_is_computed_again() -> None:
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=1)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=1)
         toy.lose(a)
         a.step()  # it had finished, but too late
         await toy.settle()
@@ -280,9 +274,7 @@ def test_an_end_that_was_lost_with_its_worker_is_computed_again() -> None:
 
 def test_a_channel_out_of_step_is_a_lost_worker() -> None:
     async def test(toy: ToyFleet) -> None:
-        a, b = await toy.join(0), await toy.join(1)
-        toy.submit(max_tokens=1)
-        await toy.settle()
+        a, b = await toy.pair(max_tokens=1)
         a.send_raw(b"\xff" * 8)
         await toy.settle()
         b.step()

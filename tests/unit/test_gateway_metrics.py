@@ -102,6 +102,44 @@ def test_names_types_labels_and_counts() -> None:
     asyncio.run(test())
 
 
+STATS_AFTER_A_LOSS = engine_stats(
+    num_known_tokens=5,
+    num_replayed_rows=6,
+    num_stale=7,
+    num_restored_tokens=9,
+    num_broken_tokens=3,
+    num_masked_tokens=12,
+    num_unmasked_tokens=17,
+    num_regained_tokens=19,
+    num_lost_tokens=21,
+    num_regained_bytes=23,
+    log_lag_tokens=2,
+)
+LINES_AFTER_A_LOSS = (
+    'everserve_failovers_total{cause="hang",role="attention"} 1.0',
+    'everserve_failovers_total{cause="crash",role="expert"} 0.0',
+    "everserve_stall_seconds_count 1.0",
+    "everserve_requests_resumed_total 1.0",
+    "everserve_requests_queued 0.0",
+    "everserve_tokens_recomputed_total 5.0",
+    "everserve_replayed_rows_total 6.0",
+    f"everserve_stale_messages_total {2 + 7 + 8}.0",
+    "everserve_stream_divergences_total 1.0",
+    "everserve_streams_moved_total 0.0",
+    "everserve_tokens_restored_total 9.0",
+    "everserve_log_broken_tokens_total 3.0",
+    "everserve_masked_tokens_total 12.0",
+    "everserve_unmasked_tokens_total 17.0",
+    "everserve_kv_regained_tokens_total 19.0",
+    "everserve_kv_lost_tokens_total 21.0",
+    "everserve_kv_regained_bytes_total 23.0",
+    "everserve_kv_log_lag_tokens 2.0",
+    "everserve_epoch 2.0",
+    "everserve_validity_violations 1.0",
+    'everserve_workers{role="attention",state="ready"} 2.0',
+)
+
+
 def test_what_losing_a_worker_has_cost() -> None:
     async def test() -> None:
         async with toy_server() as server:
@@ -113,51 +151,16 @@ def test_what_losing_a_worker_has_cost() -> None:
             await until(lambda: len(second.specs) == 1)
             server.worker.send(Output(id=id, index=0, token=50))  # too late
             second.send(Output(id=id, index=0, token=50))
-            stats = engine_stats(
-                num_known_tokens=5,
-                num_replayed_rows=6,
-                num_stale=7,
-                num_restored_tokens=9,
-                num_broken_tokens=3,
-                num_masked_tokens=12,
-                num_unmasked_tokens=17,
-                num_regained_tokens=19,
-                num_lost_tokens=21,
-                num_regained_bytes=23,
-                log_lag_tokens=2,
-            )
-            second.send(Output(id=id, index=0, token=51), Output(id=id, index=1, token=50), stats=stats)
+            second.send(Output(id=id, index=0, token=51), Output(id=id, index=1, token=50), stats=STATS_AFTER_A_LOSS)
             expert_stats = {Rank(2): ExpertStats(num_stale=8, num_replayed_rows=6)}
             server.orchestrator.publish(member(0), member(1), violations=("x",), expert_stats=expert_stats)
             await until(lambda: server.gateway.cluster.epoch == 2)
             await until(lambda: server.gateway.fleet.totals.num_stale == 2)
-            await until(lambda: server.gateway.fleet.stats(Rank(1)) == stats)
+            await until(lambda: server.gateway.fleet.stats(Rank(1)) == STATS_AFTER_A_LOSS)
             text = (await server.request("GET", "/metrics")).body.decode()
             gone.set()
             await task
-        for line in (
-            'everserve_failovers_total{cause="hang",role="attention"} 1.0',
-            'everserve_failovers_total{cause="crash",role="expert"} 0.0',
-            "everserve_stall_seconds_count 1.0",
-            "everserve_requests_resumed_total 1.0",
-            "everserve_requests_queued 0.0",
-            "everserve_tokens_recomputed_total 5.0",
-            "everserve_replayed_rows_total 6.0",
-            f"everserve_stale_messages_total {2 + 7 + 8}.0",
-            "everserve_stream_divergences_total 1.0",
-            "everserve_streams_moved_total 0.0",
-            "everserve_tokens_restored_total 9.0",
-            "everserve_log_broken_tokens_total 3.0",
-            "everserve_masked_tokens_total 12.0",
-            "everserve_unmasked_tokens_total 17.0",
-            "everserve_kv_regained_tokens_total 19.0",
-            "everserve_kv_lost_tokens_total 21.0",
-            "everserve_kv_regained_bytes_total 23.0",
-            "everserve_kv_log_lag_tokens 2.0",
-            "everserve_epoch 2.0",
-            "everserve_validity_violations 1.0",
-            'everserve_workers{role="attention",state="ready"} 2.0',
-        ):
+        for line in LINES_AFTER_A_LOSS:
             assert f"{line}\n" in text, line
 
     asyncio.run(asyncio.wait_for(test(), 20))

@@ -3,11 +3,12 @@
 import dataclasses
 from collections import Counter
 
+import msgspec
 import pytest
 
 from everserve.control.design import place
 from everserve.control.effects import Provision
-from everserve.control.events import Died, SaidHello, SaidHolds, SaidReady, ScaleAsked, Started
+from everserve.control.events import DeviceLost, Died, SaidHello, SaidHolds, SaidReady, ScaleAsked, Started, Tick
 from everserve.control.machine import Machine, Policy
 from everserve.control.scaling import Refused, scaled
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
@@ -44,10 +45,14 @@ def test_heads_have_no_copies_and_are_spread_evenly():
         assert {len(one) for one in of_heads(seat.active)} == {2 + 8 % 3}, "as many on each, and the dealt ones"
 
 
-def machine(placement: Placement = PLACEMENT) -> Machine:
+def machine(placement: Placement = PLACEMENT, heads_stay: bool = False) -> Machine:
     slots = placement.slots_by_call
-    capacity = Capacity(max_workers=6, slots_per_layer=max(slots), slots_by_call=slots, devices=3)
-    found = Machine(goal_of([0, 1, 2], placement), Policy(detect_s=0.1), capacity)
+    capacity = Capacity(
+        max_workers=6, slots_per_layer=max(slots), slots_by_call=slots, devices=3, heads_stay=heads_stay
+    )
+    goal = goal_of([0, 1, 2], placement)
+    seats = tuple(msgspec.structs.replace(seat, device=seat.rank % 3) for seat in goal.seats)
+    found = Machine(msgspec.structs.replace(goal, seats=seats), Policy(detect_s=0.1), capacity)
     found.start(100.0)
     for rank in range(6):
         for event in (Started(rank, 1, 1000 + rank), SaidHello(rank, 1)):
@@ -66,6 +71,44 @@ def test_heads_of_a_dead_worker_wait_for_its_successor():
     assert [effect for effect in decision.effects if isinstance(effect, Provision)] == [Provision(4, 2)]
     assert running.goal.placement == before and not running.goal.gone
     assert any("no place" in line for line in running.violations), "heads that only it has"
+
+
+class TestWhereKvCannotBeBroughtAlong:
+    """As on a GPU: no copies of anything, and in each layer two workers have a slot more than the third has heads."""
+
+    def places(self, running: Machine, kind: ShardKind) -> dict[Rank, list[tuple[int, ...]]]:
+        """What workers other than the dead one shall hold."""
+        found = running.goal.placement
+        calls = [i for i, call in enumerate(CALLS) if call.kind is kind]
+        return {seat.rank: [seat.experts(i) for i in calls] for seat in found.seats if seat.rank != 4}
+
+    def test_heads_wait_where_slices_of_the_same_worker_do_not(self):
+        running = machine(place_shards(CALLS, RANKS, 0, Spread.CYCLIC), heads_stay=True)
+        heads, slices = self.places(running, ShardKind.HEAD), self.places(running, ShardKind.SLICE)
+        running.handle(Died(4, 1), 101.0)
+        assert self.places(running, ShardKind.SLICE) != slices, "those that there is a free slot for"
+        assert self.places(running, ShardKind.HEAD) == heads
+        running.handle(Tick(), 102.0)  # the whole plan
+        running.handle(Started(4, 2, 2004), 102.0)
+        running.handle(Died(4, 2), 102.5)
+        assert self.places(running, ShardKind.HEAD) == heads, "its memory is still there"
+
+    def test_but_not_for_ever(self):
+        running = machine(place_shards(CALLS, RANKS, 0, Spread.CYCLIC), heads_stay=True)
+        heads = self.places(running, ShardKind.HEAD)
+        running.handle(Died(4, 1), 101.0)
+        running.handle(Tick(), 130.0)
+        assert self.places(running, ShardKind.HEAD) == heads
+        running.handle(Tick(), 131.1)
+        running.handle(Tick(), 133.0)
+        assert self.places(running, ShardKind.HEAD) != heads
+        assert any("no place" in line for line in running.violations), "there is not a slot for each"
+
+    def test_memory_that_is_lost_is_not_waited_for(self):
+        running = machine(place_shards(CALLS, RANKS, 0, Spread.CYCLIC), heads_stay=True)
+        heads = self.places(running, ShardKind.HEAD)
+        running.handle(DeviceLost(1, is_gone=True), 101.0)
+        assert self.places(running, ShardKind.HEAD) != heads
 
 
 @pytest.mark.parametrize("copies", [1, 2])

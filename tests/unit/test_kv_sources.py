@@ -37,9 +37,12 @@ def collect():
     gc.collect()
 
 
-def serving(mode: str = "mirror", shadow: str | None = None) -> ToyOrchestrator:
-    """Three devices, with a home and a worker with heads each."""
-    start = start_of(NUM, NUM, mode)
+def serving(mode: str = "mirror", shadow: str | None = None, device: str = "cpu") -> ToyOrchestrator:
+    """Three devices, with a home and a worker with heads each; or three shares of a GPU."""
+    gpus = {"num_gpus": 1, "gpus": ("GPU",)} if device == "cuda" else {}
+    start = start_of(NUM, NUM, mode, **gpus)
+    compute = msgspec.structs.replace(start.worker.compute, device=device)
+    start = msgspec.structs.replace(start, worker=msgspec.structs.replace(start.worker, compute=compute))
     source = msgspec.structs.replace(start.worker.model, tensor_parallel=True, divides_heads=True)
     start = msgspec.structs.replace(
         start,
@@ -86,6 +89,22 @@ def test_every_worker_has_the_pools_and_mirrors_of_all_others():
 def test_without_a_mirror_there_are_pools():
     orchestrator = serving("anchor")
     assert known(orchestrator.worker(3)) == {(rank, Kind.KV_PIECES): True for rank in (4, 5)}
+
+
+def test_on_a_gpu_homes_have_the_pools():
+    orchestrator = serving("anchor", device="cuda")
+    for home in HOMES:
+        assert known(orchestrator.worker(home)) == {(rank, Kind.KV_PIECES): True for rank in SHARDS}
+    assert not any(known(orchestrator.worker(rank)) for rank in SHARDS)
+    lose(orchestrator, of_kind(orchestrator.worker(4), Kind.KV_PIECES).device)
+    assert not known(orchestrator.worker(0))[4, Kind.KV_PIECES]
+    mirrored = serving("mirror", device="cuda")
+    pools = {(rank, Kind.KV_PIECES): True for rank in SHARDS}
+    assert known(mirrored.worker(0)) == {**pools, **{(home, Kind.KV_MIRROR): True for home in (1, 2)}}
+    lose(mirrored, of_kind(mirrored.worker(4), Kind.KV_PIECES).device)
+    assert known(mirrored.worker(0))[1, Kind.KV_MIRROR] and not known(mirrored.worker(0))[4, Kind.KV_PIECES]
+    without = serving("off", device="cuda")
+    assert not any(known(worker) for worker in without.workers.values()), "nothing is fetched"
 
 
 def test_a_lost_device_takes_its_pool_and_leaves_its_mirror():
@@ -142,7 +161,8 @@ def fill(worker: ToyWorker) -> None:
         for one in told[number].fills:
             experts[one.layer_index][one.slot] = one.expert
         held = HeldSlots(experts=tuple(map(tuple, experts)), generations=worker.slots.generations)
-        worker.say(SlotsReported(slots=held))
+        worker.num_done += len(told[number].fills)
+        worker.say(SlotsReported(slots=held, num_done=worker.num_done))
 
 
 def acknowledge(orchestrator: ToyOrchestrator, *homes: int) -> None:

@@ -9,7 +9,7 @@ from everserve.bench.shapes import SMALL
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.model.config import ModelConfig
-from everserve.plan.mapping import next_mappings, not_needed
+from everserve.plan.mapping import any_in_vain, next_mappings, not_needed
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
@@ -80,6 +80,17 @@ def test_nothing_is_mapped_from_a_mapped_slot():
     assert mapped({TWO: held((2, 3), EMPTY)}, {ONE: held((2, 3), 0)}) == []
 
 
+def test_what_is_told_in_vain():
+    """A ready worker has one of them by now, or the memory that had it is lost."""
+    fills, left = (Fill(0, 2, 0), Fill(1, 3, 1)), {ONE: held((0, 1))}
+    have = {TWO: held((2, 3), EMPTY, EMPTY)}
+    assert not any_in_vain(TWO, fills, have, left, everywhere)
+    assert any_in_vain(TWO, fills, have, {}, everywhere)
+    assert any_in_vain(TWO, fills, have, left, lambda rank, lender: False)
+    assert any_in_vain(TWO, fills, have | {THREE: held((4, 1))}, left, everywhere)
+    assert not any_in_vain(TWO, fills, have | {THREE: held((4, 5), 1)}, left, everywhere), "mapped there: as before"
+
+
 @pytest.mark.parametrize("owner", [ONE, TWO])
 def test_a_slot_in_memory_of_a_ready_worker_ends_it(owner):
     have = {ONE: held((0, 1)), TWO: held((2, 3), 0, 5)} if owner is ONE else {TWO: held((2, 0), 0, 5)}
@@ -112,15 +123,19 @@ def test_nor_does_a_slot_that_is_about_to_change():
             {"weights": "memory"},
             (4, 0),
         ),
+        ({"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0}, {"device": "cuda"}, (4, 4)),  # of one GPU
+        ({"attention_workers": 1, "expert_workers": 2, "shadow_experts": 0}, {"device": "cuda", "gpus": 2}, (4, 0)),
         ({"tensor_parallel_size": 2}, {"divides_heads": True, "tensor_parallel": True}, None),
     ],
 )
 def test_how_many_slots_there_are_for_that(tmp_path, cluster, changes, expected):
     """As many as with memory, but no more than there are experts; none where no memory can be mapped."""
     (tmp_path / "config.json").write_text(json.dumps(SMALL["mixtral"]))
+    changes = {**changes}
+    num_gpus = changes.pop("gpus", 1 if changes.get("device") == "cuda" else 0)
     settings = worker_settings(directory=str(tmp_path), **changes)
     model = ModelConfig.from_source(settings.model)
-    start = StartOrchestrator(cluster=ClusterConfig(**cluster).resolved(), worker=settings)
+    start = StartOrchestrator(cluster=ClusterConfig(**cluster).resolved(), worker=settings, num_gpus=num_gpus)
     capacity = capacity_of(start, model, first_goal(start, model))
     if expected is None:
         assert capacity.mapped_slots == 0

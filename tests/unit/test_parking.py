@@ -3,11 +3,10 @@
 import pytest
 from msgspec import structs
 
-from everserve.backends.cpu.kept_kv import NoBlocks
 from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
-from everserve.kvlog.log import Log
+from everserve.kvlog.log import Log, NoBlocks
 from tests.in_process_heads import FETCH, HeadWorld
 from tests.models import model_directory, random_tokens
 from tests.toy import spec

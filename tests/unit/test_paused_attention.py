@@ -106,7 +106,7 @@ def run(engine: _Engine, peers: Any) -> list[AnyMessage]:
         events=EventLog("worker-0", None),
     )
     logs = SimpleNamespace(sweep=lambda engine: None)
-    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=True)
+    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=True, kv=None)
     with pytest.raises(_Over):
         AttentionLoop(around, parts, our_gateway).run()
     return [*orchestrator.receive_all()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everserve.procs import deferred_close as held
-from everserve.procs import device_descriptors as parting
+from everserve.procs import device_descriptors
 from everserve.procs.provisioner import Workers
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import seat_owner
@@ -138,8 +138,8 @@ class OnDevice:
     def entrust(self, num_left: int) -> int:
         """Returns the pipe's other end, which is readable when nobody has any copy."""
         reader, writer = os.pipe()
-        self._monkeypatch.setattr(parting, "device_fds", lambda: [writer] * num_left)
-        parting.entrust(self.lifeline)
+        self._monkeypatch.setattr(device_descriptors, "device_fds", lambda: [writer] * num_left)
+        device_descriptors.entrust(self.lifeline)
         os.close(writer)
         return reader
 
@@ -168,7 +168,7 @@ def test_what_a_worker_on_a_device_left_is_held_for_a_moment_after_its_end(worke
     worker.die(workers)
     workers.flush()
     assert is_held(reader)
-    now_s += held.PARTING_S
+    now_s += held.CLOSE_AFTER_S
     workers.flush()
     assert not is_held(reader)
     os.close(reader)
@@ -213,7 +213,7 @@ def test_what_a_spare_left_is_held_for_a_moment_after_its_end(workers, monkeypat
     spare.die(workers)
     workers.flush()
     assert is_held(reader)
-    now_s += held.PARTING_S
+    now_s += held.CLOSE_AFTER_S
     workers.flush()
     assert not is_held(reader)
     os.close(reader)
@@ -279,7 +279,7 @@ def test_on_a_device_a_lifeline_is_closed_a_moment_after_its_worker(workers, dev
     workers.exited(NOBODY, -9)
     workers.flush()
     assert (lifeline.fileno() >= 0) == (device == "cuda")
-    now_s += held.PARTING_S
+    now_s += held.CLOSE_AFTER_S
     workers.flush()
     assert lifeline.fileno() == -1
 

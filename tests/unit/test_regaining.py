@@ -6,11 +6,10 @@ import pytest
 import torch
 from msgspec import structs
 
-from everserve.backends.cpu.kept_kv import NoBlocks
 from everserve.engine.saved import Saved
 from everserve.errors import FetchFailed, StepAbandoned
 from everserve.kvlog.chains import chains, key_of
-from everserve.kvlog.log import Log
+from everserve.kvlog.log import Log, NoBlocks
 from everserve.tables.ids import Incarnation, Rank, WorkerId
 from everserve.worker.logs import KeptLogs
 from tests.in_process_experts import new_memory

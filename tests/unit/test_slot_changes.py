@@ -165,6 +165,37 @@ def test_a_new_orchestrator_finds_nothing_pending(slow):
     assert [filled.fill for filled in report.filled] == [Fill(0, 1, 1)]
 
 
+def test_reports_count_what_was_done_of_all_that_was_told(slow):
+    """A report on something else, sent before a message was read, does not answer that message."""
+    slow.slots.is_done = True
+    slow.carry_out(FillSlots(fills=[Fill(0, 1, 5), Fill(9, 0, 0)]), ClearSlots(places=[Place(2, 2), Place(9, 0)]))
+    assert [report.num_done for report in slow.reports] == [2, 4]
+    slow.changes.forget()
+    slow.carry_out(FillSlots(fills=[Fill(0, 1, 3)]))
+    assert slow.reports[-1].num_done == 1, "by this orchestrator"
+
+
+def test_what_is_not_begun_can_be_taken_back(slow):
+    slow.changes.add(FillSlots(fills=[Fill(0, 1, 5), Fill(0, 0, 3), Fill(0, 2, 1)]))
+    slow.changes.do_one()
+    slow.changes.stop()
+    assert slow.reports == [] and slow.changes.is_pending, "one of them runs"
+    slow.slots.is_done = True
+    slow.carry_out()
+    (report,) = slow.reports
+    assert report.slots.experts[0] == (2, 5, 4) and report.num_done == 3
+    slow.changes.stop()
+    assert not slow.changes.is_pending and len(slow.reports) == 1, "there was nothing left"
+
+
+def test_fills_that_fail_are_one_line_in_the_log(caplog):
+    world = World()
+    world.are_files_gone = True
+    world.carry_out(FillSlots(fills=[Fill(0, slot, 5 - slot) for slot in range(3)]))
+    (line,) = caplog.messages
+    assert line.startswith("3 experts could not be loaded; the last, expert 3 of layer index 0: ModelError")
+
+
 @pytest.mark.parametrize(
     "experts, generations",
     [

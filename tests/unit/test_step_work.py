@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.plan.steps import StepWork
+from everserve.plan.steps import StepWork, step_tokens
 from tests.toy import make_engine, run_alone, spec
 
+BUNDLED = ModelConfig.from_directory(str(DEMO_MODEL))
 WORK = StepWork(per_token=10.0, per_key=1.0, most=150.0)
 COSTS = st.floats(0.1, 1e3)
 
@@ -20,6 +22,16 @@ def test_affordable_is_the_most_that_fits(per_token, per_key, first, left):
     num = work.affordable(first, left)
     assert work.cost(first, num) <= left * (1 + 1e-9)
     assert work.cost(first, num + 1) > left * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    "num_experts, experts_per_token, expected",
+    [(128, 8, 8192), (8, 2, 2048), (64, 8, 4096), (60, 4, 8192), (512, 10, 8192), (16, 16, 2048)],
+)
+def test_a_step_is_so_large_that_experts_have_enough_rows(num_experts, experts_per_token, expected):
+    model = replace(BUNDLED, num_experts=num_experts, experts_per_token=experts_per_token)
+    assert step_tokens(model) == expected
+    assert step_tokens(replace(model, moe_layers=())) == 2048
 
 
 def test_no_step_costs_more_and_every_stream_is_the_same():

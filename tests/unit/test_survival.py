@@ -16,17 +16,19 @@ from everserve.tables.survival import Kv, Weights
 from everserve.wire.messages import StartOrchestrator
 from tests.configs import worker_settings
 
-AT_ONCE, SUCCESSOR, LOADED, RETURN = Weights
+AT_ONCE, SUCCESSOR, MAPPED, LOADED, RETURN = Weights
 
 
 @pytest.fixture
 def design(tmp_path):
     """Goal and capacity as the orchestrator makes them: heads, and experts or slices, over devices."""
 
-    def make(shape: str, **cluster) -> tuple[Goal, Capacity]:
+    def make(shape: str, weights: str = "mapped", **cluster) -> tuple[Goal, Capacity]:
         (tmp_path / "config.json").write_text(json.dumps(SMALL[shape]))
         is_divided = "tensor_parallel_size" in cluster
-        settings = worker_settings(directory=str(tmp_path), tensor_parallel=is_divided, divides_heads=is_divided)
+        settings = worker_settings(
+            directory=str(tmp_path), weights=weights, tensor_parallel=is_divided, divides_heads=is_divided
+        )
         model = ModelConfig.from_source(settings.model)
         start = StartOrchestrator(cluster=ClusterConfig(**cluster).resolved(), worker=settings)
         goal = first_goal(start, model)
@@ -73,6 +75,29 @@ def test_divided_over_devices(design, cluster, expected):
 )
 def test_experts_on_workers(design, cluster, expected):
     assert weights(*design("moe", **cluster)) == expected
+
+
+@pytest.mark.parametrize(
+    ("cluster", "expected"),
+    [
+        # two of 8 experts each, and two slots for those of others
+        ({"expert_workers": 4, "shadow_experts": 0}, [MAPPED, MAPPED, RETURN, RETURN]),
+        ({"expert_workers": 3, "shadow_experts": 0}, [MAPPED, SUCCESSOR, RETURN, RETURN]),  # one cannot map all of two
+        ({"expert_workers": 4}, [AT_ONCE, MAPPED, AT_ONCE, LOADED]),
+        ({"expert_workers": 4, "map_experts": "off"}, [AT_ONCE, LOADED, AT_ONCE, LOADED]),
+        ({"expert_workers": 2, "shadow_experts": 0}, [MAPPED, SUCCESSOR, RETURN, RETURN]),
+        ({"expert_workers": 1}, [SUCCESSOR, SUCCESSOR, RETURN, RETURN]),
+    ],
+)
+def test_experts_in_memory_that_others_reach(design, cluster, expected):
+    assert weights(*design("mixtral", attention_workers=4, devices=4, weights="memory", **cluster)) == expected
+
+
+def test_experts_on_another_gpu_are_not_reached(design):
+    goal, capacity = design("mixtral", attention_workers=4, expert_workers=4, weights="memory", shadow_experts=0)
+    for num_gpus, expected in ((2, [MAPPED, SUCCESSOR]), (4, [SUCCESSOR, SUCCESSOR])):
+        seats = tuple(msgspec.structs.replace(seat, gpu=seat.rank % num_gpus) for seat in goal.seats)
+        assert weights(msgspec.structs.replace(goal, seats=seats), capacity)[:2] == expected
 
 
 def test_what_a_lost_device_leaves(design):

@@ -77,11 +77,12 @@ class Driver:
         return next(worker for worker in self.machine.members.workers if worker.rank == rank)
 
     def hold(self, rank: int, incarnation: int) -> None:
-        """All that is planned for it."""
+        """All that is planned for it, and all that it was told is done."""
         planned = self.machine.goal.placement.seat(Rank(rank))
         num_slots = self.capacity.slots_per_layer
         slots = planned.slots(num_slots).experts if planned is not None else ((EMPTY,) * num_slots,) * len(LAYERS)
-        self.tell(SaidHolds(rank, incarnation, HeldSlots(experts=slots, generations=((1,) * num_slots,) * len(LAYERS))))
+        held = HeldSlots(experts=slots, generations=((1,) * num_slots,) * len(LAYERS))
+        self.tell(SaidHolds(rank, incarnation, held, num_done=self.machine._seats[Rank(rank)].num_told))
 
     def bring_up(self, rank: int, incarnation: int = 1) -> None:
         self.tell(Started(rank, incarnation, 1000 + rank))

@@ -73,6 +73,17 @@ def test_a_request_from_beginning_to_end() -> None:
     assert times == sorted(times)
 
 
+def lost() -> FaultDetected:
+    return FaultDetected(
+        process="orchestrator", rank=0, incarnation=1, roles=("attention",), cause="crash", reason="its word"
+    )
+
+
+def restored(id: str) -> StreamRestored:
+    told = {"rank": 1, "from_rank": 0, "num_restored": 4, "num_recomputed": 1, "took_ms": 0.1}
+    return StreamRestored(process="worker-1", request_id=id, **told)
+
+
 def test_a_lost_attention_worker_is_an_event() -> None:
     traced = Traced()
 
@@ -87,27 +98,8 @@ def test_a_lost_attention_worker_is_an_event() -> None:
             second = await server.add_worker(1)
             server.orchestrator.lose(server.worker, "crash")
             await until(lambda: len(second.specs) == 1)
-            server.gateway.feed.publish(
-                FaultDetected(
-                    process="orchestrator",
-                    rank=0,
-                    incarnation=1,
-                    roles=("attention",),
-                    cause="crash",
-                    reason="its word",
-                )
-            )
-            server.gateway.feed.publish(
-                StreamRestored(
-                    process="worker-1",
-                    rank=1,
-                    request_id=id,
-                    from_rank=0,
-                    num_restored=4,
-                    num_recomputed=1,
-                    took_ms=0.1,
-                )
-            )
+            server.gateway.feed.publish(lost())
+            server.gateway.feed.publish(restored(id))
             clock = server.gateway.fleet.clock
             server.gateway.fleet.clock = lambda: clock() + 5.0  # so long the client waits
             second.send(Output(id=id, index=1, token=51), Output(id=id, index=2, token=52, finish_reason="length"))

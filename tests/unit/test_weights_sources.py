@@ -145,7 +145,8 @@ def fill_all(orchestrator: ToyOrchestrator) -> None:
             for layer, slot, expert in message.fills:
                 experts[layer][slot] = expert
             worker.slots = msgspec.structs.replace(worker.slots, experts=tuple(map(tuple, experts)))
-            worker.say(SlotsReported(slots=worker.slots))
+            worker.num_done += len(message.fills)
+            worker.say(SlotsReported(slots=worker.slots, num_done=worker.num_done))
         for worker in orchestrator.workers.values():
             if Role.ATTENTION in worker.start.roles and worker.heard(RoutesChanged):
                 worker.say(RoutesUsed(epoch=worker.heard(RoutesChanged)[-1].routes.epoch))

@@ -193,7 +193,13 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
     return median(times), mean_context
 
 
-def build(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool = False) -> tuple[Engine, Any]:
+def build(
+    model: str,
+    max_num_seqs: int,
+    max_model_len: int,
+    launch_ahead: bool = False,
+    max_batched: int = _BATCHED_TOKENS,
+) -> tuple[Engine, Any]:
     """A worker's engine with both roles, without the worker."""
     from everserve.backends.cuda.build import (  # noqa: PLC0415 (only in the process that is measured)
         SeatWeights,
@@ -207,7 +213,7 @@ def build(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool 
     from everserve.worker.loading import Loading  # noqa: PLC0415
 
     max_model_len = -(-max_model_len // _BLOCK_SIZE) * _BLOCK_SIZE
-    start = _start(model, max_num_seqs, max_model_len, launch_ahead)
+    start = _start(model, max_num_seqs, max_model_len, launch_ahead, max_batched)
     device = open_device(start, Loading(start))
     weights = SeatWeights(device, _memory(device.driver, SeatWeights.plan_of(device).num_bytes))
     decoder = build_decoder(device, weights)
@@ -223,14 +229,15 @@ def _memory(driver: Driver, num_bytes: int) -> dict[Kind, int]:
     return {Kind.WEIGHTS: driver.create(num_bytes), Kind.WEIGHTS_STATE: state_fd}
 
 
-def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool) -> StartWorker:
+def _start(model: str, max_num_seqs: int, max_model_len: int, launch_ahead: bool, max_batched: int) -> StartWorker:
     settings = WorkerSettings(
         model=ModelSource(directory=model, dtype="bfloat16", load_format="dummy"),
         engine=EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=_BATCHED_TOKENS,
-            max_prefill_while_decoding=_BATCHED_TOKENS,
+            max_num_batched_tokens=max_batched,
+            max_prefill_while_decoding=max_batched,
+            max_prefill_slowdown=0.0,
             block_size=_BLOCK_SIZE,
             kv_cache_bytes=1 << 60,  # all that the streams can use
             enable_prefix_caching=False,

@@ -60,7 +60,7 @@ class Settings:
     max_tokens: int
     slices: int  # of each size, after one that warms it up
     num_layers: int | None = None
-    divide_heads: bool = False  # on a GPU; on CPUs they always are
+    divide_heads: bool = True  # on a GPU; on CPUs they always are
     room: float = 1.5  # of a device, in the plan: times the whole model
 
 
@@ -136,7 +136,7 @@ def _flags(settings: Settings, shape: str, served: Subject, size: int) -> tuple[
     flags = (*served.flags, "-tp", str(size), "--no-enable-prefix-caching", "--max-model-len", str(length))
     if not is_for_gpu(shape):
         return (*flags, *_SMALL_CACHE)
-    heads = ("--divide-heads",) if settings.divide_heads else ()
+    heads = () if settings.divide_heads else ("--no-divide-heads",)
     return (*flags, *heads, "--max-num-seqs", str(settings.num_streams), "--kv-log", "off")
 
 

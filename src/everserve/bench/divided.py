@@ -9,6 +9,7 @@ from everserve.bench.subject import Subject
 from everserve.errors import ConfigError
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
+from everserve.plan.head_memory import can_divide_heads
 from everserve.plan.reshard import Row, rows_of
 from everserve.plan.shards import Spread, place_shards
 from everserve.tables.calls import ShardKind
@@ -18,9 +19,9 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def model_of(served: Subject) -> ModelConfig:
-    """As a server divides it. On a GPU attention stays at home, unless the server is told otherwise."""
+    """As a server divides it. On a GPU attention may have to stay at home, or be told to."""
     found = ModelConfig.from_directory(DEMO_MODEL if served.model == "demo" else Path(served.model))
-    divides_heads = "cuda" not in served.flags or "--divide-heads" in served.flags
+    divides_heads = "cuda" not in served.flags or (can_divide_heads(found) and "--no-divide-heads" not in served.flags)
     return dataclasses.replace(found, tensor_parallel=True, divides_heads=divides_heads)
 
 

@@ -20,11 +20,13 @@ from everserve.model.layout import Weights
 _BLOCK_SIZE = 16
 
 
-class _CountingExperts(LocalExperts):
-    """Counts the rows of each expert."""
+class _CountingExperts:
+    """`Experts` that count the rows of each."""
+
+    num_replayed_rows = 0
 
     def __init__(self, expert_half: ExpertHalf) -> None:
-        super().__init__(expert_half)
+        self._experts = LocalExperts(expert_half)
         config = expert_half.config
         self.rows_LN = np.zeros((len(config.moe_layers), config.num_experts), np.int64)
         self._index = {layer: i for i, layer in enumerate(config.moe_layers)}
@@ -34,7 +36,13 @@ class _CountingExperts(LocalExperts):
     ) -> Tensor:
         chosen = ids_TK[ids_TK >= 0].numpy()
         self.rows_LN[self._index[layer]] += np.bincount(chosen, minlength=self.rows_LN.shape[1])
-        return super().__call__(layer, ids_TK, weights_TK, hidden_TD, residual_TD)
+        return self._experts(layer, ids_TK, weights_TK, hidden_TD, residual_TD)
+
+    def begin_step(self, num_rows: int) -> None: ...
+
+    def end_step(self) -> None: ...
+
+    def rest(self) -> None: ...
 
 
 class MaskedModel:

@@ -96,8 +96,9 @@ def run(settings: Settings, out: Path | None) -> bool:
 
 
 def _measure(settings: Settings, served: Subject, cases: list[Case]) -> Iterator[Found]:
-    """Yields after each round. Cases with as many shadows share a server; the last one is restarted for the baseline.
-    The right answers are those of the first server: they do not depend on where experts are.
+    """Yields after each round. Cases with as many shadows share a server; the first one is restarted for the baseline.
+    The right answers are those of the first server: they do not depend on where experts are. A later one has more
+    shadows, and there may be no room for them: that is a finding about its cases.
 
     After a repair experts are elsewhere, and the next loss may find copies of all. So cases with few shadows begin with
     a server that has lost nothing yet."""
@@ -110,8 +111,15 @@ def _measure(settings: Settings, served: Subject, cases: list[Case]) -> Iterator
     with Progress() as progress:
         progress.begin("repair", total=1 + len(cases) * settings.rounds + settings.baseline_rounds)
         for num_shadows, same in servers:
-            flags = settings.flags(served, num_shadows)
-            with contextlib.closing(Instance(served.model, flags)) as instance:
+            try:
+                started = Instance(served.model, settings.flags(served, num_shadows))
+            except ConfigError as error:
+                if not expected:
+                    raise
+                found.failures += [(str(case), str(error)) for case in same]
+                yield found
+                continue
+            with contextlib.closing(started) as instance:
                 if not expected:
                     expected = kill.undisturbed(instance.server, asks)
                     progress.advance()
@@ -123,7 +131,7 @@ def _measure(settings: Settings, served: Subject, cases: list[Case]) -> Iterator
                     _lose(settings, instance, case, i, asks, expected, found)
                     progress.advance(str(case))
                     yield found
-                for _ in range(settings.baseline_rounds if num_shadows == servers[-1][0] else 0):
+                for _ in range(settings.baseline_rounds if num_shadows == servers[0][0] else 0):
                     found.restarts.append(restart.kill_everything(instance, asks, expected, settings.warm_s))
                     progress.advance("restart")
                     yield found

@@ -51,6 +51,7 @@ def settings_of(
             max_num_seqs=num_streams,
             max_num_batched_tokens=max_batched,
             max_prefill_while_decoding=max_batched,
+            max_prefill_slowdown=0.0,
             block_size=16,
             kv_cache_bytes=1 << 60,  # all that its streams can use
             enable_prefix_caching=False,

@@ -21,7 +21,7 @@ from typing import Any
 from everserve.bench import kill, report, restart, revive_loss, revive_report
 from everserve.bench.instance import Instance, flags_for
 from everserve.bench.load import Ask, make_asks
-from everserve.bench.on_gpu import check_gpu
+from everserve.bench.on_gpu import check_gpu, is_for_gpu
 from everserve.bench.revive_variants import NUM_ATTENTION, NUM_EXPERT, Variant, choose, flags_of
 from everserve.bench.revived import Round
 from everserve.bench.subject import BUNDLED, Subject, subject
@@ -56,8 +56,9 @@ class Settings:
             spares=self.spares,
             kv_log=self.kv_log,
         )
-        alone = ("--devices", str(NUM_ATTENTION + NUM_EXPERT))  # also where they share one GPU
-        return (*flags, *alone, *flags_of(variant, served.num_experts), "--enable-chaos", *self.serve)
+        alone = ("--devices", str(NUM_ATTENTION + NUM_EXPERT)) if is_for_gpu(self.shape) else ()  # on CPUs each is
+        lost = ("--map-experts", "off")  # with the device, which is gone a moment after the process that is killed
+        return (*flags, *flags_of(variant, served.num_experts), *alone, *lost, "--enable-chaos", *self.serve)
 
 
 @dataclass

@@ -39,6 +39,7 @@ _SHOW: dict[str, Show] = {
     "trace": trace_report.show,
     "overhead": overhead_report.show,
     "prefill": prefill_report.show,
+    "prompts": prefill_report.show_alone,
     "checkpoint": lambda result, path: overhead_report.show(result, path, checkpoint.REFERENCE),
     "restore": restore_report.show,
     "balance": balance_report.show,

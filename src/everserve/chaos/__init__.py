@@ -1,5 +1,6 @@
 """The stream checker: many clients, faults from a seed, and every token compared with the undisturbed run.
 
+settings.py  what is done to which server, and the flags that say so
 run.py       the phases in order: undisturbed answers, faults under load, full strength, the same answers again, verdict
 
 requests.py  what clients ask: a catalogue made from the seed (pure)

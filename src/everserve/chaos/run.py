@@ -14,16 +14,18 @@ import signal
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from msgspec import structs
 
 from everserve.chaos import leaks
 from everserve.chaos.clients import Clients, Known, Manner
 from everserve.chaos.faults import Injector
 from everserve.chaos.findings import Findings
 from everserve.chaos.leaks import Snapshot
-from everserve.chaos.requests import NUM_REQUESTS, TEXT, make_catalogue
+from everserve.chaos.requests import TEXT, make_catalogue
 from everserve.chaos.schedule import Fault, make_schedule
+from everserve.chaos.settings import Settings
 from everserve.chaos.talk import Trouble
 from everserve.chaos.target import NoAnswer, Target, supervisor_here
 from everserve.chaos.verdict import Verdict
@@ -46,17 +48,6 @@ _ZERO = (
     "everserve_degraded_experts",
 )
 _NEVER = ("everserve_stream_divergences_total",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What is done to the server; all of it goes into the JSON."""
-
-    seconds: float
-    seed: int
-    num_clients: int
-    stall_limit_s: float
-    num_requests: int = NUM_REQUESTS
 
 
 def check_own(
@@ -138,7 +129,7 @@ class Run:
         self._look_back(injector)
         return Verdict(
             seed=self._settings.seed,
-            settings=asdict(self._settings),
+            settings=structs.asdict(self._settings),
             seconds=storm_s,
             faults=injector.records,
             tally=self._clients.tally,

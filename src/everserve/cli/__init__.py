@@ -1,10 +1,12 @@
 """The command line, one file per command.
 
-serve.py    serve a model (serve_settings.py what it is started with, flags.py flags that are fields of configs)
+serve.py    serve a model (serve_settings.py what it is started with, flags.py flags that are fields of configs,
+            config_file.py flags from a file)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
-address.py  the server that --url names
+address.py  the server that --url names, and its keys
+following.py progress of a change until it is done
 demo.py     streams and deaths in one terminal (demo_run.py what happens, demo_screen.py what is shown)
 status.py   the workers, and whether the instance is valid
 watch.py    ... as it changes (`status --watch`)
@@ -14,7 +16,7 @@ scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench/      one benchmark by name (the benchmarks themselves are in everserve.bench); bench_*.py more of them
+bench/      one benchmark by name (the benchmarks themselves are in everserve.bench)
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
@@ -28,11 +30,7 @@ import typer
 
 from everserve.errors import UserError
 
-_COMMANDS = (
-    *("bench", "bench_degree", "bench_divided", "bench_load", "bench_revive", "bench_start", "chaos", "demo", "drain"),
-    *("health", "kill", "scale", "serve", "status", "switch", "version"),
-)
-_ALONE = {name for name in _COMMANDS if not name.startswith("bench")}  # commands with a module of the same name
+_COMMANDS = ("bench", "chaos", "demo", "drain", "health", "kill", "scale", "serve", "status", "switch", "version")
 
 app = typer.Typer(
     name="everserve",
@@ -75,6 +73,6 @@ def main() -> None:
 def _register(asked: Sequence[str]) -> None:
     """Each module registers its command, or its commands. Importing all of them takes longer than most commands do: if
     the first argument is the name of one, only that one is imported. (version.py also has the options of all.)"""
-    names = ("version", *asked) if set(asked) & _ALONE else _COMMANDS
+    names = ("version", *asked) if set(asked) & set(_COMMANDS) else _COMMANDS
     for name in names:
         importlib.import_module(f"everserve.cli.{name}")

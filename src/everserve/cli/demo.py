@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.live import Live
 
 from everserve.cli import app, demo_screen
-from everserve.cli.demo_run import MAX_TOKENS, PROMPTS, DemoRun, PlannedKill, judge
+from everserve.cli.demo_run import NUM_TOKENS, PROMPTS, DemoRun, KillOutcome, PlannedKill, judge
 from everserve.cli.starting import StartBars
 from everserve.cli.status import fetch_cluster
 from everserve.procs.local_server import LocalServer
@@ -31,7 +33,9 @@ _WIDTH = 110  # of tables, where there is no terminal
 
 
 @app.command()
-def demo() -> None:
+def demo(
+    tokens: Annotated[int, typer.Option(help="Tokens of each text.", min=200, max=1500)] = NUM_TOKENS,
+) -> None:
     """Start a cluster of the bundled model, kill workers while it writes, and show that no token was lost.
 
     Exit status 1 if a token was lost or changed, or if the cluster did not come back to full strength.
@@ -43,6 +47,28 @@ def demo() -> None:
         f"Starting a cluster of the bundled model (64 experts, 8 per token) on this CPU: {NUM_ATTENTION} attention "
         f"workers, {NUM_EXPERT} expert workers ..."
     )
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(_started(console))
+        run, again = DemoRun(server, _kills(tokens), tokens), DemoRun(server, [], tokens)
+        _perform(run, console)
+        is_whole = _wait_whole(server)
+        console.print("The same texts once more, without any kill, to compare ...")
+        _repeat(again)
+        events = server.events()
+    if errors := run.errors + again.errors:
+        console.print(f"A text broke: {errors[0]}", markup=False)
+        raise typer.Exit(1)
+    is_exact = _tell(judge(run, again, events), again, console)
+    if not is_whole:
+        console.print(f"The cluster was not at full strength within {_WHOLE_WITHIN_S:.0f} s.")
+    console.print("\nServe it yourself:  everserve serve demo --attention-workers 2 --expert-workers 2 --enable-chaos")
+    console.print("Then:               everserve status --watch;  everserve kill 3")
+    if not is_exact or not is_whole:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _started(console: Console) -> Iterator[LocalServer]:
     began_s = time.monotonic()
     flags = ("--attention-workers", str(NUM_ATTENTION), "--expert-workers", str(NUM_EXPERT), "--enable-chaos")
     environment = {name: value for name, value in os.environ.items() if name not in _KEYS}
@@ -56,38 +82,28 @@ def demo() -> None:
             "shadows of other workers' experts."
         )
         console.print()
-        run = DemoRun(server, _kills())
-        _perform(run, console)
-        is_whole = _wait_whole(server)
-        console.print("The same texts once more, without any kill, to compare ...")
-        again = DemoRun(server, [])
-        _repeat(again)
-        events = server.events()
-    if errors := run.errors + again.errors:
-        console.print(f"A text broke: {errors[0]}", markup=False)
-        raise typer.Exit(1)
-    outcomes = judge(run, again, events)
+        yield server
+
+
+def _tell(outcomes: list[KillOutcome], again: DemoRun, console: Console) -> bool:
+    """What became of each kill; whether no token was lost or changed."""
     num_lost = sum(outcome.num_lost for outcome in outcomes)
     num_different = sum(outcome.num_different for outcome in outcomes)
     console.print(demo_screen.summary(outcomes, again))
     for line in demo_screen.prices(outcomes, again):
         console.print(line)
-    console.print(f"{len(PROMPTS)} texts of {MAX_TOKENS} tokens, compared token for token with the undisturbed ones.")
+    texts = f"{len(PROMPTS)} texts of {again.num_tokens} tokens"
+    console.print(f"{texts}, compared token for token with the undisturbed ones.")
     console.print(f"Tokens lost: {num_lost}. Tokens that differ from the undisturbed texts: {num_different}.")
-    if not is_whole:
-        console.print(f"The cluster was not at full strength within {_WHOLE_WITHIN_S:.0f} s.")
-    console.print("\nServe it yourself:  everserve serve demo --attention-workers 2 --expert-workers 2 --enable-chaos")
-    console.print("Then:               everserve status --watch;  everserve kill 3")
-    if num_lost or num_different or not is_whole:
-        raise typer.Exit(1)
+    return not num_lost and not num_different
 
 
-def _kills() -> list[PlannedKill]:
+def _kills(num_tokens: int) -> list[PlannedKill]:
     """Expert workers come after attention workers in rank."""
     return [
-        PlannedKill(MAX_TOKENS // 4, f"expert worker {NUM_ATTENTION}", {"rank": NUM_ATTENTION}),
-        PlannedKill(MAX_TOKENS // 2, "attention worker 0", {"rank": 0}),
-        PlannedKill(3 * MAX_TOKENS // 4, "the orchestrator", {"process": "orchestrator"}),
+        PlannedKill(num_tokens // 4, f"expert worker {NUM_ATTENTION}", {"rank": NUM_ATTENTION}),
+        PlannedKill(num_tokens // 2, "attention worker 0", {"rank": 0}),
+        PlannedKill(3 * num_tokens // 4, "the orchestrator", {"process": "orchestrator"}),
     ]
 
 
@@ -118,7 +134,7 @@ def _perform(run: DemoRun, console: Console) -> None:
 
 def _repeat(again: DemoRun) -> None:
     """The same texts, undisturbed."""
-    total = MAX_TOKENS * len(PROMPTS)
+    total = again.num_tokens * len(PROMPTS)
     with Progress().begin("undisturbed", total, " tokens") as progress:
         asyncio.run(again.play(lambda: progress.update(sum(len(stream.token_ids) for stream in again.streams))))
 

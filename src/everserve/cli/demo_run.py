@@ -19,7 +19,7 @@ PROMPTS = (
     "ROMEO:\n",
     "Holmes rose from his chair and went to the window.",
 )
-MAX_TOKENS = 1000
+NUM_TOKENS = 1000  # of each text, unless another number is asked for
 _AT_ONCE_S, _WITHIN_S = 0.1, 1.0  # a text has gone on; a gap that begins later than this is not the kill's
 _LOOK_EVERY_S = 0.005
 
@@ -74,9 +74,10 @@ def _largest_gap(arrivals_s: list[float], begin_s: float, end_s: float) -> float
 class DemoRun:
     """The texts, as their clients see them, and the kills on the way."""
 
-    def __init__(self, server: LocalServer, kills: list[PlannedKill]) -> None:
+    def __init__(self, server: LocalServer, kills: list[PlannedKill], num_tokens: int = NUM_TOKENS) -> None:
         self.server = server
         self.kills = kills
+        self.num_tokens = num_tokens
         self.streams = [Stream() for _ in PROMPTS]
         self.began_s = time.perf_counter()
 
@@ -98,7 +99,7 @@ class DemoRun:
     async def _write(self, index: int) -> None:
         sampling = {"temperature": 0.8, "top_p": 0.95, "seed": index}
         server = self.server
-        await complete(server.url, server.model, PROMPTS[index], MAX_TOKENS, self.streams[index], **sampling)
+        await complete(server.url, server.model, PROMPTS[index], self.num_tokens, self.streams[index], **sampling)
 
     async def _kill(self, kill: PlannedKill) -> None:
         """On a connection of the leanest kind: texts grow meanwhile."""
@@ -132,7 +133,7 @@ def judge(run: DemoRun, again: DemoRun, events: list[Event]) -> list[KillOutcome
     outcomes = []
     for kill, following in zip_longest(run.kills, run.kills[1:]):
         begin = kill.num_tokens
-        end = following.num_tokens if following is not None else [MAX_TOKENS] * len(begin)
+        end = following.num_tokens if following is not None else [run.num_tokens] * len(begin)
         pairs = [
             pair
             for ours, theirs, first, last in zip(run.streams, again.streams, begin, end, strict=True)

@@ -16,6 +16,7 @@ from everserve.memory.device import is_available
 from everserve.memory.devices import DeviceInfo, look
 from everserve.model.config import ModelConfig
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
+from everserve.plan.head_memory import kv_share
 from everserve.plan.weights import PAGE_BYTES
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
@@ -107,7 +108,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
     if model.divides_heads:  # a pool has a whole number of pieces, and whole pages
         assert capacity.devices is not None
         num_pieces = capacity.devices * capacity.head_pieces
-        num_bytes = num_bytes * model.num_layers * model.num_kv_heads // num_pieces - PAGE_BYTES
+        num_bytes = int(num_bytes * kv_share(model)) * model.num_layers * model.num_kv_heads // num_pieces - PAGE_BYTES
     if start.worker.log.mode == "mirror":
         host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / size.attention))

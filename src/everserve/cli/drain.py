@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
-from everserve.cli.status import DEFAULT_URL, administer, fetch_cluster
+from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
+from everserve.cli.status import administer, fetch_cluster
 from everserve.errors import ConfigError
 
 _LOOK_EVERY_S = 0.1
@@ -22,13 +22,9 @@ def drain(
     wait: Annotated[
         float, typer.Option(help="Seconds to wait for each new worker to be ready. 0: do not wait.", min=0)
     ] = 60.0,
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Restart workers under load: each gives its streams to other workers and exits; a new process takes its rank."""
     if every == bool(ranks):

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
-from everserve.cli.status import DEFAULT_URL, administer, fetch_cluster
+from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
+from everserve.cli.status import administer, fetch_cluster
 from everserve.errors import ConfigError
 from everserve.tables.health import WORDS, Level
 
@@ -23,13 +23,9 @@ def health(
         ),
     ] = None,
     reason: Annotated[str, typer.Option(help="Why, for other operators.")] = "",
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Show the health level of every device, or set one: from level 2 on its workers leave before it fails, and come
     back at level 0."""

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
-from everserve.cli.status import DEFAULT_URL, administer
+from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
+from everserve.cli.status import administer
 from everserve.errors import ConfigError
 
 _SIGNALS = ("KILL", "STOP", "CONT", "TERM", "HANG")
@@ -28,13 +28,9 @@ def kill(
     gone: Annotated[
         bool, typer.Option("--gone", help="The device does not come back before `everserve return`.")
     ] = False,
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Inject a fault: send a signal to a process, or lose a device. The server must run with --enable-chaos."""
     if (target is None) == (device is None):
@@ -61,13 +57,9 @@ def kill(
 @app.command(name="return")
 def return_device(
     device: Annotated[int, typer.Argument(help="A device that is gone: see `everserve status`.", min=0)],
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """A device that was gone can be used again: workers start on it, and serve when they are ready."""
     back = administer(f"{url}/cluster/return", admin_key, api_key, {"device": device})

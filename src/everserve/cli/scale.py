@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
-from everserve.cli.status import DEFAULT_URL, administer, fetch_cluster
+from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
+from everserve.cli.following import follow
+from everserve.cli.status import administer, fetch_cluster
 from everserve.config.cluster import MAX_RANKS
 from everserve.errors import ConfigError
-
-_LOOK_EVERY_S = 0.1
 
 
 @app.command()
@@ -28,13 +27,9 @@ def scale(
     ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show progress until it is done.")] = True,
     timeout: Annotated[float, typer.Option(help="Seconds to wait.", min=1)] = 600.0,
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
-    admin_key: Annotated[
-        str | None, typer.Option(help="The server's admin key, if it has one.", envvar="EVERSERVE_ADMIN_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
+    admin_key: AdminKey = None,
 ) -> None:
     """Change the number of workers under load: new ones take streams and experts when they are ready, and those that
     leave give theirs to others first."""
@@ -46,7 +41,7 @@ def scale(
     goal = administer(f"{url}/cluster/scale", admin_key, api_key, body)
     typer.echo(_plan(goal))
     if wait:
-        _follow(url, api_key or admin_key, goal, began_s, timeout)
+        follow(lambda: _progress(fetch_cluster(url, api_key or admin_key)["workers"], goal), began_s, timeout)
 
 
 def _plan(goal: dict[str, Any]) -> str:
@@ -59,32 +54,12 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _follow(url: str, api_key: str | None, goal: dict[str, Any], began_s: float, timeout_s: float) -> None:
-    """Until there are exactly the workers that were asked for, all ready."""
-    said = ""
-    while True:
-        workers = fetch_cluster(url, api_key)["workers"]
-        took_s = time.monotonic() - began_s
-        if _is_done(workers, goal):
-            typer.echo(f"done after {took_s:.1f} s")
-            return
-        if (now := _progress(workers)) != said:
-            said = now
-            typer.echo(f"{took_s:6.1f} s  {now}")
-        if took_s > timeout_s:
-            raise ConfigError(f"not done after {timeout_s:g} s, and still going on: see `everserve status`")
-        time.sleep(_LOOK_EVERY_S)
-
-
-def _is_done(workers: list[dict[str, Any]], goal: dict[str, Any]) -> bool:
-    found = Counter(_role(worker) for worker in workers)
-    is_ready = all(worker["state"] == "ready" for worker in workers)
-    return is_ready and (found["attention"], found["expert"]) == (goal["attention"], goal["expert"])
-
-
-def _progress(workers: list[dict[str, Any]]) -> str:
+def _progress(workers: list[dict[str, Any]], goal: dict[str, Any]) -> str | None:
+    """None: there are exactly the workers that were asked for, all ready."""
     ready = Counter(_role(worker) for worker in workers if worker["state"] == "ready")
     away = [f"rank {worker['rank']} is {worker['state']}" for worker in workers if worker["state"] != "ready"]
+    if not away and (ready["attention"], ready["expert"]) == (goal["attention"], goal["expert"]):
+        return None
     parts = [f"{ready[role]} {role}" for role in ("attention", "expert") if ready[role]]
     return "; ".join([f"{' and '.join(parts) or 'no'} workers ready", *away])
 

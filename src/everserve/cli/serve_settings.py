@@ -1,6 +1,7 @@
 """From what the command line says to what an instance is started with, and what is refused before that."""
 
 import os
+import sys
 from pathlib import Path
 
 from msgspec import structs
@@ -20,10 +21,13 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError
 from everserve.plan.head_memory import can_divide_heads
+from everserve.plan.steps import step_tokens
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
 
+DIVIDES_HEADS_ON_GPU = True  # by default, where a model's heads can be divided
+HEADS_HAVE_LOGS_ON_GPU = True  # else KV of divided heads is computed again wherever it would be fetched there
 _CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
 
 
@@ -75,8 +79,10 @@ def worker_settings(
     compute: Said[ComputeConfig],
     event_log: str | None,
     device: str,
+    has_experts: bool = False,
 ) -> WorkerSettings:
-    """What was said, and the defaults of this kind of device. The KV cache has no size yet, unless that was said."""
+    """What was said, and the defaults of this kind of device. The KV cache has no size yet, unless that was said.
+    `has_experts`: every worker has all experts."""
     if source.load_format == "dummy" and device == "cpu":
         raise ConfigError("--load-format dummy: only on a GPU")
     weights = source.weights if device == "cpu" else "memory"
@@ -84,11 +90,17 @@ def worker_settings(
         raise ConfigError("--expert-backup host: on CPUs only with --weights memory")
     return WorkerSettings(
         model=structs.replace(source, dtype=dtype_on(device, source.dtype), weights=weights),
-        engine=engine.make(device, kv_cache_bytes=0),
+        engine=engine.make(device, kv_cache_bytes=0, **_step_size(source, device, has_experts)),
         log=_log(kv_log, device),
         compute=structs.replace(compute.make(), device=device),
         event_log=event_log,
     )
+
+
+def _step_size(source: ModelSource, device: str, has_experts: bool) -> dict[str, int]:
+    if device == "cpu" or not has_experts:
+        return {}
+    return {"max_num_batched_tokens": step_tokens(ModelConfig.from_source(source))}
 
 
 def _log(said: Said[LogConfig], device: str) -> LogConfig:
@@ -100,37 +112,51 @@ def _log(said: Said[LogConfig], device: str) -> LogConfig:
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism on CPUs heads and their KV are divided too, and on a GPU if that was asked for. There
-    their KV is memory that outlives processes, as with `--kv-log anchor`, but it is not fetched from one worker to
-    another: homes have no logs."""
-    source = settings.model
+    """With tensor parallelism heads and their KV are divided too: on CPUs always, on a GPU if they can be, unless that
+    was turned off."""
+    source, log, is_gpu = settings.model, settings.log, settings.compute.device == "cuda"
     if source.divide_heads and not source.tensor_parallel:
         raise ConfigError("--divide-heads needs --tensor-parallel-size")
+    if source.divide_heads is False and source.tensor_parallel and not is_gpu:
+        raise ConfigError("--no-divide-heads: on CPUs --tensor-parallel-size always divides heads")
     is_divided = source.tensor_parallel and bool(cluster.expert_workers)
-    if settings.log.shadow is not None and not (is_divided and settings.compute.device == "cpu"):
+    if log.shadow is not None and not (is_divided and not is_gpu):
         raise ConfigError(
-            f"--kv-shadow {settings.log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
+            f"--kv-shadow {log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
             " worker, and --kv-log says where it outlives it"
         )
-    if not is_divided:
-        return settings
-    if settings.compute.device == "cuda":
-        if not source.divide_heads:
-            return settings
-        if settings.log.mode == "mirror":
-            raise ConfigError("--divide-heads: on a GPU not with --kv-log mirror; use anchor or off")
-        if not can_divide_heads(ModelConfig.from_source(source)):
-            raise ConfigError("--divide-heads: this model's heads can only be divided on CPUs")
-        settings = structs.replace(settings, log=structs.replace(settings.log, mode="off"))
-    elif source.weights != "mapped":
+    if is_gpu:
+        asked = DIVIDES_HEADS_ON_GPU if source.divide_heads is None else source.divide_heads
+        obstacle = whole_heads(settings) if asked else None
+        if obstacle is not None and source.divide_heads:
+            raise ConfigError(f"--divide-heads: {obstacle}")
+        wanted = source.tensor_parallel and asked and obstacle is None
+        source = structs.replace(source, divide_heads=wanted)  # one process has the same bits
+        is_divided = is_divided and wanted
+        log = log if HEADS_HAVE_LOGS_ON_GPU or not is_divided else structs.replace(log, mode="off")
+    elif is_divided and source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
-    return structs.replace(settings, model=structs.replace(source, divides_heads=True))
+    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided), log=log)
 
 
-def without_copies(cluster: ClusterConfig, source: ModelSource, device: str) -> ClusterConfig:
+def whole_heads(settings: WorkerSettings) -> str | None:
+    """Why tensor parallelism on a GPU leaves attention at home, if it has to."""
+    if not can_divide_heads(ModelConfig.from_source(settings.model)):
+        return "this model's heads can only be divided on CPUs"
+    return None
+
+
+def say_whole_heads(said: WorkerSettings, used: WorkerSettings) -> None:
+    """That heads are not divided, though nothing was said against it."""
+    is_left_out = said.model.divide_heads is None and DIVIDES_HEADS_ON_GPU and not used.model.divide_heads
+    if used.compute.device == "cuda" and used.model.tensor_parallel and is_left_out:
+        print(f"everserve: attention is not divided: {whole_heads(said)}", file=sys.stderr, flush=True)
+
+
+def without_copies(cluster: ClusterConfig, settings: WorkerSettings) -> ClusterConfig:
     """Where heads are divided on a GPU there are no shadows and nothing is dealt unless that was asked for: streams
     wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
-    is_divided = source.divide_heads and bool(cluster.expert_workers) and device == "cuda"
+    is_divided = settings.model.divides_heads and settings.compute.device == "cuda"
     if is_divided and cluster.shadow_experts is None:
         return structs.replace(cluster, shadow_experts=0)
     return cluster

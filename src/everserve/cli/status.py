@@ -1,5 +1,6 @@
 """`everserve status`: the workers, and whether the instance is valid."""
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -8,19 +9,15 @@ import httpx
 import typer
 
 from everserve.cli import app
-from everserve.cli.address import server_url
+from everserve.cli.address import DEFAULT_URL, ApiKey, Url
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Option(help="The server.", envvar="EVERSERVE_URL", callback=server_url)] = DEFAULT_URL,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's API key, if it has one.", envvar="EVERSERVE_API_KEY")
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON of /cluster.")] = False,
     experts: Annotated[bool, typer.Option("--experts", help="Show the load and places of experts.")] = False,
     watch: Annotated[bool, typer.Option("--watch", help="Update the screen until Ctrl-C.")] = False,
@@ -59,7 +56,7 @@ def ask(
 ) -> dict[str, Any]:
     """The JSON that a server answers, or one line that says why it does not."""
     try:
-        response = httpx.request(method, url, headers=headers, json=body, timeout=15.0)
+        response = _client().request(method, url, headers=headers, json=body)
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ConfigError(unauthorized(url, headers, key_flags))
         answer = response.json()
@@ -68,6 +65,12 @@ def ask(
     if not response.is_success or not isinstance(answer, dict):
         raise ConfigError(f"{url} answered {response.status_code}: {_message(answer)}")
     return answer
+
+
+@functools.cache
+def _client() -> httpx.Client:
+    """One for all questions of a command: making one takes longer than a question."""
+    return httpx.Client(timeout=15.0, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def _message(answer: object) -> str:

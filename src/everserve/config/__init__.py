@@ -7,6 +7,7 @@ model.py     which weights, and in which dtype (for model/)
 engine.py    batching and the KV cache (for engine/)
 kvlog.py     where KV outlives its worker (for kvlog/)
 compute.py   the device and its threads (for backends/)
+launch.py    what only the process of `everserve serve` needs
 
 A config is made once, by `everserve serve` (cli/serve.py), travels whole inside the messages that start processes, and
 is handed whole to its component. So a new flag is a field here, with its default and its `Flag`, and the code that

@@ -54,7 +54,7 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
     map_experts: Annotated[
         str,
         Flag("Experts without a place whose worker has only died are served where it left them, by workers that reach"
-             " its memory. auto: on CPUs with --weights memory; on a GPU, where it was not tried enough, with on only.",
+             " its memory: on the same GPU; on CPUs with --weights memory, where auto means on, and else off.",
              choices=("auto", "on", "off")),
     ] = "auto"  # fmt: skip
     on_lost_expert: Annotated[

@@ -19,7 +19,16 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         Flag(
             "Most prompt tokens in one step in which other streams decode",
             min=1,
-            on_device={"cpu": 64, "cuda": 512},
+            on_device={"cpu": 64, "cuda": 2048},
+        ),
+    ]
+    max_prefill_slowdown: Annotated[
+        float,
+        Flag(
+            "While other streams decode, a step with prompts takes at most so many times as long as one without, as far"
+            " as possible. 0: it has --max-prefill-while-decoding tokens of prompts, however long that takes.",
+            min=0,
+            on_device={"cpu": 0.0, "cuda": 1.5},
         ),
     ]
     block_size: Annotated[  # a GPU reads larger pieces, and has more of them to count

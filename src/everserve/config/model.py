@@ -39,13 +39,13 @@ class ModelSource(Config, frozen=True, kw_only=True):
             choices=("off", "host"),
         ),
     ] = "off"
-    divide_heads: Annotated[
-        bool,
+    divide_heads: Annotated[  # None: nothing was said; told to workers it is never None
+        bool | None,
         Flag(
             "On a GPU, with --tensor-parallel-size: divide attention heads and their KV too. On CPUs they always are."
-            " Not shown to be exact on a device yet.",
+            " Default: if the model's can be divided.",
         ),
-    ] = False
+    ] = None
     tensor_parallel: bool = False  # of --tensor-parallel-size: how the model is cut (model/cut.py)
     divides_heads: bool = False  # attention heads and their KV are at expert workers too (seam/heads.py)
     fingerprint: str = ""  # of the files when the instance was started (model/fingerprint.py); "": any will do

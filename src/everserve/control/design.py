@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 _ITEM_BYTES = 2  # of a weight
 _FILL_BYTES = 1 << 30  # of one message: some 20 ms of copying between host and device
 _FEWEST_FILLS, _MOST_FILLS = 4, 128
+_MAP_BY_DEFAULT = {"cpu": "on", "cuda": "on"}  # what --map-experts auto means, where there is memory to map
 
 
 def first_goal(start: StartOrchestrator, model: ModelConfig) -> Goal:
@@ -90,7 +91,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
     slots = _slots(goal.placement, _spare_heads(start)) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
-    mapped_slots = _mapped_slots(start, model, goal, slots)
+    mapped_slots, is_off = _mapped_slots(start, model, goal, slots), start.worker.log.mode == "off"
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
@@ -99,6 +100,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         slots_by_call=slots if len(set(slots)) > 1 else (),
         mapped_slots=mapped_slots,
         head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
+        heads_stay=bool(start.num_gpus and model.divides_heads) and (is_off or not _spare_heads(start)),
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
@@ -116,9 +118,9 @@ def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
 def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:
     """Of every expert worker, further slots for experts in the memory of others (plan/mapping.py): as many as it has
     with memory, so that half of the workers can stand in for the other half, but not more than there are experts."""
-    is_gpu, wanted = start.worker.compute.device == "cuda", start.cluster.map_experts
-    is_memory = is_gpu or start.worker.model.weights == "memory"
-    if wanted == "off" or (wanted == "auto" and is_gpu):
+    device, wanted = start.worker.compute.device, start.cluster.map_experts
+    is_memory = device == "cuda" or start.worker.model.weights == "memory"
+    if (_MAP_BY_DEFAULT[device] if wanted == "auto" else wanted) == "off":
         return 0
     experts = [seat.gpu for seat in goal.seats if Role.ATTENTION not in seat.roles]
     are_together = len(set(experts)) < len(experts) or (start.cluster.max_workers or 0) > len(goal.seats)
@@ -161,7 +163,7 @@ def _log_bytes(model: ModelConfig, settings: WorkerSettings, num_devices: int | 
         return 0, 0
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     if model.divides_heads:
-        assert num_devices is not None and settings.compute.device == "cpu", "divided heads have devices, and logs here"
+        assert num_devices is not None, "divided heads have devices"
         return sizes.records(num_devices).head_bytes, 0
     shape = sizes.log
     if settings.compute.device == "cuda" and settings.log.mode == "anchor":

@@ -87,6 +87,15 @@ class ClearSlots:
 
 
 @dataclass(frozen=True, slots=True)
+class StopChanges:
+    """Of what a worker was told to fill, some is not needed any more, or would fail. What it has not begun is dropped.
+    Answered by SaidHolds."""
+
+    rank: Rank
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
 class BalanceDecided:
     """Whether experts change places because of their load, for the event log."""
 
@@ -230,10 +239,15 @@ class GiveUp:
     user_error: bool
 
 
+# Effects that are only told: the machine has done all that there is to do.
+Told = (
+    BalanceDecided | LevelChanged | SlownessDecided | BackOff | BeginScaling | EndScaling | BeginSwitch | EndSwitch
+    | ChangeMask
+)  # fmt: skip
+
 AnyEffect = (
-    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | BalanceDecided | LevelChanged | SlownessDecided
-    | DropDevice | Provision | BackOff | Probe | Kill | AskToLeave | Retire | BeginScaling | EndScaling | BeginSwitch
-    | ChangeRole | EndSwitch | ChangeMask | AllReady | GiveUp
+    Lost | Publish | Show | Keep | Resumed | FillSlots | ClearSlots | StopChanges | DropDevice | Provision | Probe
+    | Kill | AskToLeave | Retire | ChangeRole | AllReady | GiveUp | Told
 )  # fmt: skip
 
 

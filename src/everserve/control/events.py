@@ -44,12 +44,12 @@ class SaidReady(SeatEvent):
 
 @dataclass(frozen=True, slots=True)
 class SaidHolds(SeatEvent):
-    """What its slots hold now. Sent before SaidReady, and during and after a FillSlots, of which `num_left` fills are
-    still to come."""
+    """What its slots hold now. Sent before SaidReady, and during and after each FillSlots. `num_done`: changes so far,
+    of all that this orchestrator has told it."""
 
     slots: HeldSlots
     failed: tuple[FailedFill, ...] = ()
-    num_left: int = 0
+    num_done: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,12 @@ event, too (records.py).
 """
 
 import signal
-from typing import assert_never
 
 from everserve.control import effects, events
 from everserve.control.event_queue import EventQueue
 from everserve.control.from_workers import FromWorkers
 from everserve.control.parts import Parts
-from everserve.control.worker_ends import send_routes
+from everserve.control.worker_ends import WorkerEnd, send_routes
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.memory import Memory, seat_owner
 from everserve.wire.events import WorkerProvisioned
@@ -25,6 +24,7 @@ from everserve.wire.messages import (
     Leave,
     Ready,
     SignalWorker,
+    StopChanges,
 )
 
 
@@ -43,7 +43,6 @@ class Executor:
         self._parts.records.note_repairs(event, decision)
 
     def _do(self, effect: effects.AnyEffect, reason: str) -> None:
-        records = self._parts.records
         match effect:
             case effects.Keep():
                 self._parts.supervisor.send(KeepGoal(goal=effect.goal))
@@ -53,49 +52,27 @@ class Executor:
                 self._publish(effect, reason)
             case effects.Show():
                 self._parts.gateway.note_change()
-            case effects.FillSlots():
+            case (
+                effects.FillSlots()
+                | effects.ClearSlots()
+                | effects.StopChanges()
+                | effects.Probe()
+                | effects.AskToLeave()
+            ):
                 end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
                 if end is not None:
-                    end.send(FillSlots(fills=list(effect.fills)))
-                    self._parts.gateway.note_change()
-            case effects.ClearSlots():
-                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
-                if end is not None:
-                    end.send(ClearSlots(places=list(effect.places)))
-            case effects.BalanceDecided():
-                records.note_balance(effect)
-            case effects.LevelChanged():
-                records.note_level(effect)
-            case effects.SlownessDecided():
-                records.note_slowness(effect)
+                    self._tell_worker(end, effect)
             case effects.DropDevice():
                 self._drop_device(effect.device)
             case effects.Provision():
                 self._provision(WorkerId(effect.rank, effect.incarnation))
-            case effects.BackOff():
-                records.note_delay(effect)
-            case effects.Probe():
-                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
-                if end is not None:
-                    self._workers.read_pending(end.id)  # it may have said that it leaves, and a peer saw its end first
-                    self._queue.tell(self._parts.detector.probe(end)(effect.rank, effect.incarnation))
             case effects.Kill():
                 kill = SignalWorker(rank=effect.rank, incarnation=effect.incarnation, signal=signal.SIGKILL, id=None)
                 self._parts.supervisor.send(kill)
-            case effects.AskToLeave():
-                end = self._parts.ends.get(WorkerId(effect.rank, effect.incarnation))
-                if end is not None:
-                    end.send(Leave())
             case effects.Retire():
                 self._retire(effect.rank)
-            case effects.BeginScaling() | effects.EndScaling():
-                records.note_scaling(effect)
-            case effects.BeginSwitch() | effects.EndSwitch():
-                records.note_switch(effect)
             case effects.ChangeRole():
                 self._change_role(effect.rank)
-            case effects.ChangeMask():
-                records.note_mask(effect)
             case effects.Resumed():
                 self._resume(effect)
             case effects.AllReady():
@@ -104,10 +81,29 @@ class Executor:
                 self._parts.supervisor.send(Failed(reason=effect.reason, user_error=effect.user_error))
                 self._queue.is_over = True
             case _:
-                assert_never(effect)
+                self._parts.records.note(effect)
+
+    def _tell_worker(
+        self,
+        end: WorkerEnd,
+        effect: effects.FillSlots | effects.ClearSlots | effects.StopChanges | effects.Probe | effects.AskToLeave,
+    ) -> None:
+        match effect:
+            case effects.FillSlots():
+                end.send(FillSlots(fills=list(effect.fills)))
+                self._parts.gateway.note_change()
+            case effects.ClearSlots():
+                end.send(ClearSlots(places=list(effect.places)))
+            case effects.StopChanges():
+                end.send(StopChanges())
+            case effects.Probe():
+                self._workers.read_pending(end.id)  # it may have said that it leaves, and a peer saw its end first
+                self._queue.tell(self._parts.detector.probe(end)(effect.rank, effect.incarnation))
+            case effects.AskToLeave():
+                end.send(Leave())
 
     def _provision(self, worker: WorkerId) -> None:
-        start = self._parts.births.provision(worker, self._parts.machine.goal)
+        start = self._parts.provisioning.provision(worker, self._parts.machine.goal)
         provisioned = WorkerProvisioned(
             process="orchestrator", rank=worker.rank, incarnation=worker.incarnation, roles=start.roles
         )
@@ -131,7 +127,7 @@ class Executor:
         if self._parts.logs.has(worker):
             self._parts.logs.lose(worker)
         elif end is None:
-            self._parts.births.call_off(worker)
+            self._parts.provisioning.call_off(worker)
 
     def _retire(self, rank: Rank) -> None:
         for owner in self._parts.needs.seat_owners(self._parts.machine.goal, rank):

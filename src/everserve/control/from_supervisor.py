@@ -40,7 +40,7 @@ class FromSupervisor:
                 self._on_started(message, fds)
             elif isinstance(message, MemoryKept):
                 (memory_fd,) = fds.take()
-                self._parts.births.take_in_memory(message.memory, memory_fd)
+                self._parts.provisioning.take_in_memory(message.memory, memory_fd)
             elif isinstance(message, WorkerExited):
                 self._on_exited(message)
             elif isinstance(message, Signalled):
@@ -57,7 +57,7 @@ class FromSupervisor:
         """A new process; or, during a recovery, an existing one."""
         worker = WorkerId(message.start.rank, message.start.incarnation)
         is_lost = not self._queue.is_recovering and not self._parts.machine.counts(worker)
-        end = self._parts.births.take_in(message, fds.take(), is_lost)
+        end = self._parts.provisioning.take_in(message, fds.take(), is_lost)
         assert end.control is not None
         self._parts.selector.register(end.control, selectors.EVENT_READ, lambda: self._workers.read(end))
         if self._queue.is_recovering:

@@ -60,7 +60,7 @@ class FromWorkers:
         elif isinstance(message, Report):
             self._on_report(end, message)
         elif isinstance(message, SlotsReported):
-            tell(events.SaidHolds(rank, incarnation, message.slots, tuple(message.failed), message.num_left))
+            tell(events.SaidHolds(rank, incarnation, message.slots, tuple(message.failed), message.num_done))
             self._parts.records.note_moves(rank, message)
         elif isinstance(message, Ready):
             self._parts.ends.say_ready(end)

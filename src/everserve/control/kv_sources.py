@@ -1,7 +1,9 @@
 """Which pools of heads' KV exist, with mirrors or parities: workers fetch KV out of each other's memory.
 
-They belong to an expert seat and outlive its workers. Pools and parities are lost with their device, mirrors are not.
-Every other expert worker gets the descriptors in advance: so a fetch needs no other process (memory/pieces/sources.py).
+They belong to an expert seat, on a GPU mirrors to a home's, and outlive its workers. Pools and parities are lost with
+their device, mirrors are not.
+Those who fetch get the descriptors in advance, so that a fetch needs no other process: on CPUs every other expert
+worker (memory/pieces/sources.py), on a GPU every attention worker (backends/cuda/log/head_pools.py).
 """
 
 from everserve.control.anchor_client import AnchorClient
@@ -14,11 +16,13 @@ _KINDS = (Kind.KV_PIECES, Kind.KV_MIRROR, Kind.KV_PARITY)
 
 
 class KvSources:
-    """The pools and mirrors of all expert seats, by rank and kind. The executor drops the memory itself."""
+    """The pools and mirrors of all expert seats, by rank and kind. The executor drops the memory itself. `fetches`: the
+    role of those who fetch; None: no KV is fetched."""
 
-    def __init__(self, anchor: AnchorClient, ends: WorkerEnds) -> None:
+    def __init__(self, anchor: AnchorClient, ends: WorkerEnds, fetches: Role | None = Role.EXPERT) -> None:
         self._anchor = anchor
         self._ends = ends
+        self._fetches = fetches
         self._known: dict[tuple[Rank, Kind], Memory] = {}
 
     def note(self, memory: Memory) -> None:
@@ -39,7 +43,7 @@ class KvSources:
         if end.report is not None and self._known:
             ranks = {rank for rank, _ in self._known}
             for rank, kind in sorted({(rank, kind) for rank in ranks for kind in _KINDS} - self._known.keys()):
-                if _fetches_from(end, rank):
+                if self._fetches_from(end, rank):
                     end.send(KvLeft(rank=rank, kind=kind))
 
     def drop(self, memory: Memory) -> None:
@@ -48,14 +52,14 @@ class KvSources:
         if rank is not None and self._known.get((rank, memory.kind)) == memory:
             del self._known[rank, memory.kind]
             for end in self._ends:
-                if _fetches_from(end, rank):
+                if self._fetches_from(end, rank):
                     end.send(KvLeft(rank=rank, kind=memory.kind))
 
     def _give(self, end: WorkerEnd, memory: Memory) -> None:
         fd, rank = self._anchor.held(memory), memory.owners[0].rank
-        if fd is not None and _fetches_from(end, rank):
+        if fd is not None and self._fetches_from(end, rank):
             end.send(KvJoined(rank=rank, kind=memory.kind), fds=(fd,))
 
-
-def _fetches_from(end: WorkerEnd, rank: Rank) -> bool:
-    return Role.ATTENTION not in end.roles and end.is_connected and end.rank != rank
+    def _fetches_from(self, end: WorkerEnd, rank: Rank) -> bool:
+        role = Role.ATTENTION if Role.ATTENTION in end.roles else Role.EXPERT
+        return role is self._fetches and end.is_connected and end.rank != rank

@@ -85,7 +85,7 @@ from collections.abc import Sequence
 from everserve.control import health, membership, moving, operations, slow_workers, switching
 from everserve.control.balance import Balancer
 from everserve.control.cluster import Cluster, Step, provision
-from everserve.control.effects import AllReady, AnyEffect, Decision, Keep, Lost, Probe, Publish, Resumed
+from everserve.control.effects import AllReady, AnyEffect, Decision, Keep, Lost, Probe, Publish, Resumed, StopChanges
 from everserve.control.events import (
     AnyEvent,
     DeviceLost,
@@ -107,11 +107,11 @@ from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.members import Members, WorkerState
 from everserve.tables.routes import Routes
-from everserve.tables.slots import Fill, Place
+from everserve.tables.slots import Fill
 
 __all__ = ["Found", "Machine", "Policy"]
 
-_ORDER = {Keep: -1, Lost: 0, Publish: 1, Probe: 3}  # all other effects: 2
+_ORDER = {Keep: -1, Lost: 0, StopChanges: 0, Publish: 1, Probe: 3}  # all other effects: 2
 
 
 class Machine:
@@ -163,10 +163,8 @@ class Machine:
 
     @property
     def mapping(self) -> tuple[Rank, ...]:
-        """Workers that map experts in the memory of others just now. A worker does that alone, or copies."""
-        first = [(s.held, s.filling[0]) for s in self._seats.values() if s.filling]
-        mapped = [held is not None and held.is_mapped(Place(fill.layer_index, fill.slot)) for held, fill in first]
-        return tuple(rank for rank, is_mapped in zip(self.moves, mapped, strict=True) if is_mapped)
+        """Workers that map experts in the memory of others just now."""
+        return tuple(seat.rank for seat in self._seats.values() if seat.is_mapping)
 
     @property
     def is_as_planned(self) -> bool:

@@ -85,7 +85,7 @@ def _said(cluster: Cluster, event: Said, seat: Seat, now: float) -> Step:
             seat.speak()
             return Step(f"{who(seat)} says hello")
         case SaidHolds():
-            return moving.hold(cluster, seat, event.slots, event.failed, event.num_left, now)
+            return moving.hold(cluster, seat, event.slots, event.failed, event.num_done, now)
         case SaidLoads():
             cluster.balancer.add(event.rows, now)
             return Step(f"{who(seat)} has computed rows")
@@ -331,6 +331,7 @@ def due(cluster: Cluster, seat: Seat, now: float) -> Iterator[Step]:
         return
     policy = cluster.policy
     if seat.heal_at is not None and seat.heal_at <= now:
+        seat.is_overdue, seat.heal_at = True, None
         moving.replace_away(cluster, seat)
         yield Step(f"{who(seat)} has been away for {policy.heal_after_s:g} s: others take over its experts")
     if seat.fill_at is not None and seat.fill_at <= now:

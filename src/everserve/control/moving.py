@@ -7,13 +7,15 @@ from dataclasses import replace
 import msgspec
 
 from everserve.control.cluster import Cluster, Step, who
-from everserve.control.effects import ClearSlots, FillSlots, Show
+from everserve.control.effects import ClearSlots, FillSlots, Show, StopChanges
 from everserve.control.places import (
     balanced_placement,
     is_mapped_elsewhere,
     is_settled,
+    mapped_in_vain,
     new_placement,
     next_fills,
+    slots_left_over,
     what_is_held,
 )
 from everserve.control.seats import Seat
@@ -36,19 +38,20 @@ def hold(
     seat: Seat,
     slots: HeldSlots,
     failed: Sequence[FailedFill] = (),
-    num_left: int = 0,
+    num_done: int = 0,
     now: float = 0.0,
 ) -> Step:
     """Routes follow what workers hold."""
     has_changed = seat.held is None or seat.held.experts != slots.experts
     is_less = seat.held is not None and has_changed and _is_less(seat.held, slots)
-    seat.held = slots
-    seat.filling = seat.filling[len(seat.filling) - num_left :]
-    seat.clearing = seat.clearing[len(seat.clearing) - num_left :]
+    was_stopped, seat.held = seat.is_stopped, slots
+    seat.note_done(num_done)
+    is_stopped = was_stopped and seat.is_idle  # what it was told counted as soon mapped, and as changing
+    has_changed |= is_stopped
     cluster.is_moving = cluster.routes is not None
     not_mapped = [one for one in failed if slots.is_mapped(Place(one.layer_index, one.slot))]
     cluster.refused.update((seat.rank, one.layer_index, one.expert) for one in not_mapped)
-    if is_less or not_mapped:
+    if is_less or not_mapped or is_stopped:
         replace_missed(cluster)  # memory was withdrawn, or does not hold what it should
     if len(failed) > len(not_mapped):
         seat.fill_at = now + cluster.policy.fill_again_s
@@ -90,7 +93,7 @@ def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
     return replace(step, effects=(Show(cluster.tables),))
 
 
-def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
+def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots | StopChanges]:
     """The next slots to fill, on the way from what is held to the goal. What can be mapped comes first: streams wait
     for it, and it takes no time."""
     if not cluster.is_moving or cluster.goal.placement is None or cluster.ending:
@@ -107,11 +110,11 @@ def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots]:
         return is_free(rank, place) and not is_mapped_elsewhere(seats, rank, place)
 
     placement = cluster.goal.placement
+    stopped = [seat.stop() for seat in mapped_in_vain(cluster.goal, cluster.seats)]
     told: list[FillSlots | ClearSlots] = [*_map(cluster), *_unmap(cluster, placement, is_free)]
     fills = next_fills(placement, seats, cluster.given_up, may_change, cluster.policy)
-    for order in fills:
-        cluster.seats[order.rank].filling = order.fills
-    return [*told, *fills]
+    told += [cluster.seats[rank].fill(fills) for rank, fills in fills.items()]
+    return [*stopped, *told, *_clear_left_over(cluster, placement, may_change)]
 
 
 def _map(cluster: Cluster) -> Iterator[FillSlots]:
@@ -121,8 +124,7 @@ def _map(cluster: Cluster) -> Iterator[FillSlots]:
     moves = cluster.mappings()
     for seat in [cluster.seats[rank] for rank in sorted({move.rank for move in moves})]:
         if seat.is_idle:
-            seat.filling = tuple(move.fill for move in moves if move.rank == seat.rank)[:_MOST_MAPPED]
-            yield FillSlots(seat.rank, seat.incarnation, seat.filling)
+            yield seat.fill(tuple(move.fill for move in moves if move.rank == seat.rank)[:_MOST_MAPPED])
 
 
 def _unmap(cluster: Cluster, placement: Placement, is_free: IsFree) -> Iterator[ClearSlots]:
@@ -137,9 +139,18 @@ def _unmap(cluster: Cluster, placement: Placement, is_free: IsFree) -> Iterator[
     for rank, places in not_needed(placement, have, ready, cluster.given_up).items():
         seat, given_up = idle.get(rank), cluster.given_up.get(rank, frozenset())
         if seat is not None:
-            seat.clearing = tuple(place for place in sorted(places & given_up) if is_free(rank, place))
-            if seat.clearing:
-                yield ClearSlots(rank, seat.incarnation, seat.clearing)
+            free = tuple(place for place in sorted(places & given_up) if is_free(rank, place))
+            if free:
+                yield seat.clear(free)
+
+
+def _clear_left_over(cluster: Cluster, placement: Placement, may_change: IsFree) -> Iterator[ClearSlots]:
+    """What workers hold beyond the plan, and routes do not lead to."""
+    for rank, places in slots_left_over(placement, cluster.seats.values()).items():
+        seat, given_up = cluster.seats[rank], cluster.given_up.get(rank, frozenset())
+        free = tuple(place for place in sorted(places & given_up) if may_change(rank, place)) if seat.is_idle else ()
+        if free:
+            yield seat.clear(free)
 
 
 # -- where they should be ------------------------------------------------------------------------
@@ -191,19 +202,18 @@ def see_to_experts(cluster: Cluster, seat: Seat, now: float) -> None:
     incarnation."""
     if cluster.goal.placement is None or Role.ATTENTION in seat.goal.roles:
         return
-    if not seat.is_replaced and seat.heal_at is None and math.isfinite(cluster.policy.heal_after_s):
+    if not seat.is_overdue and seat.heal_at is None and math.isfinite(cluster.policy.heal_after_s):
         seat.heal_at = now + cluster.policy.heal_after_s
     replace_missed(cluster)
 
 
 def replace_missed(cluster: Cluster) -> None:
     """Workers that are away, also those that were lost before, and of whose experts one has no place now, nor can be
-    mapped. Heads can wait for the next incarnation, which finds their KV: elsewhere all of it would have to be computed
-    again."""
+    mapped. Heads alone can wait for the next incarnation, which finds their KV."""
     placement = cluster.goal.placement
     if placement is None or not cluster.was_all_ready:
         return
-    held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve).values()
+    held = what_is_held(seat for seat in cluster.seats.values() if seat.can_serve or seat.serves_soon).values()
     calls = [i for i, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
     served = {i: set[int]().union(*(one.experts[i] for one in held)) for i in calls}
     for one in _soon_mapped(cluster):
@@ -212,7 +222,7 @@ def replace_missed(cluster: Cluster) -> None:
     for planned in placement.seats:
         seat = cluster.seats[planned.rank]
         has_places = all(found.issuperset(planned.experts(call)) for call, found in served.items())
-        if not seat.can_serve and not seat.is_replaced and not has_places:
+        if not seat.can_serve and not seat.serves_soon and not seat.is_replaced and not has_places:
             missed.append(seat)
     if missed:
         replace_away(cluster, *missed)
@@ -220,13 +230,8 @@ def replace_missed(cluster: Cluster) -> None:
 
 def _soon_mapped(cluster: Cluster) -> list[Fill]:
     """What ready workers map just now, or will."""
-    ready = [seat for seat in cluster.seats.values() if seat.state is WorkerState.READY and seat.held is not None]
-    told = [
-        fill
-        for seat in ready
-        for fill in seat.filling
-        if seat.held is not None and seat.held.is_mapped(Place(fill.layer_index, fill.slot))
-    ]
+    ready = [seat for seat in cluster.seats.values() if seat.state is WorkerState.READY and not seat.is_stopped]
+    told = [fill for seat in ready if seat.is_mapping for fill in seat.filling]
     return told + [move.fill for move in cluster.mappings()]
 
 
@@ -234,5 +239,5 @@ def replace_away(cluster: Cluster, *seats: Seat) -> None:
     """The experts of workers that are away get places elsewhere. A worker keeps those that were planned for it: if it
     comes back first, it serves them."""
     for seat in seats:
-        seat.is_replaced, seat.heal_at = True, None
+        seat.is_replaced = True
     cover(cluster)

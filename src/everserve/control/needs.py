@@ -58,11 +58,14 @@ class Needs:
             # After its blocks: the log completes the set.
             device = NO_DEVICE if self._logs_outlive_devices else seat.device
             needed.append(self._of(Kind.LOG, worker, self.capacity.log_bytes, device))
+        if Role.ATTENTION in seat.roles and self._homes_have_mirrors:
+            sizes = KvSizes.of(self.model, self.settings.engine, self.settings.model.dtype)
+            needed.append(self._of(Kind.KV_MIRROR, seat_owner(worker.rank), sizes.mirror().num_bytes))
         needed += self._weights(goal, seat)
         if self.model.divides_heads and Role.ATTENTION not in seat.roles:
             owner, num_bytes = seat_owner(worker.rank), self._head_bytes(seat)
             needed.append(self._of(Kind.KV_PIECES, owner, num_bytes, seat.device, seat.gpu))
-            if self._kv_shadow != "off":
+            if self._kv_shadow != "off" and not self._homes_have_mirrors:
                 needed.append(self._shadow(owner, seat))
         if (bell := self.bell(goal, worker.rank)) is not None:
             needed.append(bell)
@@ -107,8 +110,20 @@ class Needs:
         return self.settings.log.mode == "anchor" or self.model.divides_heads
 
     @property
+    def fetches_kv(self) -> Role | None:
+        """Who has KV of heads copied from one memory to another: on CPUs those who have the heads, on a GPU homes."""
+        if self.settings.compute.device != "cuda":
+            return Role.EXPERT
+        return Role.ATTENTION if self.model.divides_heads and self.settings.log.mode != "off" else None
+
+    @property
     def _kv_shadow(self) -> str:
         return self.settings.log.kv_shadow
+
+    @property
+    def _homes_have_mirrors(self) -> bool:
+        """Of the KV of heads: on a GPU homes write them, on CPUs those who have the heads."""
+        return self.fetches_kv is Role.ATTENTION and self._kv_shadow == "mirror"
 
     @property
     def _logs_outlive_devices(self) -> bool:
@@ -121,6 +136,10 @@ class Needs:
         pieces = {piece for seat in goal.seats for piece in self.memory(goal, seat_owner(seat.rank))}
         pools = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_PIECES]
         if not pools or self._kv_shadow == "off":
+            return
+        if self._homes_have_mirrors:
+            mirrors = [piece.num_bytes for piece in pieces if piece.kind is Kind.KV_MIRROR]
+            log.info("the mirrors of KV take up to %.2f GB of host memory", sum(mirrors) / 1e9)
             return
         most = sum(pools) / len(pools)  # all heads once
         if self._kv_shadow == "mirror":

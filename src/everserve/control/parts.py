@@ -12,7 +12,7 @@ from everserve.control.kv_sources import KvSources
 from everserve.control.log_references import Logs
 from everserve.control.machine import Machine, Policy
 from everserve.control.needs import Needs
-from everserve.control.provisioning import Births
+from everserve.control.provisioning import Provisioning
 from everserve.control.records import Records
 from everserve.control.slowness import SlowPolicy
 from everserve.control.to_gateway import GatewayEnd
@@ -66,7 +66,7 @@ class Parts:
     logs: Logs
     weights: WeightsSources
     kv: KvSources
-    births: Births
+    provisioning: Provisioning
     detector: Detector
     records: Records
 
@@ -91,7 +91,7 @@ class Parts:
         ends = WorkerEnds(anchor, needs, goal, tell)
         logs = Logs(anchor, ends, supervisor)
         weights = WeightsSources(anchor, ends, supervisor, needs, goal)
-        kv = KvSources(anchor, ends)
+        kv = KvSources(anchor, ends, needs.fetches_kv)
         return cls(
             machine=machine,
             needs=needs,
@@ -103,7 +103,7 @@ class Parts:
             logs=logs,
             weights=weights,
             kv=kv,
-            births=Births(needs, anchor, ends, logs, weights, kv, supervisor, tell),
+            provisioning=Provisioning(needs, anchor, ends, logs, weights, kv, supervisor, tell),
             detector=Detector(start.cluster.detect_ms),
             records=Records(event_log, machine, needs.capacity, began_s),
         )

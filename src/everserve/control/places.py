@@ -6,15 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
-from everserve.control.effects import FillSlots
 from everserve.control.seats import Policy, Seat
 from everserve.plan.balance import BalancePolicy, Verdict, decide
 from everserve.plan.cover import cover
 from everserve.plan.dealing import Dealing, Loads
-from everserve.plan.mapping import next_mappings, not_needed
-from everserve.plan.moves import GivenUp, IsFree, Move, given_up, next_moves
+from everserve.plan.mapping import Reaches, any_in_vain, next_mappings, not_needed
+from everserve.plan.moves import GivenUp, IsFree, Move, given_up, left_over, next_moves
 from everserve.plan.repair import Room, replan
-from everserve.tables.calls import ShardKind
+from everserve.tables.calls import Call, ShardKind
 from everserve.tables.goal import Capacity, Goal, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
@@ -29,13 +28,15 @@ def what_is_held(seats: Iterable[Seat]) -> Have:
     return {seat.rank: seat.held for seat in seats if seat.held is not None}
 
 
-def slots_given_up(placement: Placement, seats: Iterable[Seat]) -> GivenUp:
-    """Slots that are needed for other experts, those that are being filled or cleared, and mapped ones that are not
-    needed any more: routes do not lead to them."""
+def slots_given_up(placement: Placement, seats: Collection[Seat]) -> GivenUp:
+    """Slots that are needed for other experts, those whose expert has all its places elsewhere, those that are being
+    filled or cleared, and mapped ones that are not needed any more: routes do not lead to them."""
     serving = [seat for seat in seats if seat.can_serve]
     ready = [seat for seat in serving if seat.state is WorkerState.READY]
     changing = _being_changed(ready)
-    found = given_up(placement, without(what_is_held(ready), changing), [seat.rank for seat in ready])
+    have, ranks = without(what_is_held(ready), changing), [seat.rank for seat in ready]
+    found = given_up(placement, have, ranks)
+    _add(found, slots_left_over(placement, seats))
     _add(found, changing)
     _add(found, not_needed(placement, what_is_held(serving), {seat.rank for seat in ready}, found))
     return found
@@ -49,6 +50,20 @@ def _add(found: GivenUp, more: GivenUp) -> None:
 def _being_changed(seats: Iterable[Seat]) -> GivenUp:
     changing = {s.rank: frozenset([Place(f.layer_index, f.slot) for f in s.filling] + [*s.clearing]) for s in seats}
     return {rank: places for rank, places in changing.items() if places}
+
+
+def whole_calls(placement: Placement) -> list[int]:
+    """All but those of heads, whose KV is where they are."""
+    return [index for index, call in enumerate(placement.calls) if call.kind is not ShardKind.HEAD]
+
+
+def slots_left_over(placement: Placement, seats: Collection[Seat]) -> GivenUp:
+    """When everything is where it should be: until then copies may be of use, and streams may wait for routes."""
+    if not holds_all(placement, {seat.rank: seat for seat in seats}):
+        return {}
+    ready = [seat for seat in seats if seat.state is WorkerState.READY]
+    have = without(what_is_held(ready), _being_changed(ready))
+    return left_over(placement, have, [seat.rank for seat in ready], whole_calls(placement))
 
 
 def holds_all(placement: Placement, seats: Mapping[Rank, Seat]) -> bool:
@@ -87,26 +102,34 @@ def new_placement(
     covers_only: bool = False,
 ) -> Placement | None:
     """For the expert workers that are there, or soon will be. The plan for one whose experts have places elsewhere, but
-    which may come back at any moment, stays as it is. `covers_only`: the first part of a plan, with whole experts."""
+    which may come back at any moment, stays as it is: it takes part only where shards wait for it. `covers_only`: the
+    first part of a plan, with whole experts."""
     if goal.placement is None:
         return None
-    rooms, away, before = [], [], []
+    rooms, before = [], []
     slots = capacity.slots(len(goal.placement.calls))
     for seat in seats:
         if Role.ATTENTION in seat.goal.roles or seat.goal.wanted is not Wanted.STAY or seat.goal.device in goal.absent:
             continue
         planned = goal.placement.seat(seat.rank)
         if seat.is_replaced and planned is not None:
-            away.append(planned)
+            awaited = _awaited(seat, goal.placement.calls, capacity)
+            rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, awaited))
+            before.append(planned)
         else:
             rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
             before.append(_there(seat, planned, slots))
     there = msgspec.structs.replace(goal.placement, seats=tuple(before))
     if covers_only and all(call.kind is ShardKind.EXPERT for call in there.calls):
-        placement = cover(there, rooms, loads)
-    else:
-        placement = replan(there, rooms, loads, Dealing(dealers(goal)))
-    return msgspec.structs.replace(placement, seats=(*placement.seats, *away))
+        return cover(there, rooms, loads)
+    return replan(there, rooms, loads, Dealing(dealers(goal)))
+
+
+def _awaited(seat: Seat, calls: Sequence[Call], capacity: Capacity) -> tuple[int, ...]:
+    """Slots by call, where what was planned on a worker that is away gets no other place."""
+    waits = capacity.heads_stay and seat.is_awaited
+    slots = zip(calls, capacity.slots(len(calls)), strict=True)
+    return tuple(num if waits and call.kind is ShardKind.HEAD else 0 for call, num in slots)
 
 
 def dealers(goal: Goal) -> list[Rank]:
@@ -167,22 +190,40 @@ def mappings(
     with a seat that retires or changes its role."""
     if goal.placement is None:
         return []
-    ready = [seat for seat in seats.values() if seat.state is WorkerState.READY]
-    staying = [seat for seat in seats.values() if seat.goal.wanted is Wanted.STAY]
-    away = [s for s in staying if s.state is not WorkerState.READY and s.goal.device not in goal.absent]
-    left = {seat.rank: seat.in_memory for seat in away if seat.in_memory is not None}
+    left = _left(goal, seats)
     if not left:
         return []
-    have = what_is_held(ready)
+    have = what_is_held(seat for seat in seats.values() if seat.state is WorkerState.READY)
     told = {rank: (seats[rank].filling, seats[rank].clearing) for rank in have if not seats[rank].is_idle}
-    calls = [index for index, call in enumerate(goal.placement.calls) if call.kind is not ShardKind.HEAD]
 
+    return next_mappings(goal.placement, have, left, told, _reaches(seats), whole_calls(goal.placement), loads, refused)
+
+
+def mapped_in_vain(goal: Goal, seats: Mapping[Rank, Seat]) -> list[Seat]:
+    """Workers that were told to map what a ready worker has in its own memory by now, or what was lost with its
+    device."""
+    telling = [seat for seat in seats.values() if seat.is_mapping and not seat.is_stopped]
+    if not telling:
+        return []
+    left = _left(goal, seats)
+    ready = what_is_held(seat for seat in seats.values() if seat.state is WorkerState.READY)
+    return [seat for seat in telling if any_in_vain(seat.rank, seat.filling, ready, left, _reaches(seats))]
+
+
+def _left(goal: Goal, seats: Mapping[Rank, Seat]) -> Have:
+    """What is in the memory of seats that no worker serves now. One that has reported what it holds is about to."""
+    staying = [seat for seat in seats.values() if seat.goal.wanted is Wanted.STAY]
+    away = [seat for seat in staying if not seat.serves_soon and seat.goal.device not in goal.absent]
+    return {seat.rank: seat.in_memory for seat in away if seat.in_memory is not None}
+
+
+def _reaches(seats: Mapping[Rank, Seat]) -> Reaches:
     def reaches(rank: Rank, lender: Rank) -> bool:
         """On CPUs all memory of the host, whichever device it counts as."""
         one, other = seats[rank].goal, seats[lender].goal
         return (one.host, one.gpu) == (other.host, other.gpu)
 
-    return next_mappings(goal.placement, have, left, told, reaches, calls, loads, refused)
+    return reaches
 
 
 def is_mapped_elsewhere(seats: Iterable[Seat], rank: Rank, place: Place) -> bool:
@@ -221,17 +262,17 @@ class LastNamed:
 
 def next_fills(
     placement: Placement, seats: Sequence[Seat], leaving: GivenUp, is_free: IsFree, policy: Policy
-) -> list[FillSlots]:
+) -> dict[Rank, tuple[Fill, ...]]:
     """What to tell which worker to fill now: one message to a worker at a time, the most urgent first. `is_free`: no
     routes that an attention worker may follow lead to this slot."""
     ready = [seat for seat in seats if seat.state is WorkerState.READY]
     have = what_is_held(ready)
-    idle = {seat.rank: seat for seat in ready if seat.is_idle and seat.fill_at is None}
+    idle = [seat.rank for seat in ready if seat.is_idle and seat.fill_at is None]
     moves = next_moves(placement, have, [seat.rank for seat in ready], idle, leaving, is_free)
-    told = []
-    for rank, seat in idle.items():
+    told = {}
+    for rank in idle:
         mine = [move for move in moves if move.rank == rank]
-        fills: tuple[Fill, ...] = tuple(move.fill for move in mine if move.urgency == mine[0].urgency)
+        fills = tuple(move.fill for move in mine if move.urgency == mine[0].urgency)
         if fills:
-            told.append(FillSlots(rank, seat.incarnation, fills[: policy.max_fills]))
+            told[rank] = fills[: policy.max_fills]
     return told

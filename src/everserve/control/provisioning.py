@@ -26,7 +26,7 @@ from everserve.wire.messages import Provision, StartWorker, WorkerStarted
 _OF_LOG = (Kind.KV, Kind.LOG)
 
 
-class Births:
+class Provisioning:
     """From the decision to fill a seat until the orchestrator has the channel of the new process."""
 
     def __init__(

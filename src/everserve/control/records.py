@@ -2,6 +2,7 @@
 
 import logging
 import time
+from typing import assert_never
 
 from everserve.control import effects, events
 from everserve.control.design import describe
@@ -49,6 +50,26 @@ class Records:
     def append(self, event: AnyEvent) -> None:
         self._events.append(event)
 
+    def note(self, effect: effects.Told) -> None:
+        """An effect that is only told."""
+        match effect:
+            case effects.BalanceDecided():
+                self._note_balance(effect)
+            case effects.LevelChanged():
+                self._note_level(effect)
+            case effects.SlownessDecided():
+                self._note_slowness(effect)
+            case effects.BackOff():
+                self._note_delay(effect)
+            case effects.BeginScaling() | effects.EndScaling():
+                self._note_scaling(effect)
+            case effects.BeginSwitch() | effects.EndSwitch():
+                self._note_switch(effect)
+            case effects.ChangeMask():
+                self._note_mask(effect)
+            case _:
+                assert_never(effect)
+
     def note_placement(self) -> None:
         goal = self._machine.goal
         if goal.placement is not None:
@@ -65,7 +86,7 @@ class Records:
         published = EpochPublished(process="orchestrator", epoch=epoch, reason=reason, violations=effect.violations)
         self._events.append(published)
 
-    def note_level(self, effect: effects.LevelChanged) -> None:
+    def _note_level(self, effect: effects.LevelChanged) -> None:
         health = effect.health
         log.warning("device %d has health level %d (%s): %s", health.device, health.level, health.reason, effect.done)
         self._events.append(
@@ -79,7 +100,7 @@ class Records:
             )
         )
 
-    def note_switch(self, effect: effects.BeginSwitch | effects.EndSwitch) -> None:
+    def _note_switch(self, effect: effects.BeginSwitch | effects.EndSwitch) -> None:
         if isinstance(effect, effects.BeginSwitch):
             log.info("%s", effect.reason)
             began = SwitchBegan(process="orchestrator", rank=effect.rank, role=effect.role, reason=effect.reason)
@@ -89,7 +110,7 @@ class Records:
         log.info("rank %d is ready as %s worker, %.2f s after that was decided", effect.rank, effect.role, took_s)
         self._events.append(SwitchDone(process="orchestrator", rank=effect.rank, role=effect.role, took_s=took_s))
 
-    def note_mask(self, effect: effects.ChangeMask) -> None:
+    def _note_mask(self, effect: effects.ChangeMask) -> None:
         placement, mask = self._machine.goal.placement, effect.mask
         if not mask.experts or placement is None:
             log.warning("the mask is lifted: %s", effect.reason)
@@ -101,7 +122,7 @@ class Records:
             ExpertsMasked(process="orchestrator", mask_id=mask.id, experts=experts, reason=effect.reason)
         )
 
-    def note_scaling(self, effect: effects.BeginScaling | effects.EndScaling) -> None:
+    def _note_scaling(self, effect: effects.BeginScaling | effects.EndScaling) -> None:
         size = size_of(self._machine.goal)
         if isinstance(effect, effects.BeginScaling):
             log.info("scaling to %s", size)
@@ -126,8 +147,9 @@ class Records:
                     took_s=sum(filled.seconds for filled in moved),
                 )
             )
-        for failed in message.failed:
-            log.warning("worker %d could not load expert %d: %s", rank, failed.expert, failed.reason)
+        if message.failed:
+            num, last = len(message.failed), message.failed[-1]
+            log.warning("worker %d could not load %d experts; expert %d: %s", rank, num, last.expert, last.reason)
 
     def note_loss(self, effect: effects.Lost) -> None:
         if effect.cause == "left":
@@ -146,13 +168,13 @@ class Records:
                 )
             )
 
-    def note_delay(self, effect: effects.BackOff) -> None:
+    def _note_delay(self, effect: effects.BackOff) -> None:
         rank, num_crashes, delay_s = effect.rank, effect.num_crashes, effect.delay_s
         log.warning("worker %d ended %d times while starting; next start in %.1f s", rank, num_crashes, delay_s)
         waits = WorkerBackedOff(process="orchestrator", rank=rank, num_crashes=num_crashes, delay_s=delay_s)
         self._events.append(waits)
 
-    def note_balance(self, effect: effects.BalanceDecided) -> None:
+    def _note_balance(self, effect: effects.BalanceDecided) -> None:
         log.info("balance: %s", effect.reason)
         self._events.append(
             BalanceDecided(
@@ -166,7 +188,7 @@ class Records:
             )
         )
 
-    def note_slowness(self, effect: effects.SlownessDecided) -> None:
+    def _note_slowness(self, effect: effects.SlownessDecided) -> None:
         verdict, incarnation = effect.verdict, effect.incarnation
         log.warning("worker %d, slowness: %s: %s", verdict.rank, verdict.level, verdict.reason)
         if verdict.level is Standing.FINE:

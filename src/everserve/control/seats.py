@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
+from everserve.control.effects import ClearSlots, FillSlots, StopChanges
 from everserve.control.slowness import SlowPolicy
 from everserve.tables.goal import SeatGoal, Wanted
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
@@ -97,9 +98,12 @@ class Seat:
     left: HeldSlots | None = None  # what the incarnation before held: it is still in the memory of the seat
     filling: tuple[Fill, ...] = ()  # what it was told to fill, and has not answered
     clearing: tuple[Place, ...] = ()  # what it was told to clear, likewise
+    num_told: int = 0  # slots, so far
+    is_stopped: bool = False  # it was told to drop what it has not begun of that
     fill_at: float | None = None  # after a fill that failed: when the next one may come
-    heal_at: float | None = None  # while it is not ready: when its experts get other places, if that is not so already
+    heal_at: float | None = None  # while it is not ready: when all that it holds gets other places
     is_replaced: bool = False  # its experts have places elsewhere, besides those that are planned here
+    is_overdue: bool = False  # it has been away for so long that nothing waits for it any more
     acknowledged: Epoch = field(default=Epoch(0))  # of the routes that an attention worker uses, by its report
     state: WorkerState = WorkerState.GONE
     incarnation: Incarnation = field(default=Incarnation(0))
@@ -147,6 +151,40 @@ class Seat:
         """It has changed all slots that it was told to change. It is told one thing at a time."""
         return not self.filling and not self.clearing
 
+    def fill(self, fills: tuple[Fill, ...]) -> FillSlots:
+        assert self.is_idle, self
+        self.filling, self.num_told = fills, self.num_told + len(fills)
+        return FillSlots(self.rank, self.incarnation, fills)
+
+    def clear(self, places: tuple[Place, ...]) -> ClearSlots:
+        assert self.is_idle, self
+        self.clearing, self.num_told = places, self.num_told + len(places)
+        return ClearSlots(self.rank, self.incarnation, places)
+
+    def stop(self) -> StopChanges:
+        self.is_stopped = True
+        return StopChanges(self.rank, self.incarnation)
+
+    def note_done(self, num_done: int) -> None:
+        """So many of the slots that it was ever told. A report that it sent before it knew of the last ones does not
+        answer them."""
+        num_left = max(self.num_told - num_done, 0)
+        self.filling = self.filling[max(len(self.filling) - num_left, 0) :]
+        self.clearing = self.clearing[max(len(self.clearing) - num_left, 0) :]
+        self.is_stopped &= num_left > 0
+
+    @property
+    def serves_soon(self) -> bool:
+        """It is ready, or has its weights and is about to say so."""
+        return self.state is WorkerState.READY or (self.state is WorkerState.STARTING and self.held is not None)
+
+    @property
+    def is_mapping(self) -> bool:
+        """It was told to map experts in the memory of others. A worker does that alone, or copies."""
+        if self.held is None or not self.filling:
+            return False
+        return self.held.is_mapped(Place(self.filling[0].layer_index, self.filling[0].slot))
+
     @property
     def maps(self) -> bool:
         """It is ready, and has slots for experts in the memory of others."""
@@ -156,6 +194,11 @@ class Seat:
     def in_memory(self) -> HeldSlots | None:
         """What is in the memory of the seat, as far as that is known. It outlives its workers."""
         return self.held if self.held is not None else self.left
+
+    @property
+    def is_awaited(self) -> bool:
+        """The next worker will find what is in the memory of the seat, and is expected soon."""
+        return self.in_memory is not None and not self.is_overdue
 
     def forget_memory(self) -> None:
         """It is lost."""
@@ -169,7 +212,7 @@ class Seat:
         self.incarnation = Incarnation(self.incarnation + 1)
         self.pid = 0
         self.held, self.acknowledged, self.fill_at = None, Epoch(0), None
-        self.filling, self.clearing = (), ()
+        self.filling, self.clearing, self.num_told, self.is_stopped = (), (), 0, False
         self.has_spoken = self.is_asked_to_leave = self.is_slow = False
         self.start_at = self.ready_at = None
         self.unserved_at = {}
@@ -206,6 +249,7 @@ class Seat:
         self.ready_at = now
         self.num_failed_starts = 0
         self.heal_at = None
+        self.is_overdue = False
         self.note = ""
 
     def leave(self, now: float, policy: Policy) -> None:

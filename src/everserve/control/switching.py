@@ -65,7 +65,7 @@ def start_next(cluster: Cluster, seat: Seat) -> tuple[AnyEffect, ...]:
     placed = tuple(one for one in placement.seats if one.rank != seat.rank)
     changed = msgspec.structs.replace(seat.goal, roles=roles, wanted=Wanted.STAY)
     _set_seat(cluster, changed, placement=msgspec.structs.replace(placement, seats=placed))
-    seat.is_replaced, seat.heal_at = False, None
+    seat.is_replaced, seat.is_overdue, seat.heal_at = False, False, None
     seat.forget_memory()
     moving.replan(cluster)
     return ChangeRole(seat.rank), provision(seat)

@@ -125,6 +125,7 @@ class Engine:
         self._num_masked_tokens = 0
         self._num_unmasked_tokens = 0
         self._prefill_cost = 0
+        self._load = (0, 0)  # of the step at hand: streams that decode, cost of everything else
         pool = BlockPool(limits.num_blocks, config.block_size, self._undo, limits.first_block)
         self._restorer = self._make_restorer(pool, journal) if journal is not None else None
         self.scheduler = Scheduler(config, limits, pool, self._undo, self._restorer, self._make_parking(journal))
@@ -146,6 +147,11 @@ class Engine:
         if journal is None or not num:
             return None
         return Parking(BlockPool(num, self.config.block_size, self._undo, first), self._undo, journal)
+
+    def alike(self, config: EngineConfig) -> "Engine":
+        """Another one that computes with the same memory, if this one has no streams: for measurements."""
+        assert not self.has_work and self._journal is None, "two engines would write into the same blocks"
+        return Engine(config, self.limits, self._ops, self._forward, self._clock)
 
     @property
     def has_work(self) -> bool:
@@ -243,7 +249,9 @@ class Engine:
         advanced, failed = self._advance(results)
         if self.scheduler.mask_id:
             self._num_masked_tokens += len(advanced)
-        self.times.end()
+        seconds = self.times.end()
+        if not self.scheduler.restored:
+            self.scheduler.chunk_sizes.add(*self._load, seconds)
         regained = self._take_regained()
         preempted = [*(regained.preempted if regained is not None else ()), *self.scheduler.preempted]
         return StepResult(advanced, failed, preempted, self.scheduler.restored, regained=regained)
@@ -340,13 +348,16 @@ class Engine:
         """This step happened."""
         self._num_steps += 1
         if chunks is self._decoding:
+            self._load = (len(chunks), 0)
             return  # nearly always: streams that decode do so until they end
+        cost, prompts = self.limits.token_cost, [chunk for chunk in chunks if chunk[1] > 1]
+        self._load = len(chunks) - len(prompts), sum(cost.of(c.sequence.num_computed, c.num_tokens) for c in prompts)
         given = [chunk for chunk in chunks if chunk[0].num_computed < chunk[0].num_given]
         self._decoding = chunks if not given else None
         for chunk in given:
             self._num_prompt_tokens += chunk.num_prompt_tokens
             self._num_known_tokens += chunk.num_known_tokens
-            self._prefill_cost += self.limits.token_cost.of(chunk.sequence.num_computed, chunk.num_tokens)
+            self._prefill_cost += cost.of(chunk.sequence.num_computed, chunk.num_tokens)
 
     def _begin(self) -> Launched | None:
         """Schedule a step and launch it. None: there is nothing to do. StepAbandoned if a stream could not be restored,

@@ -30,7 +30,9 @@ from everserve.kvlog.chains import marked_chains
 class KvElsewhere(MovableKv, Protocol):
     """The KV of all heads, which other workers keep (backends/cpu/head_kv.py). Asked between two steps."""
 
-    num_fetched_bytes: int
+    @property
+    def num_fetched_bytes(self) -> int:
+        """So far."""
 
     @property
     def is_displaced(self) -> bool:

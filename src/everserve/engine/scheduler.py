@@ -2,7 +2,8 @@
 
 Each step has a budget of tokens. Decoding streams come first (one token each), then streams in the middle of their
 prompt, then new ones, so that long prompts fill what is left of each step instead of delaying all streams. While
-streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream.
+streams decode, prompts get a much smaller budget: each step is a pause between two tokens of every decoding stream. How
+much that is follows from how long steps take (chunk_sizes.py).
 While other homes that use the same workers have prompts too, they get a part of it (prefill_share.py).
 
 When blocks run out, the stream that has advanced least recently, among equals the one admitted last, gives its blocks
@@ -30,6 +31,7 @@ from operator import attrgetter
 
 from everserve.config.engine import EngineConfig
 from everserve.engine.blocks import NO_BLOCKS_LEFT, BlockPool
+from everserve.engine.chunk_sizes import ChunkSizes
 from everserve.engine.limits import EngineLimits
 from everserve.engine.parking import Parking
 from everserve.engine.prefill_share import PrefillShare, pending
@@ -62,6 +64,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.chunk_sizes = ChunkSizes(config.max_prefill_slowdown, limits.token_cost)
         self.share = PrefillShare(limits.token_cost, config.max_num_batched_tokens, config.block_size)
         self.mask_id = 0  # of the experts that are masked in the next steps; 0: none are
         self._round: list[Chunk] = []  # the last step, if every running stream decoded in it
@@ -202,8 +205,10 @@ class Scheduler:
                     budget -= 1
                 else:
                     budget -= self._extend(sequence, budget, chunks)
-        if chunks:
-            budget = min(budget, self._config.max_prefill_while_decoding)
+        if chunks and (prefilling or self.waiting):
+            most = min(budget, self._config.max_prefill_while_decoding)
+            position = prefilling[0].num_computed if prefilling else 0
+            budget = self.chunk_sizes.limit(len(chunks), position, most)
         budget = self.share.limit(chain(prefilling, self.waiting), budget)
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):

@@ -36,6 +36,12 @@ class KvSizes:
         piece_bytes = 2 * self.log.block_size * self.log.piece_bytes
         return KvShape(capacity.devices * self.num_blocks, num_pieces, piece_bytes, self.log.block_size)
 
+    def mirror(self) -> KvShape:
+        """All heads of one home's streams, in host memory: where heads are divided over GPUs."""
+        log = self.log
+        num_heads = log.num_layers * log.num_planes // 2
+        return KvShape(log.num_blocks, num_heads, 2 * log.block_size * log.piece_bytes, log.block_size)
+
     def parity(self, model: ModelConfig, capacity: Capacity) -> ParityShape:
         """What such a worker keeps of other workers' pools."""
         assert capacity.devices is not None, "divided heads have devices"

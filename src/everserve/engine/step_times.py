@@ -24,7 +24,8 @@ class StepTimes:
         self._step = (now, num_rows, num_keys)
         self.on_begin(num_keys, now)
 
-    def end(self) -> None:
+    def end(self) -> float:
+        """How long it took."""
         began_s, num_rows, num_keys = self._step
         self.ended_s = now = self._clock()
         self._seconds += now - began_s
@@ -32,6 +33,7 @@ class StepTimes:
         self._num_rows += num_rows
         self._num_keys += num_keys
         self.on_end(now)
+        return now - began_s
 
     def take(self) -> Work | None:
         """The work since the last call."""

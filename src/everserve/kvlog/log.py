@@ -53,6 +53,14 @@ class BlocksElsewhere(Protocol):
     def close(self) -> None: ...
 
 
+class NoBlocks:
+    """Where the blocks of a log are whose streams' KV other workers keep: it has records only."""
+
+    address = 0
+
+    def close(self) -> None: ...
+
+
 class Log:
     """The descriptor stays the caller's, and may be closed. Zeroed memory becomes an empty log.
 

@@ -111,6 +111,56 @@ class _WaitValue(ctypes.Structure):
     ]
 
 
+def _signatures() -> dict[str, list[Any]]:
+    """The arguments of each function of libcuda that we use; all return a status."""
+    integer, unsigned, size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
+    address = handle = long = ctypes.c_uint64
+    pointer, stream = ctypes.c_void_p, ctypes.c_void_p
+    to = ctypes.POINTER
+    return {
+        "cuInit": [unsigned],
+        "cuGetErrorName": [integer, to(ctypes.c_char_p)],
+        "cuGetErrorString": [integer, to(ctypes.c_char_p)],
+        "cuDeviceGetCount": [to(integer)],
+        "cuDeviceGet": [to(integer), integer],
+        "cuDeviceGetName": [ctypes.c_char_p, integer, integer],
+        "cuDeviceGetUuid": [pointer, integer],
+        "cuDevicePrimaryCtxRetain": [to(pointer), integer],
+        "cuDevicePrimaryCtxRelease_v2": [integer],
+        "cuCtxSetCurrent": [pointer],
+        "cuMemGetInfo_v2": [to(size), to(size)],
+        "cuMemGetAllocationGranularity": [to(size), to(_AllocationProperties), integer],
+        "cuMemCreate": [to(handle), size, to(_AllocationProperties), long],
+        "cuMemRelease": [handle],
+        "cuMemExportToShareableHandle": [to(integer), handle, integer, long],
+        "cuMemImportFromShareableHandle": [to(handle), pointer, integer],
+        "cuMemAddressReserve": [to(address), size, size, address, long],
+        "cuMemAddressFree": [address, size],
+        "cuMemMap": [address, size, size, handle, long],
+        "cuMemUnmap": [address, size],
+        "cuMemSetAccess": [address, size, to(_Access), size],
+        "cuMemsetD8Async": [address, ctypes.c_ubyte, size, stream],
+        "cuMemcpyDtoHAsync_v2": [pointer, address, size, stream],
+        "cuMemcpyHtoDAsync_v2": [address, pointer, size, stream],
+        "cuMemcpyAsync": [address, address, size, stream],
+        "cuMemHostRegister_v2": [pointer, size, unsigned],
+        "cuMemHostUnregister": [pointer],
+        "cuMemHostGetDevicePointer_v2": [to(address), pointer, unsigned],
+        "cuStreamCreate": [to(stream), unsigned],
+        "cuStreamDestroy_v2": [stream],
+        "cuStreamSynchronize": [stream],
+        "cuStreamQuery": [stream],
+        "cuStreamBatchMemOp_v2": [stream, unsigned, to(_WaitValue), unsigned],
+        "cuStreamWriteValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
+        "cuGraphCreate": [to(pointer), unsigned],
+        "cuGraphAddChildGraphNode": [to(pointer), pointer, to(pointer), size, pointer],
+        "cuGraphInstantiateWithFlags": [to(pointer), pointer, ctypes.c_ulonglong],
+        "cuGraphLaunch": [pointer, stream],
+        "cuGraphExecDestroy": [pointer],
+        "cuGraphDestroy": [pointer],
+    }
+
+
 class Library:
     """The functions of libcuda that we use."""
 
@@ -119,56 +169,10 @@ class Library:
             library = ctypes.CDLL(_LIBRARY)
         except OSError as error:
             raise CudaError(_LIBRARY, 0, f"the NVIDIA driver's library cannot be loaded: {error}") from error
-        integer, unsigned, size = ctypes.c_int, ctypes.c_uint, ctypes.c_size_t
-        address = handle = long = ctypes.c_uint64
-        pointer, stream = ctypes.c_void_p, ctypes.c_void_p
-        to = ctypes.POINTER
-        signatures: dict[str, list[Any]] = {
-            "cuInit": [unsigned],
-            "cuGetErrorName": [integer, to(ctypes.c_char_p)],
-            "cuGetErrorString": [integer, to(ctypes.c_char_p)],
-            "cuDeviceGetCount": [to(integer)],
-            "cuDeviceGet": [to(integer), integer],
-            "cuDeviceGetName": [ctypes.c_char_p, integer, integer],
-            "cuDeviceGetUuid": [pointer, integer],
-            "cuDevicePrimaryCtxRetain": [to(pointer), integer],
-            "cuDevicePrimaryCtxRelease_v2": [integer],
-            "cuCtxSetCurrent": [pointer],
-            "cuMemGetInfo_v2": [to(size), to(size)],
-            "cuMemGetAllocationGranularity": [to(size), to(_AllocationProperties), integer],
-            "cuMemCreate": [to(handle), size, to(_AllocationProperties), long],
-            "cuMemRelease": [handle],
-            "cuMemExportToShareableHandle": [to(integer), handle, integer, long],
-            "cuMemImportFromShareableHandle": [to(handle), pointer, integer],
-            "cuMemAddressReserve": [to(address), size, size, address, long],
-            "cuMemAddressFree": [address, size],
-            "cuMemMap": [address, size, size, handle, long],
-            "cuMemUnmap": [address, size],
-            "cuMemSetAccess": [address, size, to(_Access), size],
-            "cuMemsetD8Async": [address, ctypes.c_ubyte, size, stream],
-            "cuMemcpyDtoHAsync_v2": [pointer, address, size, stream],
-            "cuMemcpyHtoDAsync_v2": [address, pointer, size, stream],
-            "cuMemcpyAsync": [address, address, size, stream],
-            "cuMemHostRegister_v2": [pointer, size, unsigned],
-            "cuMemHostUnregister": [pointer],
-            "cuMemHostGetDevicePointer_v2": [to(address), pointer, unsigned],
-            "cuStreamCreate": [to(stream), unsigned],
-            "cuStreamDestroy_v2": [stream],
-            "cuStreamSynchronize": [stream],
-            "cuStreamQuery": [stream],
-            "cuStreamBatchMemOp_v2": [stream, unsigned, to(_WaitValue), unsigned],
-            "cuStreamWriteValue32_v2": [stream, address, ctypes.c_uint32, unsigned],
-            "cuGraphCreate": [to(pointer), unsigned],
-            "cuGraphAddChildGraphNode": [to(pointer), pointer, to(pointer), size, pointer],
-            "cuGraphInstantiateWithFlags": [to(pointer), pointer, ctypes.c_ulonglong],
-            "cuGraphLaunch": [pointer, stream],
-            "cuGraphExecDestroy": [pointer],
-            "cuGraphDestroy": [pointer],
-        }
         self._functions: dict[str, Any] = {}
-        for name, arguments in signatures.items():
+        for name, arguments in _signatures().items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, integer
+            function.argtypes, function.restype = arguments, ctypes.c_int
             self._functions[name] = function
 
     def call(self, name: str, *arguments: Any) -> None:

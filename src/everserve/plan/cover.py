@@ -26,8 +26,9 @@ def cover(before: Placement, rooms: Sequence[Room], loads: Mapping[int, Loads] |
     shadows = {room.rank: [*planned[room.rank].shadows] for room in rooms}
     for index, call in enumerate(before.calls):
         load = (loads or {}).get(index) or (1.0,) * call.num_shards
-        layer = _Layer({rank: (active[rank][index], shadows[rank][index]) for rank in active}, call.num_shards, load)
-        for rank in layer.cover({room.rank: room.of_layer(index).num_slots for room in rooms}):
+        num_slots = {room.rank: num for room in rooms if (num := room.of_layer(index).num_slots)}
+        layer = _Layer({rank: (active[rank][index], shadows[rank][index]) for rank in num_slots}, call.num_shards, load)
+        for rank in layer.cover(num_slots):
             active[rank][index], shadows[rank][index] = layer.experts_on(rank)
     seats = [SeatExperts(rank=rank, active=tuple(active[rank]), shadows=tuple(shadows[rank])) for rank in active]
     return msgspec.structs.replace(before, seats=tuple(seats))

@@ -1,10 +1,11 @@
 """Where the heads of an expert worker on a GPU lie in the memory of its seat, which outlives its workers.
 
-    header | weights of each piece: q, k and v | KV: [block][piece][2][block size][E]
+    header | weights of each piece: q, k and v | KV: [block][piece][2][size][E] | words: [block][piece][size]
 
 A *piece* is a place for one (layer, head), with its weights and what each block has of it. There are as many as the
 worker with the most heads has: a layer has fewer or more of them on a worker, but all of its layers together as many as
-anywhere else (plan/shards.py).
+anywhere else (plan/shards.py). The *word* of a token in a piece certifies its keys and values (memory/kv_pieces.py); on
+GPUs homes write it (backends/cuda/log/head_writer.py).
 """
 
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from everserve.plan.weights import ALIGNMENT, ITEM_BYTES, PAGE_BYTES, ModelSizes
 
 HEADER_BYTES = 1 << 16
+_WORD_BYTES = 8
 Head = tuple[int, int]  # layer, number
 
 
@@ -58,9 +60,32 @@ class HeadMemoryPlan:
         return _up(self.weights_at + self.num_pieces * self.width * self.hidden_size * ITEM_BYTES, ALIGNMENT)
 
     @property
+    def piece_bytes(self) -> int:
+        """Keys and values that a block has of a piece."""
+        return 2 * self.block_size * self.head_size * ITEM_BYTES
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_pieces * self.piece_bytes
+
+    @property
+    def words_at(self) -> int:
+        return _up(self.blocks_at + self.num_blocks * self.block_bytes, ALIGNMENT)
+
+    @property
+    def block_words_bytes(self) -> int:
+        """The words of a block."""
+        return self.num_pieces * self.block_size * _WORD_BYTES
+
+    @property
     def num_bytes(self) -> int:
-        block_bytes = self.num_pieces * 2 * self.block_size * self.head_size * ITEM_BYTES
-        return _up(self.blocks_at + self.num_blocks * block_bytes, PAGE_BYTES)
+        return _up(self.words_at + self.num_blocks * self.block_words_bytes, PAGE_BYTES)
+
+
+def kv_share(model: ModelSizes) -> float:
+    """Of the memory of a token, what is keys and values: the rest is its words."""
+    kv_bytes = 2 * model.head_size * ITEM_BYTES
+    return kv_bytes / (kv_bytes + _WORD_BYTES)
 
 
 def _up(size: int, unit: int) -> int:

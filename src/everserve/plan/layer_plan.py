@@ -16,7 +16,7 @@ class Room(NamedTuple):
     rank: Rank
     device: int  # workers on one device are lost together
     num_slots: int  # per layer; of the layer with the most, if they differ
-    slots: tuple[int, ...] = ()  # by index of the layer, if they differ
+    slots: tuple[int, ...] = ()  # by index of the layer, if they differ; in one without any it takes no part
 
     def of_layer(self, index: int) -> "Room":
         return self._replace(num_slots=self.slots[index], slots=()) if self.slots else self
@@ -25,8 +25,8 @@ class Room(NamedTuple):
 class LayerPlan:
     """`places[e]`: the ranks that should hold expert e; `homes[e]`: those of them that serve it, its active places.
     The last `num_dealt` experts should be served by all workers. No other has more places than `most_places` (None: as
-    many as there are slots for). Of
-    equals the worker with number `turn` is the first, then the next one."""
+    many as there are slots for). With `num_shadows` further places for each worker, all together have `num_wanted`, and
+    no more are kept. Of equals the worker with number `turn` is the first, then the next one."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class LayerPlan:
         num_dealt: int = 0,
         most_places: int | None = None,
         turn: int = 0,
+        num_shadows: int | None = None,
     ) -> None:
         self.rooms = rooms
         self.most_places = most_places
@@ -54,6 +55,11 @@ class LayerPlan:
         self.num_copies = max(num_left // max(len(loads) - num_dealt, 1), 1)
         if most_places is not None:
             self.num_copies = min(self.num_copies, most_places)
+        self.num_wanted: int | None = None
+        if num_shadows is not None:
+            num_slots = sum(room.num_slots for room in rooms)
+            asked = min(num_slots, len(loads) + num_shadows * len(rooms))
+            self.num_wanted = max(self.num_copies * len(loads), asked)
         for rank, active, shadows in before:
             for expert in (*active, *shadows) if rank in self.by_rank else ():
                 self.put(expert, rank)

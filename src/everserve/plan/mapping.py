@@ -112,6 +112,19 @@ def next_mappings(
     return moves
 
 
+def any_in_vain(rank: Rank, fills: Collection[Fill], have: Have, left: Have, reaches: Reaches) -> bool:
+    """Whether a worker that was told to map these need not map one any more, because the expert is in memory of its
+    own on a ready worker (`have`), or cannot, because no memory that it reaches has it."""
+    lenders = [held for lender, held in left.items() if reaches(rank, lender)]
+    for index in {fill.layer_index for fill in fills}:
+        experts = {fill.expert for fill in fills if fill.layer_index == index}
+        served = set[int]().union(*(held.own(index) for held in have.values()))
+        lent = set[int]().union(*(held.own(index) for held in lenders))
+        if experts & served or experts - lent:
+            return True
+    return False
+
+
 def _free(held: HeldSlots, index: int, fills: Collection[Fill], places: Collection[Place]) -> list[int]:
     """Mapped slots of a call that are empty, or will be, and that no fill is for."""
     if not held.num_mapped:

@@ -5,8 +5,12 @@
                                                   routes stop leading to it, and when every attention worker uses such
                                                   routes, it can be filled
 
+    the same, and the expert is in every place    is *left over*: routes stop leading to it, and when every attention
+    where it should be                            worker uses such routes, it is cleared
+
 Nothing is remembered between two calls: whatever has happened in between, the next call goes on from what is there. An
-expert that should not be where it is stays there, and is used, until its slot is needed.
+expert that should not be where it is stays there, and is used, until its slot is needed, or until all of its places are
+there: no more copies are kept than were asked for.
 
 Only slots with memory of their own count here. What workers map of other seats' memory is another matter (mapping.py).
 """
@@ -53,6 +57,27 @@ def given_up(placement: Placement, have: Have, serving: Collection[Rank]) -> Giv
                 if copies[slots[slot]] > 1 or slots[slot] not in planned:
                     copies[slots[slot]] -= 1
                     found.setdefault(seat.rank, set()).add(Place(layer, slot))
+    return {rank: frozenset(places) for rank, places in found.items()}
+
+
+def left_over(placement: Placement, have: Have, serving: Collection[Rank], calls: Collection[int]) -> GivenUp:
+    """Slots whose expert should not be there, and is wherever it should be. `calls`: only in these."""
+    planned = {seat.rank: seat for seat in placement.seats}
+    staying = [rank for rank in serving if rank in have and rank in planned]
+    found: dict[Rank, set[Place]] = {}
+    for layer in calls:
+        extra = {rank: set(have[rank].own(layer)).difference(planned[rank].experts(layer), [EMPTY]) for rank in staying}
+        if not any(extra.values()):
+            continue
+        own = {rank: set(have[rank].own(layer)) for rank in staying}
+        there = {expert for seat in placement.seats for expert in seat.experts(layer)}
+        for seat in placement.seats:
+            there.difference_update(set(seat.experts(layer)).difference(own.get(seat.rank, ())))
+        for rank, experts in extra.items():
+            slots = enumerate(have[rank].own(layer))
+            places = {Place(layer, slot) for slot, expert in slots if expert in experts and expert in there}
+            if places:
+                found.setdefault(rank, set()).update(places)
     return {rank: frozenset(places) for rank, places in found.items()}
 
 

@@ -40,7 +40,8 @@ def place_experts(
     for rank, active, shadow in zip(expert_ranks, shares, shadows, strict=True):
         in_all_layers = (tuple(active),) * len(moe_layers), (tuple(shadow),) * len(moe_layers)
         seats.append(SeatExperts(rank=rank, active=in_all_layers[0], shadows=in_all_layers[1]))
-    return Placement(calls=expert_calls(num_experts, moe_layers), seats=tuple(seats))
+    calls = expert_calls(num_experts, moe_layers)
+    return Placement(calls=calls, seats=tuple(seats), num_shadows=shadow_experts)
 
 
 def survivable_deaths(placement: Placement) -> int:

@@ -19,6 +19,7 @@ Heads have as many places as they were to have at the start (`Placement.head_cop
 for all of them everywhere, and their KV is in one place anyway.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
@@ -54,14 +55,17 @@ def replan(
         num_experts = before.calls[index].num_shards
         load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
-        here = tuple(room.of_layer(index) for room in rooms)
-        num_dealt = before.num_dealt(index, len(rooms))
+        here = tuple(room for room in (one.of_layer(index) for one in rooms) if room.num_slots)
+        if not here:
+            continue
+        num_dealt = before.num_dealt(index, len(here))
         kind = before.calls[index].kind
-        turn = num_homeless[kind] % len(rooms) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
+        turn = num_homeless[kind] % len(here) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
         most_places = 1 + before.head_copies if kind is ShardKind.HEAD else None
-        key = places, load, here, num_dealt, most_places, turn
+        num_shadows = before.num_shadows if kind is ShardKind.EXPERT and not before.deals_remainder else None
+        key = places, load, here, num_dealt, most_places, turn, num_shadows
         if key not in planned:
-            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, most_places, turn)
+            layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, most_places, turn, num_shadows)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
         num_homeless[kind] += planned[key].num_homeless
@@ -70,11 +74,11 @@ def replan(
 
 
 def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan], num_layers: int) -> SeatExperts:
-    """A worker's part of the plan; in layers that were not planned, what it had."""
+    """A worker's part of the plan; in layers that were not planned, or not with it, what it had."""
     active, shadows = [], []
     for index in range(num_layers):
         layer = layers.get(index)
-        if layer is not None:
+        if layer is not None and rank in layer.held:
             active.append(layer.active_on(rank))
             shadows.append(layer.shadows_on(rank))
         else:
@@ -91,6 +95,8 @@ class _Layer(LayerPlan):
         self._drop_what_does_not_fit()
         self._cover()
         self._separate()
+        if not may_move:
+            self._drop_what_was_not_asked_for()
         self._copy()
         self._even_out()
         self._level()
@@ -151,12 +157,33 @@ class _Layer(LayerPlan):
                     self.take(expert, rank)
                 seen.add(device)
 
+    def _drop_what_was_not_asked_for(self) -> None:
+        """Copies that were made while a worker was away, and for which there happened to be slots: those of experts
+        that have least to do for each place left. Copies for balance, with more than all can have, are kept as long as
+        there are not too many."""
+        while self.num_wanted is not None and sum(map(len, self.places)) > self.num_wanted:
+            copied = [expert for expert, ranks in enumerate(self.places) if len(ranks) > self.num_copies]
+            if not copied:
+                return
+            expert = min(copied, key=lambda e: (self.loads[e] / (len(self.places[e]) - 1), e))
+            devices = Counter(self.by_rank[rank].device for rank in self.places[expert])
+            homes = self.homes[expert]
+            worst = max(
+                self.places[expert],
+                key=lambda r: (devices[self.by_rank[r].device] > 1, r not in homes, self._how_full(r)),
+            )
+            self.take(expert, worst)
+
     def _copy(self) -> None:
         """One more place for every expert before another one for any, each on another device, until all have as many as
-        there are slots for."""
-        most = self.num_copies
+        there are slots for, and then as many more as were asked for."""
+        self._grow(self.num_copies, num_places=None)
+        if self.num_wanted is not None:
+            self._grow(len(self.rooms), self.num_wanted)
+
+    def _grow(self, most: int, num_places: int | None) -> None:
         growing = {expert for expert, ranks in enumerate(self.places) if 0 < len(ranks) < most}
-        while growing:
+        while growing and (num_places is None or sum(map(len, self.places)) < num_places):
             expert = min(growing, key=lambda e: (len(self.places[e]), -self.loads[e], e))
             devices = {self.by_rank[rank].device for rank in self.places[expert]}
             free = [r for r in self.held if self.room_on(r) > 0 and self.by_rank[r].device not in devices]

@@ -1,4 +1,4 @@
-"""The limit of arithmetic in one step of an engine, so that no step takes long on a device.
+"""How large steps are: as large as is of use, and so small that none takes long on a device.
 
 A queued step cannot be cancelled. The next tokens of all other streams wait for it; and when a worker is killed, its
 device memory can be freed only when its last step is over (procs/device_descriptors.py). A limit of tokens alone does
@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from everserve.plan.weights import ModelSizes
 
+_ROWS_OF_EXPERT = 512  # on average: tiles of 128 rows are then nearly full, and arithmetic takes longer than weights
+_FEWEST_TOKENS, _MOST_TOKENS = 2048, 8192  # of a step on a GPU, by default
 _MAX_STEP_FLOP = 5e13  # 0.25 s at 200 TFLOP/s, which is slow for large matrix products on current devices
+
+
+def step_tokens(model: ModelSizes) -> int:
+    """The most tokens of a step on a GPU, for a process that has all experts: so many that reading weights is not what
+    takes the time. Where rows travel between processes lanes need memory for all of them, and steps have fewer."""
+    if not model.moe_layers:
+        return _FEWEST_TOKENS
+    wanted = _ROWS_OF_EXPERT * model.num_experts // model.experts_per_token
+    return min(_MOST_TOKENS, max(_FEWEST_TOKENS, 1 << (wanted - 1).bit_length()))
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,21 @@
 """What becomes of streams when any one or two workers or devices are lost: as placement, slots and KV log are now.
 
-                    one more place for every shard      room for every shard          neither
-    processes die   at once                             when survivors, or the        when the successor has started
-                                                        successor, have loaded it
-    devices lost    at once                             when survivors have           when a device returns
-                                                        loaded it
+                    one more place for    memory that survivors    room for every shard     none of these
+                    every shard           reach, and slots
+    processes die   at once               when survivors have      when survivors, or the   when the successor has
+                                          mapped it                successor, have loaded   started
+                                                                   it
+    devices lost    at once                                        when survivors have      when a device returns
+                                                                   loaded it
 
 Where heads are divided their KV outlives processes. With a device it is lost, and there is what its shadow gives: all
 of it (mirror), that of one device (parity), or nothing. Heads without a second place wait for the successor, which
 finds their KV.
 """
+
+from itertools import combinations
+
+import numpy as np
 
 from everserve.config.kvlog import LogConfig
 from everserve.plan.placement import survivable_losses
@@ -77,9 +83,34 @@ def _weights(goal: Goal, seats: list[SeatGoal], capacity: Capacity, num: int, *,
         return Weights.AT_ONCE
     if _has_heads(placement) and not is_device:
         return Weights.SUCCESSOR
+    if not is_device and _can_map(placement, seats, capacity.mapped_slots, num):
+        return Weights.MAPPED
     if repairable_devices(goal, placement, capacity) >= num:
         return Weights.LOADED
     return Weights.RETURN if is_device else Weights.SUCCESSOR
+
+
+def _can_map(placement: Placement, seats: list[SeatGoal], mapped_slots: int, num: int) -> bool:
+    """Whether all experts without a place, whichever so many workers die, are in memory that others reach which have
+    slots for them (plan/mapping.py)."""
+    num_seats = len(placement.seats)
+    if not mapped_slots or num >= num_seats:
+        return False
+    where = {seat.rank: (seat.host, seat.gpu) for seat in seats}
+    reached = [where[seat.rank] for seat in placement.seats]
+    held_RLE = np.zeros((num_seats, len(placement.calls), placement.num_experts), bool)
+    for row, seat in enumerate(placement.seats):
+        for index in range(len(placement.calls)):
+            held_RLE[row, index, list(seat.experts(index))] = True
+    places_LE = held_RLE.sum(axis=0)
+    for dead in combinations(range(num_seats), num):
+        lost_LE = (places_LE > 0) & (held_RLE[list(dead)].sum(axis=0) == places_LE)
+        for memory in {reached[row] for row in dead}:
+            num_left = sum(reached[row] == memory for row in range(num_seats) if row not in dead)
+            there_LE = lost_LE & held_RLE[[row for row in dead if reached[row] == memory]].any(axis=0)
+            if there_LE.sum(axis=1).max() > num_left * mapped_slots:
+                return False
+    return True
 
 
 def _devices(goal: Goal, placement: Placement) -> set[int]:

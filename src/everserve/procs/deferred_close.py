@@ -5,7 +5,7 @@ import time
 from collections import deque
 
 from everserve.errors import ProtocolError
-from everserve.procs.device_descriptors import PARTING_S, warn
+from everserve.procs.device_descriptors import CLOSE_AFTER_S, warn
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
 from everserve.wire.messages import DeviceDescriptors
 
@@ -55,15 +55,15 @@ class Held:
         self._held, self._arriving = [], []
 
 
-class Parting:
-    """The copies of processes that have ended, kept for PARTING_S."""
+class DeferredClose:
+    """The copies of processes that have ended, kept for CLOSE_AFTER_S."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, Held]] = deque()  # when to close it
 
-    def part(self, held: Held) -> None:
+    def close_later(self, held: Held) -> None:
         """Its process has just ended."""
-        self._ended.append((time.monotonic() + PARTING_S, held))
+        self._ended.append((time.monotonic() + CLOSE_AFTER_S, held))
 
     def tend(self) -> None:
         """Close what is due."""

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 # A step takes some milliseconds, at most half of this time with a long prompt (plan/steps.py), and a dead worker starts
 # no other step.
-PARTING_S = 0.5
+CLOSE_AFTER_S = 0.5
 _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -45,6 +46,8 @@ class LocalServer:
         self._environment = environment
         self._stack = contextlib.ExitStack()
         self.process: subprocess.Popen[bytes] | None = None
+        self._event_files: dict[Path, _EventFile] = {}
+        self._reading = threading.Lock()
 
     def __enter__(self) -> "LocalServer":
         self._directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="everserve-")))
@@ -82,9 +85,10 @@ class LocalServer:
 
     def events(self, process: str = "") -> list[dict[str, Any]]:
         """All events so far, by time; of processes whose name begins with `process`."""
-        paths = (self._directory / "events").glob(f"{process}*.jsonl")
-        lines = [line for path in paths for line in path.read_text().splitlines()]
-        return sorted((json.loads(line) for line in lines), key=lambda event: event["at_s"])
+        with self._reading:
+            paths = (self._directory / "events").glob(f"{process}*.jsonl")
+            found = [event for path in paths for event in self._event_files.setdefault(path, _EventFile()).read(path)]
+        return sorted(found, key=lambda event: event["at_s"])
 
     def log_text(self) -> str:
         """What the server printed, to show; do not parse it."""
@@ -107,3 +111,21 @@ class LocalServer:
                 raise EverserveError(f"the server did not start: {self.log_text().strip()[-2000:]}")
             time.sleep(0.02)
         raise EverserveError(f"the server was not ready after {self._start_timeout_s:.0f} s: {self.log_text()[-2000:]}")
+
+
+class _EventFile:
+    """What was read of a file that grows: who waits for an event looks many times a second."""
+
+    def __init__(self) -> None:
+        self._events: list[dict[str, Any]] = []
+        self._num_bytes = 0
+
+    def read(self, path: Path) -> list[dict[str, Any]]:
+        """All events so far."""
+        with path.open("rb") as file:
+            file.seek(self._num_bytes)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]  # the last line may not be complete yet
+        self._events += [json.loads(line) for line in whole.splitlines()]
+        self._num_bytes += len(whole)
+        return self._events

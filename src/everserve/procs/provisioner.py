@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from everserve.procs import process
-from everserve.procs.deferred_close import Held, Parting
+from everserve.procs.deferred_close import DeferredClose, Held
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Memory
 from everserve.wire.channel import Channel
@@ -44,7 +44,7 @@ Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the rec
 
 
 @dataclass
-class _Birth:
+class _Order:
     """A worker that the zygote was asked to fork: its start message, its memory, and both ends of its channels."""
 
     start: StartWorker
@@ -93,13 +93,13 @@ class Workers:
     to_orchestrator: Send
     to_gateway: Send
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
-    _births: dict[WorkerId, _Birth] = field(default_factory=dict)
+    _orders: dict[WorkerId, _Order] = field(default_factory=dict)
     _kept: dict[Memory, int] = field(default_factory=dict)  # memory of exited workers that no live worker has
     _dropped: set[Memory] = field(default_factory=set)  # memory of live workers, to be dropped at their exit
     _latest: dict[Rank, tuple[Incarnation, tuple[Role, ...]]] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # statuses by pid, of processes not announced yet
     _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
-    _parting: Parting = field(default_factory=Parting)
+    _deferred: DeferredClose = field(default_factory=DeferredClose)
 
     # -- starts ----------------------------------------------------------------------------------
 
@@ -115,31 +115,31 @@ class Workers:
         for pid in process.children_of(os.getpid()):
             if pid not in known:
                 os.kill(pid, signal.SIGKILL)
-        owed, self._births = self._births, {}
-        for birth in owed.values():
-            self._ask(birth.start, [os.dup(fd) for fd in birth.memory])
-            birth.close()
+        owed, self._orders = self._orders, {}
+        for order in owed.values():
+            self._ask(order.start, [os.dup(fd) for fd in order.memory])
+            order.close()
 
     def forked(self, message: WorkerForked) -> None:
         """The process exists: send its channels to the orchestrator and the gateway."""
         seat = WorkerId(message.rank, message.incarnation)
-        birth = self._births.pop(seat)
-        fds = [os.dup(fd) for fd in birth.memory]
-        lifeline = Channel(birth.lifeline[0].dup())
+        order = self._orders.pop(seat)
+        fds = [os.dup(fd) for fd in order.memory]
+        lifeline = Channel(order.lifeline[0].dup())
         held = Held(f"worker {message.rank}", lifeline)
         rehearsed = self._spares.pop(message.pid, None)
-        worker = _Process(birth.start, message.pid, fds, lifeline, held, rehearsed)
+        worker = _Process(order.start, message.pid, fds, lifeline, held, rehearsed)
         self._processes[seat] = worker
         for memory in worker.start.memory:
             self._let_go(memory)
-        self._introduce(worker, birth.control[0])
-        if birth.tokens is not None:
+        self._introduce(worker, order.control[0])
+        if order.tokens is not None:
             attach = Attach(rank=message.rank, incarnation=message.incarnation)
-            self.to_gateway(attach, fds=[birth.tokens[0].fileno()])
-        birth.close()
+            self.to_gateway(attach, fds=[order.tokens[0].fileno()])
+        order.close()
         if message.pid in self._early_exits:
             self.exited(message.pid, self._early_exits.pop(message.pid))
-        if not self._births:
+        if not self._orders:
             self._early_exits.clear()
 
     def spare_forked(self, pid: int, lifeline: Channel) -> None:
@@ -149,7 +149,7 @@ class Workers:
     def kinds(self) -> tuple[StartWorker, ...]:
         """One start message for each kind of worker on each GPU."""
         starts = [worker.start for worker in self._processes.values()]
-        starts += [birth.start for birth in self._births.values()]
+        starts += [order.start for order in self._orders.values()]
         return tuple({(start.gpu, start.roles): start for start in starts}.values())
 
     # -- a new orchestrator ----------------------------------------------------------------------
@@ -157,7 +157,7 @@ class Workers:
     def found(self) -> tuple[FoundProcess, ...]:
         """The worker processes that a new orchestrator starts from."""
         found = {seat: (worker.pid, worker.start.roles) for seat, worker in self._processes.items()}
-        found |= {seat: (0, birth.start.roles) for seat, birth in self._births.items()}
+        found |= {seat: (0, order.start.roles) for seat, order in self._orders.items()}
         for rank, (incarnation, roles) in self._latest.items():
             found.setdefault(WorkerId(rank, incarnation), (-1, roles))
         return tuple(
@@ -186,7 +186,7 @@ class Workers:
             worker.read()
         for held in self._spares.values():
             held.read()
-        self._parting.tend()
+        self._deferred.tend()
 
     @property
     def is_held_back(self) -> bool:
@@ -212,15 +212,15 @@ class Workers:
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
         if (held := self._spares.pop(pid, None)) is not None:
-            self._parting.part(held)
-        if self._births:  # it may be one of these; otherwise it was a spare, and its pid may be reused
+            self._deferred.close_later(held)
+        if self._orders:  # it may be one of these; otherwise it was a spare, and its pid may be reused
             self._early_exits[pid] = status
         return None
 
     def _part(self, worker: _Process) -> None:
         for held in (worker.held, worker.rehearsed):
             if held is not None and worker.start.settings.compute.device == "cuda":
-                self._parting.part(held)
+                self._deferred.close_later(held)
             elif held is not None:
                 held.let_go()
 
@@ -268,19 +268,19 @@ class Workers:
         for held in self._spares.values():
             held.let_go()
         self._spares.clear()
-        self._parting.close()
+        self._deferred.close()
         self._processes.clear()
-        for birth in self._births.values():
-            birth.close()
-        self._births.clear()
+        for order in self._orders.values():
+            order.close()
+        self._orders.clear()
         _close(self._kept.values())
         self._kept.clear()
 
     def _ask(self, start: StartWorker, memory: list[int]) -> None:
         tokens = Channel.pair() if Role.ATTENTION in start.roles else None
-        birth = _Birth(start, memory, Channel.pair(), Channel.pair(), tokens)
-        self._births[WorkerId(start.rank, start.incarnation)] = birth
-        self.to_zygote(ForkWorker(start=start), fds=birth.worker_fds)
+        order = _Order(start, memory, Channel.pair(), Channel.pair(), tokens)
+        self._orders[WorkerId(start.rank, start.incarnation)] = order
+        self.to_zygote(ForkWorker(start=start), fds=order.worker_fds)
 
 
 def _close(fds: Iterable[int]) -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from everserve.procs import process
-from everserve.procs.deferred_close import Held, Parting
+from everserve.procs.deferred_close import DeferredClose, Held
 from everserve.procs.listening import url_of
 from everserve.procs.mps import Mps
 from everserve.procs.provisioner import Workers
@@ -149,7 +149,7 @@ class Supervisor:
         self._share_device = share_device
         self._num_spares = num_spares  # for each device
         self._spares = SparesChanged(pids=(), num_wanted=0)
-        self._parting = Parting()  # of the children in `_children`; `_workers` has its own
+        self._deferred = DeferredClose()  # of the children in `_children`; `_workers` has its own
         self._environment = os.environ | _ENVIRONMENT
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
@@ -243,7 +243,7 @@ class Supervisor:
         for child in self._children.values():
             child.control.flush()
         self._workers.flush()
-        self._parting.tend()
+        self._deferred.tend()
         self._handle_exits()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:
@@ -351,7 +351,7 @@ class Supervisor:
 
     def _on_exit(self, child: Child, status: int) -> None:
         """A child has exited: expected while stopping. Without the gateway the instance ends; others are replaced."""
-        self._parting.part(child.held)
+        self._deferred.close_later(child.held)
         del self._children[child.name]
         self._events.append(ProcessEnded(process="supervisor", child=child.name, exit_status=status))
         if self._kill_at is not None:

@@ -111,6 +111,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     slots_by_call: tuple[int, ...] = ()  # where calls have different numbers; `slots_per_layer` is the largest
     mapped_slots: int = 0  # further slots per layer, without memory: for experts that others left (plan/mapping.py)
     head_pieces: int = 0  # on GPUs where heads are divided: the most heads of an expert worker, in all layers together
+    heads_stay: bool = False  # with their KV, on GPUs: there is no room elsewhere, or they would come without it
     lane_bytes: int = 0  # of the memory between one attention worker and one expert worker
     log_bytes: int = 0  # of each attention worker's KV log in host memory; 0: no logs
     kv_bytes: int = 0  # of each KV cache in device memory that outlives its worker, beside the log; 0: none

@@ -5,7 +5,8 @@
     log             an attention worker                the KV log
     kv              an attention worker on a device    the blocks of that log, where the KV cache outlives its worker
     kv-pieces       an expert seat                     the KV of its heads, for all streams (memory/kv_pieces.py)
-    kv-mirror       an expert seat                     a copy of that, which is not lost with a device
+    kv-mirror       an expert seat, on a device        a copy of that, which is not lost with a device; on a device of
+                    a home's                           all heads, for the streams of one home
     kv-parity       an expert seat                     what others' heads are rebuilt from (memory/pieces/parity.py)
     lane            an attention and an expert worker  requests and answers between the two
     bell            an expert seat on a device         rung when a request was sent

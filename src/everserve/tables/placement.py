@@ -47,12 +47,14 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """All expert seats. `deals_remainder`: shards that cannot be shared evenly, the last ones of each call, should have
     an active place on every seat, so that their rows are dealt among all. `head_copies`: further places of each head;
-    other shards have as many as there are slots for."""
+    other shards have as many as there are slots for. `num_shadows`: of whole experts, further places per seat and layer
+    that were asked for (None: not known)."""
 
     calls: tuple[Call, ...]  # tables are indexed by position in this tuple
     seats: tuple[SeatExperts, ...]
     deals_remainder: bool = False
     head_copies: int = 0
+    num_shadows: int | None = None
 
     def __post_init__(self) -> None:
         for seat in self.seats:

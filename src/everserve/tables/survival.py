@@ -10,6 +10,7 @@ class Weights(StrEnum):
 
     AT_ONCE = "no stream waits for weights"
     SUCCESSOR = "streams wait until its successor has started"
+    MAPPED = "streams wait until survivors have mapped what is missing"
     LOADED = "streams wait until survivors have loaded what is missing"
     RETURN = "streams wait until a device returns"
 

@@ -4,8 +4,8 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang, Fenced,
-                                   Shutdown
+                                   StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang,
+                                   Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
                                    Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
@@ -191,15 +191,21 @@ class ClearSlots(Message, frozen=True):
     places: list[Place]
 
 
+class StopChanges(Message, frozen=True):
+    """Orchestrator to expert worker: what it was told to fill or to clear, and has not begun, is not needed any more,
+    or would fail. It counts as done."""
+
+
 class SlotsReported(Message, frozen=True):
     """Expert worker to orchestrator, before Ready, during and after each FillSlots or ClearSlots: what all its slots
-    hold now. `filled` and `failed`: fills since the last report, and those that left their slots empty. `num_left`:
-    fills of the message that are still to come."""
+    hold now. `filled` and `failed`: fills since the last report, and those that left their slots empty. `num_done`: of
+    all changes that this orchestrator has told it, since its Hello or Report. What it was told meanwhile, and had not
+    read yet, is not among them."""
 
     slots: HeldSlots
     failed: list[FailedFill] = []
     filled: list[Filled] = []
-    num_left: int = 0
+    num_done: int = 0
 
 
 class WeightsJoined(Message, frozen=True):
@@ -217,15 +223,16 @@ class WeightsLeft(Message, frozen=True):
 
 
 class KvJoined(Message, frozen=True):
-    """Orchestrator to expert worker: the pool of another expert seat's heads, its mirror, or its parity, to fetch KV
-    from. Replaces what was announced as that before. + fd: the memory."""
+    """Orchestrator to expert worker, on a GPU to attention worker: the pool of another expert seat's heads, its mirror
+    (on a GPU that of another home), or its parity, to fetch KV from. Replaces what was announced as that before. + fd:
+    the memory."""
 
     rank: Rank
     kind: Kind
 
 
 class KvLeft(Message, frozen=True):
-    """Orchestrator to expert worker: this memory is lost."""
+    """Orchestrator to expert worker, on a GPU to attention worker: this memory is lost."""
 
     rank: Rank
     kind: Kind
@@ -771,6 +778,7 @@ AnyMessage = (
     | LogLeft
     | FillSlots
     | ClearSlots
+    | StopChanges
     | SlotsReported
     | WeightsJoined
     | WeightsLeft

@@ -42,6 +42,8 @@ from everserve.wire.messages import (
     Cancel,
     Fenced,
     GivenBack,
+    KvJoined,
+    KvLeft,
     Leave,
     Leaving,
     LogJoined,
@@ -82,6 +84,7 @@ class AttentionLoop:
         self._engine = parts.engine
         self._seam = parts.seam
         self._logs = parts.logs
+        self._kv = parts.kv
         self._sends_late = parts.sends_late
         self._late: Callable[[], None] | None = None  # sends the results of the last step, not called yet
         self._num_received = 0  # Submits
@@ -190,6 +193,8 @@ class AttentionLoop:
         self._gateway.flush()
         self._control.flush()
         self._logs.sweep(self._engine)
+        if self._kv is not None and not self._engine.is_ahead:
+            self._kv.sweep()
 
     def _read_gateway(self) -> None:
         try:
@@ -223,6 +228,11 @@ class AttentionLoop:
             self._logs.join(WorkerId(message.rank, message.incarnation), fd, kv[0] if message.has_kv else None)
         elif isinstance(message, LogLeft):
             self._logs.leave(WorkerId(message.rank, message.incarnation), self._engine)
+        elif self._kv is not None and isinstance(message, KvJoined):
+            (fd,) = fds.take()
+            self._kv.offer(message.rank, message.kind, fd)
+        elif self._kv is not None and isinstance(message, KvLeft):
+            self._kv.withdraw(message.rank, message.kind)
         elif isinstance(message, Leave):
             self._leave_request.ask()
         elif isinstance(message, Shutdown):

@@ -37,6 +37,7 @@ from everserve.wire.messages import (
     Shutdown,
     SlotsReported,
     StartWorker,
+    StopChanges,
     WeightsJoined,
     WeightsLeft,
 )
@@ -224,6 +225,8 @@ class ExpertService(ABC):
             self._leave(message.rank, message.incarnation)
         elif isinstance(message, FillSlots | ClearSlots):
             self._changes.add(message)
+        elif isinstance(message, StopChanges):
+            self._changes.stop()
         elif isinstance(message, WeightsJoined):
             self.slots.offer(message.rank, message.weights, fds.take())
         elif isinstance(message, WeightsLeft):

@@ -51,6 +51,19 @@ class Seam:
     experts: Experts
 
 
+class OfferedKv(Protocol):
+    """Memory with heads' KV that an attention worker fetches from: on a GPU."""
+
+    def offer(self, rank: Rank, kind: Kind, fd: int) -> None:
+        """It is there, instead of what was there before. Takes over the descriptor."""
+
+    def withdraw(self, rank: Rank, kind: Kind) -> None:
+        """It is lost."""
+
+    def sweep(self) -> None:
+        """Between two steps: map and unmap what there is."""
+
+
 @dataclass(frozen=True)
 class AttentionParts:
     """An attention worker, ready to run."""
@@ -61,6 +74,7 @@ class AttentionParts:
     ops_name: str
     num_slots: int  # own expert slots per layer
     sends_late: bool = False  # outputs of a step are sent while the next one runs: the host is idle then
+    kv: OfferedKv | None = None
 
 
 class Backend(Protocol):

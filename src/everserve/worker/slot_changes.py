@@ -1,6 +1,7 @@
 """Changes of expert slots while requests are served.
 
     FillSlots, ClearSlots ──> queue ──> begin ... poll ──> now and then, and after the last ──> SlotsReported
+    StopChanges ──> what is in the queue counts as done
 
 A fill runs beside the steps of the worker, and the loop polls for its end; there is one fill at a time. Its slot is
 empty from `begin` until `poll` says that its weights are loaded and verified; requests for its old expert are refused.
@@ -68,6 +69,7 @@ class SlotChanges:
         self._is_given_up = False  # the fill that runs: no orchestrator waits for it
         self._filled: list[Filled] = []
         self._failed: list[FailedFill] = []
+        self._num_done = 0  # of what this orchestrator has told
         self._report_at = 0.0
         self._num_slots = [*map(len, slots.held.experts)]  # never changes
 
@@ -89,16 +91,22 @@ class SlotChanges:
     def forget(self) -> None:
         """There is a new orchestrator."""
         self._messages.clear()
+        self._num_done = 0
         self._filled, self._failed = [], []
         self._is_given_up = self._filling is not None
+
+    def stop(self) -> None:
+        """What was not begun is dropped. A fill that runs ends as it does."""
+        for changes in self._messages:
+            self._num_done += len(changes)
+            changes.clear()
 
     def withdraw(self, rank: Rank | None) -> None:
         """Memory that experts can come from is gone. Report, if slots are empty for that."""
         before = self._slots.held
         self._slots.withdraw(rank)
         if self._slots.held != before:
-            num_left = len(self._messages[0]) if self._messages else 0
-            self._send(num_left + (self._filling is not None))
+            self._send()
 
     def do_one(self) -> None:
         """Change one slot, or begin to; report if it was the last one of its message, or if it is time to."""
@@ -113,20 +121,28 @@ class SlotChanges:
             elif not self._filled or now < self._report_at:
                 return
             self._report_at = now + _REPORT_S
-            self._send(len(changes))
+            self._send()
 
-    def _send(self, num_left: int) -> None:
+    def _send(self) -> None:
         filled, self._filled, failed, self._failed = self._filled, [], self._failed, []
-        self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_left=num_left))
+        if failed:  # e.g. a missing file, no memory: other workers can serve these experts
+            num, last = len(failed), failed[-1]
+            log.error(
+                "%d experts could not be loaded; the last, expert %d of layer index %d: %s",
+                *(num, last.expert, last.layer_index, last.reason),
+            )
+        self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_done=self._num_done))
 
     def _change(self, change: Fill | Place) -> None:
         if isinstance(change, Place):
+            self._num_done += 1
             if self._is_there(change):
                 self._slots.clear(change)
         elif self._is_there(change):
             self._slots.begin(change)
             self._filling = change
         else:
+            self._num_done += 1
             self._failed.append(FailedFill(**change._asdict(), reason="there is no such slot, or no such expert"))
 
     def _poll(self, fill: Fill) -> None:
@@ -137,8 +153,9 @@ class SlotChanges:
         if self._is_given_up:
             self._is_given_up = False
             self._slots.clear(Place(fill.layer_index, fill.slot))
-        elif isinstance(result, FailedFill):  # e.g. a missing file, no memory: other workers can serve this expert
-            log.error("expert %d of layer index %d: %s", fill.expert, fill.layer_index, result.reason)
+            return
+        self._num_done += 1
+        if isinstance(result, FailedFill):
             self._failed.append(result)
         else:
             self._filled.append(result)

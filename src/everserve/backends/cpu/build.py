@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from everserve.backends.cpu.kept_kv import KeptKv, NoBlocks
+from everserve.backends.cpu.kept_kv import KeptKv
 from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.backends.cpu.select import HostOps, select_ops
@@ -21,7 +21,7 @@ from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
-from everserve.kvlog.log import Log
+from everserve.kvlog.log import Log, NoBlocks
 from everserve.kvlog.writer import LogWriter
 from everserve.memory.kv_pieces import KvPieces, PoolInUseError
 from everserve.memory.names import KV_CACHE

@@ -18,14 +18,6 @@ from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
 
 
-class NoBlocks:
-    """Where the blocks of such a log are: not here."""
-
-    address = 0
-
-    def close(self) -> None: ...
-
-
 class KeptKv(LogWriter):
     """`Writer` for the engine that reaches its heads through these. `log` has records only."""
 

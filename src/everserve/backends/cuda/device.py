@@ -61,7 +61,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_gpu,
         launches_ahead=settings.engine.launch_ahead,
-        one_by_one=settings.model.divide_heads,
+        one_by_one=bool(settings.model.divide_heads),
     )
     return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
 

@@ -67,13 +67,21 @@ def cut(
             _whole(single[~may_split], num_segments[~may_split]),
         ]
     )
-    large: list[tuple[int, int, int, int]] = []
-    num_rows = max(LARGE // group, 1)
-    for start, end in zip(starts[lengths > 1].tolist(), query_starts_S[1:][lengths > 1].tolist(), strict=True):
-        for first in range(start, end, num_rows):
-            last = min(first + num_rows, end) - 1
-            large.append((first, last - first + 1, 0, int(positions_T[last]) // SEGMENT + 1))
-    return small, np.array(large, np.int32).reshape(-1, 4)
+    is_prompt = lengths > 1
+    return small, _several_rows(starts[is_prompt], lengths[is_prompt], positions_T, max(LARGE // group, 1))
+
+
+def _several_rows(
+    start_P: NDArray[np.int32], length_P: NDArray[np.int32], positions_T: NDArray[np.int32], num_rows: int
+) -> NDArray[np.int32]:
+    """Prompts in items of so many rows, over all segments of their last row. (Thousands in a large step: in numpy.)"""
+    num_items_P = -(-length_P // num_rows)
+    items = np.zeros((int(num_items_P.sum()), 4), np.int32)
+    index = np.arange(len(items)) - np.repeat(np.cumsum(num_items_P) - num_items_P, num_items_P)  # in its prompt
+    items[:, 0] = np.repeat(start_P, num_items_P) + index * num_rows
+    items[:, 1] = np.minimum(np.repeat(length_P, num_items_P) - index * num_rows, num_rows)
+    items[:, 3] = positions_T[items[:, 0] + items[:, 1] - 1] // SEGMENT + 1
+    return items
 
 
 def _one_per_segment(row_R: NDArray[np.int32], num_segments_R: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -66,6 +66,12 @@ class HeadTable:
         self._set(_BORN_AT, born)
         self._set(_PID_AT, pid)
 
+    def pieces(self) -> dict[Head, int]:
+        """The piece of each head that is there, as another process sees it: nothing before it was claimed."""
+        if self._word(_MAGIC_AT) != _MAGIC:
+            return {}
+        return {_head(entry): piece for piece, entry in enumerate(self._entries()) if entry != _EMPTY}
+
     def find(self, head: Head) -> int | None:
         """The piece that has it."""
         entries = self._entries()
@@ -101,6 +107,10 @@ class HeadTable:
 def _entry(head: Head) -> int:
     layer, number = head
     return (layer << 32) + number + 1
+
+
+def _head(entry: int) -> Head:
+    return entry - 1 >> 32, entry - 1 & 0xFFFFFFFF
 
 
 def _new_identity() -> int:

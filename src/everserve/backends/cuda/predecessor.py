@@ -24,11 +24,11 @@ from pathlib import Path
 from everserve.errors import EverserveError
 from everserve.kvlog.layout import HEADER
 from everserve.kvlog.log import Log
-from everserve.procs.device_descriptors import PARTING_S
+from everserve.procs.device_descriptors import CLOSE_AFTER_S
 
 PID_AT, BORN_AT = 48, 56
 assert HEADER.size <= PID_AT and BORN_AT + 8 <= 64, "the header's line has room for both"
-_QUIET_S = 2 * PARTING_S
+_QUIET_S = 2 * CLOSE_AFTER_S
 _GIVE_UP_S = 30.0  # a killed process, or one that the supervisor kills after it was declared gone, exits long before
 _LOOK_EVERY_S = 0.005
 

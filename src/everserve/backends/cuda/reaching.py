@@ -10,8 +10,13 @@ from everserve.backends.cuda.lanes.page import page_shape
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
 from everserve.backends.cuda.lanes.remote_heads import CudaHeads
+from everserve.backends.cuda.log.head_fetcher import HeadFetcher
+from everserve.backends.cuda.log.head_mirror import HeadMirror, HeadMirrors
+from everserve.backends.cuda.log.head_pools import HeadPools
+from everserve.backends.cuda.log.low_priority_stream import SideStream
 from everserve.memory.liveness import Cell
 from everserve.model.config import ModelConfig
+from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.seam.trust import Watcher
 from everserve.tables.calls import ShardKind
 
@@ -47,9 +52,24 @@ def make_peers(device: Device, cell: Cell, warden: Watcher, model: ModelConfig |
     )
 
 
-def make_head_kv(device: Device, peers: CudaPeers) -> CudaHeadKv:
-    calls = [*device.model.numbers_of(ShardKind.HEAD).values()]
-    return CudaHeadKv(peers, calls, device.model.num_kv_heads, peers.pool_of)
+def make_head_fetcher(device: Device, mirror_fd: int | None, is_rehearsal: bool = False) -> HeadFetcher:
+    """For the heads of all layers, wherever they are. `mirror_fd`: of this home's mirror, if there is one; it stays the
+    caller's. A rehearsal does without what takes long, and is not within the device's reach."""
+    model, shape, side = device.model, head_shape(device), SideStream(device.torch_device)
+    num_pieces = device.start.capacity.head_pieces
+    plan = HeadMemoryPlan.of(model, num_pieces, shape.num_blocks, shape.block_size)
+    heads = [(layer, head) for layer in model.numbers_of(ShardKind.HEAD) for head in range(model.num_kv_heads)]
+    mirrors = None
+    if mirror_fd is not None:
+        own = HeadMirror(mirror_fd, device.sizes.mirror(), device.start.rank)
+        if not is_rehearsal:
+            own.register(device.driver)
+        mirrors = HeadMirrors(own, side)
+    return HeadFetcher(HeadPools(device.driver, plan, side.wait, mirrors), heads, side, mirrors)
+
+
+def make_head_kv(device: Device, peers: CudaPeers, fetcher: HeadFetcher | None) -> CudaHeadKv:
+    return CudaHeadKv(peers, device.model.numbers_of(ShardKind.HEAD), device.model.num_kv_heads, fetcher)
 
 
 def make_heads(device: Device, experts: CudaExperts, model: ModelConfig | None = None) -> CudaHeads:

@@ -1,5 +1,7 @@
 """The two roles of a worker that computes on a GPU."""
 
+import os
+
 from torch import Tensor
 
 from everserve.backends.cuda.build import (
@@ -17,8 +19,9 @@ from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
 from everserve.backends.cuda.lanes.remote_heads import CudaHeads
+from everserve.backends.cuda.log.head_fetcher import HeadFetcher
 from everserve.backends.cuda.logs import CudaLogs
-from everserve.backends.cuda.reaching import calls_of, make_head_kv, make_heads, make_peers
+from everserve.backends.cuda.reaching import calls_of, make_head_fetcher, make_head_kv, make_heads, make_peers
 from everserve.backends.cuda.recorder import Recorder
 from everserve.backends.cuda.rehearsal import rehearse
 from everserve.backends.cuda.sampling import rehearse_sampling
@@ -52,19 +55,23 @@ def build_attention(around: Surroundings) -> AttentionParts:
     seam: Seam | None = None
     heads: CudaHeads | None = None
     head_kv: CudaHeadKv | None = None
+    fetcher: HeadFetcher | None = None
     experts: CapturedExperts
     if arena is not None:
         experts = LocalCudaExperts(device.ops, arena, device.model.call_layers, device.model.max_shards)
     else:
         peers = make_peers(device, around.cell, around.warden)
         if device.model.divides_heads:
-            head_kv = make_head_kv(device, peers)
+            fetcher = _make_fetcher(device, around) if logs.is_on else None
+            head_kv = make_head_kv(device, peers, fetcher)
         experts = _reach_experts(around, device, recorder, peers, head_kv)
         heads = make_heads(device, experts) if device.model.divides_heads else None
         seam = Seam(peers, experts)
     kv = logs.make_pool(decoder) if heads is None else heads
     forward = build_forward(device, decoder, kv, experts, recorder)
     journal = logs.make_journal(kv) if isinstance(kv, Tensor) else None
+    if head_kv is not None and fetcher is not None:
+        journal = logs.make_head_journal(head_kv, fetcher)
     engine = Engine(
         start.settings.engine, engine_limits(device), device.ops, forward, journal=journal, kv_elsewhere=head_kv
     )
@@ -74,7 +81,8 @@ def build_attention(around: Surroundings) -> AttentionParts:
             experts.rehearse()
         else:
             warm_up(engine)
-    return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True)
+    pools = fetcher.pools if fetcher is not None else None
+    return AttentionParts(engine, seam, logs.keep(), device.ops.name, weights.num_slots, sends_late=True, kv=pools)
 
 
 def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
@@ -87,6 +95,14 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         start, server, slots, around.cell, around.warden, around.control, around.leave, around.events
     )  # fmt: skip
     return loop, device.ops.name
+
+
+def _make_fetcher(device: Device, around: Surroundings) -> HeadFetcher:
+    mirror_fd = around.memory.pop(Kind.KV_MIRROR, None)
+    fetcher = make_head_fetcher(device, mirror_fd)
+    if mirror_fd is not None:
+        os.close(mirror_fd)
+    return fetcher
 
 
 def _open(around: Surroundings) -> Device:

@@ -55,6 +55,11 @@ class LaunchedStep:
         self.report = ReportOf(queue.report, 0)  # its latest one
         self._queue = queue
 
+    @property
+    def is_last(self) -> bool:
+        """No step was launched behind it."""
+        return not self._queue.behind(self)
+
     def launch(self, first: int = 0) -> None:
         """From this graph of its chain on, on the current stream."""
         self.bucket.chain.launch(first)

@@ -32,6 +32,7 @@ Spares = Annotated[int | None, typer.Option(help="`--spares` of the server. Defa
 KvLog = Annotated[str | None, typer.Option(help="`--kv-log` of the server. Default: the server's.")]
 AttentionWorkers = Annotated[int, typer.Option(help="Attention workers of the cluster.", min=1, max=MAX_RANKS)]
 ExpertWorkers = Annotated[int, typer.Option(help="Expert workers of the cluster.", min=1, max=MAX_RANKS)]
+AnyExpertWorkers = Annotated[int, typer.Option(help="Expert workers of the cluster; or 0.", min=0, max=MAX_RANKS)]
 Serve = Annotated[str, typer.Option(help="More flags of the server, in one string: --serve '--detect-ms 100'.")]
 
 # -- the load ------------------------------------------------------------------------------------

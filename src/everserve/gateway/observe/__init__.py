@@ -6,6 +6,7 @@ timeline.py    ... in plain words: one entry per fault and its consequences
 incidents.py   one such entry: events in, a sentence out
 repairs.py     experts that moved, and how long repairs took
 live.py        /cluster/live: all of that as one stream, for the dashboard
+readers.py     a stream of events as a response
 tracing.py     whether requests are traced
 spans.py       ... with OpenTelemetry
 """

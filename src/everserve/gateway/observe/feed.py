@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
-from starlette.types import Receive, Scope, Send
 
 from everserve.gateway.http import sse
 from everserve.gateway.http.access import ANYONE, Owner, audience_of, seen_by
-from everserve.gateway.http.exchange import watch_disconnect
+from everserve.gateway.observe.readers import ReaderStream
 from everserve.wire.events import AnyEvent
 
 _NUM_RECENT = 1000
@@ -117,21 +116,8 @@ class _Reader:
         return data
 
 
-class EventsResponse(sse.EventStream):
+class EventsResponse(ReaderStream):
     """The recent events, and then each as it happens."""
 
     def __init__(self, feed: EventFeed, owner: Owner) -> None:
-        super().__init__()
-        self._feed = feed
-        self._owner = owner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.start(send)
-        reader = self._feed.open_reader(self._owner)
-        try:
-            with watch_disconnect(receive, reader.end):
-                while scope["method"] != "HEAD" and (data := await reader.take()) is not None:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._feed.close_reader(reader)
+        super().__init__(lambda: feed.open_reader(owner), feed.close_reader)

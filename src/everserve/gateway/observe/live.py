@@ -12,16 +12,15 @@ from collections import deque
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from starlette.types import Receive, Scope, Send
 
 from everserve import __version__
 from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http import sse
 from everserve.gateway.http.access import Access
-from everserve.gateway.http.exchange import watch_disconnect
 from everserve.gateway.http.responses import ClusterView
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.incidents import Entry
+from everserve.gateway.observe.readers import ReaderStream
 from everserve.gateway.observe.timeline import Timeline
 from everserve.gateway.streams.cadence import TICK_S, Tick
 from everserve.gateway.streams.fleet import Fleet
@@ -151,21 +150,8 @@ class _Reader:
         return News(hello=hello, ticks=ticks, entries=entries, cluster=cluster)
 
 
-class LiveResponse(sse.EventStream):
+class LiveResponse(ReaderStream):
     """Everything, and then what changes."""
 
     def __init__(self, live: Live, since: int | None) -> None:
-        super().__init__()
-        self._live = live
-        self._since = since
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.start(send)
-        reader = self._live.open_reader(self._since)
-        try:
-            with watch_disconnect(receive, reader.end):
-                while scope["method"] != "HEAD" and (data := await reader.take()) is not None:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._live.close_reader(reader)
+        super().__init__(lambda: live.open_reader(since), live.close_reader)

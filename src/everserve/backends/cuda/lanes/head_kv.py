@@ -1,80 +1,213 @@
 """CudaHeadKv: where the KV of all heads is, for one home, where heads are divided on GPUs.
 
 KV is where it was computed, and in one place: in memory of the expert worker's seat, which outlives its processes
-(head_memory.py). If a head would have to be asked elsewhere, or memory is another one than before, it is lost, and all
-running streams are computed again: on GPUs KV of heads is not fetched from one worker to another yet.
+(head_memory.py). If a head would have to be asked elsewhere, or memory is another one than before, heads are
+*displaced*: no step goes on before the home has fetched their KV (`look`, `fetch` and `settle`), or all is forgotten
+here (`forget`): from then on any place will do. A fetch inside of a device takes milliseconds (log/head_fetcher.py), so
+heads that move are not copied beside the steps, as they are on CPUs.
 
 A pool has an identity, which its worker writes into each lane (lane.py). It can only change with the worker's process,
 or before routes change: so it is compared after steps that are the first since then, before their tokens count.
+
+A worker that has not answered an abandoned step may still do so, and store rows of it: nothing is fetched into its pool
+before. One that never answers is asked again, by a step that computes everything again, and is found deaf by that.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from everserve.seam.trust import Peers
+from everserve.errors import FetchFailed, StepAbandoned
+from everserve.kvlog.writer import Copy
 from everserve.tables.ids import Rank
 
-_NO_RANK = -1
+_NO_RANK, _NO_POOL = -1, 0
+_MOST_LOOKS = 20  # at workers that are not there yet; about 0.1 s apart
+ANSWER_WITHIN_S, _POLL_S = 0.05, 0.0002  # how long to wait for answers at each look
+
+
+class HeadPeers(Protocol):
+    """What is needed of `CudaPeers`."""
+
+    owner_LN: NDArray[np.int32]
+    num_changes: int
+
+    def pool_of(self, rank: Rank) -> int: ...
+    def has_answered(self, rank: Rank) -> bool: ...
+
+
+class Fetcher(Protocol):
+    """`HeadFetcher`: heads have numbers, layer by layer."""
+
+    num_fetched_bytes: int
+
+    def sweep(self) -> None:
+        """No step runs: use what it was offered since the last one."""
+
+    def pool_of(self, rank: Rank) -> int:
+        """The identity of the KV in the memory that it has of this seat; 0 if it has none."""
+
+    def aim(self, wanted: Sequence[int], ranks_H: NDArray[np.int32]) -> None:
+        """At these heads, at these ranks, from now on. Raises FetchFailed."""
+
+    def fetch(self, sources: Sequence[int], blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
+        """How many leading tokens are right there, in all of these heads."""
 
 
 class CudaHeadKv:
-    """`KvElsewhere` (engine/regaining.py). `calls`: those about heads; `read_pool(rank)`: the identity in the lane."""
+    """`KvElsewhere` (engine/regaining.py). `call_of`: the call of each layer's heads, which is the index of its line in
+    the peers' tables; `fetcher`: None without a log: then nothing is fetched."""
 
-    num_fetched_bytes = 0
     is_moving = False
 
-    def __init__(self, peers: Peers, calls: Sequence[int], num_heads: int, read_pool: Callable[[Rank], int]) -> None:
+    def __init__(
+        self, peers: HeadPeers, call_of: Mapping[int, int], num_heads: int, fetcher: Fetcher | None = None
+    ) -> None:
         self._peers = peers
-        self._calls_L = np.array(calls)
+        self._layers = tuple(call_of)
+        self._calls_L = np.array([*call_of.values()])
         self._num_heads = num_heads
-        self._read_pool = read_pool
-        self._kv_at_LG = np.full((len(calls), num_heads), _NO_RANK, np.int32)
+        self._fetcher = fetcher
+        self.kv_at_LG = np.full((len(call_of), num_heads), _NO_RANK, np.int32)
+        self.num_changes = 0  # of that
         self._pools: dict[Rank, int] = {}
         self._is_lost = False
         self._num_changes = -1  # of the peers, when pools were compared last
+        # See `look`.
+        self._places_LG = self.kv_at_LG
+        self._found: dict[Rank, int] = {}
+        self._num_looks = 0  # in a row, in vain
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        return self._fetcher.num_fetched_bytes if self._fetcher is not None else 0
 
     @property
     def is_displaced(self) -> bool:
         """Whether heads would be asked where their KV is not. One that has no place is not displaced yet."""
         places_LG = self._places()
-        is_elsewhere_LG = (self._kv_at_LG != places_LG) & (self._kv_at_LG != _NO_RANK) & (places_LG != _NO_RANK)
+        is_elsewhere_LG = (self.kv_at_LG != places_LG) & (self.kv_at_LG != _NO_RANK) & (places_LG != _NO_RANK)
         return self._is_lost or bool(is_elsewhere_LG.any())
 
     def use(self) -> None:
         """A step begins: what it computes is where heads are asked now."""
         places_LG = self._places()
-        self._kv_at_LG = np.where(self._kv_at_LG == _NO_RANK, places_LG, self._kv_at_LG)
+        is_new_LG = (self.kv_at_LG == _NO_RANK) & (places_LG != _NO_RANK)
+        if is_new_LG.any():
+            self.kv_at_LG[is_new_LG] = places_LG[is_new_LG]
+            self.num_changes += 1
 
     def has_same_pools(self) -> bool:
         """A step has ended: whether all of it was computed with KV that was there before. Else all is lost."""
         if self._num_changes != self._peers.num_changes:
-            for rank in map(Rank, np.unique(self._kv_at_LG[self._kv_at_LG != _NO_RANK]).tolist()):
-                found = self._read_pool(rank)
+            for rank in _ranks_in(self.kv_at_LG):
+                found = self._peers.pool_of(rank)
                 self._is_lost |= self._pools.setdefault(rank, found) != found
             self._num_changes = self._peers.num_changes
         return not self._is_lost
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether a step has ended since anything has changed. Before, none is launched behind one that may be in
+        vain."""
+        return self._num_changes == self._peers.num_changes and not self._is_lost
+
     def forget(self) -> None:
         """No KV is in use any more: heads may be asked anywhere."""
-        self._kv_at_LG.fill(_NO_RANK)
+        self.kv_at_LG.fill(_NO_RANK)
+        self.num_changes += 1
         self._pools.clear()
-        self._is_lost, self._num_changes = False, -1
+        self._is_lost, self._num_changes, self._num_looks = False, -1, 0
 
     def _places(self) -> NDArray[np.int32]:
         return self._peers.owner_LN[self._calls_L, : self._num_heads]
 
-    # -- what is only asked of KV that can be fetched ----------------------------------------------
+    # -- KV that is elsewhere --------------------------------------------------------------------
 
     def look(self) -> None:
-        raise AssertionError("without a log nothing is fetched")
+        """Which heads are displaced, and where they will be asked from now on. Raises StepAbandoned if a worker there
+        is not ready for it, and FetchFailed if it never is."""
+        self._places_LG = places_LG = self._places().copy()
+        self._found = self._find(_ranks_in(places_LG))
+        for rank in self._found.keys() & set(_ranks_in(self.kv_at_LG)):
+            self._pools.setdefault(rank, self._found[rank])
+        is_same = {rank: self._pools.get(rank) == pool for rank, pool in self._found.items()}
+        is_there_LG = (self.kv_at_LG == places_LG) & np.isin(places_LG, [r for r, same in is_same.items() if same])
+        displaced = np.flatnonzero((places_LG != _NO_RANK) & ~is_there_LG).tolist()
+        assert self._fetcher is not None
+        self._fetcher.aim(displaced, places_LG.reshape(-1))
+
+    def _find(self, ranks: Sequence[Rank]) -> dict[Rank, int]:
+        """The pools of these workers, in which no late request stores anything."""
+        assert self._fetcher is not None, "without a log nothing is fetched"
+        until_s = time.monotonic() + ANSWER_WITHIN_S
+        while (late := self._late(ranks)) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)  # they compute what the step has asked that was abandoned just now
+        self._num_looks = self._num_looks + 1 if late else 0
+        if self._num_looks > _MOST_LOOKS:
+            self._num_looks = 0
+            raise FetchFailed(f"workers {late} have not answered older requests")
+        if late:
+            raise StepAbandoned(0, (), f"workers {late} are not ready to get KV")
+        self._fetcher.sweep()
+        pools = {rank: self._peers.pool_of(rank) for rank in ranks}
+        unknown = [rank for rank in ranks if self._fetcher.pool_of(rank) != pools[rank]]
+        if unknown:
+            raise FetchFailed(f"the memory of workers {unknown} is out of reach")
+        return pools
+
+    def _late(self, ranks: Sequence[Rank]) -> list[Rank]:
+        """Those that do not know of us yet, or have still to answer."""
+        peers = self._peers
+        return [rank for rank in ranks if peers.pool_of(rank) == _NO_POOL or not peers.has_answered(rank)]
 
     def fetch(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
-        raise AssertionError("without a log nothing is fetched")
+        """Have the first tokens of a stream where displaced heads will be asked. How many are right in all of them."""
+        assert self._fetcher is not None, "without a log nothing is fetched"
+        return self._fetcher.fetch(blocks, blocks, num_tokens, chains)
 
     def settle(self) -> None:
-        raise AssertionError("without a log nothing is fetched")
+        """From now on heads are asked there. Raises StepAbandoned if a pool has changed meanwhile."""
+        self._check(self._found)
+        has_place_LG = self._places_LG != _NO_RANK
+        self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
+        self.num_changes += 1
+        known = self._pools | self._found
+        self._pools = {rank: known[rank] for rank in _ranks_in(self.kv_at_LG) if rank in known}
+        self._is_lost, self._num_changes = False, -1
+
+    def fetch_all(self, copies: Sequence[Copy]) -> list[int]:
+        """Have tokens of streams in other blocks, for all heads, wherever they are asked. How many of each are right in
+        all of them. Raises FetchFailed, or StepAbandoned if a worker is not there."""
+        assert self._fetcher is not None, "without a log nothing is fetched"
+        if self.is_displaced:
+            raise StepAbandoned(0, (), "heads have to be computed elsewhere than where their KV is")
+        places_LG = self._places()
+        if (places_LG == _NO_RANK).any():
+            line = int((places_LG == _NO_RANK).any(axis=1).argmax())
+            raise StepAbandoned(self._layers[line], tuple(np.flatnonzero(places_LG[line] == _NO_RANK).tolist()))
+        self.use()
+        pools = self._find(_ranks_in(self.kv_at_LG))
+        for rank, pool in pools.items():
+            self._is_lost |= self._pools.setdefault(rank, pool) != pool
+        if self._is_lost:
+            raise StepAbandoned(0, (), "a worker has not the KV that streams were computed with")
+        self._fetcher.aim(range(self.kv_at_LG.size), self.kv_at_LG.reshape(-1))
+        nums_right = [self._fetcher.fetch(c.source_blocks, c.blocks, c.num_tokens, c.chains) for c in copies]
+        self._check(pools)
+        return nums_right
+
+    def _check(self, pools: Mapping[Rank, int]) -> None:
+        """That these are still the ones."""
+        changed = [rank for rank, pool in pools.items() if self._peers.pool_of(rank) != pool]
+        if changed:
+            self._is_lost = True
+            raise StepAbandoned(0, (), f"the pools of workers {changed} have changed while KV was fetched into them")
+
+    # -- what is only asked of heads that move beside steps ----------------------------------------
 
     def aim(self) -> bytes:
         raise AssertionError("heads do not move beside steps")
@@ -87,3 +220,7 @@ class CudaHeadKv:
 
     def poll_fetch(self) -> int | None:
         raise AssertionError("heads do not move beside steps")
+
+
+def _ranks_in(ranks_LG: NDArray[np.int32]) -> list[Rank]:
+    return [Rank(rank) for rank in np.unique(ranks_LG[ranks_LG != _NO_RANK]).tolist()]

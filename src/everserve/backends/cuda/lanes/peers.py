@@ -141,7 +141,7 @@ class CudaPeers(Peers):
     def await_again(self, rank: Rank) -> None:
         """The flag was written for nothing: the answer is still to come. If it comes this very moment, we see it."""
         self._driver.write(self._region.address(rank) + FLAG_AT, _AWAITED)
-        if self._has_answered(rank):
+        if self.has_answered(rank):
             self.release(rank)
 
     def is_awaited(self, rank: Rank) -> bool:
@@ -150,7 +150,7 @@ class CudaPeers(Peers):
 
     def has_refused(self, rank: Rank) -> int:
         """The status with which it has answered the last request; 0 if it has not, or has computed it."""
-        if not self._has_answered(rank):
+        if not self.has_answered(rank):
             return 0
         return int.from_bytes(self._driver.read(self._region.address(rank) + STATUS_AT, 8), "little")
 
@@ -173,7 +173,8 @@ class CudaPeers(Peers):
         num_bytes = table.numel() * table.element_size()
         return np.frombuffer(self._driver.read(table.data_ptr(), num_bytes), dtype)
 
-    def _has_answered(self, rank: Rank) -> bool:
+    def has_answered(self, rank: Rank) -> bool:
+        """Whether it has answered the last request: then nothing of an abandoned step is still to come."""
         return self.last_answer(rank) == int(self.state.sent_E[rank].item())
 
     def pool_of(self, rank: Rank) -> int:

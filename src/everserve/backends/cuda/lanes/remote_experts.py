@@ -120,7 +120,7 @@ class CudaExperts:
 
     @property
     def may_go_ahead(self) -> bool:
-        return self._peers.is_settled
+        return self._peers.is_settled and (self._kv is None or self._kv.is_checked)
 
     def rehearse(self) -> None:
         """Run once, before there are peers, what is otherwise run only on failures or when idle."""
@@ -143,7 +143,8 @@ class CudaExperts:
             if outcome != Outcome.DONE:
                 self._attend(outcome)
             elif not step.report.stop:
-                self._check_pools()
+                if step.is_last:  # no lane, and so no pool, is another one while a step runs
+                    self._check_pools()
                 return
             else:
                 with step.stopped() as moe_layer:

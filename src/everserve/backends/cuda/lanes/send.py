@@ -25,8 +25,9 @@ from torch import Tensor
 
 from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
-from everserve.backends.cuda.ops.experts import chunk_of, combine_columns, combine_row
+from everserve.backends.cuda.ops.experts import combine_columns, combine_row
 from everserve.backends.cuda.ops.pdl import early, is_stopped
+from everserve.backends.cuda.ops.sorting import chunk_of
 
 _POST_COLUMNS = 2048
 NO_RANK = -1

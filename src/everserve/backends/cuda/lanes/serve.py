@@ -34,8 +34,9 @@ from torch import Tensor
 from everserve.backends.cuda.lanes.head_batch import HeadBatch
 from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
-from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles, write_tiles
+from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
+from everserve.backends.cuda.ops.sorting import write_tiles
 from everserve.seam.batching import JUST_BEGUN, ON_GPUS, ORDINARY
 from everserve.seam.outcomes import Status
 
@@ -400,13 +401,13 @@ def _down_and_answer_kernel(
     h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     num_done, seq_A, status_A, taken, num_rows, served,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
-    A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+    EARLY: tl.constexpr, A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
         h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES,
+        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
     if tl.load(stop) != 0:
         return

@@ -129,7 +129,7 @@ def _log_rows(
                 if HAS_MIRROR:
                     tl.store(mirror.to(tl.pointer_type(tl.uint64)) + at_QW, kv_QW, mask=mask_QW)
                 total += tl.where(mask_QW, _mixed(kv_QW, first, WORDS, AT_ONCE, LANES), 0)
-            tl.store(words.to(tl.pointer_type(tl.uint64)) + slot, _word_of(tl.sum(tl.sum(total, 1), 0), chain))
+            tl.store(words.to(tl.pointer_type(tl.uint64)) + slot, word_of(tl.sum(tl.sum(total, 1), 0), chain))
 
 
 @triton.jit(do_not_specialize=["mirror", "reach", "first_token"])
@@ -157,7 +157,7 @@ def _bring(
             mirrored_QW = mask_QW & (target_block < reach)
             tl.store(mirror.to(tl.pointer_type(tl.uint64)) + target_at + at_QW, kv_QW, mask=mirrored_QW)
         total += tl.where(mask_QW, _mixed(kv_QW, first, WORDS, AT_ONCE, LANES), 0)
-    is_right = word == _word_of(tl.sum(tl.sum(total, 1), 0), chain)
+    is_right = word == word_of(tl.sum(tl.sum(total, 1), 0), chain)
     if COPIES:
         tl.store(words.to(tl.pointer_type(tl.uint64)) + target_slot, word, mask=is_right & (target_block < reach))
     tl.store(right_T.to(tl.pointer_type(tl.int32)) + token, is_right.to(tl.int32))
@@ -182,20 +182,25 @@ def _tile(
 @triton.jit
 def _mixed(kv_QW, first, WORDS: tl.constexpr, AT_ONCE: tl.constexpr, LANES: tl.constexpr):
     """Each word with its number: what a token's checksum is the sum of."""
-    number = (first + tl.arange(0, AT_ONCE)[:, None]) * WORDS + tl.arange(0, LANES)[None, :]
-    x = kv_QW ^ (number + 1).to(tl.uint64) * _ODD
+    return mixed_with(kv_QW, (first + tl.arange(0, AT_ONCE)[:, None]) * WORDS + tl.arange(0, LANES)[None, :])
+
+
+@triton.jit
+def mixed_with(kv, number):
+    """What words with these numbers, from 0 on, add to a checksum."""
+    x = kv ^ (number + 1).to(tl.uint64) * _ODD
     x = (x ^ (x >> 32)) * _MIX
     return x ^ ((x << 25) | (x >> 39)) ^ ((x << 47) | (x >> 17))
 
 
 @triton.jit
-def _scramble(x):
+def scramble(x):
     x = (x ^ (x >> 30)) * _MIX
     x = (x ^ (x >> 27)) * _SCRAMBLE
     return x ^ (x >> 31)
 
 
 @triton.jit
-def _word_of(checksum, chain):
-    word = _scramble(checksum ^ _scramble(chain))
+def word_of(checksum, chain):
+    word = scramble(checksum ^ scramble(chain))
     return tl.where(word == 0, 1, word)

@@ -20,7 +20,7 @@ from everserve.kvlog.log import Log
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 64 << 20  # a kernel launch may have to wait until one chunk is registered
+CHUNK_BYTES = 64 << 20  # a kernel launch may have to wait until one chunk is registered
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 
 
@@ -51,10 +51,10 @@ class Reach:
         shape, base = self._log.shape, self._log.blocks_address
         total = shape.num_bytes - shape.head_bytes  # whole pages
         self._pages.make_current()
-        for at in range(0, total, _CHUNK_BYTES):
-            num_bytes = min(_CHUNK_BYTES, total - at)
+        for at in range(0, total, CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, total - at)
             try:
-                _populate(base + at, num_bytes)
+                populate(base + at, num_bytes)
                 on_device = self._pages.register_host(base + at, num_bytes)
             except Exception as error:
                 log.warning(
@@ -65,6 +65,6 @@ class Reach:
             self.num_blocks = min((at + num_bytes) // shape.block_bytes, shape.num_blocks)
 
 
-def _populate(address: int, num_bytes: int) -> None:
+def populate(address: int, num_bytes: int) -> None:
     """Fault the pages in first, so that the driver holds its lock for less time. If this fails, the driver does it."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _POPULATE_WRITE)

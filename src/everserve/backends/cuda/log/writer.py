@@ -1,16 +1,7 @@
-"""CudaLogWriter: the owner's side of a log, with its pool on a device.
-
-    step N      |============|
-    step N + 1                |============|     meanwhile: finish() of step N, which is one launch on the side, for its
-                                                 words; commits, when these are there; begin() of step N + 1
-
-What a step has computed stays as it is until a later step writes there, and the words of that one are written after
-these. So the side may lag, by one step at most: the next `finish` waits for it, and so does `commit_many`. Should a
-slot be written again before its KV was summed, its word fits nothing: what is restored is shorter, never wrong.
-"""
+"""CudaLogWriter: the owner's side of a log, with its pool on a device (device_writer.py says when what is written)."""
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -19,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from everserve.backends.cuda.log import kernels
+from everserve.backends.cuda.log.device_writer import DeviceLogWriter, Shared, num_leading
 from everserve.backends.cuda.log.low_priority_stream import Side
 from everserve.kvlog.chains import chains as chains_of
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
-from everserve.kvlog.writer import Commit, Copy, LogWriter
+from everserve.kvlog.writer import Copy
 
 _TOKENS_AT_ONCE = 65536  # brought from another log before we wait for them; rounded to whole blocks
 _BOUNCE_BYTES = 64 << 20
@@ -37,16 +29,7 @@ class Mirror(Protocol):
     num_blocks: int  # so many of the first ones are within the device's reach. Only grows
 
 
-class _Shared:
-    """An array that the host fills and the device reads, or the other way round."""
-
-    def __init__(self, size: int, dtype: torch.dtype, side: Side) -> None:
-        self._tensor = torch.zeros(size, dtype=dtype, pin_memory=side.device.type == "cuda")
-        self.view = self._tensor.numpy()
-        self.address = self._tensor.data_ptr()
-
-
-class CudaLogWriter(LogWriter):
+class CudaLogWriter(DeviceLogWriter):
     """`Writer` in kernels. Records are written as by any other writer.
 
     words_address: where the device finds the log's words, which are host memory. A step has at most `max_rows` rows.
@@ -55,31 +38,25 @@ class CudaLogWriter(LogWriter):
     host memory, as far as `mirror` says that the device reaches it.
     """
 
-    is_on_device = True
-
     def __init__(
         self, log: Log, pool_address: int, words_address: int, max_rows: int, side: Side, mirror: Mirror | None = None
     ) -> None:
-        super().__init__(log, pool_address)
+        super().__init__(log, pool_address, max_rows, side)
         assert self.pool_is_in_log == (mirror is None)
-        self._side = side
         self._mirror = mirror
         self._pool = pool_address
         self._words = words_address
-        self._count = _Shared(1, torch.int32, side)
-        self._slots_T = _Shared(max_rows, torch.int32, side)
-        self._chains_T = _Shared(max_rows, torch.int64, side)
         shape = log.shape
         self._at_once = max(_TOKENS_AT_ONCE // shape.block_size, 1) * shape.block_size
         num_blocks = self._at_once // shape.block_size
-        self._sources_B = _Shared(num_blocks, torch.int32, side)
-        self._blocks_B = _Shared(num_blocks, torch.int32, side)
-        self._wanted_T = _Shared(self._at_once, torch.int64, side)
-        self._words_T = _Shared(self._at_once, torch.int64, side)
-        self._right_T = _Shared(self._at_once, torch.int32, side)
+        self._sources_B = Shared(num_blocks, torch.int32, side)
+        self._blocks_B = Shared(num_blocks, torch.int32, side)
+        self._wanted_T = Shared(self._at_once, torch.int64, side)
+        self._words_T = Shared(self._at_once, torch.int64, side)
+        self._right_T = Shared(self._at_once, torch.int32, side)
         if mirror is not None:
             self._num_bounced = min(max(_BOUNCE_BYTES // shape.block_bytes, 1), num_blocks)
-            self._bounce = _Shared(self._num_bounced * shape.block_bytes, torch.uint8, side)
+            self._bounce = Shared(self._num_bounced * shape.block_bytes, torch.uint8, side)
             self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="kv-copier")
         self._note_reach()
         self._log_rows = side.record(self._launch_rows)
@@ -117,27 +94,6 @@ class CudaLogWriter(LogWriter):
         super().begin(tokens_T, kv_slots_T, query_starts_S, chains_S)
         self._note_reach()
 
-    def finish(self) -> NDArray[np.uint64]:
-        assert not self.log.closed, "the log is closed"
-        num_rows, num_seqs = int(self._writer.num_rows), self._num_seqs
-        assert num_rows <= len(self._slots_T.view), "more rows than in any step"
-        self._side.wait()
-        if num_rows:
-            step = self._writer  # C knows where the arrays are
-            self._library.brief.es_log_chains_of_rows(
-                step.tokens, step.query_starts, num_seqs, step.chains, self._chains_T.address
-            )
-            slots_T = self._slots[:num_rows]
-            self._slots_T.view[:num_rows] = np.where(slots_T < self.reach * self.log.shape.block_size, slots_T, -1)
-            self._count.view[0] = num_rows
-            self._log_rows()
-        self._writer.num_rows = 0
-        return self._chains[:num_seqs].copy()
-
-    def commit_many(self, commits: Iterable[Commit]) -> None:
-        self._side.wait()
-        super().commit_many(commits)
-
     def copy_in(
         self,
         source: Log,
@@ -159,9 +115,9 @@ class CudaLogWriter(LogWriter):
             sources, wanted, targets = source_blocks[of_these], chains[start:end], blocks[of_these]
             words = source.words(sources, end - start)  # before the KV: whatever is written later will not fit
             if is_near:
-                return _num_leading(self._bring_some(source.blocks_address, sources, words, wanted, targets))
+                return num_leading(self._bring_some(source.blocks_address, sources, words, wanted, targets))
             self._bounce_off(source, sources)
-            return _num_leading(self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets))
+            return num_leading(self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets))
 
         return self._in_parts(num_tokens, at_once, bring)
 
@@ -212,7 +168,7 @@ class CudaLogWriter(LogWriter):
         num_slots = len(sources) * shape.block_size
         is_right = self._bring_some(source.blocks_address, sources, words[:num_slots], wanted[:num_slots], targets)
         return [
-            _num_leading(is_right[first : first + copy.num_tokens]) for first, copy in zip(firsts, copies, strict=True)
+            num_leading(is_right[first : first + copy.num_tokens]) for first, copy in zip(firsts, copies, strict=True)
         ]
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
@@ -281,7 +237,7 @@ class CudaLogWriter(LogWriter):
                 len(chains), self._right_T.address,
             )
         )  # fmt: skip
-        return _num_leading(self._are_right(len(chains)))
+        return num_leading(self._are_right(len(chains)))
 
     def _stage(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> None:
         self._blocks_B.view[: len(blocks)] = blocks
@@ -292,7 +248,3 @@ class CudaLogWriter(LogWriter):
         self._side.wait()
         is_right: NDArray[np.bool_] = self._right_T.view[:num_tokens] != 0
         return is_right
-
-
-def _num_leading(is_right: NDArray[np.bool_]) -> int:
-    return len(is_right) if is_right.all() else int(is_right.argmin())

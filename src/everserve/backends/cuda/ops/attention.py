@@ -31,6 +31,7 @@ from torch import Tensor
 from everserve.backends.cuda.device_batch import LARGE, SEGMENT, SMALL, DeviceBatch, Items
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 
+MANY_ROWS = 512  # more are prompts, nearly all: few rows are split
 MAX_PROGRAMS = 1056  # eight per SM: more than run at once, so that long and short items even out
 
 
@@ -84,9 +85,11 @@ def attend(
     run(batch.small, max(SMALL, triton.next_power_of_2(group)), SMALL_LAUNCH)
     if batch.large is not None:
         run(batch.large, max(LARGE, triton.next_power_of_2(group)), LARGE_LAUNCH)
-    _merge[(num_rows, num_kv_heads)](
-        batch.positions_T, is_split_T, *parts, out_TX, stop, max_segments,
+    rows_at_once = 1 if num_rows <= MANY_ROWS else 16
+    _merge[(triton.cdiv(num_rows, rows_at_once), num_kv_heads)](
+        batch.positions_T, is_split_T, *parts, out_TX, stop, max_segments, num_rows,
         G=num_kv_heads, GROUP=group, HEADS=triton.next_power_of_2(group), E=head_size, SEGMENT=SEGMENT,
+        ROWS=rows_at_once,
         **early(q_THE.device), num_warps=2,
     )  # fmt: skip
     return out_TX
@@ -187,28 +190,41 @@ def finished(total, sum):
     return (sum * tl.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["max_segments"])
+@triton.jit(do_not_specialize=["max_segments", "num_rows"])
 def _merge(
-    positions, is_split, part_best, part_total, part_sum, out, stop, max_segments,
+    positions, is_split, part_best, part_total, part_sum, out, stop, max_segments, num_rows,
     G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, SEGMENT: tl.constexpr,
-    EARLY: tl.constexpr,
+    ROWS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row and KV head: folds what its items left, if it was split; zeros if it is padding."""
+    """Some rows of one KV head: folds what the items of a row left, if it was split; zeros if it is padding."""
     if is_stopped(stop, EARLY):
         return
-    row, kv_head = tl.program_id(0), tl.program_id(1)
+    first, kv_head = tl.program_id(0) * ROWS, tl.program_id(1)
+    for i in range(ROWS):
+        row = first + i
+        is_row = row < num_rows
+        position = tl.load(positions + row, mask=is_row, other=0)
+        if is_row & ((position < 0) | (tl.load(is_split + row, mask=is_row, other=0) != 0)):
+            _merge_row(
+                row, position, kv_head, part_best, part_total, part_sum, out, max_segments, G, GROUP, HEADS, E, SEGMENT
+            )
+
+
+@triton.jit
+def _merge_row(
+    row, position, kv_head, part_best, part_total, part_sum, out, max_segments,
+    G: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, SEGMENT: tl.constexpr,
+):  # fmt: skip
     head, columns = tl.arange(0, HEADS), tl.arange(0, E)[None, :]
     used = head < GROUP
     at = ((row.to(tl.int64) * G + kv_head) * GROUP + head)[:, None] * E + columns
-    position = tl.load(positions + row)
-    if (position < 0) | (tl.load(is_split + row) != 0):
-        best, total = tl.full((HEADS,), LOWEST, tl.float32), tl.zeros((HEADS,), tl.float32)
-        sum = tl.zeros((HEADS, E), tl.float32)
-        num_segments = tl.where(position < 0, 0, position // SEGMENT + 1)
-        for segment in tl.range(0, num_segments, num_stages=4):
-            part = ((row * max_segments + segment) * G + kv_head) * GROUP + head
-            next_best = tl.load(part_best + part, mask=used, other=LOWEST)
-            next_total = tl.load(part_total + part, mask=used, other=0.0)
-            next_sum = tl.load(part_sum + part.to(tl.int64)[:, None] * E + columns, mask=used[:, None], other=0.0)
-            best, total, sum = fold(best, total, sum, next_best, next_total, next_sum)
-        tl.store(out + at, finished(total, sum), mask=used[:, None])
+    best, total = tl.full((HEADS,), LOWEST, tl.float32), tl.zeros((HEADS,), tl.float32)
+    sum = tl.zeros((HEADS, E), tl.float32)
+    num_segments = tl.where(position < 0, 0, position // SEGMENT + 1)
+    for segment in tl.range(0, num_segments, num_stages=4):
+        part = ((row * max_segments + segment) * G + kv_head) * GROUP + head
+        next_best = tl.load(part_best + part, mask=used, other=LOWEST)
+        next_total = tl.load(part_total + part, mask=used, other=0.0)
+        next_sum = tl.load(part_sum + part.to(tl.int64)[:, None] * E + columns, mask=used[:, None], other=0.0)
+        best, total, sum = fold(best, total, sum, next_best, next_total, next_sum)
+    tl.store(out + at, finished(total, sum), mask=used[:, None])

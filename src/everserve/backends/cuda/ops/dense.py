@@ -23,6 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.backends.cuda.ops.sums import Sums, summed
+from everserve.backends.cuda.ops.walk import tile_and_column
 
 SPLIT_UNIT = 128  # a split is a multiple of it, and every tile's BK divides it
 MIN_SPLIT = 512
@@ -39,6 +40,7 @@ class Tile(NamedTuple):
     num_stages: int
     num_warps: int
     programs_per_sm: int
+    band: int = 0  # tiles of rows that are walked over together (walk.py); 0: a step of few rows
 
 
 class Linear:
@@ -126,7 +128,8 @@ class Linear:
             TensorDescriptor.from_tensor(x_TD, [tile.BM, tile.BK]), self._descriptor(tile.BN, tile.BK),
             bias_O, residual_TO, out, stop, len(x_TD),
             OUT=self.out_features, D=self.in_features, NUM_SPLITS=self.num_splits, SPLIT_SIZE=self.split_size,
-            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages, **early(x_TD.device),
+            PARALLEL=parallel, BM=tile.BM, BN=tile.BN, BK=tile.BK, STAGES=tile.num_stages,
+            BAND=0 if parallel else tile.band, **early(x_TD.device),
             num_warps=tile.num_warps,
         )  # fmt: skip
 
@@ -151,7 +154,9 @@ def choose_tile(num_rows: int, out_features: int) -> Tile:
         return Tile(64, 16, 128, 4, 4, 2)
     if num_rows <= 64:
         return Tile(64, 128, 64, 4, 4, 2)
-    return Tile(128, 128, 64, 3 if num_rows <= 512 else 4, 8, 2 if num_rows <= 512 else 1)
+    if num_rows <= 512:
+        return Tile(128, 128, 64, 3, 8, 2)
+    return Tile(128, 128, 64, 4, 8, 1, band=16)
 
 
 @cache
@@ -163,9 +168,10 @@ def _num_sms(device: torch.device) -> int:
 def _product(
     x, weight, bias, residual, out, stop, num_rows,
     OUT: tl.constexpr, D: tl.constexpr, NUM_SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, PARALLEL: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of the product, rows fastest: programs that run together share the weight's rows.
+    """Tiles of the product, rows fastest: programs that run together share the weight's rows (walk.py).
 
     PARALLEL: `out` is [NUM_SPLITS, T, O], one sum each, and nothing is added to it."""
     if is_stopped(stop, EARLY):
@@ -176,13 +182,16 @@ def _product(
     if PARALLEL:
         num_tiles *= NUM_SPLITS
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        m, n, split = tile % num_m, tile // num_m % NUM_N, tile // (num_m * NUM_N)
+        split = tile // (num_m * NUM_N)
+        m, n = tile_and_column(tile - split * (num_m * NUM_N), num_m, NUM_N, BAND)
         if NUM_SPLITS == 1 or PARALLEL:
             total = _sum(x, weight, m, n, split, D, SPLIT_SIZE, BM, BN, BK, STAGES)
-        else:
+        elif BAND == 0:  # several programs on an SM: one of them computes while another one waits
             total = tl.zeros((BM, BN), tl.float32)
             for i in range(NUM_SPLITS):
                 total += _sum(x, weight, m, n, i, D, SPLIT_SIZE, BM, BN, BK, STAGES)
+        else:
+            total = _all_sums(x, weight, m, n, D, SPLIT_SIZE, BM, BN, BK, STAGES)
         rows, columns = m * BM + tl.arange(0, BM), n * BN + tl.arange(0, BN)
         mask = (rows < num_rows)[:, None] & (columns < OUT)[None, :]
         if bias is not None:
@@ -205,6 +214,25 @@ def _sum(
     total = tl.zeros((BM, BN), tl.float32)
     for k in tl.range(first, tl.minimum(first + SPLIT_SIZE, D), BK, num_stages=STAGES):
         total = tl.dot(x.load([m * BM, k]), weight.load([n * BN, k]).T, total)
+    return total
+
+
+@triton.jit
+def _all_sums(
+    x, weight, m, n,
+    D: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """((0 + sum 0) + sum 1) + ..., in one loop: what the next split needs is on its way when one ends. With a loop for
+    each split the device would wait for the first load of each."""
+    total, part = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
+        part = tl.dot(x.load([m * BM, k]), weight.load([n * BN, k]).T, part)
+        if (k + BK) % SPLIT_SIZE == 0:
+            total += part
+            part = tl.zeros((BM, BN), tl.float32)
+    if D % SPLIT_SIZE != 0:
+        total += part
     return total
 
 

@@ -10,8 +10,8 @@ Rows are sorted by slot, so that each expert's weights are read once and its row
     plan_local -> gate_up: h_RF -> down: y -> combine: residual + the weighted sum over k
 
 How many rows a slot has is known on the device only. So `plan_local` writes a list of *tiles*, up to `rows` rows of one
-slot each, and the two products are persistent: a fixed number of programs walks over tiles x columns. Neighbours in
-that walk have the same columns of the same slot, or of the next one: weights come from memory once.
+slot each, and the two products are persistent: a fixed number of programs walks over tiles x columns (walk.py).
+Neighbours in that walk have the same columns of the same slot, or of the next one: weights come from memory once.
 
 Weights come through TMA descriptors: with plain loads these kernels reach half the bandwidth of the memory, with
 descriptors nearly all of it. x and y lie wherever rows lie, in lanes for instance, which are not torch tensors: they
@@ -32,8 +32,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
+from everserve.backends.cuda.ops.sorting import Sorted, sort_by_slot
+from everserve.backends.cuda.ops.walk import tile_and_column
 
-_MAX_CHUNK = 2048  # (t, k) rows that one program of a plan looks at together
 _COMBINE_COLUMNS = 512  # 4 per thread: more, and the rows of 8 experts would not fit into registers at once
 _ALIGNMENT = 32  # of tables, in int32
 _INTERPRETED_PROGRAMS = 3  # any number must do
@@ -47,6 +48,7 @@ class Product(NamedTuple):
     stages: int
     warps: int
     programs: int  # per multiprocessor
+    band: int = 0  # tiles that are walked over together (walk.py)
 
 
 class Cut(NamedTuple):
@@ -59,7 +61,9 @@ class Cut(NamedTuple):
 
 FEW_ROWS = Cut(16, Product(64, 128, 3, 4, 2), Product(64, 128, 4, 4, 2))
 SOME_ROWS = Cut(64, Product(128, 64, 4, 4, 1), Product(128, 64, 4, 4, 2))
-MANY_ROWS = Cut(128, Product(128, 64, 4, 8, 1), Product(128, 64, 4, 8, 1))
+# The second product is short where experts are small: two programs, one of which computes while the other one begins or
+# stores a tile. The first has two sums for each of its columns, and no room for that.
+MANY_ROWS = Cut(128, Product(128, 64, 4, 8, 1, 16), Product(128, 64, 3, 8, 2, 16))
 
 
 def cut_for(max_rows_per_slot: int) -> Cut:
@@ -172,16 +176,12 @@ class ExpertArena:
 
 def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop: Tensor) -> LocalPlan:
     """Sort rows by slot, and cut them into tiles. Rows with the id -1 go nowhere."""
-    num_rows, top_k = ids_TK.numel(), ids_TK.shape[1]
+    num_rows = ids_TK.numel()
     pos_TK = torch.empty_like(ids_TK)
     src_R = torch.empty(num_rows, dtype=torch.int32, device=ids_TK.device)
     tiles = Tiles.empty(num_rows, num_slots, cut, ids_TK.device)
-    _plan_kernel[(num_slots + 1,)](
-        ids_TK, slot_of_N, pos_TK, src_R,
-        tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, num_rows,
-        K=top_k, S=num_slots, SB=triton.next_power_of_2(num_slots), BM=cut.rows, CHUNK=chunk_of(num_rows),
-        **early(ids_TK.device), num_warps=4,
-    )  # fmt: skip
+    into = Sorted(pos_TK, src_R, tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles)
+    sort_by_slot(ids_TK, slot_of_N, num_slots, cut.rows, into, stop)
     return LocalPlan(pos_TK, src_R, tiles)
 
 
@@ -217,7 +217,8 @@ def gate_up(
         x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
         S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.gate_up_rows,
-        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, BAND=product.band,
+        **early(h_RF.device),
         num_warps=product.warps,
     )  # fmt: skip
 
@@ -246,7 +247,8 @@ def down(
         arena.down(product.columns, product.depth), y_at, y_row_R, layer_at, arena.place_LS,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
         S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.down_rows,
-        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, **early(h_RF.device),
+        BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, BAND=product.band,
+        **early(h_RF.device),
         num_warps=product.warps, **constants,
     )  # fmt: skip
 
@@ -269,66 +271,6 @@ def combine_columns(hidden_size: int) -> int:
     return min(_COMBINE_COLUMNS, size)
 
 
-def chunk_of(num_rows: int) -> int:
-    """How many (t, k) rows a plan's program looks at together: at least one for each of its threads."""
-    size: int = triton.next_power_of_2(num_rows)
-    return max(128, min(size, _MAX_CHUNK))
-
-
-@triton.jit
-def write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, num_rows, BM):
-    """One slot's rows as tiles."""
-    for start in range(0, (num_rows + BM - 1) // BM, 32):
-        i = start + tl.arange(0, 32)
-        left = num_rows - i * BM
-        tl.store(slot_M + first_tile + i, tl.zeros((32,), tl.int32) + slot, mask=left > 0)
-        tl.store(row_M + first_tile + i, first_row + i * BM, mask=left > 0)
-        tl.store(size_M + first_tile + i, tl.minimum(left, BM), mask=left > 0)
-
-
-@triton.jit
-def _slots_of(ids, slot_of, r, num_rows):
-    """The slots of some rows; -1 for those that go nowhere."""
-    ids_R = tl.load(ids + r, mask=r < num_rows, other=-1)
-    return tl.load(slot_of + ids_R, mask=ids_R >= 0, other=-1)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _plan_kernel(
-    ids, slot_of, pos, src, slot_M, row_M, size_M, num_tiles, stop, num_rows,
-    K: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """One program per slot, and one for the rows that go nowhere. Each counts all slots by itself: that is faster than
-    waiting for other programs."""
-    if is_stopped(stop, EARLY):
-        return
-    slot = tl.program_id(0)
-    counts_S = tl.zeros((SB,), tl.int32)
-    for start in range(0, num_rows, CHUNK):
-        slots_R = _slots_of(ids, slot_of, start + tl.arange(0, CHUNK), num_rows)
-        counts_S += tl.histogram(slots_R, SB, mask=slots_R >= 0)
-
-    slots_S = tl.arange(0, SB)
-    tiles_S = (counts_S + BM - 1) // BM
-    first_row = tl.sum(tl.where(slots_S < slot, counts_S, 0))
-    first_tile = tl.sum(tl.where(slots_S < slot, tiles_S, 0))
-    count = tl.sum(tl.where(slots_S == slot, counts_S, 0))
-    write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, count, BM)
-    is_nowhere = slot == S
-    if is_nowhere:
-        tl.store(num_tiles, first_tile)
-
-    wanted = tl.where(is_nowhere, -1, slot)
-    next_row = first_row
-    for start in range(0, num_rows, CHUNK):
-        r = start + tl.arange(0, CHUNK)
-        is_own = (_slots_of(ids, slot_of, r, num_rows) == wanted) & (r < num_rows)
-        row = next_row + tl.cumsum(is_own.to(tl.int32), 0) - 1
-        tl.store(pos + r, tl.where(is_nowhere, -1, row), mask=is_own)
-        tl.store(src + row, r // K, mask=is_own & (slot < S))
-        next_row += tl.sum(is_own.to(tl.int32))
-
-
 @triton.jit
 def share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
     """Which (tile, column) pairs a slice has: from first up to end. None if the step is stopped."""
@@ -341,15 +283,17 @@ def share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr
 def _gate_up_kernel(
     x_at, x_row, weights, h, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
-    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, (F + BN - 1) // BN)
+    NUM_COLUMNS: tl.constexpr = (F + BN - 1) // BN
+    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS)
     layer = tl.load(layer_at)
     x = tl.multiple_of(x_at.to(tl.pointer_type(tl.bfloat16)), 16)
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
-        m = t % num_m
-        column = t // num_m * BN
+        m, column = tile_and_column(t, num_m, NUM_COLUMNS, BAND)
+        column *= BN
         place = tl.load(places + layer * S + tl.load(slot_M + m))
         row = tl.load(row_M + m)
         i = tl.arange(0, BM)
@@ -377,12 +321,13 @@ def _gate_up_kernel(
 def _down_kernel(
     h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EARLY: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
         h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES,
+        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
 
 
@@ -390,15 +335,16 @@ def _down_kernel(
 def down_tiles(
     h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
     S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """This program's share."""
-    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, (D + BN - 1) // BN)
+    NUM_COLUMNS: tl.constexpr = (D + BN - 1) // BN
+    num_m, first, end = share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS)
     layer = tl.load(layer_at)
     y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)
     for t in range(first + tl.program_id(0), end, tl.num_programs(0)):
-        m = t % num_m
-        column = t // num_m * BN
+        m, column = tile_and_column(t, num_m, NUM_COLUMNS, BAND)
+        column *= BN
         place = tl.load(places + layer * S + tl.load(slot_M + m))
         row = tl.load(row_M + m)
         i = tl.arange(0, BM)

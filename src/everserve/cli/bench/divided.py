@@ -1,23 +1,26 @@
 """`everserve bench reshard`, `decline` and `trace`: instances that are divided over devices (`-tp N`) lose some."""
 
-import shlex
 from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import KvLog, Layers, Out, Spares, bench_app, exit_unless
+from everserve.cli.bench.app import bench_app
+from everserve.cli.bench.options import (
+    KvLog,
+    Layers,
+    Out,
+    Prompt,
+    Serve,
+    Shape,
+    Spares,
+    Streams,
+    Tokens,
+    WarmS,
+    exit_unless,
+    split_flags,
+)
 from everserve.config.cluster import MAX_RANKS
 
-Shape = Annotated[
-    str,
-    typer.Option(
-        help="small-llama, small-qwen3, small-mixtral, bundled; on a GPU mixtral, qwen3, llama, with random weights."
-    ),
-]
-Serve = Annotated[str, typer.Option(help="More flags of the server, in one string: --serve '--detect-ms 100'.")]
-Streams = Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)]
-Prompt = Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)]
-Tokens = Annotated[int, typer.Option(help="Tokens of each stream; one that ends is started again.", min=16)]
 _MOST = MAX_RANKS // 2
 
 
@@ -34,7 +37,7 @@ def reshard(
     prompt: Prompt = 128,
     tokens: Tokens = 600,
     rounds: Annotated[int, typer.Option(help="Losses of each kind.", min=1)] = 3,
-    warm_s: Annotated[float, typer.Option(help="Seconds of undisturbed streams before each loss.", min=1)] = 3.0,
+    warm_s: WarmS = 3.0,
     shape: Shape = "small-llama",
     layers: Layers = None,
     spares: Spares = None,
@@ -58,7 +61,7 @@ def reshard(
         shape=shape,
         num_layers=layers,
         spares=spares,
-        serve=tuple(shlex.split(serve)),
+        serve=split_flags(serve),
     )
     exit_unless(benchmark.run(settings, out))
 
@@ -97,7 +100,7 @@ def decline(
         num_layers=layers,
         kv_log=kv_log,
         spares=spares,
-        serve=tuple(shlex.split(serve)),
+        serve=split_flags(serve),
     )
     exit_unless(benchmark.run(settings, out))
 
@@ -142,6 +145,6 @@ def trace(
         num_layers=layers,
         kv_log=kv_log,
         spares=spares,
-        serve=tuple(shlex.split(serve)),
+        serve=split_flags(serve),
     )
     exit_unless(benchmark.run(settings, out))

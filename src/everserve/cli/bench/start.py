@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import bench_app
+from everserve.cli.bench.app import bench_app
 from everserve.cli.bench.options import (
+    AnyExpertWorkers,
     AttentionWorkers,
     Layers,
     Out,
@@ -16,13 +17,12 @@ from everserve.cli.bench.options import (
     exit_unless,
     split_flags,
 )
-from everserve.config.cluster import MAX_RANKS
 
 
 @bench_app.command()
 def start(
     attention_workers: AttentionWorkers = 2,
-    expert_workers: Annotated[int, typer.Option(help="Expert workers of the cluster.", min=0, max=MAX_RANKS)] = 2,
+    expert_workers: AnyExpertWorkers = 2,
     streams: Annotated[int, typer.Option(help="The server gets room for so many streams.", min=1, max=256)] = 64,
     prompt: Prompt = 32,
     shape: Shape = "bundled",

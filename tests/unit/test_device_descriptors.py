@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from everserve.procs import device_descriptors as parting
+from everserve.procs import device_descriptors
 from everserve.wire.channel import Channel
 
 LEAVER = """
 import os, socket, sys, time
 from everserve.wire.channel import Channel
-from everserve.wire.channel import Channel
-from everserve.procs import device_descriptors as parting
+from everserve.procs import device_descriptors
 lifeline, device = Channel.of_fd(int(sys.argv[1])), int(sys.argv[2])
-parting.device_fds = lambda: [device] * int(sys.argv[3])
-parting.entrust(lifeline)
+device_descriptors.device_fds = lambda: [device] * int(sys.argv[3])
+device_descriptors.entrust(lifeline)
 print("left", flush=True)
 time.sleep(60)
 """
@@ -72,22 +71,22 @@ def test_connections_to_the_daemon_are_left_too(name, is_held, tmp_path):
     child = run(MPS, tmp_path / "socket", name)
     with socket.socket(socket.AF_UNIX) as connection, socket.socket(socket.AF_UNIX) as unconnected:
         connection.connect(str(tmp_path / "socket"))
-        assert (connection.fileno() in parting.device_fds()) == is_held
-        assert unconnected.fileno() not in parting.device_fds()
+        assert (connection.fileno() in device_descriptors.device_fds()) == is_held
+        assert unconnected.fileno() not in device_descriptors.device_fds()
     child.kill()
     child.communicate()
 
 
 def test_the_drivers_files_are_left(monkeypatch):
     with Path("/dev/null").open() as file:
-        assert file.fileno() not in parting.device_fds()
-        monkeypatch.setattr(parting, "_DEVICES", "/dev/null")
-        assert file.fileno() in parting.device_fds()
+        assert file.fileno() not in device_descriptors.device_fds()
+        monkeypatch.setattr(device_descriptors, "_DEVICES", "/dev/null")
+        assert file.fileno() in device_descriptors.device_fds()
 
 
 def test_one_that_cannot_leave_anything_works_on(caplog, monkeypatch):
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(parting, "device_fds", lambda: [0])
+    monkeypatch.setattr(device_descriptors, "device_fds", lambda: [0])
     ours.close()
     with theirs:
-        parting.entrust(Channel(theirs))
+        device_descriptors.entrust(Channel(theirs))

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import bench_app
+from everserve.cli.bench.app import bench_app
 from everserve.cli.bench.options import (
     BaselineRounds,
     KvLog,

@@ -1,10 +1,12 @@
 """`everserve bench degree` and `everserve bench prefill`: dividing a model over devices, and prompts over homes."""
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
-from everserve.cli.bench import Layers, Out, Shape, bench_app, exit_unless
+from everserve.cli.bench.app import bench_app
+from everserve.cli.bench.options import Layers, Out, PromptOfDevice, Shape, exit_unless
 from everserve.config.cluster import MAX_RANKS
 
 
@@ -20,12 +22,10 @@ def degree(
     layers: Layers = None,
     sizes: Annotated[str, typer.Option(help="Numbers of devices; 1 must be among them.")] = "8,7,6,5,4,3,2,1",
     streams: Annotated[int | None, typer.Option(help="Concurrent streams. Default: 8; on a GPU 64.", min=1)] = None,
-    prompt: Annotated[int | None, typer.Option(help="Tokens of each prompt. Default: 32; on a GPU 512.", min=1)] = None,
+    prompt: PromptOfDevice = None,
     tokens: Annotated[int | None, typer.Option(help="Of each stream. Default: 48; on a GPU 192.", min=16)] = None,
     slices: Annotated[int, typer.Option(help="Measurements of each size.", min=1)] = 2,
-    divide_heads: Annotated[
-        bool, typer.Option("--divide-heads", help="On a GPU: divide attention too. On CPUs it always is.")
-    ] = False,
+    divide_heads: Annotated[bool, typer.Option(help="On a GPU: divide attention too. On CPUs it always is.")] = True,
     out: Out = None,
 ) -> None:
     """One model on 8, 7, 6, ... devices: tokens/s, time between tokens and core time against one process; and as
@@ -69,6 +69,18 @@ def prefill(
     ] = 0.7,
     seconds: Annotated[float, typer.Option(help="Of each trace on each server in each round.", min=1)] = 12.0,
     rounds: Annotated[int, typer.Option(help="Rounds, each with both servers.", min=1)] = 2,
+    alone: Annotated[
+        bool, typer.Option("--alone", help="Only one engine alone, without servers; the options below are for that.")
+    ] = False,
+    point: Annotated[
+        list[str] | None,
+        typer.Option(help="512x64: 64 prompts of 512 tokens; repeatable. Default: some of each length."),
+    ] = None,
+    step_tokens: Annotated[
+        list[int] | None, typer.Option(help="Most tokens of a step; repeatable. Default: the server's.", min=16)
+    ] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="On a GPU: time per kernel of a full step too.")] = False,
+    beside: Annotated[bool, typer.Option("--beside", help="Prompts beside streams that decode too.")] = False,
     shape: Shape = "bundled",
     layers: Layers = None,
     out: Out = None,
@@ -82,6 +94,11 @@ def prefill(
     from everserve.bench.on_gpu import is_for_gpu  # noqa: PLC0415
 
     is_gpu = is_for_gpu(shape)
+    if alone:
+        points = tuple(map(_parse_point, point or _points(is_gpu)))
+        _prefill_alone(out, shape=shape, num_layers=layers, points=points, step_tokens=tuple(step_tokens or ()),
+            profiled=profile, beside=beside)  # fmt: skip
+        return
     prompts = (512, 2048, 8192) if is_gpu else (32, 128, 512, 1024)
     settings = benchmark.Settings(
         traces=tuple(trace or ("mooncake-conv", "azure-conv")),
@@ -96,3 +113,22 @@ def prefill(
         num_layers=layers,
     )
     exit_unless(benchmark.run(settings, out))
+
+
+def _points(is_gpu: bool) -> list[str]:
+    if is_gpu:
+        return ["512x16", "512x64", "2048x1", "2048x16", "8192x1", "8192x4"]
+    return ["32x4", "128x1", "128x4", "512x1", "512x4"]
+
+
+def _prefill_alone(out: Path | None, **settings: Any) -> None:
+    from everserve.bench import prefill_alone as benchmark  # noqa: PLC0415 (torch)
+
+    benchmark.run(benchmark.Settings(**settings), out)
+
+
+def _parse_point(text: str) -> tuple[int, int]:
+    prompt, _, batch = text.partition("x")
+    if not (prompt.isdecimal() and batch.isdecimal() and int(prompt) and int(batch)):
+        raise typer.BadParameter(f"{text}: tokens of a prompt, x, and how many prompts: 512x64", param_hint="--point")
+    return int(prompt), int(batch)

@@ -4,8 +4,17 @@ from typing import Annotated
 
 import typer
 
-from everserve.cli.bench import Layers, Out, Shape, bench_app, exit_unless
-from everserve.config.cluster import MAX_RANKS
+from everserve.cli.bench.app import bench_app
+from everserve.cli.bench.options import (
+    AnyExpertWorkers,
+    AttentionWorkers,
+    Layers,
+    Out,
+    Prompt,
+    Shape,
+    Streams,
+    exit_unless,
+)
 
 
 @bench_app.command()
@@ -20,8 +29,8 @@ def load(
         list[str] | None, typer.Option(help="protected, unprotected, 'under kills'; repeatable. Default: all.")
     ] = None,
     kill_every_s: Annotated[float, typer.Option(help="One worker of each kind is killed so often.", min=2)] = 60.0,
-    attention_workers: Annotated[int, typer.Option(help="Attention workers.", min=1, max=MAX_RANKS)] = 2,
-    expert_workers: Annotated[int, typer.Option(help="Expert workers.", min=0, max=MAX_RANKS)] = 2,
+    attention_workers: AttentionWorkers = 2,
+    expert_workers: AnyExpertWorkers = 2,
     shape: Shape = "bundled",
     layers: Layers = None,
     out: Out = None,
@@ -54,8 +63,8 @@ def cost(
         list[int] | None,
         typer.Option(help="Kill when streams have so many tokens; repeatable. Default: 16, 64, 256, 1024.", min=1),
     ] = None,
-    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 128,
-    streams: Annotated[int, typer.Option(help="Concurrent streams.", min=1, max=256)] = 8,
+    prompt: Prompt = 128,
+    streams: Streams = 8,
     rounds: Annotated[int, typer.Option(help="Kills of each kind at each token.", min=1)] = 3,
     shape: Shape = "bundled",
     layers: Layers = None,

@@ -1,0 +1,31 @@
+"""What only the process of `everserve serve` needs: how it starts the others."""
+
+from pathlib import Path
+from typing import Annotated
+
+from everserve.config.base import Config, Flag
+from everserve.errors import ConfigError
+
+
+class LaunchConfig(Config, frozen=True, kw_only=True):
+    """Files, and the share of a machine that an instance takes."""
+
+    chat_template: Annotated[Path | None, Flag("Jinja file to use instead of the model's own template.")] = None
+    share_device: Annotated[
+        bool | None,
+        Flag("Several workers on one GPU, through NVIDIA's MPS. Default: if there are more workers than GPUs."),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        Flag("Share of a GPU's memory to use; the KV cache gets what weights and buffers leave (default 0.9)."
+             " On a CPU: share of the free RAM for the KV cache (default 0.25)."),
+    ] = None  # fmt: skip
+    event_log: Annotated[Path | None, Flag("Directory for typed events, a file per process.")] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Flag("Send a trace of each request there, as OTLP over HTTP: http://localhost:4318/v1/traces."),
+    ] = None
+
+    def check(self) -> None:
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError("--gpu-memory-utilization must be above 0 and at most 1")
