@@ -74,15 +74,8 @@ def _measure_case(case: Case, roofline: Roofline, rounds: int, quick: bool) -> d
         finally:
             baseline.close()
         growth = [] if quick else _growth(case, server, rounds)
-    for row in compared:
-        if row["system"] == "everserve":
-            row.update(_of_floor(row, roofline.floor(case.config, row["streams"], PROMPT + OUTPUT // 2, case.itemsize)))
-    for row in growth:
-        row.update(
-            _of_floor(
-                row, roofline.floor(case.config, row["streams"], row["context"] + GROWTH_OUTPUT // 2, case.itemsize)
-            )
-        )
+    add_floors(case, compared, roofline)
+    add_floors(case, growth, roofline)
     _print_comparison(case, compared)
     _print_growth(case, growth)
     return {"model": case.name, "compared": compared, "growth": growth}
@@ -162,6 +155,14 @@ def _summary(samples: list[dict[str, float]]) -> dict[str, Any]:
     return {key: report.spread([sample[key] for sample in samples]) for key in samples[0]}
 
 
+def add_floors(case: Case, rows: list[dict[str, Any]], roofline: Roofline) -> None:
+    """To our own rows, of both tables."""
+    for row in rows:
+        if row.get("system", "everserve") == "everserve":
+            behind = row["context"] + GROWTH_OUTPUT // 2 if "context" in row else PROMPT + OUTPUT // 2
+            row.update(_of_floor(row, roofline.floor(case.config, row["streams"], behind, case.itemsize)))
+
+
 def _of_floor(row: dict[str, Any], floor: Floor) -> dict[str, Any]:
     """Which limit is reached first, and how much of it between two tokens and over whole requests."""
     return {
@@ -206,15 +207,11 @@ def _print_comparison(case: Case, compared: list[dict[str, Any]]) -> None:
 def _floor_cells(row: dict[str, Any]) -> list[str]:
     if "limit" not in row:
         return [""] * len(_FLOOR_COLUMNS)
-    floor = row["floor_ms"]
-    return [
-        f"{floor['memory']:.1f} / {floor['arithmetic']:.1f}",
-        f"{row['share_between_tokens']:.0%} of {row['limit']}",
-        f"{row['share_of_requests']:.0%}",
-    ]
+    shares = f"{row['share_between_tokens']:.0%} / {row['share_of_requests']:.0%}"
+    return [row["limit"], f"{row['floor_ms'][row['limit']]:.1f}", shares]
 
 
-_FLOOR_COLUMNS = ("floor ms: memory / arithmetic", "between tokens", "with prompts")
+_FLOOR_COLUMNS = ("limit", "floor ms", "of it (with prompts)")
 _LATENCIES = ("first_token_ms", "itl_p50_ms", "itl_p99_ms")
 
 
@@ -229,10 +226,10 @@ def _print_growth(case: Case, growth: list[dict[str, Any]]) -> None:
                 str(row["context"]),
                 f"{row['tokens_per_s']['median']:.0f}",
                 *(f"{row[key]['median']:.1f}" for key in _LATENCIES),
-                *_floor_cells(row)[:2],
+                *_floor_cells(row),
             ]
         )
-    columns = ["streams", "context", "tokens/s", "first ms", "p50 ms", "p99 ms", *_FLOOR_COLUMNS[:2]]
+    columns = ["streams", "context", "tokens/s", "first ms", "p50 ms", "p99 ms", *_FLOOR_COLUMNS]
     report.print_table(f"{case.name}: how cost grows (output {GROWTH_OUTPUT})", columns, rows)
 
 
