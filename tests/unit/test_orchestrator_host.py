@@ -381,6 +381,16 @@ def test_an_end_that_no_orchestrator_saw_is_told():
     assert after.said(Provision)[0].start.incarnation == 2
 
 
+def test_the_end_of_a_worker_that_a_new_orchestrator_never_heard_from_is_told():
+    """It hung when the orchestrator died. Its peers have lanes that this orchestrator does not know of."""
+    hung = WorkerId(Rank(2), Incarnation(1))
+    after = succeed(serving(), epoch=7, gone=[], late=(hung,))
+    assert after.worker(0).heard(PeerLeft) == []
+    after.exit(after.workers[hung])
+    assert [(left.rank, left.incarnation) for left in after.worker(0).heard(PeerLeft)] == [hung]
+    assert after.worker(1).heard(PeerLeft) == [], "it is no peer"
+
+
 def test_nothing_is_published_before_all_have_reported():
     late = WorkerId(Rank(1), Incarnation(1))
     after = succeed(serving(), epoch=7, gone=[], late=(late,))

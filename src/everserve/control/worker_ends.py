@@ -125,16 +125,21 @@ class WorkerEnds:
                 end.send(PeerLeft(rank=rank, incarnation=incarnation))
 
     def part(self, lost: WorkerEnd) -> None:
-        """This worker is lost: notify its peers, which no longer wait for lanes to it."""
+        """This worker is lost: notify its peers, which no longer wait for lanes to it. If it has not answered since this
+        orchestrator began, no lanes to it are known here: then those are peers that have reported it as theirs."""
         lost.is_lost = True
+        reported = {end for end in self if end.report is not None and lost.id in end.report.peers}
         for lane, pair in list(self._lanes.items()):
             if lost in pair:
                 del self._lanes[lane]
                 self._anchor.release(lane)
                 peer = pair[0] if pair[1] is lost else pair[1]
                 peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
+                reported.discard(peer)
                 peer.waits_for.discard(lane)
                 self._maybe_ready(peer)
+        for peer in reported:
+            peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
 
     def forget(self, end: WorkerEnd) -> None:
         """Its process has exited."""
