@@ -125,8 +125,8 @@ class WorkerEnds:
                 end.send(PeerLeft(rank=rank, incarnation=incarnation))
 
     def part(self, lost: WorkerEnd) -> None:
-        """This worker is lost: notify its peers, which no longer wait for lanes to it. If it has not answered since this
-        orchestrator began, no lanes to it are known here: then those are peers that have reported it as theirs."""
+        """This worker is lost: notify its peers, which no longer wait for lanes to it. If it has not answered since
+        this orchestrator began, no lanes to it are known here: then its peers are those that have reported it."""
         lost.is_lost = True
         reported = {end for end in self if end.report is not None and lost.id in end.report.peers}
         for lane, pair in list(self._lanes.items()):
