@@ -6,7 +6,6 @@ import mmap
 import os
 import signal
 import struct
-import time
 
 import numpy as np
 import pytest
@@ -299,8 +298,7 @@ def test_c_knows_when_nobody_is_coming(native_server, policy):
         num_before = server.num_served[0]
         left = server.serve(0, 100, policy)
         where = {Rank(rank): position for rank, position in enumerate(positions, 1)}
-        asked = Request(Rank(0), 0, call, 0, 3, time.monotonic_ns())
-        choice = choose([asked], where, time.monotonic_ns(), policy)
+        choice = choose([Request(Rank(0), 0, call, 0, 3, arrived_ns=0)], where, now_ns=0, policy=policy)
         reasons.add(choice.reason)
         assert bool(left) == (choice.reason != "all are here") == (server.num_served[0] == num_before), positions
         if left:
