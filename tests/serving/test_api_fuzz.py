@@ -68,7 +68,7 @@ def test_any_request(api: Any, mode: GenerationMode) -> None:
         @given(operation.as_strategy(generation_mode=mode))
         def try_one(case: schemathesis.Case) -> None:
             if mode is GenerationMode.POSITIVE and case.path in GENERATES:
-                make_it_possible(case.body)
+                make_it_possible(case)
             statuses[case.path, check(case)] += 1
 
         try_one()
@@ -109,8 +109,13 @@ def keep_it_short(body: Any) -> None:
         body["max_tokens"] = 3
 
 
-def make_it_possible(body: Any) -> None:
-    """The description cannot say which model is served, how long its prompts are, or what goes with what."""
+def make_it_possible(case: schemathesis.Case) -> None:
+    """The description cannot say which model is served, which streams there are, how long prompts are, or what goes
+    with what."""
+    body = case.body
+    if len(repr(body)) % 4:  # not always
+        for name in [name for name in case.headers if name.lower() == "last-event-id"]:
+            del case.headers[name]
     body["model"] = None
     body["stream"] = len(repr(body)) % 2 == 0  # half of them, whatever the generator prefers
     for field in ("stream_options", "best_of", "top_logprobs", "stop_token_ids", "logit_bias", "max_completion_tokens"):

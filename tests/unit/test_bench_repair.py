@@ -222,7 +222,6 @@ def test_what_is_shown(tmp_path, capsys):
     path = report.write("repair", result, tmp_path)
     show.show([path], is_markdown=True)
     shown = capsys.readouterr().out
-    report.use_markdown(False)
     assert "| 1-gone-few | 60.0 (70.0) |" in shown and "| 150x longer |" in shown
     assert "| peer 3 |" in shown and "restart (baseline) | 9000 (9000)" in shown
     assert "2-gone-few: FAILED: the loss is not repaired" in shown and "left out" in shown

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everserve.bench import report, revive_loss, revive_report, show
+from everserve.bench import revive_loss, revive_report, show
 from everserve.bench.analysis import Verdict
 from everserve.bench.incident import Victim
 from everserve.bench.restart import Restarted
@@ -283,7 +283,6 @@ def test_it_is_shown_again_from_its_file(tmp_path, capsys):
     path = tmp_path / "revive.json"
     path.write_text(json.dumps(result() | {"environment": {"command": "everserve bench revive"}}))
     show.show([path], is_markdown=True)
-    report.use_markdown(False)
     shown = capsys.readouterr().out
     assert "| what is done | detect | decide | move or switch | load | publish | first token | next token |" in shown
     for title in revive_report.TITLES.values():

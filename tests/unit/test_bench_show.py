@@ -11,12 +11,6 @@ from everserve.errors import ConfigError
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
-@pytest.fixture(autouse=True)
-def plain():
-    yield
-    report.use_markdown(False)
-
-
 @pytest.mark.parametrize("name", ["failover", "overhead", "checkpoint", "restore"])
 def test_results_of_this_repository(name, capsys):
     show.show([RESULTS / f"{name}.json"], is_markdown=True)

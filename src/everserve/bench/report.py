@@ -9,6 +9,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,9 +65,14 @@ def keep(name: str, result: dict[str, Any], directory: Path | None) -> None:
 _style = {"is_markdown": False}
 
 
-def use_markdown(is_wanted: bool) -> None:
-    """From now on, for all tables of this process."""
+@contextmanager
+def markdown(is_wanted: bool) -> Iterator[None]:
+    """For all tables that are printed meanwhile."""
     _style["is_markdown"] = is_wanted
+    try:
+        yield
+    finally:
+        _style["is_markdown"] = False
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:

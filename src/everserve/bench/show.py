@@ -59,20 +59,24 @@ def show(paths: list[Path], is_markdown: bool) -> None:
             raise ConfigError(f"{path}: there is no such file")
         if _name(path) not in _SHOW:
             raise ConfigError(f"{path}: its name should begin with one of {', '.join(_SHOW)}, as it was written")
-    report.use_markdown(is_markdown)
-    for path in paths:
-        result = _read(path)
-        environment = result.get("environment")  # none if the run was cut short
-        if is_markdown:
-            print(f"\n### {path.stem}\n\n    {environment['command'] if environment else _CUT_SHORT}\n")
-        elif not environment:
-            print(_CUT_SHORT)
-        try:
-            _SHOW[_name(path)](result, path)
-        except KeyError as error:
-            raise ConfigError(f"{path} was written by another version: it has no {error}") from error
-        except (AttributeError, TypeError, IndexError) as error:
-            raise ConfigError(f"{path} is no result of `everserve bench`: {error}") from error
+    with report.markdown(is_markdown):
+        for path in paths:
+            _show(path, is_markdown)
+
+
+def _show(path: Path, is_markdown: bool) -> None:
+    result = _read(path)
+    environment = result.get("environment")  # none if the run was cut short
+    if is_markdown:
+        print(f"\n### {path.stem}\n\n    {environment['command'] if environment else _CUT_SHORT}\n")
+    elif not environment:
+        print(_CUT_SHORT)
+    try:
+        _SHOW[_name(path)](result, path)
+    except KeyError as error:
+        raise ConfigError(f"{path} was written by another version: it has no {error}") from error
+    except (AttributeError, TypeError, IndexError) as error:
+        raise ConfigError(f"{path} is no result of `everserve bench`: {error}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:
