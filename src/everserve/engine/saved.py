@@ -1,6 +1,7 @@
 """One stream's KV in a log, for the worker that continues the stream."""
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from everserve.kvlog.log import Log, Record
 
@@ -28,3 +29,4 @@ class Restored:
     num_restored: int  # tokens whose KV came from the log
     num_recomputed: int  # tokens that were certainly computed before, and must be computed again
     took_ms: float
+    at_s: float = field(default_factory=time.monotonic)  # before the step that goes on with it

@@ -343,6 +343,7 @@ class AttentionLoop:
         for restored in result.restored:
             self._events.append(
                 StreamRestored(
+                    at_s=restored.at_s,
                     process=self._events.process,
                     rank=self._rank,
                     request_id=restored.id,
