@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import httpx
 import pytest
@@ -257,17 +258,21 @@ def test_shutdown_with_a_stopped_worker(start_server):
 
 def test_a_crash_loop_backs_off_and_is_visible(whole):
     """Kill every incarnation of one seat as soon as it exists: the pause between them grows, and /cluster says so."""
-    rank = EXPERT_RANKS[0]
+    rank, began_s = EXPERT_RANKS[0], time.monotonic()
+
+    def delays() -> list[float]:
+        backed_off = [event for event in whole.events() if event["event"] == "worker_backed_off"]
+        return [event["delay_s"] for event in backed_off if event["rank"] == rank and event["at_s"] > began_s]
 
     def backed_off() -> bool:
         pid = c.worker(whole, rank)["pid"]
         if pid:  # it may be ready already: that was not long ago
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        return len([e for e in whole.events() if e["event"] == "worker_backed_off"]) >= 2
+        return len(delays()) >= 2
 
     Fault(whole, rank, signal.SIGKILL)()
     c.wait_until(backed_off, what="backing off")
-    delays = [event["delay_s"] for event in whole.events() if event["event"] == "worker_backed_off"]
-    assert delays == sorted(delays) and delays[-1] > delays[0]
+    first, *_, last = found = delays()
+    assert found == sorted(found) and last > first
     c.wait_whole(whole)
