@@ -1,6 +1,6 @@
 """`python -m everserve.zygote`: the zygote, started by the supervisor, never by hand.
 
-It imports what workers need, starts no threads, and forks:
+It imports what workers need (imports.py), has no threads when it is done, and forks:
 
     ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
 
@@ -11,7 +11,6 @@ A fork of a process with threads inherits their locks but not the threads; so th
 
 import argparse
 import contextlib
-import gc
 import logging
 import os
 import selectors
@@ -27,6 +26,7 @@ from pathlib import Path
 from everserve.procs import process
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed
 from everserve.wire.messages import ForkWorker, Ready, Shutdown, SpareForked, SparesChanged, StartZygote, WorkerForked
+from everserve.zygote import imports
 from everserve.zygote.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
@@ -52,23 +52,30 @@ def main() -> int:
 
 def _prepare(control: Channel) -> StartZygote:
     """Import everything. What workers will compute on is not known yet when this begins."""
-    from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
+    with imports.no_collections():
+        hashing = imports.hash_triton()
+        with imports.nothing_to_trace():
+            from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
 
-    backend_for("cpu").prepare()
+            backend_for("cpu").prepare()
+        start = _receive_start(control)
+        if hashing is not None:
+            hashing.join()
+        backend_for(start.device).prepare()
+    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+    assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
+    control.send(Ready())
+    return start
+
+
+def _receive_start(control: Channel) -> StartZygote:
     frame = control.receive_frame()
     assert frame is not None and isinstance(frame.message, StartZygote), frame
-    start = frame.message
-    os.environ.update(start.environment)
+    os.environ.update(frame.message.environment)
     for stderr in frame.fds.take():
         os.dup2(stderr, _STDERR)
         os.close(stderr)
-    backend_for(start.device).prepare()
-    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
-    assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
-    gc.collect()
-    gc.freeze()  # keeps the pages of imported modules shared between all workers
-    control.send(Ready())
-    return start
+    return frame.message
 
 
 class Zygote:
