@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from everserve.errors import UserError
-from everserve.procs.early_zygote import early_zygote
+from everserve.procs.bytecode import keep_bytecode
+from everserve.procs.early_zygote import early_zygote, is_needed
 
 _COMMANDS = ("bench", "chaos", "demo", "drain", "health", "kill", "scale", "serve", "status", "switch", "version")
 
@@ -52,6 +53,8 @@ def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     try:
         _handle_signals()
+        if is_needed(sys.argv[1:]):
+            keep_bytecode()
         with early_zygote(sys.argv[1:]):
             _run(sys.argv[1:2])
     except UserError as error:

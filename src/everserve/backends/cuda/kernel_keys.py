@@ -6,6 +6,7 @@ later have them. Nothing here needs a device, or torch.
 """
 
 import contextlib
+import importlib
 import sys
 from threading import Thread
 
@@ -31,6 +32,8 @@ def complete() -> None:
     for value in [value for module in modules for value in vars(module).values()]:
         if isinstance(value, JITFunction):
             _ = value.cache_key
+    with contextlib.suppress(ImportError):
+        importlib.import_module("triton.experimental.gluon")  # Triton does, with the first launch
     with contextlib.suppress(RuntimeError):  # it cannot be found; that is for the first kernel to say
         _ = triton.knobs.nvidia.ptxas
     with contextlib.suppress(Exception):  # likewise: it may have to be compiled
