@@ -44,7 +44,7 @@ def nothing_to_trace() -> Iterator[None]:
 
 
 def has_gpu() -> bool:
-    """As far as files say. The driver's library is not loaded yet: it may look at an environment that is not complete."""
+    """As far as files say. The driver's library must not be loaded yet: the environment may not be complete."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
