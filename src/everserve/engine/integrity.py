@@ -26,17 +26,19 @@ def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str
 
 
 def _pool_violations(pool: BlockPool) -> list[str]:
+    """Of tens of thousands of blocks, whenever an engine falls idle: so whole lists are counted, not looked through."""
     found = []
-    free = pool.free_list()
-    if len(free) != pool.num_free or len(set(free)) != len(free):
-        found.append(f"free list has {len(free)} entries ({len(set(free))} distinct), num_free says {pool.num_free}")
-    wrong = [block for block in free if pool.refs[block] != 0]
-    if wrong:
-        found.append(f"blocks on the free list are in use: {wrong}")
-    if sum(refs == 0 for refs in pool.refs[pool.first_block :]) != pool.num_free:
+    free, num_unused = pool.free_list(), pool.refs[pool.first_block :].count(0)
+    num_distinct = len(set(free))
+    if len(free) != pool.num_free or num_distinct != len(free):
+        found.append(f"free list has {len(free)} entries ({num_distinct} distinct), num_free says {pool.num_free}")
+    if any(map(pool.refs.__getitem__, free)):
+        found.append(f"blocks on the free list are in use: {[block for block in free if pool.refs[block] != 0]}")
+    if num_unused != pool.num_free:
         found.append("some unused blocks are not on the free list")
-    hashed = {block: chain_hash for block, chain_hash in enumerate(pool.hash_of) if chain_hash is not None}
-    if hashed != {block: chain_hash for chain_hash, block in pool.block_of.items()}:
+    num_hashed = len(pool.hash_of) - pool.hash_of.count(None)
+    is_found = all(pool.hash_of[block] == chain_hash for chain_hash, block in pool.block_of.items())
+    if num_hashed != len(pool.block_of) or not is_found:
         found.append("the prefix cache's two maps differ")
     return found
 
@@ -62,8 +64,11 @@ def _queue_violations(scheduler: Scheduler) -> list[str]:
 
 def _ref_violations(scheduler: Scheduler) -> list[str]:
     held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
-    refs = {block: count for block, count in enumerate(scheduler.pool.refs) if count}
-    return [] if refs == dict(held) else [f"reference counts {refs} differ from the block tables {dict(held)}"]
+    refs = scheduler.pool.refs
+    if len(refs) - refs.count(0) == len(held) and all(refs[block] == count for block, count in held.items()):
+        return []
+    counts = {block: count for block, count in enumerate(refs) if count}
+    return [f"reference counts {counts} differ from the block tables {dict(held)}"]
 
 
 def _mask_violations(scheduler: Scheduler) -> list[str]:
