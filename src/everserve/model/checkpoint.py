@@ -186,7 +186,7 @@ def _open_file(file: Path) -> dict[str, _Entry]:
 
     raw = _as_tensor(mapping)
     header.pop("__metadata__", None)
-    return {name: _parse_entry(file, name, fields, raw, data_start) for name, fields in header.items()}
+    return {name: _parse_entry(file, name, fields, raw, len(mapping), data_start) for name, fields in header.items()}
 
 
 def _as_tensor(mapping: mmap.mmap) -> Tensor:
@@ -196,7 +196,7 @@ def _as_tensor(mapping: mmap.mmap) -> Tensor:
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
-def _parse_entry(file: Path, name: str, fields: Any, raw: Tensor, data_start: int) -> _Entry:
+def _parse_entry(file: Path, name: str, fields: Any, raw: Tensor, num_bytes: int, data_start: int) -> _Entry:
     try:
         dtype_name, shape, (start, stop) = str(fields["dtype"]), fields["shape"], fields["data_offsets"]
         valid = all(type(number) is int and number >= 0 for number in [start, stop, *shape])
@@ -211,6 +211,6 @@ def _parse_entry(file: Path, name: str, fields: Any, raw: Tensor, data_start: in
         raise ModelError(
             f"{file} gives tensor {name} {stop - start} bytes, which do not fit its shape {shape}; {_BROKEN}"
         )
-    if data_start + stop > len(raw):
+    if data_start + stop > num_bytes:
         raise ModelError(f"{file} ends before the end of tensor {name}; {_BROKEN}")
     return _Entry(raw=raw, start=data_start + start, stop=data_start + stop, dtype=dtype, shape=tuple(shape))

@@ -1,5 +1,6 @@
 """The two roles of a worker that computes on CPUs."""
 
+import importlib
 from collections.abc import Sequence
 
 from everserve.backends.cpu import lane, ops
@@ -41,6 +42,7 @@ _SPIN_US = 50.0  # before a worker that waits for another one sleeps
 
 def prepare() -> None:
     """Compile, if that was never done on this machine, and load."""
+    importlib.import_module("everserve.backends.cpu.whole_layers")  # ops import it only when they need it
     ops.unavailable()
     lane.load()
     library.load()
