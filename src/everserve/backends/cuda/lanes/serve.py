@@ -37,6 +37,7 @@ from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST,
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.sorting import write_tiles
+from everserve.backends.cuda.ops.timeline import ANSWERED_NOTE, CHOOSE_NOTE, CHOSEN_NOTE, note, note_here
 from everserve.seam.batching import JUST_BEGUN, ON_GPUS, ORDINARY
 from everserve.seam.outcomes import Status
 
@@ -273,6 +274,7 @@ def _choose_kernel(
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
+    note(stop, CHOOSE_NOTE)
     if tl.load(stop) != 0:
         return
     if HAS_BELL:
@@ -284,6 +286,8 @@ def _choose_kernel(
         region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
     )  # fmt: skip
     tl.store(layer_at, chosen)
+    if chosen >= 0:
+        note(stop, CHOSEN_NOTE + chosen)
 
     seq = request >> 16
     is_new = is_healthy & (seq > last)
@@ -416,6 +420,7 @@ def _down_and_answer_kernel(
     if num_before == tl.num_programs(0) - 1:
         tl.store(num_done, 0)
         _answer(region, seq_A, status_A, taken, num_rows, served, A, AB, LANE_BYTES)
+        note_here(stop, ANSWERED_NOTE)
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from everserve.backends.cuda.lanes.counters import CounterCopy
 from everserve.backends.cuda.lanes.lane import POOL_AT, REQUEST_AT, CudaLaneShape
 from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
 from everserve.backends.cuda.ops.heads import HeadArena, attend_heads, project
+from everserve.backends.cuda.ops.timeline import make_stop
 from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY
@@ -69,7 +70,7 @@ class CudaServer:
         self._bell = bell
         self._arena = arena
         self._region = Region(driver, num_ranks, shape.lane_bytes())
-        stop = torch.zeros(1, dtype=torch.int32, device=device)
+        stop = make_stop(device)
         self._state = serve.ServeState.empty(
             shape, self._region.base, num_ranks, len(held_LS), shape.max_rows, stop, bell, num_experts, is_head_L
         )  # fmt: skip

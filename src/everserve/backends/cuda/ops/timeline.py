@@ -1,0 +1,76 @@
+"""When each kernel of a worker began: a profile of captured graphs, over all processes that share a device.
+
+With EVERSERVE_TIMELINE=DIRECTORY in its environment a worker's kernels note the device's clock, which is the same for
+all processes, in a ring behind the word `stop`, that all of them have anyway. Once DIRECTORY/take exists, the ring is
+written to DIRECTORY/PID.npy, again and again. Without that variable nothing of this is compiled into a kernel.
+
+`everserve.bench.timeline` takes such a profile and sums it up.
+"""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import globaltimer
+
+_DIRECTORY = os.environ.get("EVERSERVE_TIMELINE", "")
+_IS_ON = tl.constexpr(bool(_DIRECTORY))
+NUM_NOTES = 1 << 17
+_LAST_NOTE = tl.constexpr(NUM_NOTES - 1)
+_COUNT_AT, _NOTES_AT = tl.constexpr(16), tl.constexpr(32)  # in int32, from `stop`
+TIME_BITS = 52  # of a note; above them stands what began
+_TIME_BITS = tl.constexpr(TIME_BITS)
+_EVERY_S = 0.3
+
+KERNEL, PRODUCT, CHOOSE, COLLECT, SENT, ANSWERED, STEP, REPORT = range(8)
+CHOSEN = 64  # plus the layer
+KERNEL_NOTE, PRODUCT_NOTE, CHOOSE_NOTE, COLLECT_NOTE = map(tl.constexpr, (KERNEL, PRODUCT, CHOOSE, COLLECT))
+SENT_NOTE, ANSWERED_NOTE, STEP_NOTE, REPORT_NOTE = map(tl.constexpr, (SENT, ANSWERED, STEP, REPORT))
+CHOSEN_NOTE = tl.constexpr(CHOSEN)
+
+
+def make_stop(device: torch.device) -> Tensor:
+    """The word `stop`, int32, and what is behind it."""
+    if not _DIRECTORY or device.type != "cuda":
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    words = torch.zeros(_NOTES_AT.value + 2 * NUM_NOTES, dtype=torch.int32, device=device)
+    threading.Thread(target=_keep, args=(words, Path(_DIRECTORY)), daemon=True).start()
+    return words[:1]
+
+
+def _keep(words: Tensor, directory: Path) -> None:
+    """Nothing is copied before somebody asks for it: then no graph is being captured any more."""
+    while True:
+        time.sleep(_EVERY_S)
+        if (directory / "take").exists():
+            found = words.cpu().numpy()
+            num, notes = int(found[_COUNT_AT.value]), found[_NOTES_AT.value :].view(np.int64)
+            notes = np.roll(notes, -num) if num > NUM_NOTES else notes[:num]
+            unfinished = directory / f"{os.getpid()}.new"
+            with unfinished.open("wb") as file:
+                np.save(file, notes)
+            unfinished.rename(directory / f"{os.getpid()}.npy")
+
+
+@triton.jit
+def note(stop, what):
+    """By the first program of a kernel."""
+    if _IS_ON:  # noqa: SIM102 (a constant of the kernel, and a value)
+        if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+            note_here(stop, what)
+
+
+@triton.jit
+def note_here(stop, what):
+    """By whichever program comes here."""
+    if _IS_ON:
+        now = globaltimer() & ((1 << _TIME_BITS) - 1)
+        at = tl.atomic_add(stop + _COUNT_AT, 1, sem="relaxed") & _LAST_NOTE
+        notes = (stop + _NOTES_AT).to(tl.pointer_type(tl.int64))
+        tl.store(notes + at, now | (tl.full((), what, tl.int64) << _TIME_BITS))
