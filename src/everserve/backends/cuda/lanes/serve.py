@@ -1,6 +1,7 @@
 """The expert worker's kernels: one batch of one layer, out of the lanes of all attention workers.
 
-    choose -> gather -> gate_up -> down and answer         (the products: backends/cuda/ops/experts.py)
+    choose -> gather -> gate_up -> down and answer                     of experts or slices (ops/experts.py)
+    choose -> gather -> project -> attend -> merge and answer          of heads (ops/heads.py)
 
 `choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Which
 attention workers have to stand back at the beginning of a step is decided by one expert worker, the lead that the
@@ -14,7 +15,9 @@ only when all graphs have ended that may have seen it held (slots.py).
 
 `gather` counts the rows of each expert, which is how a planner knows the load.
 
-If there is nothing to do there are no tiles, and the other kernels fall through.
+If there is nothing to do there are no tiles, and the other kernels fall through. Where heads are divided a graph has
+both rows of kernels, one after the other, and each `choose` leaves what is of the other kind to the next one: in a step
+calls of both kinds take turns, so in the long run no kernel is launched for nothing.
 
 A CUDA stream that has nothing to do waits for its *bell*: a word that each sender sets after a request. `choose` clears
 it before it looks, and sets it again if it leaves requests for the next time; also if a running step will send more,
@@ -35,6 +38,7 @@ from everserve.backends.cuda.lanes.head_batch import HeadBatch
 from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles
+from everserve.backends.cuda.ops.heads import HeadArena, merge, merge_rows
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.sorting import write_tiles
 from everserve.backends.cuda.ops.timeline import ANSWERED_NOTE, CHOOSE_NOTE, CHOSEN_NOTE, note, note_here
@@ -151,13 +155,15 @@ class ServeState:
         return len(self.healthy_A)
 
 
-def choose(state: ServeState) -> None:
-    """Look for requests, for limits[0] polls at most; take those of one layer."""
+def choose(state: ServeState, of_heads: bool | None = None) -> None:
+    """Look for requests, for limits[0] polls at most; take those of one layer. `of_heads`: only if that is about heads,
+    or only if it is not; otherwise it is left for the next time. None: whatever it is about."""
     shape, (num_layers, num_slots) = state.shape, state.held_LS.shape
     _choose_kernel[(1,)](
         state.region, state.bell, state.healthy_A, state.taken_A, state.held_LS, state.limits, state.num_waits,
         state.num_passed, state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
-        **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
+        state.heads.is_head_L if state.heads is not None and of_heads is not None else None,
+        OF_HEADS=bool(of_heads), **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0,
         ON_DEVICE=state.stop.is_cuda, num_warps=1,
@@ -193,6 +199,17 @@ def down_and_answer(
     )  # fmt: skip
 
 
+def merge_and_answer(state: ServeState, arena: HeadArena) -> None:
+    """The last kernel of a batch of heads, which answers likewise."""
+    assert state.heads is not None
+    merge(
+        state.region, state.shape, state.heads, arena, state.y_row_R, state.stop,
+        kernel=_merge_and_answer_kernel,
+        arguments=(state.num_done, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served),
+        **_all_ranks(state),
+    )  # fmt: skip
+
+
 def _all_ranks(state: ServeState) -> dict[str, int]:
     return {"A": state.num_ranks, "AB": triton.next_power_of_2(state.num_ranks)}
 
@@ -204,8 +221,9 @@ def _layers_of(request):
 
 @triton.jit
 def _look(
-    region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at,
+    region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, is_head_L,
     A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    OF_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The layer to compute, or -1; and the last request of each attention worker."""
     spins = tl.load(limits)
@@ -233,7 +251,7 @@ def _look(
         waits = (first >= _ORDINARY) & (num_waits < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
         is_idle = (first == _NOTHING) & (num_back == 0)
-        num_waits = tl.where((chosen >= 0) | is_idle, 0, num_waits + 1)
+        num_waits = tl.where(chosen >= 0, num_waits, tl.where(is_idle, 0, num_waits + 1))
         num_nonsense = tl.sum((is_new & (_layers_of(request) >= L)).to(tl.int32))
         is_amid = is_healthy & (position >= _BEGINNING)
         spins -= tl.where(is_idle & (tl.sum(is_amid.to(tl.int32)) == 0), _IDLE_COST, 1)
@@ -241,7 +259,10 @@ def _look(
         if ON_DEVICE:  # noqa: SIM102 (a constant of the kernel, and a value)
             if spins > 0:
                 spins = _after_nap(spins)
-    tl.store(num_waits_at, num_waits)
+    if is_head_L is not None:  # what is left for the next time has waited long enough then, too
+        is_head = tl.load(is_head_L + chosen, mask=chosen >= 0, other=0) != 0
+        chosen = tl.where(is_head == OF_HEADS, chosen, -1)
+    tl.store(num_waits_at, tl.where(chosen >= 0, 0, num_waits))
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
     return chosen, request
 
@@ -268,8 +289,8 @@ def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexp
 @triton.jit
 def _choose_kernel(
     region, bell, healthy, taken, held_LS, limits, num_waits_at, num_passed_at,
-    layer_at, seq_A, status_A, counts_AS, served, stop,
-    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
+    layer_at, seq_A, status_A, counts_AS, served, stop, is_head_L,
+    OF_HEADS: tl.constexpr, A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
     ON_DEVICE: tl.constexpr,
@@ -283,7 +304,8 @@ def _choose_kernel(
     is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
     last = tl.load(taken + ranks, mask=ranks < A, other=0)
     chosen, request = _look(
-        region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
+        region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, is_head_L,
+        A, AB, L, LANE_BYTES, ON_DEVICE, OF_HEADS,
     )  # fmt: skip
     tl.store(layer_at, chosen)
     if chosen >= 0:
@@ -413,8 +435,33 @@ def _down_and_answer_kernel(
         h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
         S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
-    if tl.load(stop) != 0:
+    if tl.load(stop) == 0:
+        _answer_if_last(region, num_done, seq_A, status_A, taken, num_rows, served, stop, A, AB, LANE_BYTES)
+
+
+@triton.jit
+def _merge_and_answer_kernel(
+    region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum, stop,
+    num_done, seq_A, status_A, taken, num_rows, served,
+    M: tl.constexpr, E: tl.constexpr, J: tl.constexpr, D: tl.constexpr, LANE_BYTES: tl.constexpr,
+    PAGE_AT: tl.constexpr, POSITIONS_AT: tl.constexpr, MAX_SEQS: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr, A: tl.constexpr, AB: tl.constexpr,
+):  # fmt: skip
+    if is_stopped(stop, EARLY):
         return
+    merge_rows(
+        region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum,
+        M, E, J, D, LANE_BYTES, PAGE_AT, POSITIONS_AT, MAX_SEQS, MAX_SEGMENTS, SEGMENT, HEADS,
+    )  # fmt: skip
+    _answer_if_last(region, num_done, seq_A, status_A, taken, num_rows, served, stop, A, AB, LANE_BYTES)
+
+
+@triton.jit
+def _answer_if_last(
+    region, num_done, seq_A, status_A, taken, num_rows, served, stop,
+    A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Each program comes here when it has done its part."""
     tl.debug_barrier()  # what all threads have stored, before the word that says so
     num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) - 1:
