@@ -8,7 +8,7 @@ wherever a home would wait.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -119,12 +119,12 @@ class ToyExperts:
 
     num_replayed_rows = 0
 
-    def __init__(self, calls: Calls, call_of: dict[int, int]) -> None:
-        self._calls, self._call_of = calls, call_of
+    def __init__(self, calls: Calls, call_of: dict[int, int], to_all: Collection[int]) -> None:
+        self._calls, self._call_of, self._to_all = calls, call_of, to_all
 
     def __call__(self, layer, ids_TK, weights_TK, hidden_TD, residual_TD):
         call = self._call_of[layer]
-        y_row_TK = self._calls(call, ids_TK, hidden_TD)
+        y_row_TK = self._calls(call, ids_TK, hidden_TD, to_all=layer in self._to_all)
         return send.collect(self._calls.state, y_row_TK, weights_TK, residual_TD, call)
 
 
@@ -143,7 +143,7 @@ class Home:
         tables = Tables(self.state, place_of_LN.to(device), expert_at_LP.to(device), range(world.num_workers))
         calls = Calls(tables, self._cut, lambda flags: None)
         ffn, heads = config.numbers_of(ShardKind.SLICE, ShardKind.EXPERT), config.numbers_of(ShardKind.HEAD)
-        self.experts = ToyExperts(calls, ffn)
+        self.experts = ToyExperts(calls, ffn, config.numbers_of(ShardKind.SLICE))
         self.heads = CudaHeads(calls, self.ops, heads, config.num_kv_heads, world.head_shape.answer_size, PAGE)
         self.decoder = Decoder(config, world.weights, self.ops, MAX_LEN, has_heads=False)
         group = config.num_heads // config.num_kv_heads

@@ -1,4 +1,4 @@
-"""Where the time of a divided step goes on one GPU, from the notes of all workers' kernels (backends/cuda/ops/timeline.py).
+"""Where the time of a divided step goes on one GPU: notes of all workers' kernels (backends/cuda/ops/timeline.py).
 
 python -m everserve.bench.timeline --sizes 2 --layers 8        # notes are kept in --out, one file for each worker
 
@@ -143,9 +143,9 @@ def take(size: int, layers: int, streams: int, tokens: int, out: Path) -> str:
     flags: tuple[str, ...] = ("-tp", str(size), "--no-enable-prefix-caching", "--max-model-len", "768")
     flags += ("--max-num-seqs", str(streams), "--kv-log", "off")
     with subject("llama", layers) as served, running(served, (*served.flags, *flags)) as server:
-        for slice_ in range(3):
+        for slice_ in range(2):
             found, _ = server.measure(random_prompts(served.vocab_size, streams, 512, seed=slice_), tokens)
-            if slice_ == 1:
+            if slice_ == 0:
                 (directory / "take").touch()
         head: Any = f"-tp {size}: between tokens {found.itl_p50_ms:.3f} ms, {found.tokens_per_s:.0f} tokens/s"
         import time  # noqa: PLC0415

@@ -240,12 +240,12 @@ def _post_kernel(
     num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(num_done, 0)
-        _send(region, present, rows, sent, bell, lead, layer, next_layer, replay, E, EB, LANE_BYTES)
+        send_requests(region, present, rows, sent, bell, lead, layer, next_layer, replay, E, EB, LANE_BYTES)
         note_here(stop, SENT_NOTE)
 
 
 @triton.jit
-def _send(
+def send_requests(
     region, present, rows, sent, bell, lead, layer, next_layer, replay,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip

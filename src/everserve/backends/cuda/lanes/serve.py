@@ -338,7 +338,7 @@ def _choose_kernel(
     is_answered = is_served | ((is_ours | is_nonsense) & (status != 0))
     if HAS_BELL:  # noqa: SIM102 (a constant of the kernel, and a value)
         if (tl.sum((is_new & (is_answered == 0)).to(tl.int32)) > 0) | ((chosen >= 0) & (chosen < L - 1)):
-            tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+            tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="relaxed", scope="sys")
     num_replayed = tl.sum(tl.where(is_served & ((request & 1) == 1), num_rows, 0))
     if num_replayed > 0:
         tl.store(served + 3, tl.load(served + 3) + num_replayed)

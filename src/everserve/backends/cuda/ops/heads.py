@@ -46,11 +46,14 @@ from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.rows import rotated
 from everserve.model.rope import RopeTables
 
-_SOME = Product(64, 128, 3, 4, 2)
+# A worker has few heads, so few tiles: each must have much on its way.
+_SOME = Product(64, 128, 5, 4, 1)
 _MANY = Product(128, 64, 4, 8, 1)
 _INTERPRETED_PROGRAMS = 3  # any number must do
-_FEW_PROGRAMS = 132  # of a kernel that seldom has anything to do: those that do not fit the device at once, wait
-_MERGE_PROGRAMS = 528
+# Of kernels that walk over units. A program that finds none costs time, too, if it has to wait for its turn.
+_ROTATE_PROGRAMS = 2112  # small ones, which all run at once
+_SMALL_PROGRAMS = _MERGE_PROGRAMS = 528
+_FEW_PROGRAMS = 132  # where there is seldom anything to do
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def attend_heads(
     shape, page = arena.shape, arena.page
     of_page, of_heads = _of_page(lane, page), {"M": shape.group, "E": shape.head_size}
     norm_q, norm_k = (None, None) if arena.norms_L2E is None else (arena.norms_L2E, arena.norms_L2E[:, 1])
-    _rotate_heads[(_programs(stop.device),)](
+    _rotate_heads[(_programs(stop.device, _ROTATE_PROGRAMS),)](
         region, arena.qkv_RX, batch.lane_R, batch.token_R, batch.slot_R, num_rows, batch.num_jobs, layer_at,
         arena.piece_LS, arena.kv_pool, *arena.rope, norm_q, norm_k, shape.eps, stop,
         shape.blocks_per_home * shape.block_size, len(arena.rope[0]),
@@ -187,9 +190,9 @@ def attend_heads(
             num_warps=launch.num_warps if shape.head_size <= 128 else 8, maxnreg=launch.max_registers,
         )  # fmt: skip
 
-    run(page.small_at, 0, max(SMALL, triton.next_power_of_2(shape.group)), SMALL_LAUNCH, MAX_PROGRAMS)
-    num_programs = MAX_PROGRAMS if may_be_large else _FEW_PROGRAMS
-    run(page.large_at, 1, max(LARGE, triton.next_power_of_2(shape.group)), LARGE_LAUNCH, num_programs)
+    num_small, num_large = (MAX_PROGRAMS, MAX_PROGRAMS) if may_be_large else (_SMALL_PROGRAMS, _FEW_PROGRAMS)
+    run(page.small_at, 0, max(SMALL, triton.next_power_of_2(shape.group)), SMALL_LAUNCH, num_small)
+    run(page.large_at, 1, max(LARGE, triton.next_power_of_2(shape.group)), LARGE_LAUNCH, num_large)
 
 
 def merge(
@@ -213,7 +216,7 @@ def _of_page(lane: CudaLaneShape, page: PageShape) -> dict[str, int]:
     return {"LANE_BYTES": lane.lane_bytes(), "PAGE_AT": lane.page_at, "POSITIONS_AT": page.positions_at}
 
 
-def _programs(device: torch.device, num: int = MAX_PROGRAMS) -> int:
+def _programs(device: torch.device, num: int) -> int:
     return num if device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
@@ -235,32 +238,35 @@ def _project(
         i = tl.arange(0, BM)
         is_row = i < tl.load(size_M + m)
         x_rows = tl.load(x_row + row + i, mask=is_row, other=0).to(tl.int64)
-        if NUM_SPLITS == 1:  # as in dense.py: several are added to nothing, and then there is no -0
-            total = _split(x, x_rows, is_row, weights, weight, num_m * 0, D, SPLIT_SIZE, BM, BN, BK, STAGES)
-        else:
-            total = tl.zeros((BM, BN), tl.float32)
-            for split in range(NUM_SPLITS):
-                total += _split(x, x_rows, is_row, weights, weight, split, D, SPLIT_SIZE, BM, BN, BK, STAGES)
+        total = _all_splits(x, x_rows, is_row, weights, weight, D, SPLIT_SIZE, NUM_SPLITS, BM, BN, BK, STAGES)
         f = column + tl.arange(0, BN)
         at = (row + i).to(tl.int64)[:, None] * X + f[None, :]
         tl.store(qkv + at, total.to(tl.bfloat16), mask=is_row[:, None] & (f < X)[None, :])
 
 
 @triton.jit
-def _split(
-    x, x_rows, is_row, weights, weight, split, D: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+def _all_splits(
+    x, x_rows, is_row, weights, weight, D: tl.constexpr, SPLIT_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """((0 + split 0) + split 1) + .., in one loop, as in dense.py. One split alone is not added to 0: it may be -0."""
     d = tl.arange(0, BK)
     x_at = x + x_rows[:, None] * D + d[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    first = split * SPLIT_SIZE
-    for k in tl.range(first, tl.minimum(first + SPLIT_SIZE, D), BK, num_stages=STAGES):
+    total, part = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
         if D % BK == 0:
             x_MK = tl.load(x_at + k, mask=is_row[:, None], other=0.0)
         else:  # descriptors give zeros beyond the end of a row, and zeros they must meet
             x_MK = tl.load(x_at + k, mask=is_row[:, None] & (d + k < D)[None, :], other=0.0)
-        total = tl.dot(x_MK, weights.load([weight, k]).T, total)
+        part = tl.dot(x_MK, weights.load([weight, k]).T, part)
+        if NUM_SPLITS > 1:  # noqa: SIM102 (a constant of the kernel, and a value)
+            if (k + BK) % SPLIT_SIZE == 0:
+                total += part
+                part = tl.zeros((BM, BN), tl.float32)
+    if NUM_SPLITS == 1:
+        return part
+    if D % SPLIT_SIZE != 0:
+        total += part
     return total
 
 

@@ -2,7 +2,7 @@
 
 With EVERSERVE_TIMELINE=DIRECTORY in its environment a worker's kernels note the device's clock, which is the same for
 all processes, in a ring behind the word `stop`, that all of them have anyway. Once DIRECTORY/take exists, the ring is
-written to DIRECTORY/PID.npy, again and again. Without that variable nothing of this is compiled into a kernel.
+written to a file there, again and again. Without that variable nothing of this is compiled into a kernel.
 
 `everserve.bench.timeline` takes such a profile and sums it up.
 """
@@ -52,10 +52,10 @@ def _keep(words: Tensor, directory: Path) -> None:
             found = words.cpu().numpy()
             num, notes = int(found[_COUNT_AT.value]), found[_NOTES_AT.value :].view(np.int64)
             notes = np.roll(notes, -num) if num > NUM_NOTES else notes[:num]
-            unfinished = directory / f"{os.getpid()}.new"
-            with unfinished.open("wb") as file:
+            name = f"{os.getpid()}-{words.data_ptr():x}"  # an expert worker has two, and uses one of them
+            with (directory / f"{name}.new").open("wb") as file:
                 np.save(file, notes)
-            unfinished.rename(directory / f"{os.getpid()}.npy")
+            (directory / f"{name}.new").rename(directory / f"{name}.npy")
 
 
 @triton.jit
