@@ -103,9 +103,7 @@ class Side:
         state, batch = self.state, self.state.heads
         assert batch is not None
         serve_heads(state, self.arena)
-        assert batch.num_jobs.item() > 0 and state.tiles.num_tiles[0].item() == 0, (
-            "a batch of heads, and of nothing else"
-        )
+        assert batch.num_jobs.item() > 0
 
 
 CASES = {

@@ -10,23 +10,30 @@ call      of a home: company, the last home asks; pickup, the workers see that; 
 
 import argparse
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# As in backends/cuda/ops/timeline.py, which cannot be imported without triton.
-TIME_BITS = 52
-KERNEL, PRODUCT, CHOOSE, COLLECT, SENT, ANSWERED, STEP, REPORT = range(8)
-CHOSEN = 64
+from everserve.backends.cuda.notes import (
+    ANSWERED,
+    CHOOSE,
+    CHOSEN,
+    COLLECT,
+    KERNEL,
+    PRODUCT,
+    REPORT,
+    SENT,
+    STEP,
+    TIME_BITS,
+)
 
 Notes = list[tuple[int, int]]  # (what, ns), in order of time
-_HEADS = ("post", "sent", "collect heads", "output", "add and norm")
 
 
 def decode(words: NDArray[np.int64]) -> Notes:
@@ -147,9 +154,7 @@ def take(size: int, layers: int, streams: int, tokens: int, out: Path) -> str:
             found, _ = server.measure(random_prompts(served.vocab_size, streams, 512, seed=slice_), tokens)
             if slice_ == 0:
                 (directory / "take").touch()
-        head: Any = f"-tp {size}: between tokens {found.itl_p50_ms:.3f} ms, {found.tokens_per_s:.0f} tokens/s"
-        import time  # noqa: PLC0415
-
+        head = f"-tp {size}: between tokens {found.itl_p50_ms:.3f} ms, {found.tokens_per_s:.0f} tokens/s"
         time.sleep(1.0)  # a copy of the last notes
     return f"{head}\n{summary(directory)}"
 

@@ -15,7 +15,7 @@ def serve_heads(state: ServeState, heads: HeadArena, may_be_large: bool = True) 
     batch = state.heads
     assert batch is not None
     serve.choose(state, of_heads=True)
-    serve.gather(state, may_be_large)
+    serve.gather(state, may_be_large, of_heads=True)
     project(state.region, state.x_row_R, heads, state.layer, batch.tiles, state.stop)
     if may_be_large:
         for i in range(_SLICES):

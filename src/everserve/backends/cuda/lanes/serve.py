@@ -170,16 +170,17 @@ def choose(state: ServeState, of_heads: bool | None = None) -> None:
     )  # fmt: skip
 
 
-def gather(state: ServeState, may_be_large: bool = True) -> None:
+def gather(state: ServeState, may_be_large: bool = True, of_heads: bool = False) -> None:
     """Which rows of which boxes, sorted by slot, and the tiles of the products. Without `may_be_large` all of them are
-    in `tiles`, which is slow if there are many. A batch of heads has tiles of its own, and none of these."""
-    shape, tiles, large = state.shape, state.tiles, state.large_tiles
+    in `tiles`, which is slow if there are many. A batch of heads has tiles of its own, and jobs."""
+    shape, batch = state.shape, state.heads if of_heads else None
+    tiles, large = (state.tiles, state.large_tiles) if batch is None else (batch.tiles, batch.large_tiles)
     large_rows = large.cut.rows if may_be_large else _NEVER
-    of_heads = (None,) * 11 if state.heads is None else state.heads.arguments
+    jobs = (None,) * 8 if batch is None else batch.arguments
     _gather_kernel[(shape.num_slots,)](
         state.seq_A, state.counts_AS, state.x_row_R, state.y_row_R, state.num_rows,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles,
-        state.layer, state.held_LS, state.rows_LN, state.stop, *of_heads,
+        state.layer, state.held_LS, state.rows_LN, state.stop, *jobs,
         **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots), N=state.rows_LN.shape[1],
         LANE_ROWS=shape.lane_rows(), FIRST_X=shape.first_x(0), BOX_ROWS=shape.box_rows, LANE_MAX_ROWS=shape.max_rows,
         BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, **early(state.stop.device), num_warps=4,
@@ -352,8 +353,7 @@ def _choose_kernel(
 def _gather_kernel(
     seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles,
     layer_at, held_LS, rows_LN, stop,
-    is_head_L, num_head_tiles, num_large_head_tiles, num_jobs, job_lane, job_slot, job_row, job_size,
-    row_lane, row_token, row_slot,
+    num_jobs, job_lane, job_slot, job_row, job_size, row_lane, row_token, row_slot,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, N: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_X: tl.constexpr, BOX_ROWS: tl.constexpr, LANE_MAX_ROWS: tl.constexpr,
     BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
@@ -377,18 +377,12 @@ def _gather_kernel(
     own = tl.sum(tl.where(slots == slot, total_S, 0))
     write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, own, rows_per_tile)
     layer = tl.load(layer_at)
-    is_head = False
-    if is_head_L is not None:
-        is_head = tl.load(is_head_L + layer, mask=layer >= 0, other=0) != 0
     if slot == 0:
         tl.store(num_rows, tl.sum(total_S))
-        tl.store(num_tiles, tl.where(is_large | is_head, 0, tl.sum(tiles_S)))
-        tl.store(num_large_tiles, tl.where(is_large & (is_head == 0), tl.sum(tiles_S), 0))
-        if is_head_L is not None:
-            num_asked = tl.sum((counts > 0).to(tl.int32))
-            tl.store(num_head_tiles, tl.where(is_head & (is_large == 0), tl.sum(tiles_S), 0))
-            tl.store(num_large_head_tiles, tl.where(is_head & is_large, tl.sum(tiles_S), 0))
-            tl.store(num_jobs, tl.where(is_head, num_asked, 0))
+        tl.store(num_tiles, tl.where(is_large, 0, tl.sum(tiles_S)))
+        tl.store(num_large_tiles, tl.where(is_large, tl.sum(tiles_S), 0))
+        if num_jobs is not None:
+            tl.store(num_jobs, tl.sum((counts > 0).to(tl.int32)))
 
     if own > 0:
         expert = tl.load(held_LS + layer * S + slot)  # -1 if the host empties the slot just now
@@ -400,9 +394,9 @@ def _gather_kernel(
     end_A = tl.cumsum(own_A, 0)
     begin_A = end_A - own_A
     offset_A = ranks * LANE_ROWS + FIRST_X + box * BOX_ROWS + lower_A - begin_A
-    if is_head_L is not None:
+    if num_jobs is not None:
         first_job = tl.sum(tl.sum(((counts > 0) & (slots < slot)[None, :]).to(tl.int32), axis=1), axis=0)
-        is_job = (own_A > 0) & is_head
+        is_job = own_A > 0
         job_A = first_job + tl.cumsum((own_A > 0).to(tl.int32), 0) - 1
         tl.store(job_lane + job_A, ranks, mask=is_job)
         tl.store(job_slot + job_A, tl.zeros((AB,), tl.int32) + slot, mask=is_job)
@@ -414,12 +408,12 @@ def _gather_kernel(
         row = i + tl.sum(tl.where(is_from, offset_A[None, :], 0), axis=1)
         tl.store(x_row + first_row + i, row, mask=i < own)
         tl.store(y_row + first_row + i, row + LANE_MAX_ROWS, mask=i < own)
-        if is_head_L is not None:
-            is_row = (i < own) & is_head
+        if num_jobs is not None:
             lane = tl.sum(tl.where(is_from, ranks[None, :], 0), axis=1)
-            tl.store(row_lane + first_row + i, lane, mask=is_row)
-            tl.store(row_token + first_row + i, i - tl.sum(tl.where(is_from, begin_A[None, :], 0), axis=1), mask=is_row)
-            tl.store(row_slot + first_row + i, tl.zeros((BR,), tl.int32) + slot, mask=is_row)
+            tl.store(row_lane + first_row + i, lane, mask=i < own)
+            token = i - tl.sum(tl.where(is_from, begin_A[None, :], 0), axis=1)
+            tl.store(row_token + first_row + i, token, mask=i < own)
+            tl.store(row_slot + first_row + i, tl.zeros((BR,), tl.int32) + slot, mask=i < own)
 
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])

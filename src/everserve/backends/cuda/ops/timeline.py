@@ -19,20 +19,21 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from everserve.backends.cuda import notes
+
 _DIRECTORY = os.environ.get("EVERSERVE_TIMELINE", "")
 _IS_ON = tl.constexpr(bool(_DIRECTORY))
 NUM_NOTES = 1 << 17
 _LAST_NOTE = tl.constexpr(NUM_NOTES - 1)
 _COUNT_AT, _NOTES_AT = tl.constexpr(16), tl.constexpr(32)  # in int32, from `stop`
-TIME_BITS = 52  # of a note; above them stands what began
-_TIME_BITS = tl.constexpr(TIME_BITS)
+_TIME_BITS = tl.constexpr(notes.TIME_BITS)
 _EVERY_S = 0.3
 
-KERNEL, PRODUCT, CHOOSE, COLLECT, SENT, ANSWERED, STEP, REPORT = range(8)
-CHOSEN = 64  # plus the layer
-KERNEL_NOTE, PRODUCT_NOTE, CHOOSE_NOTE, COLLECT_NOTE = map(tl.constexpr, (KERNEL, PRODUCT, CHOOSE, COLLECT))
-SENT_NOTE, ANSWERED_NOTE, STEP_NOTE, REPORT_NOTE = map(tl.constexpr, (SENT, ANSWERED, STEP, REPORT))
-CHOSEN_NOTE = tl.constexpr(CHOSEN)
+KERNEL_NOTE, PRODUCT_NOTE = tl.constexpr(notes.KERNEL), tl.constexpr(notes.PRODUCT)
+CHOOSE_NOTE, CHOSEN_NOTE = tl.constexpr(notes.CHOOSE), tl.constexpr(notes.CHOSEN)
+COLLECT_NOTE, SENT_NOTE = tl.constexpr(notes.COLLECT), tl.constexpr(notes.SENT)
+ANSWERED_NOTE = tl.constexpr(notes.ANSWERED)
+STEP_NOTE, REPORT_NOTE = tl.constexpr(notes.STEP), tl.constexpr(notes.REPORT)
 
 
 def make_stop(device: torch.device) -> Tensor:
@@ -50,11 +51,11 @@ def _keep(words: Tensor, directory: Path) -> None:
         time.sleep(_EVERY_S)
         if (directory / "take").exists():
             found = words.cpu().numpy()
-            num, notes = int(found[_COUNT_AT.value]), found[_NOTES_AT.value :].view(np.int64)
-            notes = np.roll(notes, -num) if num > NUM_NOTES else notes[:num]
+            num, ring = int(found[_COUNT_AT.value]), found[_NOTES_AT.value :].view(np.int64)
+            ring = np.roll(ring, -num) if num > NUM_NOTES else ring[:num]
             name = f"{os.getpid()}-{words.data_ptr():x}"  # an expert worker has two, and uses one of them
             with (directory / f"{name}.new").open("wb") as file:
-                np.save(file, notes)
+                np.save(file, ring)
             (directory / f"{name}.new").rename(directory / f"{name}.npy")
 
 
@@ -72,5 +73,5 @@ def note_here(stop, what):
     if _IS_ON:
         now = globaltimer() & ((1 << _TIME_BITS) - 1)
         at = tl.atomic_add(stop + _COUNT_AT, 1, sem="relaxed") & _LAST_NOTE
-        notes = (stop + _NOTES_AT).to(tl.pointer_type(tl.int64))
-        tl.store(notes + at, now | (tl.full((), what, tl.int64) << _TIME_BITS))
+        ring = (stop + _NOTES_AT).to(tl.pointer_type(tl.int64))
+        tl.store(ring + at, now | (tl.full((), what, tl.int64) << _TIME_BITS))
