@@ -126,9 +126,9 @@ def summary(directory: Path) -> str:
             if alike:
                 lines.append(f"worker {pid}, {('heads', 'slices')[kind]}: {len(alike)} batches")
                 lines.append("  " + " ".join(f"{_name(what)}{us:.1f}" for what, us in gaps(alike)))
-    for kind, calls in calls_of(list(homes.values()), list(workers.values())).items():
+    for name, calls in calls_of(list(homes.values()), list(workers.values())).items():
         parts = {part: median(call[part] for call in calls) for part in calls[0]}
-        lines.append(f"{kind}: {len(calls)} calls: " + ", ".join(f"{part} {us:.1f}" for part, us in parts.items()))
+        lines.append(f"{name}: {len(calls)} calls: " + ", ".join(f"{part} {us:.1f}" for part, us in parts.items()))
     return "\n".join(lines)
 
 
@@ -149,6 +149,7 @@ def take(size: int, layers: int, streams: int, tokens: int, out: Path) -> str:
     os.environ["EVERSERVE_TIMELINE"] = str(directory)
     flags: tuple[str, ...] = ("-tp", str(size), "--no-enable-prefix-caching", "--max-model-len", "768")
     flags += ("--max-num-seqs", str(streams), "--kv-log", "off")
+    flags += ("--max-lost-devices", "0") if size > 1 else ()  # as `bench degree`
     with subject("llama", layers) as served, running(served, (*served.flags, *flags)) as server:
         for slice_ in range(2):
             found, _ = server.measure(random_prompts(served.vocab_size, streams, 512, seed=slice_), tokens)
