@@ -15,7 +15,7 @@ only after the rows were sent, because reports can wait and rows cannot.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -48,6 +48,7 @@ class CudaExperts:
     call_of      the call of each layer's experts; where heads are divided layers have two calls, and all of them are
                  seen through here
     layer_of     the layer of each call
+    to_all       layers in which every row goes to all shards: a dense FFN in slices
     kv           where the KV of divided heads is
     The others as in RemoteExperts.
     """
@@ -66,6 +67,7 @@ class CudaExperts:
         on_replay: Callable[[Rank, int, int], None],
         call_of: Mapping[int, int] | None = None,
         layer_of: Sequence[int] | None = None,
+        to_all: Collection[int] = (),
         kv: CudaHeadKv | None = None,
     ) -> None:
         self.num_replayed_rows = 0
@@ -83,6 +85,7 @@ class CudaExperts:
         self._on_suspect = on_suspect
         self._on_replay = on_replay
         self._call_of = dict(call_of or {layer: i for i, layer in enumerate(peers.moe_layers)})
+        self._to_all = frozenset(to_all)
         self._layer_of = tuple(layer_of or peers.moe_layers)
         self._must_release = False
         self._looks: dict[Rank, tuple[int, int]] = {}  # at peers that do not answer: how many, after which answer
@@ -96,7 +99,7 @@ class CudaExperts:
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
         call = self._call_of[layer]
-        y_row_TK = self.calls(call, ids_TK, hidden_TD)
+        y_row_TK = self.calls(call, ids_TK, hidden_TD, to_all=layer in self._to_all)
         return send.collect(self._state, y_row_TK, weights_TK, residual_TD, call)
 
     # -- step by step ----------------------------------------------------------------------------
