@@ -18,5 +18,6 @@ whole steps can be queued on the device without the host looking at any layer.
     collect
 
 No kernel waits, except `choose`, and that not for long: the attention worker's stream itself waits
-(cuStreamBatchMemOp). That keeps nothing off the device, though it takes 6 us to go on; and any process that maps the lane can end it by writing to the flag.
+(cuStreamBatchMemOp). That keeps nothing off the device, though it takes 6 us to go on; and any process that maps the
+lane can end it by writing to the flag.
 """
