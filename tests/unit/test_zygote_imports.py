@@ -14,7 +14,7 @@ import gc, json, sys
 from pathlib import Path
 from everserve.zygote import imports
 
-imports.is_available = lambda: True
+imports.has_gpu = lambda: True
 with imports.no_collections():
     hashing = imports.hash_triton()
     with imports.nothing_to_trace():

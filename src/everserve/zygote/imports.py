@@ -11,10 +11,9 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 from types import ModuleType
-
-from everserve.memory.device import is_available
 
 _FOR_TRACING = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 
@@ -44,9 +43,14 @@ def nothing_to_trace() -> Iterator[None]:
                 delattr(sys.modules[package], name)
 
 
+def has_gpu() -> bool:
+    """As far as files say. The driver's library must not be loaded yet: the environment may not be complete."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
 def hash_triton() -> Thread | None:
     """If workers may compute on a GPU. The thread has to be waited for before a fork."""
-    if not is_available() or importlib.util.find_spec("triton") is None:
+    if not has_gpu() or importlib.util.find_spec("triton") is None:
         return None
     from everserve.backends.cuda import kernel_keys  # noqa: PLC0415 (Triton is not there on every machine)
 
