@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cuda.device_batch import SEGMENT, DeviceBatch
-from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.batches import serve_heads
 from everserve.backends.cuda.lanes.lane import NUM_BOXES, CudaLaneShape
 from everserve.backends.cuda.lanes.page import PageShape
 from everserve.backends.cuda.lanes.send import SendState
@@ -14,7 +15,7 @@ from everserve.backends.cuda.lanes.send_heads import collect_heads, turn_page
 from everserve.backends.cuda.lanes.serve import ServeState
 from everserve.backends.cuda.ops import attention, rows
 from everserve.backends.cuda.ops.dense import Linear
-from everserve.backends.cuda.ops.heads import HeadArena, HeadShape, attend_heads, project
+from everserve.backends.cuda.ops.heads import HeadArena, HeadShape
 from everserve.backends.cuda.ops.sums import Sums
 from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
@@ -101,18 +102,8 @@ class Side:
     def serve(self) -> None:
         state, batch = self.state, self.state.heads
         assert batch is not None
-        serve.choose(state)
-        serve.gather(state)
-        assert batch.num_jobs.item() > 0 and state.tiles.num_tiles[0].item() == 0, (
-            "a batch of heads, and of nothing else"
-        )
-        for tiles in (batch.tiles, batch.large_tiles):
-            project(state.region, state.x_row_R, self.arena, state.layer, tiles, self.stop)
-        attend_heads(state.region, self.lane, batch, self.arena, state.layer, state.num_rows, state.y_row_R, self.stop)
-        seq = int(state.seq_A.max().item())
-        for home in range(self.num_homes):  # as `answer` would
-            first = home * self.lane.lane_bytes()
-            self.memory[first + 128 : first + 136].view(torch.int64).fill_(seq)
+        serve_heads(state, self.arena)
+        assert batch.num_jobs.item() > 0
 
 
 CASES = {

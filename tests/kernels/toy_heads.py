@@ -8,7 +8,7 @@ wherever a home would wait.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes import send
+from everserve.backends.cuda.lanes.batches import serve_experts, serve_heads
 from everserve.backends.cuda.lanes.calls import Calls
 from everserve.backends.cuda.lanes.lane import NUM_BOXES, CudaLaneShape
 from everserve.backends.cuda.lanes.page import PageShape
 from everserve.backends.cuda.lanes.remote_heads import CudaHeads
 from everserve.backends.cuda.lanes.send import SendState
 from everserve.backends.cuda.lanes.serve import ServeState
-from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
-from everserve.backends.cuda.ops.heads import HeadArena, HeadShape, attend_heads, project
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.heads import HeadArena, HeadShape
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
@@ -107,20 +108,10 @@ class Worker:
             arena.piece_LS[index, slot] = piece
         return arena
 
-    def serve(self) -> int:
-        """One batch; its call, or -1."""
-        state, heads, batch = self.state, self.heads, self.state.heads
-        assert batch is not None
-        serve.choose(state)
-        serve.gather(state)
-        for tiles in (batch.tiles, batch.large_tiles):
-            project(state.region, state.x_row_R, heads, state.layer, tiles, state.stop)
-        attend_heads(state.region, state.shape, batch, heads, state.layer, state.num_rows, state.y_row_R, state.stop)
-        for tiles in (state.tiles, state.large_tiles):
-            gate_up(state.region, state.x_row_R, self.arena, state.layer, tiles, self.h_RF, state.stop)
-        down(self.h_RF, self.arena, state.layer, state.tiles, state.region, state.y_row_R, state.stop)
-        serve.down_and_answer(state, self.h_RF, self.arena, state.large_tiles)
-        return int(state.layer.item())
+    def serve(self) -> None:
+        """One batch of heads and one of the FFN, if there are such."""
+        serve_heads(self.state, self.heads)
+        serve_experts(self.state, self.arena, self.h_RF)
 
 
 class ToyExperts:
@@ -128,12 +119,12 @@ class ToyExperts:
 
     num_replayed_rows = 0
 
-    def __init__(self, calls: Calls, call_of: dict[int, int]) -> None:
-        self._calls, self._call_of = calls, call_of
+    def __init__(self, calls: Calls, call_of: dict[int, int], to_all: Collection[int]) -> None:
+        self._calls, self._call_of, self._to_all = calls, call_of, to_all
 
     def __call__(self, layer, ids_TK, weights_TK, hidden_TD, residual_TD):
         call = self._call_of[layer]
-        y_row_TK = self._calls(call, ids_TK, hidden_TD)
+        y_row_TK = self._calls(call, ids_TK, hidden_TD, to_all=layer in self._to_all)
         return send.collect(self._calls.state, y_row_TK, weights_TK, residual_TD, call)
 
 
@@ -152,7 +143,7 @@ class Home:
         tables = Tables(self.state, place_of_LN.to(device), expert_at_LP.to(device), range(world.num_workers))
         calls = Calls(tables, self._cut, lambda flags: None)
         ffn, heads = config.numbers_of(ShardKind.SLICE, ShardKind.EXPERT), config.numbers_of(ShardKind.HEAD)
-        self.experts = ToyExperts(calls, ffn)
+        self.experts = ToyExperts(calls, ffn, config.numbers_of(ShardKind.SLICE))
         self.heads = CudaHeads(calls, self.ops, heads, config.num_kv_heads, world.head_shape.answer_size, PAGE)
         self.decoder = Decoder(config, world.weights, self.ops, MAX_LEN, has_heads=False)
         group = config.num_heads // config.num_kv_heads

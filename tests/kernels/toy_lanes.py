@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cuda.lanes import send, serve
+from everserve.backends.cuda.lanes.batches import serve_experts
 from everserve.backends.cuda.lanes.lane import NUM_BOXES, CudaLaneShape
 from everserve.backends.cuda.lanes.send import SendState
 from everserve.backends.cuda.lanes.serve import ServeState
-from everserve.backends.cuda.ops.experts import down, gate_up
 from tests.kernels.toy_experts import make_arena
 
 HIDDEN_SIZE, EXPERT_SIZE = 64, 96
@@ -71,14 +71,8 @@ class Expert:
 
     def serve(self) -> int:
         """One batch; its layer, or -1."""
-        state = self.state
-        serve.choose(state)
-        serve.gather(state)
-        for tiles in (state.tiles, state.large_tiles):
-            gate_up(state.region, state.x_row_R, self.arena, state.layer, tiles, self.h_RF, state.stop)
-        down(self.h_RF, self.arena, state.layer, state.tiles, state.region, state.y_row_R, state.stop)
-        serve.down_and_answer(state, self.h_RF, self.arena, state.large_tiles)
-        return int(state.layer.item())
+        serve_experts(self.state, self.arena, self.h_RF)
+        return int(self.state.layer.item())
 
     def answer(self) -> int:
         """Like `serve`, but nothing is computed."""

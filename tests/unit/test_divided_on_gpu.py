@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import structs
 
 from everserve.backends.cuda.call_slots import CallSlots
@@ -16,13 +18,16 @@ from everserve.backends.cuda.lanes.page import lane_shape, page_shape
 from everserve.bench.degree_plan import model_of
 from everserve.bench.device_shapes import write_shape
 from everserve.cli import serve_settings
-from everserve.cli.serve_settings import divide_heads, say_whole_heads, without_copies
+from everserve.cli.serve_settings import divide_heads, say_whole_heads, with_room
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.control.needs import Needs
 from everserve.errors import ConfigError
 from everserve.model.config import ModelConfig
-from everserve.tables.calls import ShardKind
+from everserve.plan.repair import Room, replan
+from everserve.plan.shards import Spread, place_shards
+from everserve.plan.survival import repairable_devices
+from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
@@ -188,7 +193,7 @@ def divided(num: int = 3, **cluster: int) -> tuple[ModelConfig, Needs, StartOrch
     told = settings_of(directory, "anchor")
     config = ClusterConfig(tensor_parallel_size=num, **cluster).resolved()
     settings = divide_heads(told, config)
-    config = without_copies(config, settings)
+    config = with_room(config, settings)
     start = StartOrchestrator(cluster=config, worker=settings, num_gpus=1, gpus=("GPU",))
     model = ModelConfig.from_source(settings.model)
     return model, Needs(model, settings, capacity_of(start, model, first_goal(start, model)), 50.0), start
@@ -200,7 +205,7 @@ def root(tmp_path: Path) -> None:
 
 
 def test_weights_and_kv_of_a_worker_are_near_their_share() -> None:
-    model, needs, start = divided(3)
+    model, needs, start = divided(3, max_lost_devices=0)
     goal = first_goal(start, model)
     assert model.divides_heads and start.worker.log.mode == "anchor" and start.cluster.shadow_experts == 0
     num_heads = NUM_LAYERS * model.num_kv_heads
@@ -211,6 +216,48 @@ def test_weights_and_kv_of_a_worker_are_near_their_share() -> None:
     assert memory[Kind.KV_PIECES].gpu == 0
     whole = needs.settings.engine.kv_cache_bytes + num_heads * 6 * model.head_size * model.hidden_size * 2
     assert memory[Kind.KV_PIECES].num_bytes <= 1.05 * whole, "the heads of a third, for the streams of three homes"
+
+
+@pytest.mark.parametrize(("num", "told", "num_lost"), [(2, None, 0), (3, None, 1), (8, None, 1), (8, 3, 3), (2, 1, 1)])
+def test_others_have_room_for_what_lost_devices_had(num: int, told: int | None, num_lost: int) -> None:
+    model, needs, start = divided(num, **({} if told is None else {"max_lost_devices": told}))
+    goal, num_left = first_goal(start, model), num - num_lost
+    assert goal.placement is not None and start.cluster.shadow_experts == 0
+    assert needs.capacity.head_pieces == -(-NUM_LAYERS * model.num_kv_heads // num_left)
+    assert set(needs.capacity.slots(len(model.calls))) == {-(-8 // num_left)}, "eight heads, and eight slices"
+    assert needs.capacity.heads_stay is (num_lost == 0)
+    assert repairable_devices(goal, goal.placement, needs.capacity) == num_lost
+
+
+def test_room_for_lost_devices_is_refused_where_it_has_no_meaning() -> None:
+    _, needs, _ = divided(2)
+    whole = changed(needs.settings, divides_heads=False)
+    with pytest.raises(ConfigError, match="divided over GPUs"):
+        with_room(ClusterConfig(tensor_parallel_size=3, max_lost_devices=1).resolved(), whole)
+    with pytest.raises(ConfigError, match="fewer than its devices"):
+        ClusterConfig(tensor_parallel_size=3, max_lost_devices=3).check()
+    with pytest.raises(ConfigError, match="with -tp"):
+        ClusterConfig(max_lost_devices=1).check()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(3, 8), st.integers(1, 2), st.lists(st.integers(0, 7), min_size=1, max_size=4, unique=True))
+def test_heads_fit_into_pieces_whatever_is_lost(num: int, num_lost: int, gone: list[int]) -> None:
+    """And all have a place, as long as no more are lost than there is room for."""
+    calls = tuple(
+        Call(layer=layer, kind=kind, num_shards=8) for layer in range(6) for kind in (ShardKind.HEAD, ShardKind.SLICE)
+    )
+    placement = place_shards(calls, [Rank(rank) for rank in range(num)], 0, Spread.CYCLIC)
+    slots, pieces = (-(-8 // (num - num_lost)),) * len(calls), -(-6 * 8 // (num - num_lost))
+    for num_gone, rank in enumerate([rank for rank in gone if rank < num], start=1):
+        seats = tuple(seat for seat in placement.seats if seat.rank != rank)
+        before = structs.replace(placement, seats=seats)
+        placement = replan(before, [Room(seat.rank, seat.rank, max(slots), slots, pieces) for seat in seats])
+        heads = [index for index, call in enumerate(calls) if call.kind is ShardKind.HEAD]
+        assert all(sum(len(seat.experts(index)) for index in heads) <= pieces for seat in placement.seats)
+        if num_gone <= num_lost:
+            for index in heads:
+                assert {head for seat in placement.seats for head in seat.experts(index)} == set(range(8))
 
 
 def test_spare_slots_are_for_those_who_ask() -> None:
@@ -338,7 +385,7 @@ def test_turned_off_attention_stays_at_home(capsys: pytest.CaptureFixture[str]) 
     told = changed(settings_of(Path(needs.settings.model.directory), "anchor"), divide_heads=False)
     cluster = ClusterConfig(tensor_parallel_size=2).resolved()
     used = divide_heads(told, cluster)
-    assert used == told and without_copies(cluster, used).shadow_experts is None
+    assert used == told and with_room(cluster, used).shadow_experts is None
     say_whole_heads(told, used)
     assert not capsys.readouterr().err, "it was asked for"
     with pytest.raises(ConfigError, match="needs --tensor-parallel-size"):

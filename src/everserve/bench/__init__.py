@@ -15,6 +15,7 @@ overhead.py  what do the protections cost when nothing fails?
 checkpoint.py  what does the KV log cost when nothing fails?
 balance.py   what does moving experts by their load give under skewed traffic, next to not moving them?
 restore.py   a lost stream goes on: how fast from the log, next to computing it again?
+timeline.py  where does the time of a divided step go on one GPU? (`python -m everserve.bench.timeline`)
 mask.py      what do answers lose while experts are masked, next to none? (mask_tasks.py: asked by lm-eval)
 
 duty.py      take a worker's CPU away: duty cycles, quotas, busy neighbours

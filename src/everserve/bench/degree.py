@@ -136,8 +136,10 @@ def _flags(settings: Settings, shape: str, served: Subject, size: int) -> tuple[
     flags = (*served.flags, "-tp", str(size), "--no-enable-prefix-caching", "--max-model-len", str(length))
     if not is_for_gpu(shape):
         return (*flags, *_SMALL_CACHE)
-    heads = () if settings.divide_heads else ("--no-divide-heads",)
-    return (*flags, *heads, "--max-num-seqs", str(settings.num_streams), "--kv-log", "off")
+    told = [] if settings.divide_heads else ["--no-divide-heads"]
+    if settings.divide_heads and size > 1:
+        told = ["--max-lost-devices", "0"]  # 1/N of everything
+    return (*flags, *told, "--max-num-seqs", str(settings.num_streams), "--kv-log", "off")
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from everserve.bench import failover_report, kill, plot, report, restart
 from everserve.bench.incident import Round
@@ -62,28 +63,29 @@ def run(settings: Settings, out: Path | None) -> bool:
                 " included"
             )
         asks = make_asks(settings.num_streams, settings.num_prompt, settings.max_tokens, served.vocab_size)
-        rounds = _measure(settings, served, asks)
-    result = {"model": served.title, "settings": asdict(settings), **failover_report.summarize(rounds)}
-    result["rounds"] = [asdict(round_) for round_ in rounds]
+        rounds, result = list[Round](), dict[str, Any]()
+        for round_ in _measure(settings, served, asks):
+            rounds.append(round_)
+            result = {"model": served.title, "settings": asdict(settings), **failover_report.summarize(rounds)}
+            result["rounds"] = [asdict(one) for one in rounds]
+            report.keep("failover", result, out)
     path = report.write("failover", result, out)
     failover_report.show(result, path, plot.write(result, path.with_suffix(".png")))
     return failover_report.is_passed(result)
 
 
-def _measure(settings: Settings, served: Subject, asks: list[Ask]) -> list[Round]:
+def _measure(settings: Settings, served: Subject, asks: list[Ask]) -> Iterator[Round]:
     gc.collect()
     gc.freeze()  # this process measures arrival times: no long collections in between
-    rounds: list[Round] = []
     with contextlib.ExitStack() as stack:
         instance = stack.enter_context(contextlib.closing(Instance(served.model, settings.flags(served))))
         progress = stack.enter_context(Progress())
         progress.begin("failover", total=1 + 2 * settings.rounds + settings.baseline_rounds)
         expected = kill.undisturbed(instance.server, asks)
         progress.advance()
-        for measure in _schedule(settings, instance, asks, expected):
-            rounds.append(measure)
+        for measured in _schedule(settings, instance, asks, expected):
             progress.advance()
-    return rounds
+            yield measured
 
 
 def _schedule(settings: Settings, instance: Instance, asks: list[Ask], expected: list[list[int]]) -> Iterator[Round]:

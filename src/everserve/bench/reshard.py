@@ -3,7 +3,8 @@
     recompute      no KV log: survivors load the lost weights, all KV is computed again
     successor      KV in host memory; the device restarts at once, and its worker loads alone all that the device had
     parts          KV in host memory; the device is gone: survivors load and restore a part each of what it had. Ours
-    oracle         the shard worker's process is killed, its memory is kept: there is nothing to load
+    process        the same server; only the shard worker's process is killed: survivors find what it had in its memory
+    oracle         no KV log; the process is killed, its memory is kept: the next process has nothing to load
     restart        everything is killed and started again; clients ask once more. The baseline
 
 Beside it, for the same loss, what four planners would move (plan/reshard.py). Streams, weights and KV are real; every
@@ -45,6 +46,7 @@ VARIANTS = {
     "restart": Variant("off", "restart"),
     "successor": Variant("mirror", "device"),
     "parts": Variant("mirror", "gone"),
+    "process": Variant("mirror", "process"),
 }
 
 

@@ -15,9 +15,10 @@ _KV_BYTES = "kv_regained_bytes"  # in the name of the counter of KV that was cop
 _LEGEND = """\
 pause: of each stream the longest time between two tokens around the loss; over all streams of all rounds.
 recompute: no KV log. successor: KV in host memory, the device restarts at once and loads alone all that it had. parts:
-  KV in host memory, survivors load and restore a part each (ours). oracle: a process dies, its memory is kept.
-  restart: everything. Only lost weights are loaded in all of them but a restart; `full reload` below is what a system
-  would load that shards anew.
+  KV in host memory, survivors load and restore a part each (ours). process: there, only a process dies.
+  oracle: a process dies, its memory is kept, streams wait for the next process. restart: everything.
+  Only lost weights are loaded in all of them but a restart; `full reload` below is what a system would load that
+  shards anew.
 link: bytes that were copied over the speed of one copy from the memory of the host, measured in the same run. Weights
   that CPUs read where files are mapped are not copied. again: tokens whose KV was computed once more."""
 

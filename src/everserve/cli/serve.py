@@ -23,7 +23,7 @@ from everserve.cli.serve_settings import (
     resolve_model,
     say_whole_heads,
     start_orchestrator,
-    without_copies,
+    with_room,
     worker_settings,
 )
 from everserve.cli.starting import FollowingBars
@@ -79,7 +79,7 @@ def serve(
     told = worker_settings(weights, engine, kv_log, compute, events, chosen.device, not workers.expert_workers)
     settings = divide_heads(told, workers)
     say_whole_heads(told, settings)
-    start = start_orchestrator(without_copies(workers, settings), settings, chosen, own.gpu_memory_utilization)
+    start = start_orchestrator(with_room(workers, settings), settings, chosen, own.gpu_memory_utilization)
     _run(model, gateway_config, start, chosen.share)
 
 

@@ -153,13 +153,20 @@ def say_whole_heads(said: WorkerSettings, used: WorkerSettings) -> None:
         print(f"everserve: attention is not divided: {whole_heads(said)}", file=sys.stderr, flush=True)
 
 
-def without_copies(cluster: ClusterConfig, settings: WorkerSettings) -> ClusterConfig:
-    """Where heads are divided on a GPU there are no shadows and nothing is dealt unless that was asked for: streams
-    wait for the heads of a dead worker in any case, and weights per worker are 1/N."""
-    is_divided = settings.model.divides_heads and settings.compute.device == "cuda"
-    if is_divided and cluster.shadow_experts is None:
-        return structs.replace(cluster, shadow_experts=0)
-    return cluster
+def with_room(cluster: ClusterConfig, settings: WorkerSettings) -> ClusterConfig:
+    """Where heads are divided on a GPU, no shadows are made unless they were asked for: streams wait for the heads of a
+    dead worker in any case. Instead the others have room for what it had."""
+    is_divided, size = settings.model.divides_heads and settings.compute.device == "cuda", cluster.tensor_parallel_size
+    if not is_divided or size is None:
+        if cluster.max_lost_devices:
+            raise ConfigError(
+                f"--max-lost-devices {cluster.max_lost_devices} is for attention that is divided over GPUs: on CPUs the"
+                " others always have room, and elsewhere --shadow-experts makes it"
+            )
+        return cluster
+    default = 1 if size > 2 and cluster.shadow_experts is None else 0  # of two, each would have room for everything
+    num_lost = default if cluster.max_lost_devices is None else cluster.max_lost_devices
+    return structs.replace(cluster, shadow_experts=cluster.shadow_experts or 0, max_lost_devices=num_lost)
 
 
 def start_orchestrator(

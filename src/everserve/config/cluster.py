@@ -51,6 +51,11 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         Flag("With -tp: so many further places of the weights of every head, slice and expert, on other devices. Then a"
              " loss leaves none without a place, and of heads only KV has to be fetched.", min=0),
     ] = 0  # fmt: skip
+    max_lost_devices: Annotated[
+        int | None,
+        Flag("With -tp on GPUs: so many devices can be lost at once, and the others have room for what they had."
+             " Default: 1 of three or more. On CPUs the others always have room.", min=0),
+    ] = None  # fmt: skip
     map_experts: Annotated[
         str,
         Flag("Experts without a place whose worker has only died are served where it left them, by workers that reach"
@@ -96,6 +101,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
         if self.shadow_shards and self.tensor_parallel_size is None:
             raise ConfigError(f"--shadow-shards {self.shadow_shards} needs -tp: elsewhere say --shadow-experts")
+        if self.max_lost_devices and (self.tensor_parallel_size or 0) <= self.max_lost_devices:
+            raise ConfigError(f"--max-lost-devices {self.max_lost_devices}: with -tp, and fewer than its devices")
         is_resolved = self.data_parallel_size is None and self.tensor_parallel_size is None
         if self.devices is not None and is_resolved and self.devices > self.num_workers:
             raise ConfigError(f"--devices {self.devices}: there are only {self.num_workers} workers to put on them")

@@ -54,7 +54,7 @@ def _first_placement(model: ModelConfig, seats: Sequence[SeatGoal], start: Start
     """The planner of every later change has the last word: it knows of devices, and what it finds good it keeps."""
     cluster = start.cluster
     placement = place(model, [seat.rank for seat in seats], cluster.shadow_experts, cluster.shadow_shards)
-    slots = _slots(placement, _spare_heads(start))
+    slots = _slots(placement, start)
     return replan(placement, [Room(seat.rank, seat.device, max(slots), slots) for seat in seats])
 
 
@@ -68,6 +68,17 @@ def place(model: ModelConfig, ranks: Sequence[Rank], num_shadows: int | None, nu
     return place_shards(model.calls, ranks, num_shadows, spread, num_copies)
 
 
+def _slots(placement: Placement, start: StartOrchestrator) -> tuple[int, ...]:
+    """Of every expert worker in each call; calls of the same kind and width have the same number."""
+    most: dict[tuple[ShardKind, int], int] = {}
+    alike = [(call.kind, call.num_shards) for call in placement.calls]
+    for key, num in zip(alike, placement.slots_by_call, strict=True):
+        spare = _spare_heads(start) if key[0] is ShardKind.HEAD else 0
+        num_slots = key[1] if spare is None else max(num + spare, _share(key[1], placement, start))
+        most[key] = max(most.get(key, 0), min(num_slots, key[1]))
+    return tuple(most[key] for key in alike)
+
+
 def _spare_heads(start: StartOrchestrator) -> int | None:
     """Slots for heads that an expert worker has more than heads, in each layer; None: it has one for every head. So any
     worker can take over any: a slot without a head costs next to nothing, its KV is memory that is only paid for where
@@ -75,23 +86,18 @@ def _spare_heads(start: StartOrchestrator) -> int | None:
     return (start.cluster.shadow_experts or 0) if start.num_gpus else None
 
 
-def _slots(placement: Placement, spare_heads: int | None) -> tuple[int, ...]:
-    """Of every expert worker in each call; calls of the same kind and width have the same number."""
-    most: dict[tuple[ShardKind, int], int] = {}
-    alike = [(call.kind, call.num_shards) for call in placement.calls]
-    for key, num in zip(alike, placement.slots_by_call, strict=True):
-        is_head = key[0] is ShardKind.HEAD
-        spare = 0 if not is_head else key[1] if spare_heads is None else spare_heads
-        most[key] = max(most.get(key, 0), min(num + spare, key[1]))
-    return tuple(most[key] for key in alike)
+def _share(num_shards: int, placement: Placement, start: StartOrchestrator) -> int:
+    """Of each worker, when as many are lost as there should be room for."""
+    return -(-num_shards // (len(placement.seats) - (start.cluster.max_lost_devices or 0)))
 
 
 def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Capacity:
     """For the first goal and every later one."""
-    slots = _slots(goal.placement, _spare_heads(start)) if goal.placement is not None else ()
+    slots = _slots(goal.placement, start) if goal.placement is not None else ()
     slots_per_layer = max(slots, default=0)
     log_bytes, kv_bytes = _log_bytes(model, start.worker, start.cluster.devices)
     mapped_slots, is_off = _mapped_slots(start, model, goal, slots), start.worker.log.mode == "off"
+    has_room = start.cluster.shadow_experts or start.cluster.max_lost_devices
     return Capacity(
         max_workers=max(start.cluster.max_workers or 0, 1 + max(seat.rank for seat in goal.seats)),
         num_gpus=start.num_gpus,
@@ -100,7 +106,7 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
         slots_by_call=slots if len(set(slots)) > 1 else (),
         mapped_slots=mapped_slots,
         head_pieces=_head_pieces(goal.placement, start) if start.num_gpus and model.divides_heads else 0,
-        heads_stay=bool(start.num_gpus and model.divides_heads) and (is_off or not _spare_heads(start)),
+        heads_stay=bool(start.num_gpus and model.divides_heads) and (is_off or not has_room),
         lane_bytes=_lane_bytes(model, start.worker, slots_per_layer + mapped_slots),
         log_bytes=log_bytes,
         kv_bytes=kv_bytes,
@@ -108,11 +114,12 @@ def capacity_of(start: StartOrchestrator, model: ModelConfig, goal: Goal) -> Cap
 
 
 def _head_pieces(placement: Placement | None, start: StartOrchestrator) -> int:
+    """What is lost is dealt so that all have as many, in all layers together (plan/dealing.py)."""
     assert placement is not None, "divided heads have places"
     heads = [index for index, call in enumerate(placement.calls) if call.kind is ShardKind.HEAD]
     most = max(sum(len(seat.experts(index)) for index in heads) for seat in placement.seats)
     spare, num_heads = _spare_heads(start) or 0, sum(placement.calls[index].num_shards for index in heads)
-    return min(most + spare * len(heads), num_heads)
+    return max(min(most + spare * len(heads), num_heads), _share(num_heads, placement, start))
 
 
 def _mapped_slots(start: StartOrchestrator, model: ModelConfig, goal: Goal, slots: Sequence[int]) -> int:

@@ -114,15 +114,19 @@ def new_placement(
         planned = goal.placement.seat(seat.rank)
         if seat.is_replaced and planned is not None:
             awaited = _awaited(seat, goal.placement.calls, capacity)
-            rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, awaited))
+            rooms.append(_room(seat, capacity, awaited))
             before.append(planned)
         else:
-            rooms.append(Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots))
+            rooms.append(_room(seat, capacity, slots))
             before.append(_there(seat, planned, slots))
     there = msgspec.structs.replace(goal.placement, seats=tuple(before))
     if covers_only and all(call.kind is ShardKind.EXPERT for call in there.calls):
         return cover(there, rooms, loads)
     return replan(there, rooms, loads, Dealing(dealers(goal)))
+
+
+def _room(seat: Seat, capacity: Capacity, slots: tuple[int, ...]) -> Room:
+    return Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots, capacity.head_pieces)
 
 
 def _awaited(seat: Seat, calls: Sequence[Call], capacity: Capacity) -> tuple[int, ...]:
@@ -154,7 +158,7 @@ def balanced_placement(
     slots = capacity.slots(len(goal.placement.calls))
     before = tuple(_there(s, goal.placement.seat(s.rank), slots) for s in experts)
     placement = msgspec.structs.replace(goal.placement, seats=before)
-    rooms = [Room(seat.rank, seat.goal.device, capacity.slots_per_layer, slots) for seat in experts]
+    rooms = [_room(seat, capacity, slots) for seat in experts]
     return decide(placement, what_is_held(experts), rooms, loads, Dealing(dealers(goal)), policy)
 
 

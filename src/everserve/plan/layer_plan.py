@@ -17,6 +17,7 @@ class Room(NamedTuple):
     device: int  # workers on one device are lost together
     num_slots: int  # per layer; of the layer with the most, if they differ
     slots: tuple[int, ...] = ()  # by index of the layer, if they differ; in one without any it takes no part
+    num_pieces: int = 0  # the most heads in all layers together; 0: as many as there are slots for
 
     def of_layer(self, index: int) -> "Room":
         return self._replace(num_slots=self.slots[index], slots=()) if self.slots else self

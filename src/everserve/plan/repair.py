@@ -51,15 +51,17 @@ def replan(
     planned: dict[object, LayerPlan] = {}
     layers: dict[int, LayerPlan] = {}
     num_homeless = dict.fromkeys(ShardKind, 0)  # so far
+    pieces = _Pieces(before, rooms)
     for index in range(len(before.calls)) if balanced is None else balanced:
         num_experts = before.calls[index].num_shards
         load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
+        kind = before.calls[index].kind
         here = tuple(room for room in (one.of_layer(index) for one in rooms) if room.num_slots)
+        here = pieces.limit(index, here) if kind is ShardKind.HEAD else here
         if not here:
             continue
         num_dealt = before.num_dealt(index, len(here))
-        kind = before.calls[index].kind
         turn = num_homeless[kind] % len(here) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
         most_places = 1 + before.head_copies if kind is ShardKind.HEAD else None
         num_shadows = before.num_shadows if kind is ShardKind.EXPERT and not before.deals_remainder else None
@@ -68,9 +70,37 @@ def replan(
             layer = planned[key] = _Layer(here, load, places, dealing, num_dealt, most_places, turn, num_shadows)
             layer.plan(may_move=balanced is not None)
         layers[index] = planned[key]
+        if kind is ShardKind.HEAD:
+            pieces.count(index, planned[key])
         num_homeless[kind] += planned[key].num_homeless
     seats = tuple(_seat(room.rank, before.seat(room.rank), layers, len(before.calls)) for room in rooms)
     return msgspec.structs.replace(before, seats=seats)
+
+
+class _Pieces:
+    """How many heads each worker has room for: on GPUs layers share it (plan/head_memory.py)."""
+
+    def __init__(self, before: Placement, rooms: Sequence[Room]) -> None:
+        heads = [index for index, call in enumerate(before.calls) if call.kind is ShardKind.HEAD]
+        self._num_held = Counter({(s.rank, index): len(s.experts(index)) for s in before.seats for index in heads})
+        self._num_left = {
+            room.rank: room.num_pieces - sum(self._num_held[room.rank, index] for index in heads)
+            for room in rooms
+            if room.num_pieces
+        }
+
+    def limit(self, index: int, rooms: Sequence[Room]) -> tuple[Room, ...]:
+        """The same workers, with slots for what they hold in this layer and as many more as they have pieces left."""
+        return tuple(room._replace(num_slots=min(room.num_slots, self._most(room, index))) for room in rooms)
+
+    def _most(self, room: Room, index: int) -> int:
+        num_left = self._num_left.get(room.rank, room.num_slots)
+        return self._num_held[room.rank, index] + max(num_left, 0)
+
+    def count(self, index: int, layer: LayerPlan) -> None:
+        """It is planned now."""
+        for rank in self._num_left.keys() & layer.held.keys():
+            self._num_left[rank] -= len(layer.held[rank]) - self._num_held[rank, index]
 
 
 def _seat(rank: Rank, before: SeatExperts | None, layers: Mapping[int, LayerPlan], num_layers: int) -> SeatExperts:

@@ -64,7 +64,11 @@ def repairable_devices(goal: Goal, placement: Placement, capacity: Capacity) -> 
     devices = _devices(goal, placement)
     slots = zip(placement.calls, capacity.slots(len(placement.calls)), strict=True)
     per_device = ((call, num * len(placement.seats) // len(devices)) for call, num in slots)
-    return len(devices) - max(-(-call.num_shards // num) for call, num in per_device)
+    fewest = max(-(-call.num_shards // num) for call, num in per_device)
+    if capacity.head_pieces:
+        num_heads = sum(call.num_shards for call in placement.calls if call.kind is ShardKind.HEAD)
+        fewest = max(fewest, -(-num_heads // (capacity.head_pieces * len(placement.seats) // len(devices))))
+    return len(devices) - fewest
 
 
 def _weights(goal: Goal, seats: list[SeatGoal], capacity: Capacity, num: int, *, is_device: bool) -> Weights:
@@ -81,8 +85,8 @@ def _weights(goal: Goal, seats: list[SeatGoal], capacity: Capacity, num: int, *,
     device_of = {seat.rank: seat.device if is_device else seat.rank for seat in seats}
     if survivable_losses(placement, device_of) >= num:
         return Weights.AT_ONCE
-    if _has_heads(placement) and not is_device:
-        return Weights.SUCCESSOR
+    if _has_heads(placement) and not is_device and (capacity.heads_stay or not capacity.num_gpus):
+        return Weights.SUCCESSOR  # on CPUs it is there before anything else could be
     if not is_device and _can_map(placement, seats, capacity.mapped_slots, num):
         return Weights.MAPPED
     if repairable_devices(goal, placement, capacity) >= num:

@@ -17,6 +17,7 @@ device_batch.py    the rows of one step in device memory, with attention cut int
 take_in.py         how a step on the device begins
 report.py          how it ends: what it tells the host, and the next step
 waiting.py         waiting for that (csrc/)
+notes.py           what kernels note in a profile
 
 placed_weights.py  weights in places that were planned for them
 weights_state.py   what the weights memory of an attention seat holds, for the next incarnation

@@ -1,6 +1,6 @@
 """What an attention worker on a GPU reaches the shards of other workers with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypedDict
 
 from everserve.backends.cuda.device import Device
@@ -26,13 +26,15 @@ class CallNumbers(TypedDict):
 
     call_of: Mapping[int, int] | None
     layer_of: Sequence[int] | None
+    to_all: Collection[int]
 
 
 def calls_of(model: ModelConfig) -> CallNumbers:
+    to_all = model.numbers_of(ShardKind.SLICE).keys()
     if not model.divides_heads:
-        return CallNumbers(call_of=None, layer_of=None)
+        return CallNumbers(call_of=None, layer_of=None, to_all=to_all)
     call_of = model.numbers_of(ShardKind.EXPERT, ShardKind.SLICE)
-    return CallNumbers(call_of=call_of, layer_of=[call.layer for call in model.calls])
+    return CallNumbers(call_of=call_of, layer_of=[call.layer for call in model.calls], to_all=to_all)
 
 
 def make_peers(device: Device, cell: Cell, warden: Watcher, model: ModelConfig | None = None) -> CudaPeers:

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from everserve.backends.cuda.ops.pdl import await_before, early
+from everserve.backends.cuda.ops.timeline import REPORT_NOTE, note
 from everserve.backends.cuda.ops.words import Words
 
 _FIRST_PLACE = 8  # behind `ended`
@@ -107,6 +108,7 @@ def _report(
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
+    note(stop, REPORT_NOTE)
     ended = tl.load(count) + 1
     stopped = tl.load(stop)
     place = words + FIRST_PLACE + ended % NUM_PLACES * PLACE

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from everserve.backends.cuda.ops.timeline import STEP_NOTE, note
 from everserve.backends.cuda.staging import Staging
 
 _BLOCK = 2048
@@ -27,6 +28,7 @@ def _take_in(
     arrived, words, chosen, stop,
     SIZE: tl.constexpr, TOKENS: tl.constexpr, NUM_ROWS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    note(stop, STEP_NOTE)
     if tl.load(stop) != 0:
         return
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

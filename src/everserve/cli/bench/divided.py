@@ -31,7 +31,7 @@ def reshard(
     ] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="recompute, oracle, restart, successor, parts; repeatable. Default: all."),
+        typer.Option(help="recompute, oracle, restart, successor, parts, process; repeatable. Default: all."),
     ] = None,
     streams: Streams = 8,
     prompt: Prompt = 128,

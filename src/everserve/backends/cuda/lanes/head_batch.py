@@ -51,6 +51,6 @@ class HeadBatch:
     def arguments(self) -> tuple[Tensor, ...]:
         """Of `gather`."""
         return (
-            self.is_head_L, self.tiles.num_tiles, self.large_tiles.num_tiles, self.num_jobs, self.job_lane_J,
-            self.job_slot_J, self.job_row_J, self.job_size_J, self.lane_R, self.token_R, self.slot_R,
+            self.num_jobs, self.job_lane_J, self.job_slot_J, self.job_row_J, self.job_size_J,
+            self.lane_R, self.token_R, self.slot_R,
         )  # fmt: skip

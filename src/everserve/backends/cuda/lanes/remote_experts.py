@@ -15,7 +15,7 @@ only after the rows were sent, because reports can wait and rows cannot.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -48,6 +48,7 @@ class CudaExperts:
     call_of      the call of each layer's experts; where heads are divided layers have two calls, and all of them are
                  seen through here
     layer_of     the layer of each call
+    to_all       layers in which every row goes to all shards: a dense FFN in slices
     kv           where the KV of divided heads is
     The others as in RemoteExperts.
     """
@@ -66,6 +67,7 @@ class CudaExperts:
         on_replay: Callable[[Rank, int, int], None],
         call_of: Mapping[int, int] | None = None,
         layer_of: Sequence[int] | None = None,
+        to_all: Collection[int] = (),
         kv: CudaHeadKv | None = None,
     ) -> None:
         self.num_replayed_rows = 0
@@ -83,6 +85,7 @@ class CudaExperts:
         self._on_suspect = on_suspect
         self._on_replay = on_replay
         self._call_of = dict(call_of or {layer: i for i, layer in enumerate(peers.moe_layers)})
+        self._to_all = frozenset(to_all)
         self._layer_of = tuple(layer_of or peers.moe_layers)
         self._must_release = False
         self._looks: dict[Rank, tuple[int, int]] = {}  # at peers that do not answer: how many, after which answer
@@ -96,7 +99,7 @@ class CudaExperts:
         self, layer: int, ids_TK: Tensor, weights_TK: Tensor, hidden_TD: Tensor, residual_TD: Tensor
     ) -> Tensor:
         call = self._call_of[layer]
-        y_row_TK = self.calls(call, ids_TK, hidden_TD)
+        y_row_TK = self.calls(call, ids_TK, hidden_TD, to_all=layer in self._to_all)
         return send.collect(self._state, y_row_TK, weights_TK, residual_TD, call)
 
     # -- step by step ----------------------------------------------------------------------------
@@ -136,10 +139,14 @@ class CudaExperts:
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
+    def is_running_after(self, step: LaunchedStep, wait_ns: int) -> bool:
+        return self._wait(step.report.address, step.report.num_due, 0, wait_ns) == Outcome.TIMEOUT
+
     def see_through(self, step: LaunchedStep) -> None:
         """Wait for its report. A peer that does not answer is given up; a layer in which the step stopped is healed."""
         while True:
-            outcome = self._wait(step.report.address, step.report.num_due, step.due_ns)
+            timeout_ns = _RETRY_NS if self._must_release else self._timeout_ns
+            outcome = self._wait(step.report.address, step.report.num_due, step.due_ns, timeout_ns)
             if outcome != Outcome.DONE:
                 self._attend(outcome)
             elif not step.report.stop:
@@ -159,14 +166,14 @@ class CudaExperts:
         if self._kv is not None and not self._kv.has_same_pools():
             raise KvLost(0, "a worker has not the KV that streams were computed with")
 
-    def _wait(self, address: int, num_due: int, due_ns: int) -> int:
-        """Until so many reports are there, or there is something to attend to."""
+    def _wait(self, address: int, num_due: int, due_ns: int, timeout_ns: int) -> int:
+        """Until so many reports are there, or there is something to attend to, or so long."""
         peers = self._peers
         while self._untold:
             self._untold.pop(0)()
         outcome: int = load()(
             address, num_due, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
-            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS, due_ns,
+            timeout_ns, _NAP_NS, due_ns,
         )  # fmt: skip
         return outcome
 

@@ -17,7 +17,6 @@ from everserve.backends.cuda.lanes.calls import Calls
 from everserve.backends.cuda.lanes.page import PageShape
 from everserve.backends.cuda.lanes.send_heads import collect_heads, turn_page
 from everserve.backends.cuda.ops.ops import CudaOps
-from everserve.model.shard_choice import all_slices
 from everserve.seam.heads import StepRows
 
 
@@ -47,7 +46,7 @@ class CudaHeads:
         if layer == self._first_layer:
             assert isinstance(batch, DeviceBatch)
             self._ops.use_rows(batch)
-            self._ids_TG, _ = all_slices(batch.positions_T, self._num_heads)  # by torch: before the first cut
+            self._ids_TG, _ = self._ops.all_slices(batch.positions_T, self._num_heads)
             turn_page(self._calls.state, batch, self._page)
-        y_row_TG = self._calls(call, self._ids_TG, normed_TD)
+        y_row_TG = self._calls(call, self._ids_TG, normed_TD, to_all=True)
         return collect_heads(self._calls.state, y_row_TG, self._answer_size, call)

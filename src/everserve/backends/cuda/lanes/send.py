@@ -28,6 +28,7 @@ from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST,
 from everserve.backends.cuda.ops.experts import combine_columns, combine_row
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.backends.cuda.ops.sorting import chunk_of
+from everserve.backends.cuda.ops.timeline import COLLECT_NOTE, SENT_NOTE, note, note_here
 
 _POST_COLUMNS = 2048
 NO_RANK = -1
@@ -239,11 +240,12 @@ def _post_kernel(
     num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) * tl.num_programs(1) - 1:
         tl.store(num_done, 0)
-        _send(region, present, rows, sent, bell, lead, layer, next_layer, replay, E, EB, LANE_BYTES)
+        send_requests(region, present, rows, sent, bell, lead, layer, next_layer, replay, E, EB, LANE_BYTES)
+        note_here(stop, SENT_NOTE)
 
 
 @triton.jit
-def _send(
+def send_requests(
     region, present, rows, sent, bell, lead, layer, next_layer, replay,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
@@ -276,6 +278,7 @@ def _collect_kernel(
 ):  # fmt: skip
     """Some columns of one row. Each program checks by itself. If some see an answer that other programs do not see yet,
     the step stops all the same, and what they have stored is stored once more when it goes on."""
+    note(stop, COLLECT_NOTE)
     if tl.load(stop) != 0:
         return
     if is_answered(region, rows, sent, absent, stop, layer, E, EB, LANE_BYTES):

@@ -16,6 +16,7 @@ from everserve.backends.cuda.device_batch import DeviceBatch
 from everserve.backends.cuda.lanes.page import PageShape
 from everserve.backends.cuda.lanes.send import SendState, all_ranks, is_answered
 from everserve.backends.cuda.ops.pdl import early, is_stopped
+from everserve.backends.cuda.ops.timeline import COLLECT_NOTE, note
 
 _PROGRAMS, _INTERPRETED_PROGRAMS = 16, 1  # for each lane
 _BLOCK = 1024
@@ -96,6 +97,7 @@ def _collect_heads(
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """One head of one row. Each program checks by itself, as in `collect`."""
+    note(stop, COLLECT_NOTE)
     if tl.load(stop) != 0:
         return
     if is_answered(region, rows, sent, absent, stop, layer, E, EB, LANE_BYTES):

@@ -1,6 +1,7 @@
 """The expert worker's kernels: one batch of one layer, out of the lanes of all attention workers.
 
-    choose -> gather -> gate_up -> down and answer         (the products: backends/cuda/ops/experts.py)
+    choose -> gather -> gate_up -> down and answer                     of experts or slices (ops/experts.py)
+    choose -> gather -> project -> attend -> merge and answer          of heads (ops/heads.py)
 
 `choose` looks for requests and decides as seam/batching.py says (`choose_layer` with the policy `ON_GPUS`). Which
 attention workers have to stand back at the beginning of a step is decided by one expert worker, the lead that the
@@ -14,7 +15,9 @@ only when all graphs have ended that may have seen it held (slots.py).
 
 `gather` counts the rows of each expert, which is how a planner knows the load.
 
-If there is nothing to do there are no tiles, and the other kernels fall through.
+If there is nothing to do there are no tiles, and the other kernels fall through. Where heads are divided a graph has
+both rows of kernels, one after the other, and each `choose` leaves what is of the other kind to the next one: in a step
+calls of both kinds take turns, so in the long run no kernel is launched for nothing.
 
 A CUDA stream that has nothing to do waits for its *bell*: a word that each sender sets after a request. `choose` clears
 it before it looks, and sets it again if it leaves requests for the next time; also if a running step will send more,
@@ -35,8 +38,10 @@ from everserve.backends.cuda.lanes.head_batch import HeadBatch
 from everserve.backends.cuda.lanes.lane import COUNT_BITS, CudaLaneShape
 from everserve.backends.cuda.lanes.words import ANSWER, FLAG, POSITION, REQUEST, STATUS, words32, words64
 from everserve.backends.cuda.ops.experts import MANY_ROWS, SOME_ROWS, ExpertArena, Tiles, down, down_tiles
+from everserve.backends.cuda.ops.heads import HeadArena, merge, merge_rows
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.sorting import write_tiles
+from everserve.backends.cuda.ops.timeline import ANSWERED_NOTE, CHOOSE_NOTE, CHOSEN_NOTE, note, note_here
 from everserve.seam.batching import JUST_BEGUN, ON_GPUS, ORDINARY
 from everserve.seam.outcomes import Status
 
@@ -150,29 +155,32 @@ class ServeState:
         return len(self.healthy_A)
 
 
-def choose(state: ServeState) -> None:
-    """Look for requests, for limits[0] polls at most; take those of one layer."""
+def choose(state: ServeState, of_heads: bool | None = None) -> None:
+    """Look for requests, for limits[0] polls at most; take those of one layer. `of_heads`: only if that is about heads,
+    or only if it is not; otherwise it is left for the next time. None: whatever it is about."""
     shape, (num_layers, num_slots) = state.shape, state.held_LS.shape
     _choose_kernel[(1,)](
         state.region, state.bell, state.healthy_A, state.taken_A, state.held_LS, state.limits, state.num_waits,
         state.num_passed, state.layer, state.seq_A, state.status_A, state.counts_AS, state.served, state.stop,
-        **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
+        state.heads.is_head_L if state.heads is not None and of_heads is not None else None,
+        OF_HEADS=bool(of_heads), **_all_ranks(state), S=num_slots, SB=triton.next_power_of_2(num_slots), L=num_layers,
         LANE_BYTES=shape.lane_bytes(), COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes,
         LANE_MAX_ROWS=shape.max_rows, MAX_ROWS=state.max_rows, HAS_BELL=state.bell != 0,
         ON_DEVICE=state.stop.is_cuda, num_warps=1,
     )  # fmt: skip
 
 
-def gather(state: ServeState, may_be_large: bool = True) -> None:
+def gather(state: ServeState, may_be_large: bool = True, of_heads: bool = False) -> None:
     """Which rows of which boxes, sorted by slot, and the tiles of the products. Without `may_be_large` all of them are
-    in `tiles`, which is slow if there are many. A batch of heads has tiles of its own, and none of these."""
-    shape, tiles, large = state.shape, state.tiles, state.large_tiles
+    in `tiles`, which is slow if there are many. A batch of heads has tiles of its own, and jobs."""
+    shape, batch = state.shape, state.heads if of_heads else None
+    tiles, large = (state.tiles, state.large_tiles) if batch is None else (batch.tiles, batch.large_tiles)
     large_rows = large.cut.rows if may_be_large else _NEVER
-    of_heads = (None,) * 11 if state.heads is None else state.heads.arguments
+    jobs = (None,) * 8 if batch is None else batch.arguments
     _gather_kernel[(shape.num_slots,)](
         state.seq_A, state.counts_AS, state.x_row_R, state.y_row_R, state.num_rows,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, large.num_tiles,
-        state.layer, state.held_LS, state.rows_LN, state.stop, *of_heads,
+        state.layer, state.held_LS, state.rows_LN, state.stop, *jobs,
         **_all_ranks(state), S=shape.num_slots, SB=triton.next_power_of_2(shape.num_slots), N=state.rows_LN.shape[1],
         LANE_ROWS=shape.lane_rows(), FIRST_X=shape.first_x(0), BOX_ROWS=shape.box_rows, LANE_MAX_ROWS=shape.max_rows,
         BM=tiles.cut.rows, LARGE_BM=large_rows, BR=_ROWS_AT_A_TIME, **early(state.stop.device), num_warps=4,
@@ -192,6 +200,17 @@ def down_and_answer(
     )  # fmt: skip
 
 
+def merge_and_answer(state: ServeState, arena: HeadArena) -> None:
+    """The last kernel of a batch of heads, which answers likewise."""
+    assert state.heads is not None
+    merge(
+        state.region, state.shape, state.heads, arena, state.y_row_R, state.stop,
+        kernel=_merge_and_answer_kernel,
+        arguments=(state.num_done, state.seq_A, state.status_A, state.taken_A, state.num_rows, state.served),
+        **_all_ranks(state),
+    )  # fmt: skip
+
+
 def _all_ranks(state: ServeState) -> dict[str, int]:
     return {"A": state.num_ranks, "AB": triton.next_power_of_2(state.num_ranks)}
 
@@ -203,8 +222,9 @@ def _layers_of(request):
 
 @triton.jit
 def _look(
-    region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at,
+    region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, is_head_L,
     A: tl.constexpr, AB: tl.constexpr, L: tl.constexpr, LANE_BYTES: tl.constexpr, ON_DEVICE: tl.constexpr,
+    OF_HEADS: tl.constexpr,
 ):  # fmt: skip
     """The layer to compute, or -1; and the last request of each attention worker."""
     spins = tl.load(limits)
@@ -232,7 +252,7 @@ def _look(
         waits = (first >= _ORDINARY) & (num_waits < limit) & (tl.sum(is_coming.to(tl.int32)) > 0)
         chosen = tl.where((first == _NOTHING) | waits, -1, layer)
         is_idle = (first == _NOTHING) & (num_back == 0)
-        num_waits = tl.where((chosen >= 0) | is_idle, 0, num_waits + 1)
+        num_waits = tl.where(chosen >= 0, num_waits, tl.where(is_idle, 0, num_waits + 1))
         num_nonsense = tl.sum((is_new & (_layers_of(request) >= L)).to(tl.int32))
         is_amid = is_healthy & (position >= _BEGINNING)
         spins -= tl.where(is_idle & (tl.sum(is_amid.to(tl.int32)) == 0), _IDLE_COST, 1)
@@ -240,7 +260,10 @@ def _look(
         if ON_DEVICE:  # noqa: SIM102 (a constant of the kernel, and a value)
             if spins > 0:
                 spins = _after_nap(spins)
-    tl.store(num_waits_at, num_waits)
+    if is_head_L is not None:  # what is left for the next time has waited long enough then, too
+        is_head = tl.load(is_head_L + chosen, mask=chosen >= 0, other=0) != 0
+        chosen = tl.where(is_head == OF_HEADS, chosen, -1)
+    tl.store(num_waits_at, tl.where(chosen >= 0, 0, num_waits))
     tl.store(num_passed_at, tl.where(num_back == 0, 0, tl.where(chosen >= 0, num_passed + 1, num_passed)))
     return chosen, request
 
@@ -267,12 +290,13 @@ def _first(request, position, is_healthy, is_new, may_stand_back, L: tl.constexp
 @triton.jit
 def _choose_kernel(
     region, bell, healthy, taken, held_LS, limits, num_waits_at, num_passed_at,
-    layer_at, seq_A, status_A, counts_AS, served, stop,
-    A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
+    layer_at, seq_A, status_A, counts_AS, served, stop, is_head_L,
+    OF_HEADS: tl.constexpr, A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, L: tl.constexpr,
     LANE_BYTES: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_MAX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr, HAS_BELL: tl.constexpr,
     ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
+    note(stop, CHOOSE_NOTE)
     if tl.load(stop) != 0:
         return
     if HAS_BELL:
@@ -281,9 +305,12 @@ def _choose_kernel(
     is_healthy = tl.load(healthy + ranks, mask=ranks < A, other=0) != 0
     last = tl.load(taken + ranks, mask=ranks < A, other=0)
     chosen, request = _look(
-        region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, A, AB, L, LANE_BYTES, ON_DEVICE
+        region, ranks, is_healthy, last, limits, num_waits_at, num_passed_at, is_head_L,
+        A, AB, L, LANE_BYTES, ON_DEVICE, OF_HEADS,
     )  # fmt: skip
     tl.store(layer_at, chosen)
+    if chosen >= 0:
+        note(stop, CHOSEN_NOTE + chosen)
 
     seq = request >> 16
     is_new = is_healthy & (seq > last)
@@ -312,7 +339,7 @@ def _choose_kernel(
     is_answered = is_served | ((is_ours | is_nonsense) & (status != 0))
     if HAS_BELL:  # noqa: SIM102 (a constant of the kernel, and a value)
         if (tl.sum((is_new & (is_answered == 0)).to(tl.int32)) > 0) | ((chosen >= 0) & (chosen < L - 1)):
-            tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="release", scope="sys")
+            tl.atomic_xchg(bell.to(tl.pointer_type(tl.int32)), 1, sem="relaxed", scope="sys")
     num_replayed = tl.sum(tl.where(is_served & ((request & 1) == 1), num_rows, 0))
     if num_replayed > 0:
         tl.store(served + 3, tl.load(served + 3) + num_replayed)
@@ -326,8 +353,7 @@ def _choose_kernel(
 def _gather_kernel(
     seq_A, counts_AS, x_row, y_row, num_rows, slot_M, row_M, size_M, num_tiles, num_large_tiles,
     layer_at, held_LS, rows_LN, stop,
-    is_head_L, num_head_tiles, num_large_head_tiles, num_jobs, job_lane, job_slot, job_row, job_size,
-    row_lane, row_token, row_slot,
+    num_jobs, job_lane, job_slot, job_row, job_size, row_lane, row_token, row_slot,
     A: tl.constexpr, AB: tl.constexpr, S: tl.constexpr, SB: tl.constexpr, N: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_X: tl.constexpr, BOX_ROWS: tl.constexpr, LANE_MAX_ROWS: tl.constexpr,
     BM: tl.constexpr, LARGE_BM: tl.constexpr, BR: tl.constexpr, EARLY: tl.constexpr,
@@ -351,18 +377,12 @@ def _gather_kernel(
     own = tl.sum(tl.where(slots == slot, total_S, 0))
     write_tiles(slot_M, row_M, size_M, slot, first_tile, first_row, own, rows_per_tile)
     layer = tl.load(layer_at)
-    is_head = False
-    if is_head_L is not None:
-        is_head = tl.load(is_head_L + layer, mask=layer >= 0, other=0) != 0
     if slot == 0:
         tl.store(num_rows, tl.sum(total_S))
-        tl.store(num_tiles, tl.where(is_large | is_head, 0, tl.sum(tiles_S)))
-        tl.store(num_large_tiles, tl.where(is_large & (is_head == 0), tl.sum(tiles_S), 0))
-        if is_head_L is not None:
-            num_asked = tl.sum((counts > 0).to(tl.int32))
-            tl.store(num_head_tiles, tl.where(is_head & (is_large == 0), tl.sum(tiles_S), 0))
-            tl.store(num_large_head_tiles, tl.where(is_head & is_large, tl.sum(tiles_S), 0))
-            tl.store(num_jobs, tl.where(is_head, num_asked, 0))
+        tl.store(num_tiles, tl.where(is_large, 0, tl.sum(tiles_S)))
+        tl.store(num_large_tiles, tl.where(is_large, tl.sum(tiles_S), 0))
+        if num_jobs is not None:
+            tl.store(num_jobs, tl.sum((counts > 0).to(tl.int32)))
 
     if own > 0:
         expert = tl.load(held_LS + layer * S + slot)  # -1 if the host empties the slot just now
@@ -374,9 +394,9 @@ def _gather_kernel(
     end_A = tl.cumsum(own_A, 0)
     begin_A = end_A - own_A
     offset_A = ranks * LANE_ROWS + FIRST_X + box * BOX_ROWS + lower_A - begin_A
-    if is_head_L is not None:
+    if num_jobs is not None:
         first_job = tl.sum(tl.sum(((counts > 0) & (slots < slot)[None, :]).to(tl.int32), axis=1), axis=0)
-        is_job = (own_A > 0) & is_head
+        is_job = own_A > 0
         job_A = first_job + tl.cumsum((own_A > 0).to(tl.int32), 0) - 1
         tl.store(job_lane + job_A, ranks, mask=is_job)
         tl.store(job_slot + job_A, tl.zeros((AB,), tl.int32) + slot, mask=is_job)
@@ -388,12 +408,12 @@ def _gather_kernel(
         row = i + tl.sum(tl.where(is_from, offset_A[None, :], 0), axis=1)
         tl.store(x_row + first_row + i, row, mask=i < own)
         tl.store(y_row + first_row + i, row + LANE_MAX_ROWS, mask=i < own)
-        if is_head_L is not None:
-            is_row = (i < own) & is_head
+        if num_jobs is not None:
             lane = tl.sum(tl.where(is_from, ranks[None, :], 0), axis=1)
-            tl.store(row_lane + first_row + i, lane, mask=is_row)
-            tl.store(row_token + first_row + i, i - tl.sum(tl.where(is_from, begin_A[None, :], 0), axis=1), mask=is_row)
-            tl.store(row_slot + first_row + i, tl.zeros((BR,), tl.int32) + slot, mask=is_row)
+            tl.store(row_lane + first_row + i, lane, mask=i < own)
+            token = i - tl.sum(tl.where(is_from, begin_A[None, :], 0), axis=1)
+            tl.store(row_token + first_row + i, token, mask=i < own)
+            tl.store(row_slot + first_row + i, tl.zeros((BR,), tl.int32) + slot, mask=i < own)
 
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
@@ -409,13 +429,39 @@ def _down_and_answer_kernel(
         h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
         S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
-    if tl.load(stop) != 0:
+    if tl.load(stop) == 0:
+        _answer_if_last(region, num_done, seq_A, status_A, taken, num_rows, served, stop, A, AB, LANE_BYTES)
+
+
+@triton.jit
+def _merge_and_answer_kernel(
+    region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum, stop,
+    num_done, seq_A, status_A, taken, num_rows, served,
+    M: tl.constexpr, E: tl.constexpr, J: tl.constexpr, D: tl.constexpr, LANE_BYTES: tl.constexpr,
+    PAGE_AT: tl.constexpr, POSITIONS_AT: tl.constexpr, MAX_SEQS: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr, A: tl.constexpr, AB: tl.constexpr,
+):  # fmt: skip
+    if is_stopped(stop, EARLY):
         return
+    merge_rows(
+        region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum,
+        M, E, J, D, LANE_BYTES, PAGE_AT, POSITIONS_AT, MAX_SEQS, MAX_SEGMENTS, SEGMENT, HEADS,
+    )  # fmt: skip
+    _answer_if_last(region, num_done, seq_A, status_A, taken, num_rows, served, stop, A, AB, LANE_BYTES)
+
+
+@triton.jit
+def _answer_if_last(
+    region, num_done, seq_A, status_A, taken, num_rows, served, stop,
+    A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Each program comes here when it has done its part."""
     tl.debug_barrier()  # what all threads have stored, before the word that says so
     num_before = tl.atomic_add(num_done, 1, sem="acq_rel", scope="gpu")
     if num_before == tl.num_programs(0) - 1:
         tl.store(num_done, 0)
         _answer(region, seq_A, status_A, taken, num_rows, served, A, AB, LANE_BYTES)
+        note_here(stop, ANSWERED_NOTE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """CudaServer: the expert worker's end of all its lanes, in device memory.
 
-One graph serves one batch, of whatever call (serve.py): of experts or slices, and where heads are divided, of heads.
-The kernels of the other kind find nothing to do. The host keeps a few graphs queued, so that the device never waits for
+One graph serves one batch (serve.py). Where heads are divided it serves one of heads, if there is one, and then one of
+experts or slices. The host keeps a few graphs queued, so that the device never waits for
 it; each begins when the bell is rung.
 
 Slots change while graphs are queued and run. A graph that begins after `empty` refuses what asks for that slot; `fence`
@@ -17,10 +17,12 @@ from typing import NamedTuple
 import torch
 
 from everserve.backends.cuda.lanes import serve
+from everserve.backends.cuda.lanes.batches import serve_experts, serve_heads
 from everserve.backends.cuda.lanes.counters import CounterCopy
 from everserve.backends.cuda.lanes.lane import POOL_AT, REQUEST_AT, CudaLaneShape
-from everserve.backends.cuda.ops.experts import ExpertArena, down, gate_up
-from everserve.backends.cuda.ops.heads import HeadArena, attend_heads, project
+from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.backends.cuda.ops.heads import HeadArena
+from everserve.backends.cuda.ops.timeline import make_stop
 from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY
@@ -28,7 +30,6 @@ from everserve.tables.slots import EMPTY
 _QUEUED = 8  # graphs
 _RING_EVERY_S = 50e-6
 _RING = (1).to_bytes(4, "little")
-_SLICES = 4  # of a large batch: no kernel should keep other processes off the device for long
 
 
 class Served(NamedTuple):
@@ -69,7 +70,7 @@ class CudaServer:
         self._bell = bell
         self._arena = arena
         self._region = Region(driver, num_ranks, shape.lane_bytes())
-        stop = torch.zeros(1, dtype=torch.int32, device=device)
+        stop = make_stop(device)
         self._state = serve.ServeState.empty(
             shape, self._region.base, num_ranks, len(held_LS), shape.max_rows, stop, bell, num_experts, is_head_L
         )  # fmt: skip
@@ -215,30 +216,6 @@ class CudaServer:
         return graph
 
     def _serve(self, may_be_large: bool) -> None:
-        state, arena, h_RF = self._state, self._arena, self._h_RF
-        cuts = [(state.tiles, 0, 1)]
-        if may_be_large:
-            cuts += [(state.large_tiles, i, _SLICES) for i in range(_SLICES)]
-        serve.choose(state)
-        serve.gather(state, may_be_large)
-        self._serve_heads(may_be_large)
-        for tiles, i, num_slices in cuts:
-            gate_up(state.region, state.x_row_R, arena, state.layer, tiles, h_RF, state.stop, i, num_slices)
-        for tiles, i, num_slices in cuts[:-1]:
-            down(h_RF, arena, state.layer, tiles, state.region, state.y_row_R, state.stop, i, num_slices)
-        serve.down_and_answer(state, h_RF, arena, *cuts[-1])
-
-    def _serve_heads(self, may_be_large: bool) -> None:
-        """Its answer is given by the last kernel of all, as that of experts is."""
-        state, heads = self._state, self._heads
-        if heads is None:
-            return
-        batch = state.heads
-        assert batch is not None
-        project(state.region, state.x_row_R, heads, state.layer, batch.tiles, state.stop)
-        if may_be_large:
-            for i in range(_SLICES):
-                project(state.region, state.x_row_R, heads, state.layer, batch.large_tiles, state.stop, i, _SLICES)
-        attend_heads(
-            state.region, state.shape, batch, heads, state.layer, state.num_rows, state.y_row_R, state.stop
-        )  # fmt: skip
+        if self._heads is not None:
+            serve_heads(self._state, self._heads, may_be_large)
+        serve_experts(self._state, self._arena, self._h_RF, may_be_large)

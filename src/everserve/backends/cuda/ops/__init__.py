@@ -7,9 +7,11 @@
     routing.py     which experts a row goes to
     greedy.py      the token with the highest logit
     sampling.py    a drawn token
+    heads.py       some heads of some layers, with the bits of all heads together
     experts.py     the expert networks: rows sorted by slot, one grouped product per matrix
     checksum.py    the checksum of an expert
     words.py       the word `stop`, and why it was set
+    timeline.py    when each kernel began, for a profile
     pdl.py         how a kernel begins, before the one in front of it has ended
     ops.py         CudaOps: all of it behind `Ops`
 

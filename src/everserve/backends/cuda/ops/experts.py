@@ -33,6 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.sorting import Sorted, sort_by_slot
+from everserve.backends.cuda.ops.timeline import PRODUCT_NOTE, note
 from everserve.backends.cuda.ops.walk import tile_and_column
 
 _COMBINE_COLUMNS = 512  # 4 per thread: more, and the rows of 8 experts would not fit into registers at once
@@ -274,6 +275,7 @@ def combine_columns(hidden_size: int) -> int:
 @triton.jit
 def share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr):
     """Which (tile, column) pairs a slice has: from first up to end. None if the step is stopped."""
+    note(stop, PRODUCT_NOTE)
     num_rows = tl.where(tl.load(stop) == 0, tl.load(num_tiles), 0)
     total = num_rows * NUM_COLUMNS
     return num_rows, total * slice_index // num_slices, total * (slice_index + 1) // num_slices

@@ -3,7 +3,7 @@
     project     q, k and v of each head for the sorted rows              = dense.py
     rotate      norm and rotate q and k; k and v into the pool           = rows.py: rotate_and_store
     attend      each row over its own sequence, into the lanes' answers  = attention.py
-    merge       likewise, of rows whose segments were attended to apart
+    merge       likewise, of rows whose segments were attended to apart; where it is the last kernel it answers, too
 
 Why the bits are the same: an element of a product is one sum, cut into splits by the shape of the whole weight of all
 heads (`choose_split_size`), and added in the same order; the other kernels compute heads one by one anyway, and use the
@@ -17,6 +17,7 @@ that its home has died.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -45,9 +46,14 @@ from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.rows import rotated
 from everserve.model.rope import RopeTables
 
-_SOME = Product(64, 128, 3, 4, 2)
+# A worker has few heads, so few tiles: each must have much on its way.
+_SOME = Product(64, 128, 5, 4, 1)
 _MANY = Product(128, 64, 4, 8, 1)
 _INTERPRETED_PROGRAMS = 3  # any number must do
+# Of kernels that walk over units. A program that finds none costs time, too, if it has to wait for its turn.
+_ROTATE_PROGRAMS = 2112  # small ones, which all run at once
+_SMALL_PROGRAMS = _MERGE_PROGRAMS = 528
+_FEW_PROGRAMS = 132  # where there is seldom anything to do
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,11 @@ class HeadArena:
             self.max_jobs * page.max_seqs, page.max_segments, shape.group, shape.head_size, device
         )
 
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of rows that are split."""
+        return self.workspace.best_TSH, self.workspace.total_TSH, self.workspace.sum_TSHE
+
 
 def project(
     region: int,
@@ -149,24 +160,24 @@ def project(
 
 def attend_heads(
     region: int, lane: CudaLaneShape, batch: HeadBatch, arena: HeadArena, layer_at: Tensor, num_rows: Tensor,
-    y_row_R: Tensor, stop: Tensor,
+    y_row_R: Tensor, stop: Tensor, may_be_large: bool = True,
 ) -> None:  # fmt: skip
-    """After `project`: store keys and values, attend, and write the answers into the lanes."""
+    """After `project`: store keys and values, attend, and write the answers into the lanes, but for those of rows that
+    are left to `merge`. Without `may_be_large` prompts are attended to by fewer programs."""
     shape, page = arena.shape, arena.page
-    of_page = {"LANE_BYTES": lane.lane_bytes(), "PAGE_AT": lane.page_at, "POSITIONS_AT": page.positions_at}
-    of_heads = {"M": shape.group, "E": shape.head_size}
+    of_page, of_heads = _of_page(lane, page), {"M": shape.group, "E": shape.head_size}
     norm_q, norm_k = (None, None) if arena.norms_L2E is None else (arena.norms_L2E, arena.norms_L2E[:, 1])
-    _rotate_heads[(_programs(stop.device),)](
+    _rotate_heads[(_programs(stop.device, _ROTATE_PROGRAMS),)](
         region, arena.qkv_RX, batch.lane_R, batch.token_R, batch.slot_R, num_rows, batch.num_jobs, layer_at,
         arena.piece_LS, arena.kv_pool, *arena.rope, norm_q, norm_k, shape.eps, stop,
         shape.blocks_per_home * shape.block_size, len(arena.rope[0]),
         S=arena.num_slots, P=arena.kv_pool.shape[1], BLOCK_SIZE=shape.block_size, KV_SLOTS_AT=page.kv_slots_at,
         MAX_ROWS=page.max_rows, **of_page, **of_heads, **early(stop.device), num_warps=2,
     )  # fmt: skip
-    parts = (arena.workspace.best_TSH, arena.workspace.total_TSH, arena.workspace.sum_TSHE)
+    parts = arena.parts
 
-    def run(items_at: int, count_at: int, BM: int, launch: Launch) -> None:
-        _attend_heads[(_programs(stop.device),)](
+    def run(items_at: int, count_at: int, BM: int, launch: Launch, num: int) -> None:
+        _attend_heads[(_programs(stop.device, num),)](
             region, arena.qkv_RX, batch.num_jobs, batch.job_lane_J, batch.job_slot_J, batch.job_row_J,
             batch.job_size_J, layer_at, arena.piece_LS, arena.kv_pool, y_row_R, arena.is_split_R, *parts, stop,
             shape.head_size**-0.5 * math.log2(math.e), shape.num_blocks,
@@ -179,18 +190,34 @@ def attend_heads(
             num_warps=launch.num_warps if shape.head_size <= 128 else 8, maxnreg=launch.max_registers,
         )  # fmt: skip
 
-    run(page.small_at, 0, max(SMALL, triton.next_power_of_2(shape.group)), SMALL_LAUNCH)
-    run(page.large_at, 1, max(LARGE, triton.next_power_of_2(shape.group)), LARGE_LAUNCH)
-    _merge_heads[(_programs(stop.device),)](
-        region, batch.num_jobs, batch.job_lane_J, batch.job_row_J, batch.job_size_J, y_row_R, arena.is_split_R, *parts,
-        stop,
+    num_small, num_large = (MAX_PROGRAMS, MAX_PROGRAMS) if may_be_large else (_SMALL_PROGRAMS, _FEW_PROGRAMS)
+    run(page.small_at, 0, max(SMALL, triton.next_power_of_2(shape.group)), SMALL_LAUNCH, num_small)
+    run(page.large_at, 1, max(LARGE, triton.next_power_of_2(shape.group)), LARGE_LAUNCH, num_large)
+
+
+def merge(
+    region: int, lane: CudaLaneShape, batch: HeadBatch, arena: HeadArena, y_row_R: Tensor, stop: Tensor,
+    kernel: Any = None, arguments: tuple[Any, ...] = (), **constants: int,
+) -> None:  # fmt: skip
+    """After `attend_heads`: the answers of rows that were split.
+
+    `kernel`: another one around `merge_rows`, with arguments and constants of its own."""
+    shape, page = arena.shape, arena.page
+    (kernel or _merge_heads)[(_programs(stop.device, _MERGE_PROGRAMS),)](
+        region, batch.num_jobs, batch.job_lane_J, batch.job_row_J, batch.job_size_J, y_row_R, arena.is_split_R,
+        *arena.parts, stop, *arguments,
         J=arena.max_jobs, D=lane.hidden_size, MAX_SEQS=page.max_seqs, MAX_SEGMENTS=page.max_segments, SEGMENT=SEGMENT,
-        HEADS=triton.next_power_of_2(shape.group), **of_page, **of_heads, **early(stop.device), num_warps=2,
+        HEADS=triton.next_power_of_2(shape.group), **_of_page(lane, page), M=shape.group, E=shape.head_size,
+        **early(stop.device), num_warps=2, **constants,
     )  # fmt: skip
 
 
-def _programs(device: torch.device) -> int:
-    return MAX_PROGRAMS if device.type == "cuda" else _INTERPRETED_PROGRAMS
+def _of_page(lane: CudaLaneShape, page: PageShape) -> dict[str, int]:
+    return {"LANE_BYTES": lane.lane_bytes(), "PAGE_AT": lane.page_at, "POSITIONS_AT": page.positions_at}
+
+
+def _programs(device: torch.device, num: int) -> int:
+    return num if device.type == "cuda" else _INTERPRETED_PROGRAMS
 
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
@@ -211,32 +238,35 @@ def _project(
         i = tl.arange(0, BM)
         is_row = i < tl.load(size_M + m)
         x_rows = tl.load(x_row + row + i, mask=is_row, other=0).to(tl.int64)
-        if NUM_SPLITS == 1:  # as in dense.py: several are added to nothing, and then there is no -0
-            total = _split(x, x_rows, is_row, weights, weight, num_m * 0, D, SPLIT_SIZE, BM, BN, BK, STAGES)
-        else:
-            total = tl.zeros((BM, BN), tl.float32)
-            for split in range(NUM_SPLITS):
-                total += _split(x, x_rows, is_row, weights, weight, split, D, SPLIT_SIZE, BM, BN, BK, STAGES)
+        total = _all_splits(x, x_rows, is_row, weights, weight, D, SPLIT_SIZE, NUM_SPLITS, BM, BN, BK, STAGES)
         f = column + tl.arange(0, BN)
         at = (row + i).to(tl.int64)[:, None] * X + f[None, :]
         tl.store(qkv + at, total.to(tl.bfloat16), mask=is_row[:, None] & (f < X)[None, :])
 
 
 @triton.jit
-def _split(
-    x, x_rows, is_row, weights, weight, split, D: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+def _all_splits(
+    x, x_rows, is_row, weights, weight, D: tl.constexpr, SPLIT_SIZE: tl.constexpr, NUM_SPLITS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """((0 + split 0) + split 1) + .., in one loop, as in dense.py. One split alone is not added to 0: it may be -0."""
     d = tl.arange(0, BK)
     x_at = x + x_rows[:, None] * D + d[None, :]
-    total = tl.zeros((BM, BN), tl.float32)
-    first = split * SPLIT_SIZE
-    for k in tl.range(first, tl.minimum(first + SPLIT_SIZE, D), BK, num_stages=STAGES):
+    total, part = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for k in tl.range(0, D, BK, num_stages=STAGES):
         if D % BK == 0:
             x_MK = tl.load(x_at + k, mask=is_row[:, None], other=0.0)
         else:  # descriptors give zeros beyond the end of a row, and zeros they must meet
             x_MK = tl.load(x_at + k, mask=is_row[:, None] & (d + k < D)[None, :], other=0.0)
-        total = tl.dot(x_MK, weights.load([weight, k]).T, total)
+        part = tl.dot(x_MK, weights.load([weight, k]).T, part)
+        if NUM_SPLITS > 1:  # noqa: SIM102 (a constant of the kernel, and a value)
+            if (k + BK) % SPLIT_SIZE == 0:
+                total += part
+                part = tl.zeros((BM, BN), tl.float32)
+    if NUM_SPLITS == 1:
+        return part
+    if D % SPLIT_SIZE != 0:
+        total += part
     return total
 
 
@@ -371,9 +401,22 @@ def _merge_heads(
     PAGE_AT: tl.constexpr, POSITIONS_AT: tl.constexpr, MAX_SEQS: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
     SEGMENT: tl.constexpr, HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One row of one job at a time: folds what its items left, if it was split."""
     if is_stopped(stop, EARLY):
         return
+    merge_rows(
+        region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum,
+        M, E, J, D, LANE_BYTES, PAGE_AT, POSITIONS_AT, MAX_SEQS, MAX_SEGMENTS, SEGMENT, HEADS,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_rows(
+    region, num_jobs, job_lane, job_row, job_size, y_row, is_split, part_best, part_total, part_sum,
+    M: tl.constexpr, E: tl.constexpr, J: tl.constexpr, D: tl.constexpr, LANE_BYTES: tl.constexpr,
+    PAGE_AT: tl.constexpr, POSITIONS_AT: tl.constexpr, MAX_SEQS: tl.constexpr, MAX_SEGMENTS: tl.constexpr,
+    SEGMENT: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """This program's share, one row of one job at a time: folds what its items left, if it was split."""
     head, columns = tl.arange(0, HEADS), tl.arange(0, E)[None, :]
     used = head < M
     y = tl.multiple_of(region.to(tl.pointer_type(tl.bfloat16)), 16)

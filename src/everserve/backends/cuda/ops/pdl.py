@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from everserve.backends.cuda.ops.timeline import KERNEL_NOTE, note
+
 _SINCE = (9, 0)  # the first devices that can do it
 
 
@@ -46,4 +48,5 @@ def await_before(EARLY: tl.constexpr):
 def is_stopped(stop, EARLY: tl.constexpr):
     """Whether the step is stopped, when all that was launched before this kernel is done."""
     await_before(EARLY)
+    note(stop, KERNEL_NOTE)
     return tl.load(stop) != 0

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from everserve.backends.cuda.ops.timeline import make_stop
+
 
 @dataclass(frozen=True)
 class Words:
@@ -18,7 +20,7 @@ class Words:
     @classmethod
     def on(cls, device: torch.device) -> "Words":
         return cls(
-            stop=torch.zeros(1, dtype=torch.int32, device=device),
+            stop=make_stop(device),
             unplaced=torch.zeros(1, dtype=torch.int32, device=device),
             absent=torch.zeros(1, dtype=torch.int64, device=device),
         )
