@@ -54,7 +54,8 @@ def _prepare(control: Channel) -> StartZygote:
     with imports.no_collections():
         hashing = imports.hash_triton()
         with imports.nothing_to_trace():
-            from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
+            from everserve.worker import boot  # noqa: F401, PLC0415 (imports torch: only after die_with)
+            from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
             backend_for("cpu").prepare()
         start = _receive_start(control)
