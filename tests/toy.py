@@ -146,6 +146,8 @@ class LaggingForward:
 
     def __init__(self, model: ToyModel, is_lazy: Callable[[], bool] = lambda: True) -> None:
         self.use_mask = model.use_mask
+        self.due_s = 0.0  # when steps should end; and whether they are still running when that is asked
+        self.is_running = True
         self.num_ahead = 0  # steps that were launched behind another one
         self._model = model
         self._is_lazy = is_lazy
@@ -192,6 +194,14 @@ class _LaggingStep:
         self.result: torch.Tensor | list[int] | None = None
         self.error: StepAbandoned | None = None
         self._forward = forward
+
+    @property
+    def due_s(self) -> float:
+        return self._forward.due_s
+
+    def is_running_at(self, time_s: float) -> bool:
+        assert time_s < self.due_s
+        return self._forward.is_running
 
     def read(self) -> torch.Tensor | list[int]:
         self._forward.compute(self)

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from everserve import user_cache
+
 CPU_FLAG = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # Contraction is off: where a multiply-add is fused is part of the kernels' definition (backends/cpu/csrc/ops/simd.h).
 FLAGS = [
@@ -71,17 +73,10 @@ def _compiler() -> list[str] | None:
 
 
 def _cache_dir() -> Path:
-    path = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "everserve"
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise BuildError(
-            f"cannot create the cache directory {path}: {e.strerror}; set XDG_CACHE_HOME to one you own"
-        ) from e
-    # We are going to load code from there.
-    if path.stat().st_uid != os.getuid() or not os.access(path, os.W_OK):
-        raise BuildError(f"the cache directory {path} is not yours to write; set XDG_CACHE_HOME to one you own")
-    return path
+        return user_cache.directory()
+    except user_cache.CacheError as error:
+        raise BuildError(str(error)) from error
 
 
 def _key(sources: Path, headers: Sequence[Path]) -> str:

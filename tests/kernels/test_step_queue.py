@@ -67,6 +67,10 @@ class Experts:
     def end_step(self) -> None:
         self._log.append("end")
 
+    def is_running_after(self, step: LaunchedStep, wait_ns: int) -> bool:
+        self._log.append("wait")
+        return False
+
     def see_through(self, step: LaunchedStep) -> None:
         assert step.report.all.ended >= step.report.num_due
         while step.report.stop:

@@ -1,5 +1,7 @@
 """An engine with the streams that it gives, for schedules that drive it in random order."""
 
+from collections.abc import Callable
+
 from everserve.engine.engine import Engine
 from everserve.tables.requests import RequestSpec
 from tests.toy import StepAbandoned, ToyModel, run_alone, spec
@@ -22,8 +24,8 @@ class EngineStreams:
         self._specs[request.id], self._tokens[request.id] = request, []
         self.engine.add(request)
 
-    def step(self, may_go_ahead: bool = True) -> None:
-        for output in self.engine.step(may_go_ahead=may_go_ahead).outputs:
+    def step(self, may_go_ahead: bool = True, is_quiet: Callable[[], bool] | None = None) -> None:
+        for output in self.engine.step(may_go_ahead=may_go_ahead, is_quiet=is_quiet).outputs:
             assert output.id not in self._cancelled
             assert output.index == len(self._tokens[output.id]), "a gap or a duplicate"
             self._tokens[output.id].append(output.token)

@@ -36,21 +36,29 @@ events = st.builds(
 @given(events, st.sampled_from([16, 18, 24, 40]), st.sampled_from([3, 16]), st.booleans(), st.integers(0, 99))
 def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching, seed):
     rng = random.Random(seed)
+    made: list[LaggingForward] = []
+
+    def make_forward(model):
+        made.append(LaggingForward(model, lambda: laziness[1] or rng.random() < laziness[0]))
+        return made[0]
+
     laziness = [rng.random(), False]  # how often the device computes late; whether it does so now for sure
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_prefill_while_decoding=max(1, budget // 2),
         enable_prefix_caching=prefix_caching,
-        make_forward=lambda model: LaggingForward(model, lambda: laziness[1] or rng.random() < laziness[0]),
+        make_forward=make_forward,
     )
+    (forward,) = made
     streams = EngineStreams(engine, model)
     for event in events:
         if event[0] == "add":
             streams.add(*event[1:])
         elif event[0] == "step":
             for _ in range(event[1]):
-                streams.step(event[2])
+                forward.due_s, forward.is_running = rng.choice([0.0, 1e9]), rng.random() < 0.8
+                streams.step(event[2], rng.choice([None, lambda: rng.random() < 0.8]))
         elif event[0] == "abandon" and engine.has_work:
             engine.forget_ahead()  # it may have been computed: the fault would hit the step behind it
             laziness[1] = True

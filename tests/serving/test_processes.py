@@ -100,6 +100,33 @@ def test_a_death_that_cannot_be_survived_is_told(start_server):
         assert not any(is_alive(pid) for pid in pids.values())
 
 
+def in_session(leader: int) -> list[int]:
+    """Processes that this one, or a child of it, has started; not those that have ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, *numbers = path.read_text().rsplit(")", 1)[1].split()
+            if int(numbers[2]) == leader and state not in "ZX":
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(("number", "status"), [(None, 2), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+def test_a_command_that_ends_before_it_serves_leaves_no_zygote(number, status):
+    """Its flags are refused, long after the zygote was started; or it is ended before that."""
+    command = [sys.executable, "-m", "everserve.cli", "serve", "demo", "--port", "0", "--block-size", "17"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_until(lambda: children_of(process.pid) or process.poll() is not None, what="a zygote")
+        assert process.poll() is None, "the zygote is there before anything else"
+        if number is not None:
+            process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == status and "Traceback" not in said, said
+    if number is signal.SIGKILL:  # then the kernel ends the zygote
+        wait_until(lambda: not in_session(process.pid), what="the end of the zygote")
+    assert not in_session(process.pid)
+
+
 class Starting:
     """A server from its very first event on."""
 

@@ -6,8 +6,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TypeVar
@@ -18,6 +19,7 @@ from everserve.config.cluster import ClusterConfig
 from everserve.config.gateway import GatewayConfig
 from everserve.procs import process
 from everserve.procs import supervisor as supervisor_module
+from everserve.procs.early_zygote import EarlyZygote
 from everserve.procs.signals import SignalPipe
 from everserve.procs.supervisor import Supervisor
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
@@ -113,7 +115,13 @@ class Played:
 class Instance:
     """The supervisor, one turn of its loop at a time, and all that it has started."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, grace_s: float = 7.0, num_spares: int = 0) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        grace_s: float = 7.0,
+        num_spares: int = 0,
+        early: Sequence[EarlyZygote] = (),
+    ) -> None:
         self.played: dict[str, list[Played]] = {}
         self.workers: list[int] = []
         self.said_ready: list[str] = []
@@ -132,6 +140,7 @@ class Instance:
                 None,
                 self.said_ready.append,
                 num_spares=num_spares,
+                take_zygote=partial(next, iter(early), None),
                 launch=self._launch,
             )
             self._signals = SignalPipe(self.supervisor._selector)
@@ -216,6 +225,14 @@ class Instance:
         for all_of_it in self.played.values():
             for one in all_of_it:
                 one.close()
+
+
+def make_zygote() -> tuple[Played, EarlyZygote]:
+    """One that was started before the supervisor."""
+    ours, theirs = Channel.pair()
+    with theirs:
+        played = Played("zygote", {"--control-fd": theirs})
+    return played, EarlyZygote(played.process, ours)
 
 
 def log_of(incarnation: int) -> Memory:

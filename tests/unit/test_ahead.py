@@ -2,6 +2,7 @@
 
 import pytest
 
+from everserve.engine.ahead import Lead
 from tests.toy import LaggingForward, StepAbandoned, logits_after, make_engine, run_alone, spec
 
 
@@ -138,3 +139,45 @@ def test_a_stream_that_breaks_has_a_row_in_the_step_behind(toy, monkeypatch):
             streams.setdefault(id, []).append(token)
         engine.check()
     assert failed == ["b"] and streams["a"] == run_alone(requests[0])[1:]
+
+
+def test_the_next_step_is_launched_as_late_as_the_device_allows(toy):
+    """What has to be told is told first; a stream that has come until then waits for one step, not for two."""
+    engine, _, forward = toy
+    engine.add(spec("a", [1, 2, 3], max_tokens=20))
+    told: list[str] = []
+
+    def step(is_quiet: bool) -> list[str]:
+        told.clear()
+        engine.step(lambda: told.append("told"), is_quiet=lambda: told.append("asked") or is_quiet)
+        return told
+
+    step(True)
+    assert forward.num_ahead == 1 and told == ["told"], "how long it takes is not known yet: at once"
+    forward.due_s = 1e9
+    assert step(True) == ["told", "asked"] and engine.is_ahead
+    assert step(False) == ["told", "asked"] and not engine.is_ahead, "a message has come"
+    engine.add(spec("b", [7], max_tokens=20))
+    assert {*tokens_of(engine.step(is_quiet=lambda: True))} == {"a", "b"}
+    forward.is_running = False
+    assert step(True) == ["told"] and not engine.is_ahead, "it has ended before it was due, or has stopped"
+
+
+def test_a_launch_begins_early_enough():
+    """Twice as early as the longest one lately took; a step that ends sooner is not waited for."""
+    now = [10.0]
+
+    def launch(seconds: float) -> str:
+        now[0] += seconds
+        return "launched"
+
+    lead = Lead(lambda: now[0])
+    assert lead.launch_at(20.0) == pytest.approx(19.999)
+    assert lead.timed(launch, 0.5) == "launched"
+    assert lead.launch_at(20.0) == pytest.approx(18.999)
+    lead.timed(lambda seconds: None, 3.0)
+    assert lead.launch_at(20.0) == pytest.approx(18.999), "nothing was launched"
+    assert lead.is_worth_waiting_for(14.0) and not lead.is_worth_waiting_for(13.0)
+    for _ in range(50):
+        lead.timed(launch, 0.0)
+    assert lead.seconds < 0.01

@@ -2,6 +2,7 @@
 
 import pytest
 
+from everserve.chaos.run import first_traceback
 from everserve.chaos.settings import OwnServer
 
 
@@ -23,3 +24,10 @@ from everserve.chaos.settings import OwnServer
 )
 def test_flags_of_its_server(server, flags):
     assert " ".join(server.flags()) == flags
+
+
+def test_a_traceback_is_shown_from_the_line_before_it_to_its_error():
+    error = "worker 3:\nTraceback (most recent call last):\n  File x\n    y()\nValueError: no"
+    assert first_traceback(f"ready\n{error}\nready again\nTraceback") == error
+    assert first_traceback("all is well") is None
+    assert first_traceback("Traceback") == "Traceback"

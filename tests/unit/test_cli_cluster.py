@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from everserve import __version__
-from everserve.cli import app, drain, health, kill, scale, status, switch, version
+from everserve.cli import drain, health, kill, scale, status, switch, version
+from everserve.cli.app import app
 from everserve.errors import ConfigError
 from tests.unit.http_threads import QuietHandler, ServerThread
 

@@ -43,7 +43,7 @@ class _Engine:
         assert masked == bytes([mask_id])
         self.mask_id = mask_id
 
-    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool) -> Any:
+    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool, is_quiet: Callable[[], bool]) -> Any:
         happens = next(self._in_the_middle, None)
         if happens is None:
             raise _Over
@@ -70,9 +70,9 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
 class _AheadEngine(_Engine):
     """Its steps are on their way when `step` returns, if they may be."""
 
-    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool) -> Any:
+    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool, is_quiet: Callable[[], bool]) -> Any:
         with suppress(StepAbandoned):
-            super().step(meanwhile, may_go_ahead)
+            super().step(meanwhile, may_go_ahead, is_quiet)
         self.is_ahead = may_go_ahead
         return StepResult([], [], [], [])
 

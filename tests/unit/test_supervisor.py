@@ -8,6 +8,7 @@ import struct
 
 import pytest
 
+from everserve.procs.launching import ENVIRONMENT
 from everserve.tables.goal import Goal, SeatGoal
 from everserve.tables.ids import Rank, Role
 from everserve.wire.channel import Channel
@@ -20,7 +21,6 @@ from everserve.wire.messages import (
     KeepGoal,
     MemoryKept,
     OrchestratorAttached,
-    PrepareSpares,
     ProcessesChanged,
     ProcessSignalled,
     Ready,
@@ -31,11 +31,20 @@ from everserve.wire.messages import (
     SparesChanged,
     StartGateway,
     StartOrchestrator,
+    StartZygote,
     WorkerExited,
     WorkerStarted,
 )
 from tests.unit import supervisor_toy
-from tests.unit.supervisor_toy import Instance, are_connected, log_of, num_fds, size_of, start_worker
+from tests.unit.supervisor_toy import (
+    Instance,
+    are_connected,
+    log_of,
+    make_zygote,
+    num_fds,
+    size_of,
+    start_worker,
+)
 
 ALL = ["gateway", "orchestrator", "anchor", "zygote"]
 HELPERS = ALL[1:]
@@ -78,7 +87,9 @@ def test_every_process_is_started_and_connected_to_those_it_talks_to(make):
     assert instance["gateway"].sockets["--listen-fd"].getsockname() == instance.address
     assert instance.get("gateway", StartGateway) == supervisor_toy.START_GATEWAY
     assert instance.get("orchestrator", StartOrchestrator) == supervisor_toy.START_ORCHESTRATOR
-    assert instance.get("zygote", PrepareSpares) == PrepareSpares(num_each=3)
+    told = instance.get("zygote", StartZygote)
+    assert (told.device, told.num_spares, told.like) == ("cpu", 3, ())
+    assert told.environment.items() >= {**os.environ, **ENVIRONMENT}.items()
     instance.get("gateway", OrchestratorAttached)
     orchestrators_end = Channel(instance["orchestrator"].sockets["--gateway-fd"])
     assert are_connected(orchestrators_end, instance["gateway"].channel_of(OrchestratorAttached))
@@ -86,9 +97,32 @@ def test_every_process_is_started_and_connected_to_those_it_talks_to(make):
     instance.get("orchestrator", AnchorAttached)
     to_anchor = instance["orchestrator"].channel_of(AnchorAttached)
     assert are_connected(to_anchor, instance["anchor"].channel_of(OrchestratorAttached))
-    told = instance["gateway"].messages(ProcessesChanged)[-1]
-    assert [one.name for one in told.processes] == ["supervisor", *ALL]
-    assert [one.pid for one in told.processes] == [os.getpid(), *(instance[name].process.pid for name in ALL)]
+    known = instance["gateway"].messages(ProcessesChanged)[-1].processes
+    assert [one.name for one in known] == ["supervisor", *ALL]
+    assert [one.pid for one in known] == [os.getpid(), *(instance[name].process.pid for name in ALL)]
+
+
+def test_a_zygote_that_was_there_before_is_taken_over_and_replaced_as_any_other(make):
+    played, early = make_zygote()
+    instance = make(early=[early])
+    assert list(instance.played) == ALL[:-1], "no other is started"
+    instance.played["zygote"] = [played]
+    assert instance.get("zygote", StartZygote).environment["OPENBLAS_NUM_THREADS"] == "1"
+    (stderr,) = played.fds_of(StartZygote)
+    assert os.fstat(stderr).st_ino == os.fstat(2).st_ino
+    os.close(stderr)
+    assert instance["gateway"].messages(ProcessesChanged)[-1].processes[-1].pid == played.process.pid
+    instance.die("zygote")
+    assert instance["zygote"] is not played and instance.get("zygote", StartZygote)
+
+
+def test_a_zygote_that_has_died_before_it_was_taken_over_is_replaced(make):
+    played, early = make_zygote()
+    played.exit(1)
+    instance = make(early=[early])
+    instance.until(lambda: "zygote" in instance.played)
+    assert instance.get("zygote", StartZygote) and not instance.is_over
+    played.close()
 
 
 @pytest.mark.parametrize("order", [("gateway", "orchestrator"), ("orchestrator", "gateway")])
@@ -282,7 +316,7 @@ def test_the_next_zygote_gets_the_orders_that_the_one_before_still_had(serving):
     serving.get("zygote", ForkWorker, 2)
     before = serving["zygote"].fds_of(ForkWorker)
     serving.die("zygote")
-    assert {start.incarnation for start in serving.get("zygote", PrepareSpares).like} == {2}, "one of each kind"
+    assert {start.incarnation for start in serving.get("zygote", StartZygote).like} == {2}, "one of each kind"
     assert serving.get("zygote", ForkWorker).start == start_worker(2)
     cell, *channels, log = serving["zygote"].fds_of(ForkWorker)
     sockets = [{os.fstat(fd).st_ino for fd in fds} for fds in (before, channels)]

@@ -2,8 +2,10 @@
 
 Each round starts a new server and asks it for one token as soon as it serves. Its events divide the time:
 
-    command   until the first of its processes is started: the interpreter, imports, flags, the model's config
-    imports   until the last worker is forked: what workers need is imported once, and memory is allocated meanwhile
+    command   until its processes are started (but for the zygote, which is there already): the interpreter, imports,
+              flags, the model's config, devices
+    imports   until the last worker is forked: the zygote imports what workers need, from the very beginning, and memory
+              is allocated meanwhile
     ...       phases of the worker that was ready last, as it tells them: context, weights, kernels, graphs, rehearsal
     rest      what that worker does besides
     serving   until the server says that it serves

@@ -304,8 +304,8 @@ class Run:
             assert self._server.process is not None
             if self._server.process.poll() is not None:
                 self._findings.add("server", "server", f"it ended with status {self._server.process.returncode}")
-            if "Traceback" in self._server.log_text():
-                self._findings.add("server", "log", "there is a traceback in it")
+            if (traceback := first_traceback(self._server.log_text())) is not None:
+                self._findings.add("server", "log", f"there is a traceback in it:\n{traceback}")
 
     async def _wait_until_whole(self) -> float | None:
         """How long it took; None: too long."""
@@ -315,6 +315,16 @@ class Run:
             return view.is_whole and self._roles in (None, view.roles)
 
         return await _within(WHOLE_WITHIN_S, is_whole)
+
+
+def first_traceback(text: str) -> str | None:
+    """In a log, up to its error; with the line before it, which may say whose it is."""
+    lines = text.splitlines()
+    first = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
+    if first is None:
+        return None
+    last = next((i for i in range(first + 1, len(lines)) if not lines[i].startswith(" ")), len(lines) - 1)
+    return "\n".join(lines[max(first - 1, 0) : last + 1])
 
 
 async def _within(limit_s: float, condition: Callable[[], Awaitable[bool]]) -> float | None:

@@ -1,5 +1,6 @@
 """The command line, one file per command.
 
+app.py      the command that all of these are commands of
 serve.py    serve a model (serve_settings.py what it is started with, flags.py flags that are fields of configs,
             config_file.py flags from a file)
 starting.py bars while it starts
@@ -26,20 +27,11 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-import typer
-
 from everserve.errors import UserError
+from everserve.procs.bytecode import keep_bytecode
+from everserve.procs.early_zygote import early_zygote, is_needed
 
 _COMMANDS = ("bench", "chaos", "demo", "drain", "health", "kill", "scale", "serve", "status", "switch", "version")
-
-app = typer.Typer(
-    name="everserve",
-    help="LLM serving that keeps every token stream going when workers die.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -61,8 +53,10 @@ def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
     try:
         _handle_signals()
-        _register(sys.argv[1:2])
-        app()
+        if is_needed(sys.argv[1:]):
+            keep_bytecode()
+        with early_zygote(sys.argv[1:]):
+            _run(sys.argv[1:2])
     except UserError as error:
         print(f"everserve: {error}", file=sys.stderr)
         sys.exit(2)
@@ -70,9 +64,12 @@ def main() -> None:
         sys.exit(128 + signal.SIGINT)
 
 
-def _register(asked: Sequence[str]) -> None:
+def _run(asked: Sequence[str]) -> None:
     """Each module registers its command, or its commands. Importing all of them takes longer than most commands do: if
     the first argument is the name of one, only that one is imported. (version.py also has the options of all.)"""
+    from everserve.cli.app import app  # noqa: PLC0415 (typer: what is started early should not wait for it)
+
     names = ("version", *asked) if set(asked) & set(_COMMANDS) else _COMMANDS
     for name in names:
         importlib.import_module(f"everserve.cli.{name}")
+    app()

@@ -9,8 +9,8 @@ import typer
 from rich.console import Console
 
 from everserve.chaos.settings import OwnServer, Settings
-from everserve.cli import app
 from everserve.cli.address import AdminKey, ApiKey, server_url
+from everserve.cli.app import app
 from everserve.cli.files import check_directory
 from everserve.cli.flags import Said, expand
 from everserve.errors import ConfigError

@@ -18,7 +18,8 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from everserve.cli import app, demo_screen
+from everserve.cli import demo_screen
+from everserve.cli.app import app
 from everserve.cli.demo_run import NUM_TOKENS, PROMPTS, DemoRun, KillOutcome, PlannedKill, judge
 from everserve.cli.starting import StartBars
 from everserve.cli.status import fetch_cluster

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from everserve.cli import app
 from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
+from everserve.cli.app import app
 from everserve.cli.status import administer, fetch_cluster
 from everserve.errors import ConfigError
 from everserve.tables.health import WORDS, Level

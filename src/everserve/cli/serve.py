@@ -10,7 +10,8 @@ from typing import Annotated, NoReturn
 import typer
 from msgspec import structs
 
-from everserve.cli import app, config_file
+from everserve.cli import config_file
+from everserve.cli.app import app
 from everserve.cli.devices import choose
 from everserve.cli.files import check_directory, read_text
 from everserve.cli.flags import Said, expand
@@ -36,6 +37,7 @@ from everserve.config.model import ModelSource
 from everserve.gateway.observe import tracing
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
+from everserve.procs import early_zygote
 from everserve.procs.listening import listen_on, url_of
 from everserve.procs.supervisor import Supervisor
 from everserve.wire.messages import StartGateway, StartOrchestrator
@@ -105,6 +107,7 @@ def _run(model: str, gateway: GatewayConfig, start: StartOrchestrator, share_dev
         on_ready=lambda url: _say_ready(model, url, bars),
         share_device=share_device,
         num_spares=start.cluster.spares,
+        take_zygote=early_zygote.take,
     )
     with bars:
         sys.exit(supervisor.run())

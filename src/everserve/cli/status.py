@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import httpx
 import typer
 
-from everserve.cli import app
 from everserve.cli.address import DEFAULT_URL, ApiKey, Url
+from everserve.cli.app import app
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
 

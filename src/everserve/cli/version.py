@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from everserve import __version__
-from everserve.cli import app
+from everserve.cli.app import app
 
 
 @app.command()

@@ -3,13 +3,16 @@
 Which streams decode in the next step, and where their KV goes, does not depend on the tokens that the current step
 chooses. Only the rows' tokens do, and on a device these are there already. So a device need not wait for the host:
 
-    device   |------ N ------|---- N + 1 ----|---- N + 2 ----|
-    host     launch N + 1      read N: tokens and ends; receive
-             tell of N - 1     launch N + 2; tell of N ...
+    device   |---------- N ----------|-------- N + 1 --------|---- N + 2
+    host     tell of N - 1   launch   read N: tokens and ends;
+                              N + 1   receive; tell of N ...
 
     launched ahead if   all streams of step N have a token at its end, which the device chooses; no other stream may
                         begin; there are blocks; routes and mask stay as they are (Forward.may_go_ahead, and the caller)
     otherwise           N + 1 is scheduled when N has ended
+
+It is launched as late as the device allows (`Lead`): a stream that arrives until then, or routes that change, wait for
+the end of N, and not for that of N + 1 too. A stream that comes from a dead worker has no time to lose.
 
 What the host decides after that takes effect one step later, and changes no stream: one that ended in N, or was
 cancelled, has a row in N + 1. Its token is dropped, and its KV, which lies in a slot behind what counts as computed, is
@@ -20,7 +23,9 @@ If N is abandoned, so is N + 1, and everything that was scheduled for either is 
 is abandoned, streams keep a block that they may have got for it ahead of time: the repeated step needs it.
 """
 
-from typing import NamedTuple
+import time
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +33,37 @@ from numpy.typing import NDArray
 from everserve.engine.batching import Rows
 from everserve.engine.forward import Pending
 from everserve.engine.sequence import Chunk, Status
+
+_JITTER_S = 0.001  # steps of the same size differ by less, where nothing happens
+_FORGET = 0.9  # of the longest launch, with each one
+Step = TypeVar("Step")
+Result = TypeVar("Result")
+
+
+class Lead:
+    """How long before the end of a step the next one is launched: a little longer than that takes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._launch_s = 0.0  # the longest lately
+
+    @property
+    def seconds(self) -> float:
+        return _JITTER_S + 2 * self._launch_s
+
+    def is_worth_waiting_for(self, due_s: float) -> bool:
+        """A step that ends soon leaves no time to do anything else first."""
+        return due_s - self._clock() > 3 * self.seconds
+
+    def launch_at(self, due_s: float) -> float:
+        return due_s - self.seconds
+
+    def timed(self, launch: Callable[[Step], Result], step: Step) -> Result:
+        began_s = self._clock()
+        result = launch(step)
+        if result is not None:
+            self._launch_s = max(self._clock() - began_s, _FORGET * self._launch_s)
+        return result
 
 
 class Launched(NamedTuple):

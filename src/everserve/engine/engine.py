@@ -15,7 +15,7 @@ import torch
 
 from everserve.config.engine import EngineConfig
 from everserve.engine import integrity
-from everserve.engine.ahead import Launched
+from everserve.engine.ahead import Launched, Lead
 from everserve.engine.batching import BatchLayout, wanted_rows
 from everserve.engine.blocks import BlockPool
 from everserve.engine.forward import Forward
@@ -117,6 +117,7 @@ class Engine:
         self._decoding: list[Chunk] | None = None  # the last step's, if no prompt was in it
         self._greedy: tuple[list[Chunk], list[Draw]] = [], []  # the last step in which all tokens were most likely ones
         self._queued: Launched | None = None  # behind the step that has ended last: it is being computed
+        self._lead = Lead()
         self._sequences: dict[str, Sequence] = {}
         self._num_steps = 0
         self._num_prompt_tokens = 0
@@ -218,12 +219,18 @@ class Engine:
         for id in list(self._sequences):
             self.cancel(id)
 
-    def step(self, meanwhile: Callable[[], None] = lambda: None, may_go_ahead: bool = True) -> StepResult:
+    def step(
+        self,
+        meanwhile: Callable[[], None] = lambda: None,
+        may_go_ahead: bool = True,
+        is_quiet: Callable[[], bool] | None = None,
+    ) -> StepResult:
         """Advance. If the forward pass is abandoned (it raises), all streams are as they were before the call (one
         whose blocks were taken in it waits to be computed again). If KV was lost, all streams wait for that.
 
         `meanwhile` is called in every step, while a device computes if there is one.
         `may_go_ahead`: the next step may be launched too, and be on its way when this returns (ahead.py).
+        `is_quiet`: asked as late as that allows, whether there is still nothing else to do in the next step.
         """
         began_s = self._clock()
         if self._queued is None:
@@ -233,7 +240,7 @@ class Engine:
             if step is None:
                 meanwhile()
                 return StepResult([], [], [], [], regained=self._take_regained())
-            results = self._run(step, meanwhile, may_go_ahead)
+            results = self._run(step, meanwhile, may_go_ahead, is_quiet)
         except KvLost as lost:
             self._abandon()
             return self._without_kv(str(lost))
@@ -378,9 +385,12 @@ class Engine:
         self.scheduler.take_up()
         return queued.of_running()
 
+    def _may_launch_behind(self, step: Launched) -> bool:
+        return self.config.launch_ahead and step.rows.draws_L is not None and self._forward.may_go_ahead
+
     def _launch_behind(self, step: Launched) -> Launched | None:
         """The next step, before this one has ended; None if it must wait for that."""
-        if not self.config.launch_ahead or step.rows.draws_L is None or not self._forward.may_go_ahead:
+        if not self._may_launch_behind(step):
             return None
         chunks = self.scheduler.schedule_ahead(step.chunks)
         if not chunks:
@@ -404,19 +414,29 @@ class Engine:
             return None
         return [draw(chunk[0].params, chunk[0].num_output + num_ahead) for chunk in chunks if chunk[2]]
 
-    def _run(self, step: Launched, meanwhile: Callable[[], None], may_go_ahead: bool) -> list[_Next]:
+    def _has_time(self, step: Launched) -> bool:
+        """Wait as long as the next step need not be launched. False if this one has to be read before that."""
+        return step.pending.is_running_at(self._lead.launch_at(step.pending.due_s))
+
+    def _run(
+        self, step: Launched, meanwhile: Callable[[], None], may_go_ahead: bool, is_quiet: Callable[[], bool] | None
+    ) -> list[_Next]:
         """See it through, logging what is computed."""
         chunks, rows, journal = step.chunks, step.rows, self._journal
         num_rows = len(rows.positions_T)
         self.times.begin(num_rows, int(np.add.reduce(rows.positions_T)) + num_rows)
         if journal is not None and not journal.writer.is_on_device:
             journal.begin(chunks, rows)
-        if may_go_ahead:
-            self._queued = self._launch_behind(step)
+        may_go_ahead = may_go_ahead and self._may_launch_behind(step)
+        is_late = is_quiet is not None and self._lead.is_worth_waiting_for(step.pending.due_s)
+        if may_go_ahead and not is_late:
+            self._queued = self._lead.timed(self._launch_behind, step)
         meanwhile()
         if journal is not None and journal.writer.is_on_device:
             # What `meanwhile` is about is the step before this one, and its end must be in the log first.
             journal.begin(chunks, rows)
+        if may_go_ahead and is_quiet is not None and is_late and self._has_time(step) and is_quiet():
+            self._queued = self._lead.timed(self._launch_behind, step)
         read = step.pending.read()
         if isinstance(read, list):
             tokens = step.chosen(read)

@@ -18,6 +18,13 @@ class Pending(Protocol):
         """Its end: logits_LV of `rows.logits_rows_L`, or the tokens that were chosen from them (`Rows.draws_L`). If it
         raises, the step never happened, nor did a step that was launched behind it."""
 
+    @property
+    def due_s(self) -> float:
+        """When it should end, on the monotonic clock; in the past if that is not known."""
+
+    def is_running_at(self, time_s: float) -> bool:
+        """Wait until then. False, at once, when it has ended, or something must be done so that it does: read it."""
+
 
 class Forward(Protocol):
     """One step after the other. A second one may be launched before the first has ended, not a third one."""
@@ -76,6 +83,11 @@ class _EagerStep:
     def __init__(self, forward: EagerForward, rows: Rows) -> None:
         self._forward = forward
         self._rows = rows
+
+    due_s = 0.0
+
+    def is_running_at(self, time_s: float) -> bool:
+        return False
 
     def read(self) -> Tensor:
         return self._forward.run(self._rows)

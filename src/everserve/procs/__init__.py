@@ -1,6 +1,9 @@
 """The processes of an instance: started, watched and ended together.
 
 supervisor.py          starts the processes, watches them, ends them together
+launching.py           how each of them is started
+early_zygote.py        the first zygote, started before everything else
+bytecode.py            what they import is compiled once
 provisioner.py         the workers of this machine: forked from a zygote, signalled, reaped
 deferred_close.py      device descriptors, closed a moment after their process has ended
 device_descriptors.py  which descriptors these are, and how a process sends copies of them

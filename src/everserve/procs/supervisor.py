@@ -22,13 +22,15 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from everserve.procs import process
 from everserve.procs.deferred_close import DeferredClose, Held
+from everserve.procs.early_zygote import EarlyZygote
+from everserve.procs.launching import ENVIRONMENT, Launch, launch
 from everserve.procs.listening import url_of
 from everserve.procs.mps import Mps
 from everserve.procs.provisioner import Workers
@@ -53,7 +55,6 @@ from everserve.wire.messages import (
     Failed,
     KeepGoal,
     OrchestratorAttached,
-    PrepareSpares,
     ProcessesChanged,
     ProcessSignalled,
     Provision,
@@ -65,6 +66,7 @@ from everserve.wire.messages import (
     SparesChanged,
     StartGateway,
     StartOrchestrator,
+    StartZygote,
     WorkerForked,
 )
 
@@ -72,30 +74,7 @@ _KILL_AFTER_S = 3.0  # after Shutdown or the end of its channel, until a process
 _MAX_RESTARTS = 10  # of the orchestrator, the anchor or the zygote, each ...
 _RESTARTS_WITHIN_S = 10.0  # ... within this time; beyond that the instance fails
 
-# NumPy starts these threads when it is imported. They are not used here, and a zygote with threads cannot fork safely.
-_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1"}
-_MODULES = {
-    "gateway": "everserve.gateway",
-    "orchestrator": "everserve.control",
-    "anchor": "everserve.memory.anchor",
-    "zygote": "everserve.zygote",
-}
-
-Launch = Callable[[str, Mapping[str, socket.socket], Mapping[str, str]], "subprocess.Popen[bytes]"]
-
-
-def launch(
-    name: str, sockets: Mapping[str, socket.socket], environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    """Start this process with these sockets, each passed by descriptor with its flag."""
-    arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
-    return subprocess.Popen(
-        [sys.executable, "-m", _MODULES[name], "--supervisor-pid", str(os.getpid()), *arguments],
-        pass_fds=[sock.fileno() for sock in sockets.values()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        process_group=0,  # Ctrl-C reaches only the supervisor, which then stops all processes in order
-    )
+_STDERR = 2
 
 
 @dataclass(eq=False)
@@ -137,6 +116,7 @@ class Supervisor:
         on_ready: Callable[[str], None],
         share_device: bool = False,
         num_spares: int = 0,
+        take_zygote: Callable[[], EarlyZygote | None] = lambda: None,
         launch: Launch = launch,
     ) -> None:
         self._launch = launch
@@ -150,7 +130,8 @@ class Supervisor:
         self._num_spares = num_spares  # for each device
         self._spares = SparesChanged(pids=(), num_wanted=0)
         self._deferred = DeferredClose()  # of the children in `_children`; `_workers` has its own
-        self._environment = os.environ | _ENVIRONMENT
+        self._take_zygote = take_zygote  # one that was started before us
+        self._mps_environment: dict[str, str] = {}
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
         self._kill_at: float | None = None  # set while stopping
@@ -172,7 +153,7 @@ class Supervisor:
         process.raise_open_files()
         mps = Mps.start() if self._share_device else None
         try:
-            self._environment |= mps.environment if mps is not None else {}
+            self._mps_environment = mps.environment if mps is not None else {}
             self._serve()
         finally:
             if mps is not None:
@@ -203,7 +184,17 @@ class Supervisor:
 
     def _spawn_zygote(self) -> None:
         self._spares = msgspec.structs.replace(self._spares, pids=())
-        self._spawn("zygote", {}, PrepareSpares(num_each=self._num_spares, like=self._workers.kinds()))
+        start = StartZygote(
+            device=self._start_orchestrator.worker.compute.device,
+            environment=self._environment(),
+            num_spares=self._num_spares,
+            like=self._workers.kinds(),
+        )
+        early = self._take_zygote()
+        if early is None:
+            self._spawn("zygote", {}, start, _stderr())
+        else:
+            self._add(Child("zygote", early.process, Channel(early.control)), start, _stderr())
 
     def _spawn_orchestrator(self, start: StartOrchestrator) -> None:
         to_gateway, to_orchestrator = Channel.pair()
@@ -219,17 +210,25 @@ class Supervisor:
         to_anchor.close()
         to_orchestrator.close()
 
-    def _spawn(self, name: str, sockets: dict[str, socket.socket], start: AnyMessage | None = None) -> None:
+    def _spawn(
+        self, name: str, sockets: dict[str, socket.socket], start: AnyMessage | None = None, fds: Sequence[int] = ()
+    ) -> None:
         ours, theirs = Channel.pair()
-        popen = self._launch(name, {"--control-fd": theirs, **sockets}, self._environment)
+        popen = self._launch(name, {"--control-fd": theirs, **sockets}, self._environment())
         theirs.close()
-        child = Child(name, popen, Channel(ours))
+        self._add(Child(name, popen, Channel(ours)), start, fds)
+
+    def _add(self, child: Child, start: AnyMessage | None, fds: Sequence[int]) -> None:
         if start is not None:
-            child.control.send(start)
-        self._children[name] = child
+            child.control.send(start, fds)
+        self._children[child.name] = child
         self._selector.register(child.control, selectors.EVENT_READ, child)
-        self._events.append(ProcessStarted(process="supervisor", child=name, child_pid=popen.pid))
+        self._events.append(ProcessStarted(process="supervisor", child=child.name, child_pid=child.process.pid))
         self._tell_processes()
+
+    def _environment(self) -> dict[str, str]:
+        """Of the processes of this instance."""
+        return {**os.environ, **ENVIRONMENT, **self._mps_environment}
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -440,6 +439,15 @@ class Supervisor:
         processes += [Process(name=child.name, pid=child.process.pid) for child in self._children.values()]
         spares, num_wanted = self._spares.pids, self._spares.num_wanted
         self._send("gateway", ProcessesChanged(processes=tuple(processes), spares=spares, num_spares_wanted=num_wanted))
+
+
+def _stderr() -> list[int]:
+    """To hand it on; nothing if it is closed."""
+    try:
+        os.fstat(_STDERR)
+    except OSError:
+        return []
+    return [_STDERR]
 
 
 def _say(text: str) -> None:

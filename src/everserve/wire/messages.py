@@ -18,7 +18,7 @@
     orchestrator -> anchor         Allocate, Adopt, Release
     anchor -> orchestrator         Allocated, AllocationFailed
 
-    supervisor -> zygote           PrepareSpares (first), ForkWorker, Shutdown
+    supervisor -> zygote           StartZygote (first), ForkWorker, Shutdown
     zygote -> supervisor           Ready, WorkerForked, SparesChanged
     zygote -> spare                ForkWorker
     spare -> zygote                Ready
@@ -546,11 +546,15 @@ class WorkerForked(Message, frozen=True):
     pid: int
 
 
-class PrepareSpares(Message, frozen=True):
-    """Supervisor to zygote, first message: keep this many spares for each device. `like`: the kinds of workers that
-    exist already, which spares may have to become; the zygote learns further kinds from ForkWorker."""
+class StartZygote(Message, frozen=True):
+    """Supervisor to zygote, first message. The zygote may have been started long before there was a supervisor: so the
+    environment of its workers, and stderr, are what is said here. `device`: "cpu" or "cuda". `num_spares`: to be kept
+    for each device; `like`: the kinds of workers that exist already, which spares may have to become; the zygote learns
+    further kinds from ForkWorker. + fd: stderr, unless it is closed."""
 
-    num_each: int
+    device: str
+    environment: dict[str, str]
+    num_spares: int
     like: tuple["StartWorker", ...] = ()
 
 
@@ -821,7 +825,7 @@ AnyMessage = (
     | Release
     | ForkWorker
     | WorkerForked
-    | PrepareSpares
+    | StartZygote
     | SpareForked
     | SparesChanged
     | StartOrchestrator

@@ -273,7 +273,7 @@ class AttentionLoop:
     def _step(self) -> None:
         self._was_busy = True
         try:
-            result = self._engine.step(meanwhile=self._do_late, may_go_ahead=not self._has_new_routes)
+            result = self._engine.step(self._do_late, not self._has_new_routes, self._is_quiet)
         except StepAbandoned as abandoned:
             self._do_late()
             self._pause(abandoned)
@@ -283,6 +283,10 @@ class AttentionLoop:
         self._late = partial(self._tell, result)
         if not self._sends_late or not self._engine.has_work:
             self._do_late()
+
+    def _is_quiet(self) -> bool:
+        """No message has come: streams and routes can join the next step only if it has not been launched."""
+        return not self._selector.select(0) and not self._has_new_routes
 
     def _report_pace(self) -> None:
         """Now and then, after a step. The orchestrator compares this worker, and its peers, with others."""

@@ -1,6 +1,6 @@
 """`python -m everserve.zygote`: the zygote, started by the supervisor, never by hand.
 
-It imports what workers need, starts no threads, and forks:
+It imports what workers need (imports.py), has no threads when it is done, and forks:
 
     ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
 
@@ -11,7 +11,6 @@ A fork of a process with threads inherits their locks but not the threads; so th
 
 import argparse
 import contextlib
-import gc
 import logging
 import os
 import selectors
@@ -26,10 +25,12 @@ from pathlib import Path
 
 from everserve.procs import process
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed
-from everserve.wire.messages import ForkWorker, PrepareSpares, Ready, Shutdown, SpareForked, SparesChanged, WorkerForked
+from everserve.wire.messages import ForkWorker, Ready, Shutdown, SpareForked, SparesChanged, StartZygote, WorkerForked
+from everserve.zygote import imports
 from everserve.zygote.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
+_STDERR = 2
 _HAND_OVER_S = 1.0  # a spare that does not take its message within this time is killed
 
 
@@ -41,43 +42,63 @@ def main() -> int:
     process.die_with(args.supervisor_pid)
     process.set_name("es-zygote")
     control = Channel(socket.socket(fileno=args.control_fd))
-
-    from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
-
-    backend_for("cpu").prepare()
-    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
-    assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
-    gc.collect()
-    gc.freeze()  # keeps the pages of imported modules shared between all workers
-    control.send(Ready())
+    process.raise_open_files()
     try:
-        return Zygote(control, args.supervisor_pid).run()
+        start = _prepare(control)
+        return Zygote(control, args.supervisor_pid, start).run()
     except ChannelClosed:
         return 0
+
+
+def _prepare(control: Channel) -> StartZygote:
+    """Import everything. What workers will compute on is not known yet when this begins."""
+    with imports.no_collections():
+        hashing = imports.hash_triton()
+        with imports.nothing_to_trace():
+            from everserve.zygote.backend import backend_for  # noqa: PLC0415 (imports torch: only after die_with)
+
+            backend_for("cpu").prepare()
+        start = _receive_start(control)
+        if hashing is not None:
+            hashing.join()
+        backend_for(start.device).prepare()
+    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+    assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
+    control.send(Ready())
+    return start
+
+
+def _receive_start(control: Channel) -> StartZygote:
+    frame = control.receive_frame()
+    assert frame is not None and isinstance(frame.message, StartZygote), frame
+    os.environ.update(frame.message.environment)
+    for stderr in frame.fds.take():
+        os.dup2(stderr, _STDERR)
+        os.close(stderr)
+    return frame.message
 
 
 class Zygote:
     """Forks workers on demand and spares in advance."""
 
-    def __init__(self, control: Channel, supervisor_pid: int) -> None:
+    def __init__(self, control: Channel, supervisor_pid: int, start: StartZygote) -> None:
         self._control = control
         self._supervisor_pid = supervisor_pid
         self._spares = Spares(self._fork_spare, process.state_of, _kill)
+        self._spares.prepare(start.num_spares, start.like, time.monotonic())
         self._told = SparesChanged(pids=(), num_wanted=0)
 
     def run(self) -> int:
         """Until Shutdown."""
         while True:
-            self._wait()
-            for message, fds in self._control.receive_frames():
+            for message, fds in self._control.receive_frames():  # some may have come with the first message
                 if isinstance(message, ForkWorker):
                     self._start_worker(message, fds.take())
-                elif isinstance(message, PrepareSpares):
-                    self._spares.prepare(message.num_each, message.like, time.monotonic())
                 elif isinstance(message, Shutdown):
                     return 0
             self._spares.tend(time.monotonic())
             self._tell()
+            self._wait()
 
     def _wait(self) -> None:
         """Uses poll, because forked workers would inherit an epoll descriptor."""

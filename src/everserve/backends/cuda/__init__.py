@@ -4,6 +4,7 @@ roles.py           the two roles of a worker, put together
 build.py           from a StartWorker message to what they are made of
 device.py          a device, opened for a worker; its memory as tensors
 expert_loop.py     the loop of an expert worker: keep the device supplied with graphs
+kernel_keys.py     what is computed for all workers, before kernels are found in Triton's cache
 rehearsal.py       what a spare does ahead of need
 sampling.py        every way of choosing a token once, before a stream needs it
 

@@ -4,6 +4,7 @@ import os
 
 from torch import Tensor
 
+from everserve.backends.cuda import kernel_keys, waiting
 from everserve.backends.cuda.build import (
     SeatWeights,
     build_decoder,
@@ -40,6 +41,8 @@ __all__ = ["build_attention", "build_expert", "prepare", "rehearse"]
 
 def prepare() -> None:
     """The zygote must not touch a device: a fork could not use it."""
+    kernel_keys.complete()
+    waiting.load()
 
 
 def build_attention(around: Surroundings) -> AttentionParts:

@@ -65,6 +65,13 @@ class LaunchedStep:
         self.bucket.chain.launch(first)
         self.report = self._queue.report.next()
 
+    @property
+    def due_s(self) -> float:
+        return self._queue.due_ns(self) / 1e9
+
+    def is_running_at(self, time_s: float) -> bool:
+        return self._queue.is_running_at(self, round(time_s * 1e9))
+
     def read(self) -> Tensor | list[int]:
         return self._queue.read(self)
 
@@ -94,6 +101,9 @@ class CapturedExperts(Experts, Protocol):
     def may_go_ahead(self) -> bool:
         """Whether a step that is launched behind another one finds everything as it should be: nothing has changed
         since that one was launched."""
+
+    def is_running_after(self, step: LaunchedStep, wait_ns: int) -> bool:
+        """Wait so long. False, at once, when it has ended, or there is something to attend to."""
 
     def see_through(self, step: LaunchedStep) -> None:
         """Until it has ended as it should. StepAbandoned if it cannot; then it has stopped for good."""
@@ -132,11 +142,18 @@ class StepQueue:
         """The steps that were launched behind this one."""
         return self._steps[self._steps.index(step) + 1 :]
 
+    def due_ns(self, step: LaunchedStep) -> int:
+        """When the first one should end: after as long as the last one of its size, which this one is like."""
+        assert step is self._steps[0], "steps end in order"
+        return max(step.launched_ns, self._ended_ns) + step.bucket.lasted_ns
+
+    def is_running_at(self, step: LaunchedStep, time_ns: int) -> bool:
+        return self._experts.is_running_after(step, max(time_ns - time.monotonic_ns(), 0))
+
     def read(self, step: LaunchedStep) -> Tensor | list[int]:
         """See it through."""
-        assert step is self._steps[0], "steps end in order"
-        began_ns = max(step.launched_ns, self._ended_ns)
-        step.due_ns = began_ns + step.bucket.lasted_ns
+        step.due_ns = self.due_ns(step)
+        began_ns = step.due_ns - step.bucket.lasted_ns
         try:
             self._experts.see_through(step)
         except StepAbandoned:  # it has stopped. After any other error the device may wait for a flag for ever

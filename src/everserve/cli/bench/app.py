@@ -2,7 +2,7 @@
 
 import typer
 
-from everserve.cli import app
+from everserve.cli.app import app
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, each with its baseline in the same run.")
 app.add_typer(bench_app, name="bench")

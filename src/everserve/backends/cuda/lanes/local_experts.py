@@ -47,6 +47,11 @@ class LocalCudaExperts:
 
     def end_step(self) -> None: ...
 
+    def is_running_after(self, step: LaunchedStep, wait_ns: int) -> bool:
+        report = step.report
+        outcome: int = load()(report.address, report.num_due, None, 0, None, 0, wait_ns, _NAP_NS, 0)
+        return outcome == Outcome.TIMEOUT
+
     def see_through(self, step: LaunchedStep) -> None:
         report = step.report
         while True:

@@ -139,10 +139,14 @@ class CudaExperts:
         self._peers.cell.position = -1
         send.announce(self._state, -1)
 
+    def is_running_after(self, step: LaunchedStep, wait_ns: int) -> bool:
+        return self._wait(step.report.address, step.report.num_due, 0, wait_ns) == Outcome.TIMEOUT
+
     def see_through(self, step: LaunchedStep) -> None:
         """Wait for its report. A peer that does not answer is given up; a layer in which the step stopped is healed."""
         while True:
-            outcome = self._wait(step.report.address, step.report.num_due, step.due_ns)
+            timeout_ns = _RETRY_NS if self._must_release else self._timeout_ns
+            outcome = self._wait(step.report.address, step.report.num_due, step.due_ns, timeout_ns)
             if outcome != Outcome.DONE:
                 self._attend(outcome)
             elif not step.report.stop:
@@ -162,14 +166,14 @@ class CudaExperts:
         if self._kv is not None and not self._kv.has_same_pools():
             raise KvLost(0, "a worker has not the KV that streams were computed with")
 
-    def _wait(self, address: int, num_due: int, due_ns: int) -> int:
-        """Until so many reports are there, or there is something to attend to."""
+    def _wait(self, address: int, num_due: int, due_ns: int, timeout_ns: int) -> int:
+        """Until so many reports are there, or there is something to attend to, or so long."""
         peers = self._peers
         while self._untold:
             self._untold.pop(0)()
         outcome: int = load()(
             address, num_due, peers.cell.address, self._control_seen, peers.warden.alarm_address, self._alarm_seen,
-            _RETRY_NS if self._must_release else self._timeout_ns, _NAP_NS, due_ns,
+            timeout_ns, _NAP_NS, due_ns,
         )  # fmt: skip
         return outcome
 

@@ -1,0 +1,64 @@
+"""What the zygote imports, in a process of its own: what is left out, what is there, and that it can fork."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from everserve.procs.launching import ENVIRONMENT
+
+_PROGRAM = """
+import gc, json, sys
+from pathlib import Path
+from everserve.zygote import imports
+
+imports.has_gpu = lambda: True
+with imports.no_collections():
+    hashing = imports.hash_triton()
+    with imports.nothing_to_trace():
+        from everserve.zygote.backend import backend_for
+        backend_for("cpu").prepare()
+    hashing.join()
+    backend_for("cuda").prepare()
+
+import torch
+from triton.runtime.cache import triton_key
+from everserve.backends.cuda.ops import attention, rows
+
+found = {
+    "absent": [name for name in ("torch._meta_registrations", "torch._decomp", "torch._refs") if name in sys.modules],
+    "threads": len(list(Path("/proc/self/task").iterdir())),
+    "is_collecting": gc.isenabled(),
+    "num_frozen": gc.get_freeze_count(),
+    "is_initialised": torch.cuda.is_initialized(),
+    "num_hashes": triton_key.cache_info().currsize,
+    "kernels": [bool(attention._attend.hash), bool(rows._rms_norm.hash)],
+    "softmax": torch.softmax(torch.tensor([0.0, 0.0]), 0).tolist(),
+}
+import torch._meta_registrations
+found["meta"] = list((torch.empty(2, 3, device="meta") @ torch.empty(3, 4, device="meta")).shape)
+print(json.dumps(found))
+"""
+
+
+def test_everything_is_there_once_and_nothing_stands_against_a_fork():
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | ENVIRONMENT
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found.pop("num_frozen") > 100_000, "all that was imported"
+    assert found == {
+        "absent": [],  # what describes functions to compilers was not imported ...
+        "threads": 1,
+        "is_collecting": True,
+        "is_initialised": False,
+        "num_hashes": 1,
+        "kernels": [True, True],
+        "softmax": [0.5, 0.5],
+        "meta": [2, 4],  # ... and can be, later
+    }
