@@ -21,7 +21,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 from everserve.procs import process
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed
@@ -62,7 +61,7 @@ def _prepare(control: Channel) -> StartZygote:
         if hashing is not None:
             hashing.join()
         backend_for(start.device).prepare()
-    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 1
+    threads = imports.num_threads()
     assert threads == 1, f"the zygote has {threads} threads; forking it would be unsafe"
     control.send(Ready())
     return start

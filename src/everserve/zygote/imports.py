@@ -9,12 +9,14 @@ at the same time   Triton's hash of itself, beside torch's imports
 import gc
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from types import ModuleType
 
+_THREADS_END_S = 1.0
 _FOR_TRACING = ("torch._meta_registrations", "torch.distributed._meta_registrations")
 
 
@@ -41,6 +43,14 @@ def nothing_to_trace() -> Iterator[None]:
             package, _, name = module.__name__.rpartition(".")
             if getattr(sys.modules.get(package), name, None) is module:
                 delattr(sys.modules[package], name)
+
+
+def num_threads() -> int:
+    """Of this process, when those that were joined have ended for the kernel too: that may be a moment later."""
+    tasks, deadline = Path("/proc/self/task"), time.monotonic() + _THREADS_END_S
+    while tasks.exists() and len(list(tasks.iterdir())) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return len(list(tasks.iterdir())) if tasks.exists() else 1
 
 
 def has_gpu() -> bool:
