@@ -142,7 +142,7 @@ class Worker:
     def tell(self) -> list[tuple]:
         """The next wait, for something that is there already."""
         done = np.ones(1, np.int64)
-        assert self.experts._wait(done.ctypes.data, 1, 0) == Outcome.DONE
+        assert self.experts._wait(done.ctypes.data, 1, 0, timeout_ns=10**9) == Outcome.DONE
         told, self.told = self.told, []
         return told
 

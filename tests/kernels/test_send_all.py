@@ -63,3 +63,15 @@ def test_all_rows_to_all_shards(device: torch.device, seed: int) -> None:
         assert torch.equal(found.memory, expected.memory)
     absent = [rank for rank in range(NUM_RANKS) if not present[rank]]
     assert not any(found.memory.view(NUM_RANKS, -1)[rank].any() for rank in absent)
+
+
+def test_a_stopped_step_sends_nothing(device: torch.device) -> None:
+    home = Home(device, [1, 1, 1], [0, 0, 0])
+    home.state.stop.fill_(4)
+    tables = send.places(torch.tensor([[0, 1]]), torch.tensor([[2, 0]]), NUM_RANKS, NUM_SLOTS)
+    place_of, expert_at = (table[0].to(device) for table in tables)
+    ids_TK = torch.arange(2, dtype=torch.int32, device=device).repeat(NUM_TOKENS, 1)
+    x_TD = torch.randn(NUM_TOKENS, HIDDEN_SIZE, device=device).bfloat16()
+    before = home.words()
+    post_to_all(home.state, x_TD, ids_TK, place_of, expert_at, 0, 1)
+    assert home.words() == before and not home.memory.any()

@@ -30,11 +30,13 @@ def states(server) -> list[str]:
 
 
 def wait_repaired(server) -> None:
-    """Every expert has a place, nothing moves, and all attention workers know it."""
+    """Every expert has a place, nothing moves, and all attention workers know it. Without an orchestrator that is what
+    was true before."""
 
     def is_repaired() -> bool:
         now = c.cluster(server)
-        return not now["violations"] and not now["moves"] and not any(now["conditions"].values())
+        is_away = any("orchestrator" in reason for reason in now["degraded"])
+        return not (is_away or now["violations"] or now["moves"] or any(now["conditions"].values()))
 
     c.wait_until(is_repaired, what="the repair")
 
@@ -144,5 +146,7 @@ def test_a_repair_is_told_phase_by_phase(whole):
         return [event["phase"] for event in reversed(last)]
 
     c.wait_until(lambda: phases()[-1:] == ["redundant"], what="the last phase")
-    assert phases()[-3:] == ["first slot", "covered", "redundant"]
+    # When the second is lost, the repair of the first may have come so far that every expert has a place.
+    found = [phase for phase in phases() if phase != "first slot"]
+    assert found[-3:] == ["planned", "covered", "redundant"]
     give_back(whole, 1, 2)
