@@ -67,6 +67,21 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
     assert engine.began_under == [0, 1, 1], "a mask is used from the next step on, without a message in between"
 
 
+@pytest.mark.timeout(60)
+def test_kv_that_cannot_be_fetched_yet_is_asked_for_again_soon_and_no_step_is_tried_before(monkeypatch):
+    monkeypatch.setattr(attention, "_TRY_AGAIN_S", 3600.0)
+    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
+    engine, failures = _Engine([]), [StepAbandoned(0, (1,))] * 3
+
+    def regain() -> None:
+        if failures:
+            raise failures.pop()
+
+    engine.regain = regain  # type: ignore[method-assign]
+    assert run(engine, peers) == [RoutesUsed(epoch=3)], "and the first step ends the test"
+    assert not failures
+
+
 class _AheadEngine(_Engine):
     """Its steps are on their way when `step` returns, if they may be."""
 

@@ -69,6 +69,7 @@ _IDLE_REPORT_S = 1.0
 _PACE_EVERY_S = 0.5
 _TOGETHER_S = 0.03  # at most: running streams must not wait much longer than one step
 _TRY_AGAIN_S = 0.1  # retry a paused step after this time, if no message comes before
+_LOOK_AGAIN_S = 0.01  # the same where KV has to be fetched first: workers become free to do so without a message
 _GIVE_BACK_S = 5.0  # how long a leaving worker waits for the gateway to take its last messages
 
 
@@ -101,7 +102,7 @@ class AttentionLoop:
         self._was_busy = False
         self._dropped_said = False
         self._acknowledged = 0  # the latest epoch sent in RoutesUsed
-        self._is_behind = False  # newer routes could not be used yet
+        self._is_behind = False  # newer routes could not be used yet, so no step can be made
         self._selector = selectors.DefaultSelector()
         self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
@@ -118,10 +119,10 @@ class AttentionLoop:
                     self._leave()
                     return
                 self._acknowledge()
-                if self._engine.has_work:
-                    self._step()
-                else:
+                if not self._engine.has_work:
                     self._idle()
+                elif not self._is_behind:
+                    self._step()
             self._do_late()
         except _WasFenced as fenced:
             log.warning("declared gone (%s); exiting", fenced)
@@ -187,7 +188,7 @@ class AttentionLoop:
     def _receive(self) -> None:
         timeout_s = 0.0 if self._engine.has_work or self._was_busy else _IDLE_REPORT_S
         if self._paused_since is not None and (self._is_behind or not self._has_new_routes):
-            timeout_s = _TRY_AGAIN_S
+            timeout_s = _LOOK_AGAIN_S if self._is_behind else _TRY_AGAIN_S
         for key, _ in self._selector.select(timeout_s):
             key.data()
         self._gateway.flush()
