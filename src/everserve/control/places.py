@@ -33,7 +33,7 @@ def slots_given_up(placement: Placement, seats: Collection[Seat]) -> GivenUp:
     filled or cleared, and mapped ones that are not needed any more: routes do not lead to them."""
     serving = [seat for seat in seats if seat.can_serve]
     ready = [seat for seat in serving if seat.state is WorkerState.READY]
-    changing = _being_changed(ready)
+    changing = _being_changed(serving)
     have, ranks = without(what_is_held(ready), changing), [seat.rank for seat in ready]
     found = given_up(placement, have, ranks)
     _add(found, slots_left_over(placement, seats))
