@@ -28,26 +28,28 @@ def make_routes(
 ) -> Routes:
     """The active places first, as far as their workers are ready, in the order of ranks; then the other places on ready
     workers; then, in the same order, those on ready workers that are `demoted`. Experts that no ready worker holds are
-    routed to leaving workers.
+    routed to leaving workers, in the same way.
 
     Layers with the same pattern are computed once: this runs while streams wait for the new table.
     """
     seats = [_Seat(rank, held, placement) for rank, held in sorted(have.items())]
-    fast = [seat for seat in seats if seat.rank in ready and seat.rank not in demoted]
-    slow = [seat for seat in seats if seat.rank in ready and seat.rank in demoted]
-    leave = [seat for seat in seats if seat.rank in leaving]
+    groups = [  # ready ones, then leaving ones; in both, demoted ones last
+        [seat for seat in seats if seat.rank in ranks and (seat.rank in demoted) == is_demoted]
+        for ranks in (ready, leaving)
+        for is_demoted in (False, True)
+    ]
     patterns: dict[tuple[int, tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]], int] = {}
     pattern_of_layer = []
     distinct: list[list[list[Place]]] = []
     num_active: list[list[int]] = []
     for layer, call in enumerate(placement.calls):
-        pattern = call.num_shards, tuple((s.experts[layer], s.active[layer]) for s in fast + slow + leave)
+        pattern = call.num_shards, tuple((s.experts[layer], s.active[layer]) for group in groups for s in group)
         if pattern not in patterns:
             patterns[pattern] = len(patterns)
-            first, second, last = (_places(seats, layer, call.num_shards) for seats in (fast, slow, leave))
-            distinct.append([places + more or others for places, more, others in zip(first, second, last, strict=True)])
-            actives = (_num_active(seats, layer, call.num_shards) for seats in (fast, slow))
-            num_active.append([a if places else b for places, a, b in zip(first, *actives, strict=True)])
+            places = [_places(group, layer, call.num_shards) for group in groups]
+            distinct.append([a + b or c + d for a, b, c, d in zip(*places, strict=True)])
+            actives = (_num_active(seats, layer, call.num_shards) for seats in groups[:2])
+            num_active.append([a if first else b for first, a, b in zip(places[0], *actives, strict=True)])
         pattern_of_layer.append(patterns[pattern])
     routes = Routes.of(epoch, distinct, num_active)
     table = routes.array()[pattern_of_layer].tobytes()
