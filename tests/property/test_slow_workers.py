@@ -38,6 +38,7 @@ def test_demoted_workers_are_asked_last_and_nothing_else_changes(num_seats, shad
             found = routes.candidates(layer, expert)
             assert set(found) == set(before.candidates(layer, expert)), "every place is still one"
             fast = tuple(place for place in found if place[0] not in demoted)
+            assert found[: len(fast)] == fast, "also where only leaving workers serve"
             if fast and fast[0][0] in ready:
                 assert found[: len(fast)] == fast == without.candidates(layer, expert), "as if they were not there"
             num_active = int(routes.num_active()[layer, expert]) if routes.active else 1
