@@ -18,7 +18,7 @@ from everserve.backends.cuda.lanes.send import SendState, all_ranks, send_reques
 from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.backends.cuda.ops.timeline import SENT_NOTE, note_here
 
-MAX_TOKENS = 512  # of a step, for which one kernel is faster than two
+MAX_TOKENS = 512  # of a step, for which one kernel is faster than two; a power of two
 _COLUMNS = 1024
 _COUNT_BITS = tl.constexpr(COUNT_BITS)
 
@@ -35,8 +35,9 @@ def post_to_all(
     columns = min(_COLUMNS, triton.next_power_of_2(hidden_size))
     _post_to_all[(num_tokens, triton.cdiv(hidden_size, columns))](
         state.region, x_TD, ids_TK, place_of_N, expert_at_P, state.present_E, state.sent_E, state.rows_E, y_row_TK,
-        state.bell_E, state.lead, state.num_done, state.unplaced, state.stop, layer, next_layer, int(replay),
-        T=num_tokens, TB=triton.next_power_of_2(num_tokens), K=num_shards, KB=triton.next_power_of_2(num_shards),
+        state.bell_E, state.lead, state.num_done, state.unplaced, state.stop, num_tokens, layer, next_layer,
+        int(replay),
+        TB=MAX_TOKENS, K=num_shards, KB=triton.next_power_of_2(num_shards),
         P=len(expert_at_P), PB=triton.next_power_of_2(len(expert_at_P)), S=shape.num_slots, D=hidden_size, BD=columns,
         COUNTS_AT=shape.counts_at(0), COUNTS_BYTES=shape.counts_bytes, LANE_ROWS=shape.lane_rows(),
         FIRST_Y=shape.first_y(0), BOX_ROWS=shape.box_rows, MAX_ROWS=shape.max_rows, **all_ranks(state),
@@ -46,12 +47,13 @@ def post_to_all(
 
 
 @triton.jit(
-    do_not_specialize=["layer", "next_layer", "replay"], do_not_specialize_on_alignment=["place_of", "expert_at"]
+    do_not_specialize=["num_tokens", "layer", "next_layer", "replay"],
+    do_not_specialize_on_alignment=["place_of", "expert_at"],
 )
 def _post_to_all(
     region, x, ids, place_of, expert_at, present, sent, rows, y_row, bell, lead, num_done, unplaced, stop,
-    layer, next_layer, replay,
-    T: tl.constexpr, TB: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, PB: tl.constexpr,
+    num_tokens, layer, next_layer, replay,
+    TB: tl.constexpr, K: tl.constexpr, KB: tl.constexpr, P: tl.constexpr, PB: tl.constexpr,
     S: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, COUNTS_AT: tl.constexpr, COUNTS_BYTES: tl.constexpr,
     LANE_ROWS: tl.constexpr, FIRST_Y: tl.constexpr, BOX_ROWS: tl.constexpr, MAX_ROWS: tl.constexpr,
     E: tl.constexpr, EB: tl.constexpr, LANE_BYTES: tl.constexpr, EARLY: tl.constexpr,
@@ -63,14 +65,14 @@ def _post_to_all(
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     x_D = tl.load(x + token.to(tl.int64) * D + d, mask=d < D, other=0.0)
     t, k = tl.arange(0, TB), tl.arange(0, KB)
-    is_row_T = tl.load(ids + t * K, mask=t < T, other=-1) >= 0
+    is_row_T = tl.load(ids + t * K, mask=t < num_tokens, other=-1) >= 0
+    is_row = tl.load(ids + token * K) >= 0
     place_K = tl.load(place_of + k, mask=k < K, other=-1)
     rank_K = tl.maximum(place_K, 0) // S
     is_placed_K = (place_K >= 0) & (tl.load(present + rank_K, mask=k < K, other=0) != 0)
     seq_K = tl.load(sent + rank_K, mask=k < K, other=0) + 1
-    num_rows = tl.sum(is_row_T.to(tl.int32))
-    row = tl.sum((is_row_T & (t < token)).to(tl.int32))
-    is_row = tl.sum((is_row_T & (t == token)).to(tl.int32)) > 0
+    both = tl.sum(tl.where(is_row_T, 1 + ((t < token).to(tl.int32) << 16), 0))  # two counts in one sum
+    num_rows, row = both & 0xFFFF, both >> 16
 
     is_before = (rank_K[None, :] == rank_K[:, None]) & (place_K[None, :] < place_K[:, None]) & (place_K >= 0)[None, :]
     before_K = tl.sum(is_before.to(tl.int32), axis=1)

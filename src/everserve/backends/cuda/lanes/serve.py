@@ -49,7 +49,8 @@ _ROWS_AT_A_TIME = 64
 # A long kernel keeps other processes off the device, so `choose` polls for 0.2 ms at most, and hardly at all if there
 # is no request and no attention worker is in the middle of a step. It may wait longer than that, in several launches.
 _POLL_US = 0.6
-_LIMITS = (320, round(ON_GPUS.hold_us / _POLL_US), round(ON_GPUS.first_hold_us / _POLL_US))
+MAX_SPINS = 320
+_LIMITS = (MAX_SPINS, round(ON_GPUS.hold_us / _POLL_US), round(ON_GPUS.first_hold_us / _POLL_US))
 _IDLE_COST = tl.constexpr(16)  # of a look at nothing, in polls
 _BAD = tl.constexpr(int(Status.BAD_REQUEST))
 _MOVED = tl.constexpr(int(Status.MOVED))

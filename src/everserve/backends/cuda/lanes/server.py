@@ -27,7 +27,7 @@ from everserve.memory.device import Driver, Region
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY
 
-_QUEUED = 8  # graphs
+_QUEUED = 8  # batches: where heads are divided a graph serves two
 _RING_EVERY_S = 50e-6
 _RING = (1).to_bytes(4, "little")
 
@@ -78,6 +78,7 @@ class CudaServer:
         self._h_RF = torch.empty(shape.max_rows, arena.expert_size, dtype=torch.bfloat16, device=device)
         self._stream = torch.cuda.Stream(device)
         self._queued: deque[torch.cuda.Event] = deque()
+        self._num_queued = _QUEUED if heads is None else _QUEUED // 2
         self._graphs = {may_be_large: self._capture(may_be_large) for may_be_large in (False, True)}
         self._rehearse()
         self._num_dropped = 0
@@ -119,7 +120,7 @@ class CudaServer:
         last = self._queued[-1] if self._queued else None
 
         def is_over() -> bool:
-            for _ in range(_QUEUED):
+            for _ in range(self._num_queued):
                 if last is None or last.query():
                     return True
                 self.ring()
@@ -152,17 +153,21 @@ class CudaServer:
         while self._queued and self._queued[0].query():
             self._queued.popleft()
         with torch.cuda.stream(self._stream):
-            while len(self._queued) < _QUEUED:
+            while len(self._queued) < self._num_queued:
                 self._graphs[may_be_large].replay()
                 event = torch.cuda.Event()
                 event.record()
                 self._queued.append(event)
 
     def drain(self) -> None:
-        """Nothing of ours runs or is queued afterwards."""
-        while not self._stream.query():
-            self.ring()
-            time.sleep(_RING_EVERY_S)
+        """Nothing of ours runs or is queued afterwards. Meanwhile graphs look once for requests: in the middle of a
+        step that cannot go on, each of them would do that for as long as it may."""
+        if not self._stream.query():
+            self._set_max_spins(1)
+            while not self._stream.query():
+                self.ring()
+                time.sleep(_RING_EVERY_S)
+            self._set_max_spins(serve.MAX_SPINS)
         self._queued.clear()
 
     def end(self) -> None:
@@ -192,6 +197,9 @@ class CudaServer:
         assert 0 <= layer_index < table_LS.shape[0] and 0 <= slot < table_LS.shape[1]
         address = table_LS.data_ptr() + (layer_index * table_LS.shape[1] + slot) * table_LS.element_size()
         self._driver.write(address, value.to_bytes(4, "little", signed=True))
+
+    def _set_max_spins(self, number: int) -> None:
+        self._driver.write(self._state.limits.data_ptr(), number.to_bytes(4, "little"))
 
     def _has_asked(self, rank: Rank) -> bool:
         """Whether it has sent a request that is not answered. Nothing of ours may be running."""
