@@ -52,7 +52,9 @@ def taken(cluster: Cluster, e: int = 0) -> list[bool]:
 # -- the layout ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", [CudaLaneShape(5, 2, 8, 3), CudaLaneShape(2048, 8, 2880, 128)])
+@pytest.mark.parametrize(
+    "shape", [CudaLaneShape(5, 2, 8, 3), CudaLaneShape(5, 8, 8, 2), CudaLaneShape(2048, 8, 2880, 128)]
+)
 def test_a_lane_has_room_for_everything_once(shape) -> None:
     words = [(at, at + 8) for at in (FLAG_AT, ANSWER_AT, STATUS_AT, REQUEST_AT, POSITION_AT)]
     counts = [(shape.counts_at(box), shape.counts_at(box) + 4 * shape.num_slots) for box in range(NUM_BOXES)]
@@ -62,6 +64,11 @@ def test_a_lane_has_room_for_everything_once(shape) -> None:
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(parts)), "parts overlap"
     assert parts[-1][1] <= shape.lane_bytes()
     assert shape.lane_bytes() % (2 << 20) == 0 and shape.lane_bytes() % shape.row_bytes == 0
+
+
+def test_a_worker_with_few_slots_has_small_lanes() -> None:
+    assert CudaLaneShape(2048, 8, 8192, 2).max_rows == 2 * 2048
+    assert CudaLaneShape(2048, 2, 8192, 8).max_rows == 2 * 2048
 
 
 def test_rows_must_be_countable() -> None:

@@ -239,14 +239,20 @@ class Fault:
         os.kill(self.pid, self._signum)
 
     def wake(self) -> None:
-        """SIGCONT; on a slow machine it may have been killed by now, as fenced workers are after a while."""
+        """SIGCONT when it has been declared gone: streams may have ended without it. On a slow machine it may have been
+        killed by now, as fenced workers are after a while."""
+        self._wait_detected()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGCONT)
+
+    def _wait_detected(self) -> dict[str, Any]:
+        found: list[dict[str, Any]] = []
+        wait_until(lambda: found.extend(detected(self._server, self.rank, self.incarnation)) or found, what="detection")
+        return found[0]
 
     def assert_landed(self) -> None:
         if self._signum == signal.SIGKILL:
             wait_until(lambda: not is_alive(self.pid), what="the death")
-        found = []
-        wait_until(lambda: found.extend(detected(self._server, self.rank, self.incarnation)) or found, what="detection")
-        assert found[0]["cause"] == ("crash" if self._signum == signal.SIGKILL else "hang"), found[0]
+        found = self._wait_detected()
+        assert found["cause"] == ("crash" if self._signum == signal.SIGKILL else "hang"), found
         wait_until(lambda: worker(self._server, self.rank)["incarnation"] > self.incarnation, what="a successor")

@@ -14,7 +14,7 @@
     counts    int32   for each slot: how many of the box's rows it is to compute, and which expert it should
                       hold, count | (expert + 1) << COUNT_BITS; rows are sorted by slot. A slot that holds another one
                       does not compute: its word gets the sign bit, and the answer says MOVED
-    x, y      bf16    max_tokens * top_k rows each
+    x, y      bf16    max_rows rows each
     page      int32   where heads are divided: the rows of the step at hand (page.py)
 
 A new lane is all zeros, and that is how it begins: neither end has to do anything before the other may use it.
@@ -34,8 +34,8 @@ _GRANULE = 2 << 20  # of device memory
 _BF16_BYTES = 2
 _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
-# A slot gets each token at most once, so a count is at most max_tokens. 16 bits would be too few for them: how many
-# tokens are in a step is a setting without a limit. 11 bits are left for the expert.
+# A count is at most max_tokens. 16 bits would be too few for them: how many tokens are in a step is a setting without
+# a limit. 11 bits are left for the expert.
 COUNT_BITS = 20
 MAX_EXPERTS = (1 << 31 - COUNT_BITS) - 1
 
@@ -47,7 +47,8 @@ def moved_expert(word: int) -> int | None:
 
 @dataclass(frozen=True)
 class CudaLaneShape:
-    """What a lane must have room for: all tokens of a step, all of their experts on one worker, and a page."""
+    """What a lane must have room for: all tokens of a step, as many of their experts as one worker can hold, and a
+    page."""
 
     max_tokens: int
     top_k: int
@@ -62,7 +63,7 @@ class CudaLaneShape:
 
     @property
     def max_rows(self) -> int:
-        return self.max_tokens * self.top_k
+        return self.max_tokens * min(self.top_k, self.num_slots)  # a slot gets each token at most once
 
     @property
     def row_bytes(self) -> int:

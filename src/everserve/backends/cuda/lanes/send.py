@@ -101,7 +101,7 @@ def plan(state: SendState, ids_TK: Tensor, place_of_N: Tensor, expert_at_P: Tens
     Counts go into the boxes that the next requests will name. `layer` is an index among layers with experts.
     """
     shape, num_rows = state.shape, ids_TK.numel()
-    assert ids_TK.shape[1] <= shape.top_k and num_rows <= shape.max_rows
+    assert ids_TK.shape[0] <= shape.max_tokens and ids_TK.shape[1] <= shape.top_k
     assert len(expert_at_P) == state.num_ranks * shape.num_slots
     y_row_TK = torch.empty_like(ids_TK)
     _plan_kernel[(len(expert_at_P) + 1,)](
