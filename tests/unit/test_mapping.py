@@ -9,7 +9,7 @@ from everserve.bench.shapes import SMALL
 from everserve.config.cluster import ClusterConfig
 from everserve.control.design import capacity_of, first_goal
 from everserve.model.config import ModelConfig
-from everserve.plan.mapping import any_in_vain, next_mappings, not_needed
+from everserve.plan.mapping import in_vain, next_mappings, not_needed
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Rank
 from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
@@ -84,11 +84,11 @@ def test_what_is_told_in_vain():
     """A ready worker has one of them by now, or the memory that had it is lost."""
     fills, left = (Fill(0, 2, 0), Fill(1, 3, 1)), {ONE: held((0, 1))}
     have = {TWO: held((2, 3), EMPTY, EMPTY)}
-    assert not any_in_vain(TWO, fills, have, left, everywhere)
-    assert any_in_vain(TWO, fills, have, {}, everywhere)
-    assert any_in_vain(TWO, fills, have, left, lambda rank, lender: False)
-    assert any_in_vain(TWO, fills, have | {THREE: held((4, 1))}, left, everywhere)
-    assert not any_in_vain(TWO, fills, have | {THREE: held((4, 5), 1)}, left, everywhere), "mapped there: as before"
+    assert not in_vain({TWO: fills}, have, left, everywhere)
+    assert in_vain({TWO: fills}, have, {}, everywhere) == [TWO]
+    assert in_vain({TWO: fills}, have, left, lambda rank, lender: False)
+    assert in_vain({TWO: fills}, have | {THREE: held((4, 1))}, left, everywhere)
+    assert not in_vain({TWO: fills}, have | {THREE: held((4, 5), 1)}, left, everywhere), "mapped there: as before"
 
 
 @pytest.mark.parametrize("owner", [ONE, TWO])

@@ -36,6 +36,7 @@ class Step:
     effects: tuple[AnyEffect, ...] = ()
     publish_anyway: bool = False  # a new epoch though the members are the same
     publish_soon: bool = False  # the same, with the next tick: other workers may report at the same time
+    change_soon: bool = False  # the next slots are chosen with the next tick, for the same reason
 
 
 class Cluster:

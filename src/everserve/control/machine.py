@@ -43,7 +43,9 @@ Effects of events about the incarnation that a seat holds (events about any othe
                              streams, and how much KV; which device has little
                              to do
     GatewayReported          published again if our epoch is not later
-    Tick                     what is due: starts, last probes, kills
+    Tick                     what is due: starts, last probes, kills; and what follows
+                             from all events since the last one: routes to what
+                             workers hold, and the next slots to fill
 
 Silence is handled the same way while a worker starts: its pulse begins with its hello, before it loads its weights.
 
@@ -130,6 +132,7 @@ class Machine:
         self._seats = self._cluster.seats
         self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
+        self._owes_changes = False  # workers have reported: there may be slots to fill
         self._has_said_all_ready = False
         self._kept_goal: Goal | None = None  # the version that the supervisor has
 
@@ -210,7 +213,7 @@ class Machine:
         return self._cluster.ending
 
     def next_deadline(self) -> float | None:
-        if self._owes_routes:
+        if self._owes_routes or self._owes_changes:
             return -math.inf
         deadlines = [self._plan_at(), self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
         deadlines += [seat.next_deadline() for seat in self._seats.values()]
@@ -223,7 +226,7 @@ class Machine:
         cluster = self._cluster
         if not cluster.owes_plan:
             return None
-        is_covered = cluster.routes is None or not cluster.routes.lost_experts()
+        is_covered = cluster.routes is None or not cluster.routes.num_lost
         return self._lost_at + (cluster.policy.plan_after_s if is_covered else cluster.policy.plan_within_s)
 
     # -- entry points -----------------------------------------------------------------------------------
@@ -319,7 +322,9 @@ class Machine:
         if cluster.goal is not self._kept_goal:
             self._kept_goal = cluster.goal
             effects.append(Keep(cluster.goal))
-        effects += moving.change_slots(cluster)
+        self._owes_changes = step.change_soon and moving.owes_changes(cluster)
+        if not self._owes_changes:
+            effects += moving.change_slots(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
         effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))

@@ -59,8 +59,9 @@ def hold(
         return Step(
             f"{who(seat)} could not load {len(failed)} experts (last: {failed[-1].reason})",
             publish_soon=(has_changed or bool(not_mapped)) and seat.can_serve,
+            change_soon=True,
         )
-    return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve)
+    return Step(f"{who(seat)} holds other experts", publish_soon=has_changed and seat.can_serve, change_soon=True)
 
 
 def _is_less(before: HeldSlots, now: HeldSlots) -> bool:
@@ -85,7 +86,7 @@ def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
     """Update the gateway if this changes which workers are behind the published routes."""
     seat.acknowledged = max(seat.acknowledged, epoch)
     cluster.is_moving = cluster.routes is not None
-    step, tables = Step(f"{who(seat)} uses the routes of epoch {epoch}"), cluster.tables
+    step, tables = Step(f"{who(seat)} uses the routes of epoch {epoch}", change_soon=True), cluster.tables
     epochs = behind(tables.members, cluster.acknowledged()) if tables.routes is not None else ()
     if epochs == tables.conditions.epochs:
         return step
@@ -93,12 +94,18 @@ def acknowledge(cluster: Cluster, seat: Seat, epoch: Epoch) -> Step:
     return replace(step, effects=(Show(cluster.tables),))
 
 
+def owes_changes(cluster: Cluster) -> bool:
+    """Whether there may be slots to fill or to clear."""
+    return cluster.is_moving and cluster.goal.placement is not None and not cluster.ending
+
+
 def change_slots(cluster: Cluster) -> list[FillSlots | ClearSlots | StopChanges]:
     """The next slots to fill, on the way from what is held to the goal. What can be mapped comes first: streams wait
     for it, and it takes no time."""
-    if not cluster.is_moving or cluster.goal.placement is None or cluster.ending:
+    if not owes_changes(cluster):
         return []
     cluster.is_moving = False
+    assert cluster.goal.placement is not None
     seats = tuple(cluster.seats.values())
     attention = [seat for seat in seats if Role.ATTENTION in seat.goal.roles and seat.can_serve]
     oldest = min((seat.acknowledged for seat in attention), default=cluster.epoch)  # that a worker may follow

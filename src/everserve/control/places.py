@@ -10,7 +10,7 @@ from everserve.control.seats import Policy, Seat
 from everserve.plan.balance import BalancePolicy, Verdict, decide
 from everserve.plan.cover import cover
 from everserve.plan.dealing import Dealing, Loads
-from everserve.plan.mapping import Reaches, any_in_vain, next_mappings, not_needed
+from everserve.plan.mapping import Reaches, in_vain, next_mappings, not_needed
 from everserve.plan.moves import GivenUp, IsFree, Move, given_up, left_over, next_moves
 from everserve.plan.repair import Room, replan
 from everserve.tables.calls import Call, ShardKind
@@ -206,12 +206,12 @@ def mappings(
 def mapped_in_vain(goal: Goal, seats: Mapping[Rank, Seat]) -> list[Seat]:
     """Workers that were told to map what a ready worker has in its own memory by now, or what was lost with its
     device."""
-    telling = [seat for seat in seats.values() if seat.is_mapping and not seat.is_stopped]
+    telling = {seat.rank: seat.filling for seat in seats.values() if seat.is_mapping and not seat.is_stopped}
     if not telling:
         return []
     left = _left(goal, seats)
     ready = what_is_held(seat for seat in seats.values() if seat.state is WorkerState.READY)
-    return [seat for seat in telling if any_in_vain(seat.rank, seat.filling, ready, left, _reaches(seats))]
+    return [seats[rank] for rank in in_vain(telling, ready, left, _reaches(seats))]
 
 
 def _left(goal: Goal, seats: Mapping[Rank, Seat]) -> Have:

@@ -26,28 +26,29 @@ class Repairs:
             self._told.clear()
         if self._began_s is None:
             return
-        is_mapped = self._num_without_place > 0 and any(isinstance(one, effects.FillSlots) for one in decision.effects)
+        num_lost = self._num_without_place
+        is_mapped = num_lost > 0 and any(isinstance(one, effects.FillSlots) for one in decision.effects)
         if is_mapped or any(isinstance(effect, effects.Keep) for effect in decision.effects):
-            yield from self._tell("planned", now)
+            yield from self._tell("planned", num_lost, now)
         if isinstance(event, events.SaidHolds) and "planned" in self._told:
-            yield from self._tell("first slot", now)
-        if self._num_without_place == 0:
-            yield from self._tell("covered", now)
+            yield from self._tell("first slot", num_lost, now)
+        if num_lost == 0:
+            yield from self._tell("covered", num_lost, now)
             if self._machine.is_as_planned:
-                yield from self._tell("redundant", now)
+                yield from self._tell("redundant", num_lost, now)
                 self._began_s = None
 
-    def _tell(self, phase: str, now: float) -> Iterator[RepairPhase]:
+    def _tell(self, phase: str, num_lost: int, now: float) -> Iterator[RepairPhase]:
         if phase not in self._told and self._began_s is not None:
             self._told.add(phase)
             yield RepairPhase(
                 process="orchestrator",
                 phase=phase,
                 since_s=now - self._began_s,
-                num_experts_without_place=self._num_without_place,
+                num_experts_without_place=num_lost,
             )
 
     @property
     def _num_without_place(self) -> int:
         routes = self._machine.routes
-        return len(routes.lost_experts()) if routes is not None else 0  # masked ones too
+        return routes.num_lost if routes is not None else 0  # masked ones too

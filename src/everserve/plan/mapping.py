@@ -14,7 +14,8 @@ What is mapped does not count as one of the places that an expert should have: t
 Pure functions, of what workers hold now. They run while streams wait, with thousands of experts: hence the tables.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -112,17 +113,30 @@ def next_mappings(
     return moves
 
 
-def any_in_vain(rank: Rank, fills: Collection[Fill], have: Have, left: Have, reaches: Reaches) -> bool:
-    """Whether a worker that was told to map these need not map one any more, because the expert is in memory of its
-    own on a ready worker (`have`), or cannot, because no memory that it reaches has it."""
-    lenders = [held for lender, held in left.items() if reaches(rank, lender)]
-    for index in {fill.layer_index for fill in fills}:
-        experts = {fill.expert for fill in fills if fill.layer_index == index}
-        served = set[int]().union(*(held.own(index) for held in have.values()))
-        lent = set[int]().union(*(held.own(index) for held in lenders))
-        if experts & served or experts - lent:
-            return True
-    return False
+def in_vain(told: Mapping[Rank, Collection[Fill]], have: Have, left: Have, reaches: Reaches) -> list[Rank]:
+    """Which of these workers, that were told to map something, need not map one of it any more, because the expert is
+    in memory of its own on a ready worker (`have`), or cannot, because no memory that it reaches has it."""
+
+    @cache
+    def served(index: int) -> frozenset[int]:
+        return _own_in(have.values(), index)
+
+    @cache
+    def lent(index: int, lenders: tuple[Rank, ...]) -> frozenset[int]:
+        return _own_in([left[lender] for lender in lenders], index)
+
+    found = []
+    for rank, fills in told.items():
+        lenders, by_call = tuple(lender for lender in left if reaches(rank, lender)), dict[int, set[int]]()
+        for fill in fills:
+            by_call.setdefault(fill.layer_index, set()).add(fill.expert)
+        if any(experts & served(index) or experts - lent(index, lenders) for index, experts in by_call.items()):
+            found.append(rank)
+    return found
+
+
+def _own_in(held: Iterable[HeldSlots], index: int) -> frozenset[int]:
+    return frozenset[int]().union(*(one.own(index) for one in held))
 
 
 def _free(held: HeldSlots, index: int, fills: Collection[Fill], places: Collection[Place]) -> list[int]:

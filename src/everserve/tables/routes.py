@@ -123,6 +123,11 @@ class Routes(msgspec.Struct, frozen=True, kw_only=True):
         """(layer index, expert) of every expert that no worker can compute now, masked or not."""
         return tuple((int(layer), int(expert)) for layer, expert in np.argwhere(self._is_lost()))
 
+    @property
+    def num_lost(self) -> int:
+        """How many experts that are, over all layers."""
+        return int(self._is_lost().sum())
+
     def exists(self) -> "np.ndarray[tuple[int, int], np.dtype[np.bool_]]":
         """[layer index][expert]: whether the layer has so many."""
         widths_L = np.array(self.widths or (self.num_experts,) * self.num_layers, np.int64)
