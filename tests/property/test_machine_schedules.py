@@ -261,7 +261,8 @@ class World:
         if is_live and isinstance(event, Silent | Answered):
             self.unanswered.discard((event.rank, event.incarnation))
         num_stale, epoch = self.machine.num_stale, self.machine.epoch
-        decision = self.machine.handle(event, self.now)
+        is_alone = not isinstance(event, Died | ChannelEnded | Exited | SaidHolds) or len(self.old) % 3 > 0
+        decision = self.machine.handle(event, self.now, is_last=is_alone)  # otherwise a tick follows, or more events
         self.apply(decision, event)
         if isinstance(event, DrainAsked):
             can_be_asked = event.rank in self.trusted and not (self.gave_up or self.is_stopping)
@@ -326,6 +327,8 @@ class World:
         for effect in decision.effects:
             if isinstance(effect, Lost) and effect.cause == "left":
                 assert (effect.rank in self.live) == (not self.gave_up and not self.is_stopping), "replaced at once"
+        if self.machine.has_postponed:
+            self.deliver(len(self.old))
         if self.machine.next_deadline() == -math.inf and not isinstance(event, Tick):
             self.tell(Tick())  # as the host does, when it has read what there is to read
             return
@@ -484,9 +487,10 @@ class World:
         ways = [(process, way) for process in self.processes.values() for way in process.ways.values() if way]
         if ways:
             process, way = ways[n % len(ways)]
-            while self.reads_last_words and process.ways["channel"] and isinstance(way[0], Exited | Died):
+            while self.reads_last_words and process.ways["channel"] and way and isinstance(way[0], Exited | Died):
                 self.tell(process.ways["channel"].popleft())
-            self.tell(way.popleft())
+            if way:  # what was told may have been told together with it
+                self.tell(way.popleft())
 
     def answer_probe(self, n: int) -> None:
         if self.probes:

@@ -2,12 +2,15 @@
 
     tell(event)  ->  machine.handle(event, now)  ->  carry_out(decision)
 
+Where several wait, what they change is published with the last one: workers that die together are lost together.
+
 During a recovery (recovery.py) events wait: the machine resumes when workers have reported, and then handles them.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from everserve.control import effects, events
 from everserve.control.machine import Machine
@@ -27,6 +30,7 @@ class EventQueue:
         self._was_serving = was_serving
         self._undecided: deque[events.AnyEvent] = deque()
         self._is_deciding = False
+        self._is_gathering = False
 
     @property
     def is_recovering(self) -> bool:
@@ -37,7 +41,19 @@ class EventQueue:
         self._undecided.append(event)
         if self._recovery is not None:
             self._recovery.note(event)
-        elif not self._is_deciding:
+        elif not self._is_deciding and not self._is_gathering:
+            self._decide_waiting()
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Events that are told inside are decided at the end."""
+        assert not self._is_deciding and not self._is_gathering
+        self._is_gathering = True
+        try:
+            yield
+        finally:
+            self._is_gathering = False
+        if self._recovery is None:
             self._decide_waiting()
 
     def decide(self, decide: Callable[[float], effects.Decision]) -> effects.Decision:
@@ -54,7 +70,7 @@ class EventQueue:
         self._is_deciding = True
         while self._undecided:
             event = self._undecided.popleft()
-            self.carry_out(self._machine.handle(event, time.monotonic()), event)
+            self.carry_out(self._machine.handle(event, time.monotonic(), is_last=not self._undecided), event)
         self._is_deciding = False
 
     def tick(self) -> bool:

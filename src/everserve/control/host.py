@@ -96,9 +96,10 @@ class Host:
 
     def _read_detector(self) -> None:
         """Workers that died, fell silent, or pulse again. What a worker said before its end explains more."""
-        for rank, incarnation, found in self.parts.detector.changes():
-            self._workers.read_pending(WorkerId(rank, incarnation))
-            self._queue.tell(found(rank, incarnation))
+        with self._queue.together():
+            for rank, incarnation, found in self.parts.detector.changes():
+                self._workers.read_pending(WorkerId(rank, incarnation))
+                self._queue.tell(found(rank, incarnation))
 
     # -- once in every turn ----------------------------------------------------------------------
 

@@ -82,12 +82,23 @@ history is kept: neither crash counts nor doubts.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from everserve.control import health, membership, moving, operations, slow_workers, switching
 from everserve.control.balance import Balancer
 from everserve.control.cluster import Cluster, Step, provision
-from everserve.control.effects import AllReady, AnyEffect, Decision, Keep, Lost, Probe, Publish, Resumed, StopChanges
+from everserve.control.effects import (
+    AllReady,
+    AnyEffect,
+    Decision,
+    Keep,
+    Lost,
+    Probe,
+    Publish,
+    Resumed,
+    Show,
+    StopChanges,
+)
 from everserve.control.events import (
     AnyEvent,
     DeviceLost,
@@ -133,6 +144,7 @@ class Machine:
         self._lost_at = -math.inf  # the last loss
         self._owes_routes = False  # workers hold other experts than the published routes say
         self._owes_changes = False  # workers have reported: there may be slots to fill
+        self._postponed: list[Step] = []  # their effects are under way; what they change was not published
         self._has_said_all_ready = False
         self._kept_goal: Goal | None = None  # the version that the supervisor has
 
@@ -168,6 +180,11 @@ class Machine:
     def mapping(self) -> tuple[Rank, ...]:
         """Workers that map experts in the memory of others just now."""
         return tuple(seat.rank for seat in self._seats.values() if seat.is_mapping)
+
+    @property
+    def has_postponed(self) -> bool:
+        """Whether more has happened than the published tables say."""
+        return bool(self._postponed)
 
     @property
     def is_as_planned(self) -> bool:
@@ -213,7 +230,7 @@ class Machine:
         return self._cluster.ending
 
     def next_deadline(self) -> float | None:
-        if self._owes_routes or self._owes_changes:
+        if self._owes_routes or self._owes_changes or self._postponed:
             return -math.inf
         deadlines = [self._plan_at(), self.balancer.look_at, slow_workers.next_deadline(self._cluster)]
         deadlines += [seat.next_deadline() for seat in self._seats.values()]
@@ -265,8 +282,8 @@ class Machine:
         reason = f"a new orchestrator goes on after epoch {epoch}; {len(alive)} processes were found"
         return self._decide(Step(reason, (*effects, resumed), publish_anyway=True), now)
 
-    def handle(self, event: AnyEvent, now: float) -> Decision:
-        """One event, at this time."""
+    def handle(self, event: AnyEvent, now: float, is_last: bool = True) -> Decision:
+        """One event, at this time. Not the last: more have happened, and what all of them change is published once."""
         match event:
             case DrainAsked() | ScaleAsked() | SwitchAsked() | DeviceLost() | Stopping():
                 step = operations.handle(self._cluster, event, now)
@@ -281,7 +298,12 @@ class Machine:
                 step = self._tick(now)
             case _:
                 step = membership.handle(self._cluster, event, now)
-        return self._decide(step, now)
+        return self._decide(step, now) if is_last else self._postpone(step)
+
+    def _postpone(self, step: Step) -> Decision:
+        self._postponed.append(step)
+        self._owes_routes |= step.publish_soon
+        return Decision(_in_order(step.effects), step.reason)
 
     def _tick(self, now: float) -> Step:
         steps = [*health.due(self._cluster, now)]  # first: nothing starts on a device that is isolated now
@@ -307,28 +329,31 @@ class Machine:
         Losses come first, so that they do not wait for slower effects. Probes come last, because the host may answer
         them before it runs the next effect.
         """
-        cluster, reasons = self._cluster, [step.reason]
+        cluster, postponed, self._postponed = self._cluster, self._postponed, []
+        reasons = [one.reason for one in (*postponed, step)]
+        self._owes_routes |= step.publish_soon
+        publish_anyway = any(one.publish_anyway for one in (*postponed, step))
         if cluster.owes_cover:
             self._lost_at = now
         moving.cover_now(cluster)
         effects = [*step.effects, *health.see_to(cluster), *operations.end_scaling(cluster)]
         effects += switching.staff_up(cluster, now)
-        self._owes_routes |= step.publish_soon
-        if cluster.members_of(self.epoch) != self.members or step.publish_anyway:
+        if cluster.members_of(self.epoch) != self.members or publish_anyway:
             self._owes_routes = False
             published = cluster.publish()
+            effects = [effect for effect in effects if not isinstance(effect, Show)]  # these show more
             effects += published.effects
             reasons += [published.reason] if published.reason else []
         if cluster.goal is not self._kept_goal:
             self._kept_goal = cluster.goal
             effects.append(Keep(cluster.goal))
-        self._owes_changes = step.change_soon and moving.owes_changes(cluster)
+        can_wait = all(one.change_soon for one in (*postponed, step))
+        self._owes_changes = can_wait and moving.owes_changes(cluster)
         if not self._owes_changes:
             effects += moving.change_slots(cluster)
         effects += operations.dismiss(cluster)
         effects += self._say_all_ready()
-        effects.sort(key=lambda effect: _ORDER.get(type(effect), 2))
-        return Decision(tuple(effects), "; ".join(reasons))
+        return Decision(_in_order(effects), "; ".join(reasons))
 
     def _say_all_ready(self) -> list[AllReady]:
         goal = self.goal
@@ -338,3 +363,7 @@ class Machine:
             return []
         self._cluster.was_all_ready = self._has_said_all_ready = True
         return [AllReady()]
+
+
+def _in_order(effects: Iterable[AnyEffect]) -> tuple[AnyEffect, ...]:
+    return tuple(sorted(effects, key=lambda effect: _ORDER.get(type(effect), 2)))

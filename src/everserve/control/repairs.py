@@ -24,7 +24,7 @@ class Repairs:
             if self._began_s is None:
                 self._began_s = now
             self._told.clear()
-        if self._began_s is None:
+        if self._began_s is None or self._machine.has_postponed:
             return
         num_lost = self._num_without_place
         is_mapped = num_lost > 0 and any(isinstance(one, effects.FillSlots) for one in decision.effects)
