@@ -146,9 +146,7 @@ def _signatures() -> dict[str, list[Any]]:
         "cuMemHostRegister_v2": [pointer, size, unsigned],
         "cuMemHostUnregister": [pointer],
         "cuMemHostGetDevicePointer_v2": [to(address), pointer, unsigned],
-        "cuCtxGetStreamPriorityRange": [to(integer), to(integer)],
         "cuStreamCreate": [to(stream), unsigned],
-        "cuStreamCreateWithPriority": [to(stream), unsigned, integer],
         "cuStreamDestroy_v2": [stream],
         "cuStreamSynchronize": [stream],
         "cuStreamQuery": [stream],
@@ -215,9 +213,7 @@ class Driver:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._handle)
         self._context: ctypes.c_void_p | None = context
         self.make_current()
-        # A device has fewer queues than processes have streams: what is behind a stream that waits for a word would
-        # wait too, and the word may come from us. No other stream has this priority, so none shares its queue.
-        self._own_stream = self._create_first_stream()
+        self._own_stream = self.create_stream()
         granularity = ctypes.c_size_t()
         properties = self._properties()
         self._call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -365,13 +361,6 @@ class Driver:
         """A stream that does not synchronise with the default stream."""
         stream = ctypes.c_void_p()
         self._call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
-        assert stream.value is not None
-        return stream.value
-
-    def _create_first_stream(self) -> int:
-        stream, least, greatest = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
-        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
-        self._call("cuStreamCreateWithPriority", ctypes.byref(stream), _NON_BLOCKING, greatest.value)
         assert stream.value is not None
         return stream.value
 
