@@ -333,6 +333,32 @@ def test_what_the_side_has_not_copied_yet_is_computed_again():
     running.check()
 
 
+# -- heads without a place ---------------------------------------------------------------------------
+
+
+def test_what_was_lost_while_a_head_had_no_place_is_not_believed_when_it_is_back():
+    """A device is lost, and returns with one head of two; the other one is loaded there later. Until then the home has
+    fetched what heads need that have a place, and knows the new memory."""
+    running = Running(has_mirrors=True, seed=0)
+    world, home = running.world, running.home
+    rank = WORKERS[0]
+    for head in HEADS:
+        world.move(head, rank if head != HEADS[2] else WORKERS[1])
+    step(home, running.streams)
+    home.engine.log_step()
+    world.take_away(HEADS[0])
+    world.die(rank, memory_lost=True)
+    with pytest.raises(StepAbandoned):
+        home.engine.step()
+    world.revive(rank)
+    world.move(HEADS[2], WORKERS[2])  # this one is displaced, so the home looks where everything is
+    with pytest.raises(StepAbandoned):
+        home.engine.step()
+    world.move(HEADS[0], rank)
+    running.check()
+    assert home.engine.stats().num_lost_tokens == 0
+
+
 # -- random schedules ------------------------------------------------------------------------------
 
 requests = st.tuples(st.integers(1, 14), st.integers(0, 2), st.integers(1, 8))

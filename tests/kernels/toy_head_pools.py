@@ -284,6 +284,13 @@ class HeadPoolWorld:
                 home.pools.offer(rank, Kind.KV_PIECES, os.dup(seat.fd))
         self.publish()
 
+    def take_away(self, head: tuple[int, int]) -> None:
+        """It has no place any more, and its piece may be given to another one."""
+        for rank in self.routes[head]:
+            self.seats[rank].table.in_use.discard(head)
+        self.routes[head] = []
+        self.publish()
+
     def revive(self, rank: Rank) -> None:
         self.seats[rank].is_up = True
         self.publish()
