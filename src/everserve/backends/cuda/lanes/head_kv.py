@@ -110,6 +110,10 @@ class CudaHeadKv:
             self._num_changes = self._peers.num_changes
         return not self._is_lost
 
+    def is_in(self, rank: Rank, pool: int) -> bool:
+        """Whether this is the pool that streams were computed with there, as far as steps have ended."""
+        return self._pools.get(rank) == pool
+
     @property
     def is_checked(self) -> bool:
         """Whether a step has ended since anything has changed. Before, none is launched behind one that may be in
