@@ -339,27 +339,46 @@ def test_what_the_side_has_not_copied_yet_is_computed_again(is_swept):
 # -- heads without a place ---------------------------------------------------------------------------
 
 
-def test_what_was_lost_while_a_head_had_no_place_is_not_believed_when_it_is_back():
-    """A device is lost, and returns with one head of two; the other one is loaded there later. Until then the home has
-    fetched what heads need that have a place, and knows the new memory."""
-    running = Running(has_mirrors=True, seed=0)
-    world, home = running.world, running.home
-    rank = WORKERS[0]
-    for head in HEADS:
-        world.move(head, rank if head != HEADS[2] else WORKERS[1])
-    step(home, running.streams)
-    home.engine.log_step()
-    world.take_away(HEADS[0])
-    world.die(rank, memory_lost=True)
-    with pytest.raises(StepAbandoned):
-        home.engine.step()
-    world.revive(rank)
-    world.move(HEADS[2], WORKERS[2])  # this one is displaced, so the home looks where everything is
-    with pytest.raises(StepAbandoned):
-        home.engine.step()
-    world.move(HEADS[0], rank)
-    running.check()
-    assert home.engine.stats().num_lost_tokens == 0
+class TestHeadsWithoutAPlace:
+    """A head had no place when what the home had of it was lost. The home has looked at the new pool before, because
+    of other heads, when this one gets its place there again."""
+
+    def setup_method(self) -> None:
+        self.running = running = Running(has_mirrors=True)
+        self.world, self.rank = running.world, WORKERS[0]
+        for head in HEADS:
+            self.world.move(head, self.rank if head != HEADS[2] else WORKERS[1])
+        step(running.home, running.streams)
+        running.home.engine.log_step()
+        self.world.take_away(HEADS[0])
+
+    def look(self) -> None:
+        self.world.move(HEADS[2], WORKERS[2])  # this one is displaced
+        with pytest.raises(StepAbandoned):
+            self.running.home.engine.step()
+
+    def check(self) -> None:
+        self.world.move(HEADS[0], self.rank)
+        self.running.check()
+        assert self.running.home.engine.stats().num_lost_tokens == 0
+
+    def test_its_device_returns_with_other_heads_first(self) -> None:
+        self.world.die(self.rank, memory_lost=True)
+        self.world.revive(self.rank)
+        self.look()
+        self.check()
+
+    def test_it_is_loaded_again_before_routes_say_so(self) -> None:
+        """Its piece had been given to another one, which has stored KV of its own there."""
+        seat = self.world.seats[self.rank]
+        for number in range(len(HEADS) - len(seat.table.in_use)):
+            seat.load((7, number))
+            seat.pool[:, seat.table.find((7, number))] = -1
+            seat.table.in_use.discard((7, number))
+        assert seat.table.find(HEADS[0]) is None
+        seat.load(HEADS[0])
+        self.look()
+        self.check()
 
 
 # -- random schedules ------------------------------------------------------------------------------
