@@ -1,5 +1,6 @@
 """Attention divided by KV head on a GPU: the tokens of one process, with any number of workers, and when one dies."""
 
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,3 +117,31 @@ def test_a_lost_device_is_survived_by_its_mirror(models: Models) -> None:
         assert tokens(c.run_with(server, ASKS, c.in_decode, lose)) == expected
         assert sum(event["num_kept"] for event in regained(server)) > 0
         assert lost(server) < sum(len(ask.prompt) + ask.max_tokens for ask in ASKS) / 10
+
+
+def test_two_workers_at_once_and_then_a_device(models: Models) -> None:
+    """One is stopped, another one killed: heads have no place for a while, and come back one by one to where
+    they were. Then a device is lost that returns at once, with new memory. All prompts are in the prefix cache."""
+    model, expected = models["llama"]
+    with served(model, "-tp", "3", "--kv-log", "mirror", "--max-num-batched-tokens", "256") as server:
+        assert tokens(run(server, ASKS)) == expected
+        for stopped, killed in ((5, 3), (3, 4), (4, 5)):
+            stop, kill = c.Fault(server, stopped, signal.SIGSTOP), c.Fault(server, killed, signal.SIGKILL)
+
+            def both(stop: c.Fault = stop, kill: c.Fault = kill) -> None:
+                stop()
+                kill()
+
+            assert tokens(c.run_with(server, ASKS, c.in_decode, both)) == expected
+            stop.assert_landed()
+            kill.assert_landed()
+            c.wait_until(lambda: c.is_whole(server), 60, "full strength")
+            assert tokens(run(server, ASKS)) == expected, "what is cached"
+        for device in (0, 1):
+
+            def lose(device: int = device) -> None:
+                assert c.post(server, "/cluster/fault", {"device": device}).status_code == 200
+
+            assert tokens(c.run_with(server, ASKS, c.in_decode, lose)) == expected
+            c.wait_until(lambda: c.is_whole(server), 60, "full strength")
+            assert tokens(run(server, ASKS)) == expected, "what is cached"

@@ -225,11 +225,18 @@ class Home:
 
 
 class HeadPoolWorld:
-    """Any head may be at any worker: each has pieces for all."""
+    """Any head may be at any worker: each has pieces for all, or for as many as it is told."""
 
-    def __init__(self, num_workers: int = 3, num_homes: int = 2, seed: int = 0, has_mirrors: bool = False) -> None:
+    def __init__(
+        self,
+        num_workers: int = 3,
+        num_homes: int = 2,
+        seed: int = 0,
+        has_mirrors: bool = False,
+        num_pieces: int = len(HEADS),
+    ) -> None:
         self.chance, self.driver = random.Random(seed), ToyDriver()
-        self.plan = HeadMemoryPlan(len(HEADS), 4 * HEAD_SIZE, 8, HEAD_SIZE, num_homes * BLOCKS_PER_HOME, BLOCK_SIZE)
+        self.plan = HeadMemoryPlan(num_pieces, 4 * HEAD_SIZE, 8, HEAD_SIZE, num_homes * BLOCKS_PER_HOME, BLOCK_SIZE)
         self.log_shape = LogShape(
             num_blocks=2 * num_homes * BLOCKS_PER_HOME,
             block_size=BLOCK_SIZE,
@@ -244,12 +251,15 @@ class HeadPoolWorld:
         self.seats = {rank: Seat(self, rank) for rank in ranks}
         self.routes: dict[tuple[int, int], list[Rank]] = {}
         for head in HEADS:
-            self.routes[head] = [self.chance.choice(ranks)]
+            self.routes[head] = [self.chance.choice([rank for rank in ranks if self.has_room(head, rank)])]
             self.seats[self.routes[head][0]].load(head)
         self.mirror_fds = {Rank(i): create_memory("mirror", MIRROR_SHAPE.num_bytes) for i in range(num_homes)}
         if not has_mirrors:
             self.mirror_fds.clear()
         self.homes = [Home(self, Rank(i), self.new_log()) for i in range(num_homes)]
+
+    def has_room(self, head: tuple[int, int], rank: Rank) -> bool:
+        return len(self.seats[rank].table.in_use | {head}) <= self.plan.num_pieces
 
     def new_log(self) -> int:
         return create_memory("log", self.log_shape.head_bytes)
@@ -282,6 +292,13 @@ class HeadPoolWorld:
                     seat.load(head)
             for home in self.homes:
                 home.pools.offer(rank, Kind.KV_PIECES, os.dup(seat.fd))
+        self.publish()
+
+    def take_away(self, head: tuple[int, int]) -> None:
+        """It has no place any more, and its piece may be given to another one."""
+        for rank in self.routes[head]:
+            self.seats[rank].table.in_use.discard(head)
+        self.routes[head] = []
         self.publish()
 
     def revive(self, rank: Rank) -> None:

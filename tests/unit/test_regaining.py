@@ -250,6 +250,30 @@ def test_streams_wait_while_a_head_has_no_place(make_world):
     assert engine.stats().num_lost_tokens == 0
 
 
+def test_a_head_that_had_no_place_while_its_memory_was_lost_is_not_taken_for_what_it_was(make_world):
+    """The new memory is known, because of another head in it, when this one gets its place there."""
+    world = make_world(3, places={0: EVERYTHING[:2], 1: EVERYTHING[2:3], 2: EVERYTHING[3:]})
+    engine = world.engine()
+    add_streams(engine)
+    first, second, third = world.workers
+
+    def change(worker, heads, memory_lost: bool = False) -> None:
+        worker.die()
+        worker.heads = heads
+        worker.replace(memory_lost=memory_lost)
+
+    def lose_one_of_two() -> None:
+        change(first, EVERYTHING[1:2], memory_lost=True)
+        change(second, [])
+        change(third, EVERYTHING[2:])  # one is displaced, so the home looks where everything is
+        with pytest.raises(StepAbandoned, match="no place"):
+            engine.step()
+        change(first, EVERYTHING[:2])
+
+    assert run(engine, world, {6: lose_one_of_two}) == expected_streams(world)
+    assert engine.stats().num_lost_tokens == 0
+
+
 # a home
 
 

@@ -22,6 +22,7 @@ from everserve.seam.outcomes import Status
 from everserve.tables.ids import MAX_RANKS, Rank
 
 _NO_RANK, _NO_POOL = -1, 0
+_LOST = MAX_RANKS  # where KV is that is nowhere, which is no rank: its head is displaced wherever it gets a place
 _FETCH_BYTES = 1 << 20  # of one request, about: a worker that copies does not serve meanwhile
 _BESIDE_BYTES = 1 << 18  # likewise, while streams go on
 _NO_WORDS = np.empty(0, np.int32)
@@ -156,8 +157,13 @@ class HeadKv:
         return self._fetch(self._displaced, blocks, blocks, num_tokens, chains, self._found)
 
     def settle(self) -> None:
-        """From now on heads are asked there."""
+        """From now on heads are asked there.
+
+        A head without a place may get one again where it was. If the pool is another one by then it is displaced all
+        the same: that pool is known from here on, because of other heads."""
         has_place_LG = self._places_LG != _NO_RANK
+        other = np.flatnonzero(self.pools != self._found)
+        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # nobody has looked whether it is there
         self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
         self.pools[...] = self._found
         self.is_lost, self._aimed_at = False, -1

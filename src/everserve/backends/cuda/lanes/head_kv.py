@@ -25,6 +25,7 @@ from everserve.kvlog.writer import Copy
 from everserve.tables.ids import Rank
 
 _NO_RANK, _NO_POOL = -1, 0
+_LOST = -2  # where KV is that is nowhere: its head is displaced wherever it gets a place
 _MOST_LOOKS = 20  # at workers that are not there yet; about 0.1 s apart
 ANSWER_WITHIN_S, _POLL_S = 0.05, 0.0002  # how long to wait for answers at each look
 
@@ -109,6 +110,10 @@ class CudaHeadKv:
             self._num_changes = self._peers.num_changes
         return not self._is_lost
 
+    def is_in(self, rank: Rank, pool: int) -> bool:
+        """Whether this is the pool that streams were computed with there, as far as steps have ended."""
+        return self._pools.get(rank) == pool
+
     @property
     def is_checked(self) -> bool:
         """Whether a step has ended since anything has changed. Before, none is launched behind one that may be in
@@ -170,9 +175,14 @@ class CudaHeadKv:
         return self._fetcher.fetch(blocks, blocks, num_tokens, chains)
 
     def settle(self) -> None:
-        """From now on heads are asked there. Raises StepAbandoned if a pool has changed meanwhile."""
+        """From now on heads are asked there. Raises StepAbandoned if a pool has changed meanwhile.
+
+        A head without a place may get one again where it was. If the pool is another one by then it is displaced all
+        the same: that pool is known from here on, because of other heads."""
         self._check(self._found)
         has_place_LG = self._places_LG != _NO_RANK
+        other = [rank for rank, pool in self._found.items() if self._pools.get(rank) != pool]
+        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # nobody has looked whether it is there
         self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
         self.num_changes += 1
         known = self._pools | self._found
@@ -223,4 +233,4 @@ class CudaHeadKv:
 
 
 def _ranks_in(ranks_LG: NDArray[np.int32]) -> list[Rank]:
-    return [Rank(rank) for rank in np.unique(ranks_LG[ranks_LG != _NO_RANK]).tolist()]
+    return [Rank(rank) for rank in np.unique(ranks_LG[ranks_LG >= 0]).tolist()]

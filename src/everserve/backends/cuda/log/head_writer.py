@@ -60,10 +60,16 @@ class HeadLogWriter(DeviceLogWriter):
         now = self._kv.num_changes, self._fetcher.pools.num_changes
         if now != self._placed_at:
             self._side.wait()
-            heads = range(len(self._fetcher.heads))
-            self._fetcher.places_of(self._kv.kv_at_LG.reshape(-1), self._places, heads)
+            self._fetcher.places_of(self._reached_ranks(), self._places, range(len(self._fetcher.heads)))
             self._placed_at = now
         return super().finish()
+
+    def _reached_ranks(self) -> NDArray[np.int32]:
+        """Where the step has stored KV; -1 where that is out of reach. Memory of the same seat that is another one by
+        now is none of it: its device was lost since, and a word would certify whatever is there, in the mirror too."""
+        pools, ranks_H = self._fetcher.pools, self._kv.kv_at_LG.reshape(-1)
+        reached = [rank for rank in pools.ranks if self._kv.is_in(rank, pools.pool_of(rank))]
+        return np.where(np.isin(ranks_H, reached), ranks_H, -1).astype(np.int32)
 
     def _stage_rows(self, slots_T: NDArray[np.int32]) -> None:
         super()._stage_rows(slots_T)
