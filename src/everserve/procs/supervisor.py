@@ -18,11 +18,12 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -240,7 +241,8 @@ class Supervisor:
             elif child in self._children.values():  # it may have ended earlier in this turn
                 self._on_readable(child)
         for child in self._children.values():
-            child.control.flush()
+            with self._replaced_if_broken(child):
+                child.control.flush()
         self._workers.flush()
         self._deferred.tend()
         self._handle_exits()
@@ -259,6 +261,21 @@ class Supervisor:
             self._selector.unregister(child.control)
             child.control.close()
             child.end_by = time.monotonic() + _KILL_AFTER_S
+
+    @contextlib.contextmanager
+    def _replaced_if_broken(self, child: Child) -> Iterator[None]:
+        """A child whose channel's descriptor is not that socket any more (somebody has closed a descriptor that was not
+        theirs) is killed, and its end is handled as any other. What has that number now is not closed."""
+        try:
+            yield
+        except OSError as error:
+            if _is_socket(child.control.fileno()):
+                raise
+            _say(f"the {child.name} is replaced: descriptor {child.control.fileno()} is not its channel ({error})")
+            self._selector.unregister(child.control)
+            child.control.abandon()
+            child.end_by = time.monotonic() + _KILL_AFTER_S
+            child.process.kill()
 
     def _handle_exits(self) -> None:
         """Handle the exit of children whose channel has ended; kill those that take too long. Never blocks."""
@@ -422,7 +439,8 @@ class Supervisor:
     def _send(self, name: str, message: AnyMessage, fds: Sequence[int] = ()) -> None:
         child = self._children.get(name)
         if child is not None and child.end_by is None:
-            child.control.send(message, fds)
+            with self._replaced_if_broken(child):
+                child.control.send(message, fds)
 
     def _sender(self, name: str) -> Callable[..., None]:
         def send(message: AnyMessage, fds: Sequence[int] = ()) -> None:
@@ -448,6 +466,13 @@ def _stderr() -> list[int]:
     except OSError:
         return []
     return [_STDERR]
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
 
 
 def _say(text: str) -> None:
