@@ -342,18 +342,23 @@ def test_a_helper_that_is_stopped_is_killed_and_replaced(serving, name):
 
 @pytest.mark.parametrize("name", HELPERS)
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_a_helper_whose_channel_was_closed_by_a_mistake_is_replaced(serving, name, is_used_again):
-    """And what has its number by then stays open."""
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_helper_whose_channel_was_closed_by_a_mistake_is_replaced(serving, name, is_used_again, has_ended):
+    """When something is sent to it, or when it has seen the end of its channel. What has its number by then stays
+    open."""
     before, fd = serving[name], serving.supervisor._children[name].control.fileno()
     other = new_memory(7)
     os.dup2(other, fd)
     os.close(other)
     if not is_used_again:
         os.close(fd)
-    serving.supervisor._send(name, Ready())
     assert before.control.wait(0.0), "it sees the end of its channel"
+    if has_ended:
+        before.exit()
+    else:
+        serving.supervisor._send(name, Ready())
     serving.until(lambda: serving[name] is not before)
-    assert before.process.wait() == -signal.SIGKILL
+    assert before.process.wait() == (0 if has_ended else -signal.SIGKILL)
     if name != "zygote":
         anchor, orchestrator = (serving["anchor"], OrchestratorAttached), (serving["orchestrator"], AnchorAttached)
         ends = [played.channel_of(kind) for played, kind in (anchor, orchestrator)]

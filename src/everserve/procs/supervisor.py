@@ -25,6 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -264,18 +265,24 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _replaced_if_broken(self, child: Child) -> Iterator[None]:
-        """A child whose channel's descriptor is not that socket any more (somebody has closed a descriptor that was not
-        theirs) is killed, and its end is handled as any other. What has that number now is not closed."""
         try:
             yield
-        except OSError as error:
-            if _is_socket(child.control.fileno()):
+        except OSError:
+            if not self._is_broken(child):
                 raise
-            _say(f"the {child.name} is replaced: descriptor {child.control.fileno()} is not its channel ({error})")
-            self._selector.unregister(child.control)
-            child.control.abandon()
-            child.end_by = time.monotonic() + _KILL_AFTER_S
-            child.process.kill()
+
+    def _is_broken(self, child: Child) -> bool:
+        """Whether the descriptor of its channel is not that socket any more: somebody has closed what was not theirs.
+        Then the child is killed, and its end is handled as any other. What has that number now is not closed."""
+        fd = child.control.fileno()
+        if child.end_by is not None or _is_socket(fd):
+            return False
+        _say(f"the {child.name} is replaced: descriptor {fd}, which was its channel, is {_file_of(fd)}")
+        self._selector.unregister(child.control)
+        child.control.abandon()
+        child.end_by = time.monotonic() + _KILL_AFTER_S
+        child.process.kill()
+        return True
 
     def _handle_exits(self) -> None:
         """Handle the exit of children whose channel has ended; kill those that take too long. Never blocks."""
@@ -359,6 +366,7 @@ class Supervisor:
             exit_status = os.waitstatus_to_exitcode(status)
             if pid in ours:
                 ours[pid].process.returncode = exit_status  # what Popen.wait would have set
+                self._is_broken(ours[pid])  # then its channel would not end
             elif (seat := self._workers.exited(pid, exit_status)) is not None:
                 rank, incarnation = seat
                 self._events.append(
@@ -473,6 +481,13 @@ def _is_socket(fd: int) -> bool:
         return stat.S_ISSOCK(os.fstat(fd).st_mode)
     except OSError:
         return False
+
+
+def _file_of(fd: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:
+        return "closed"
 
 
 def _say(text: str) -> None:
