@@ -78,6 +78,7 @@ class ToyWorker:
     orchestrator: "ToyOrchestrator" = field(repr=False)
     got: list[AnyMessage] = field(default_factory=list)
     num_done: int = 0  # of the slots that this orchestrator has told it
+    dropped: tuple[Memory, ...] = ()  # of its memory, as the supervisor knows
 
     def __post_init__(self) -> None:
         self.slots = held_at_start(self.start) if self.start.slots is not None else None
@@ -153,7 +154,7 @@ class ToyOrchestrator:
         ours, theirs = Channel.pair()
         worker.control, worker.orchestrator, worker.got = Channel(ours), self, []
         self.workers[worker.id] = worker
-        started = WorkerStarted(start=worker.start, pid=worker.pid)
+        started = WorkerStarted(start=worker.start, pid=worker.pid, dropped=worker.dropped)
         self.supervisor.send(started, fds=[theirs.fileno(), *worker.memory])
         theirs.close()
 

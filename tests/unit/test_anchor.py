@@ -15,7 +15,7 @@ from everserve.memory.owned import NoMemoryError, OwnedMemory
 from everserve.procs import device_descriptors
 from everserve.tables.ids import NO_DEVICE, Rank
 from everserve.wire.channel import Channel, Descriptors
-from everserve.wire.messages import Allocate, AllocationFailed, DeviceDescriptors
+from everserve.wire.messages import Adopt, Allocate, AllocationFailed, DeviceDescriptors
 from tests.memories import memory
 
 
@@ -165,15 +165,17 @@ def test_the_line_says_what_to_do(kind, flag):
 
 
 def test_what_ties_it_to_a_device_is_entrusted_to_the_supervisor_once(monkeypatch):
-    """It may be killed while a device still clears memory for it."""
+    """It may be killed while a device still clears memory for it. Its memory is not: that would never be free again."""
     ours, theirs = Channel.pair()
     supervisor, anchor = Channel(ours), Anchor(Channel(theirs))
     orchestrator = Channel(Channel.pair()[0])
-    monkeypatch.setattr(device_descriptors, "device_fds", lambda: [0, 1])
+    monkeypatch.setattr(device_descriptors, "device_fds", lambda: [0, 1, *anchor._memory.fds])
     create = lambda num_bytes: os.memfd_create("device")  # noqa: E731
     monkeypatch.setattr(
         anchor_memory, "Driver", lambda device: SimpleNamespace(create=create, make_current=lambda: None)
     )
+    adopted = Descriptors([os.memfd_create("device")])
+    anchor._handle(Adopt(memory=memory("weights-1", gpu=0)), adopted, orchestrator)
     for i, device in enumerate((NO_DEVICE, 0, 0, 1)):
         anchor._handle(Allocate(memory=memory(f"cell-{i}.1", gpu=device)), Descriptors(), orchestrator)
     told = [(message, len(fds)) for message, fds in supervisor.receive_frames()]

@@ -11,7 +11,7 @@ import pytest
 from everserve.memory.owned import create_memory
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
 from everserve.tables.members import WorkerState
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import Kind, Memory, seat_owner
 from everserve.tables.outputs import ExpertStats
 from everserve.tables.routes import Symptom
 from everserve.wire.events import ScaleBegan, ScaleDone, StaleDropped
@@ -486,6 +486,18 @@ def test_what_a_worker_lost_with_its_device_while_it_was_forked_is_not_used(is_r
     assert weights_of(orchestrator.worker(1, 4)) == expected
     memory = next(piece for piece in orchestrator.worker(1, 4).start.memory if piece.kind is Kind.WEIGHTS)
     assert os.fstat(orchestrator.owned.allocate(memory)).st_ino == expected, "the anchor has the same"
+
+
+def test_the_next_orchestrator_does_not_use_what_was_dropped():
+    """A device is lost, and the orchestrator dies before the worker on it does."""
+    orchestrator = serving(weights="memory")
+    worker = orchestrator.worker(1)
+    worker.dropped = tuple(piece for piece in worker.start.memory if piece.owners == (seat_owner(Rank(1)),))
+    dropped = weights_of(worker)
+    orchestrator = succeed(orchestrator, epoch=7, gone=[])
+    orchestrator.exit(orchestrator.worker(1))
+    wait_for(orchestrator, 1, incarnation=2)
+    assert worker.dropped and weights_of(orchestrator.worker(1, 2)) != dropped
 
 
 def test_a_mirror_outlives_the_device_of_its_worker():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everserve.procs import deferred_close as held
-from everserve.procs import device_descriptors
+from everserve.procs import device_descriptors, process
 from everserve.procs.provisioner import Workers
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import seat_owner
@@ -243,6 +243,34 @@ def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
     workers.drop(memory("log-9.9"))
     workers.exited(1001, -9)
     assert kept(workers, told) == {"weights-2": 100}
+
+
+@pytest.mark.parametrize("ends_first", [1, 2])
+def test_memory_that_was_dropped_and_made_again_by_the_same_name(workers, told, ends_first):
+    """Its device was lost while its worker was stopped, and came back: whichever ends first, what is new is kept."""
+    live(workers, 1, pid=1001)
+    workers.drop(memory("weights-2"))
+    live(workers, 2, pid=1002, sizes=(1, 20, 200))
+    kept(workers, told)
+    assert [message.dropped for message in told.messages[-2:]] == [(memory("weights-2"),), ()]
+    for incarnation in (ends_first, 3 - ends_first):
+        workers.exited(1000 + incarnation, -9)
+    assert kept(workers, told) == {"log-2.1": 10, "log-2.2": 20, "weights-2": 200}
+
+
+@pytest.mark.parametrize("is_asked_again", [False, True])
+def test_memory_may_be_dropped_before_its_worker_begins(workers, told, is_asked_again):
+    workers.provision(Provision(start=start(1)), [os.memfd_create("m") for _ in range(3)])
+    workers.drop(memory("weights-2"))
+    if is_asked_again:
+        workers.ask_again(set(process.children_of(os.getpid())))
+    live(workers, 2, pid=1002, sizes=(1, 20, 200))
+    workers.exited(1002, -9)
+    workers.forked(WorkerForked(rank=Rank(2), incarnation=Incarnation(1), pid=1001))
+    assert told.messages[-1].dropped == (memory("weights-2"),)
+    assert told.messages[-1].start.incarnation == 1 and kept(workers, told) == {"log-2.2": 20, "weights-2": 200}
+    workers.exited(1001, -9)
+    assert kept(workers, told) == {"log-2.1": 0, "log-2.2": 20, "weights-2": 200}
 
 
 def test_a_worker_that_ends_before_we_are_told_of_it(workers, told):

@@ -41,6 +41,7 @@ from tests.unit.supervisor_toy import (
     are_connected,
     log_of,
     make_zygote,
+    new_memory,
     num_fds,
     size_of,
     start_worker,
@@ -337,6 +338,35 @@ def test_a_helper_that_is_stopped_is_killed_and_replaced(serving, name):
     stopped.exit()
     serving.until(lambda: len(serving.played[name]) == 2)
     assert stopped.process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("name", HELPERS)
+@pytest.mark.parametrize("is_used_again", [False, True])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_helper_whose_channel_was_closed_by_a_mistake_is_replaced(serving, name, is_used_again, has_ended):
+    """When something is sent to it, or when it has seen the end of its channel. What has its number by then stays
+    open."""
+    before, fd = serving[name], serving.supervisor._children[name].control.fileno()
+    other = new_memory(7)
+    os.dup2(other, fd)
+    os.close(other)
+    if not is_used_again:
+        os.close(fd)
+    assert before.control.wait(0.0), "it sees the end of its channel"
+    if has_ended:
+        before.exit()
+    else:
+        serving.supervisor._send(name, Ready())
+    serving.until(lambda: serving[name] is not before)
+    assert before.process.wait() == (0 if has_ended else -signal.SIGKILL)
+    if name != "zygote":
+        anchor, orchestrator = (serving["anchor"], OrchestratorAttached), (serving["orchestrator"], AnchorAttached)
+        ends = [played.channel_of(kind) for played, kind in (anchor, orchestrator)]
+        assert are_connected(*ends)
+        for end in ends:
+            end.close()
+    if is_used_again:
+        assert size_of(fd) == 7
 
 
 @pytest.mark.parametrize("name", HELPERS)

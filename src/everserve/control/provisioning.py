@@ -77,7 +77,7 @@ class Provisioning:
         end.is_lost = is_lost
         self._ends.add(end)
         for memory, fd in zip(start.memory, memory_fds, strict=True):
-            if self._is_current(end, memory, fd):
+            if memory not in message.dropped and self._is_current(end, memory):
                 self._hold(memory, fd)
             else:
                 os.close(fd)
@@ -86,17 +86,18 @@ class Provisioning:
             self._logs.settle(worker)
         return end
 
-    def _is_current(self, end: WorkerEnd, memory: Memory, fd: int) -> bool:
+    def _is_current(self, end: WorkerEnd, memory: Memory) -> bool:
         """A device may be lost while a worker on it is being forked: what that worker has is lost then, and the next
         incarnation gets other memory, by the same name. A new orchestrator may find both processes: the memory of the
-        later one counts, and what was held before does not."""
+        later one counts, and what was held before does not. (Whether it is the same cannot be asked: descriptors of
+        device memory are all of one file.)"""
         if memory.owners != (seat_owner(end.rank),):
             return True
-        if end.is_lost or end.incarnation < self._newest.get(memory, 0):
+        newest = self._newest.get(memory, 0)
+        if end.is_lost or end.incarnation < newest:
             return False
         self._newest[memory] = end.incarnation
-        held = self._anchor.held(memory)
-        if held is not None and not os.path.sameopenfile(held, fd):
+        if end.incarnation > newest and self._anchor.held(memory) is not None:
             self._anchor.release(memory)
         return True
 

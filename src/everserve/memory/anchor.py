@@ -89,7 +89,8 @@ class Anchor:
                 return
             if self._memory.num_devices > self._num_entrusted:
                 self._num_entrusted = self._memory.num_devices
-                entrust(self._supervisor)  # we may be killed while a device still clears memory for us
+                # We may be killed while a device still clears memory for us.
+                entrust(self._supervisor, but=self._memory.fds)
             orchestrator.send(Allocated(memory=message.memory), fds=[fd])
         elif isinstance(message, Adopt):
             (fd,) = fds.take()

@@ -77,6 +77,11 @@ class OwnedMemory:
         """On which we have a context."""
         return len(self._drivers)
 
+    @property
+    def fds(self) -> set[int]:
+        """Of all pieces."""
+        return set(self._fds.values())
+
     def __len__(self) -> int:
         return len(self._fds)
 

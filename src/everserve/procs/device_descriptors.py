@@ -19,6 +19,7 @@ import logging
 import os
 import socket
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 from everserve.wire.channel import MAX_FDS, Channel
@@ -32,9 +33,13 @@ CLOSE_AFTER_S = 0.5
 _DEVICES, _MPS_NAME = "/dev/nvidia", "nvidia-cuda-mps"
 
 
-def entrust(lifeline: Channel) -> int:
-    """Send copies of all device descriptors that this process has open now. Returns how many."""
-    fds = device_fds()
+def entrust(lifeline: Channel, but: Collection[int] = ()) -> int:
+    """Send copies of all device descriptors that this process has open now, `but` those. Returns how many.
+
+    Descriptors of device memory look like all others. Copies of them would keep that memory when it was released, for
+    as long as this process lives; the work that is queued needs only the context that has it mapped.
+    """
+    fds = [fd for fd in device_fds() if fd not in but]
     try:
         for begin in range(0, len(fds), MAX_FDS):
             num_following = (len(fds) - begin - 1) // MAX_FDS

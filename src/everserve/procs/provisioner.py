@@ -11,7 +11,8 @@ killed.
 The orchestrator may be replaced too. What the next one needs is kept here: each worker's cell and memory, and a
 *lifeline* to it, through which the worker gets its channel to the new orchestrator. When a worker has exited, its
 memory (a log, a seat's weights) is kept by name until the orchestrator drops it or another live worker has it: a seat's
-weights have the same name in every incarnation, and seats with the same weights share them.
+weights have the same name in every incarnation, and seats with the same weights share them. Memory that was dropped may
+be made again by the same name while workers still have what was dropped; so each of them is marked.
 """
 
 import os
@@ -52,6 +53,7 @@ class _Order:
     control: tuple[socket.socket, socket.socket]  # orchestrator's end, worker's end
     lifeline: tuple[socket.socket, socket.socket]  # supervisor's end, worker's end
     tokens: tuple[socket.socket, socket.socket] | None  # gateway's end, worker's end
+    dropped: set[Memory]  # of its memory
 
     @property
     def worker_fds(self) -> list[int]:
@@ -74,6 +76,7 @@ class _Process:
     pid: int
     memory: list[int]
     lifeline: Channel
+    dropped: set[Memory]  # of its memory: not kept at its exit
     held: Held  # device descriptors that must outlast it
     rehearsed: Held | None = None  # those of the spare that it was, until it has sent its own
 
@@ -95,7 +98,6 @@ class Workers:
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _orders: dict[WorkerId, _Order] = field(default_factory=dict)
     _kept: dict[Memory, int] = field(default_factory=dict)  # memory of exited workers that no live worker has
-    _dropped: set[Memory] = field(default_factory=set)  # memory of live workers, to be dropped at their exit
     _latest: dict[Rank, tuple[Incarnation, tuple[Role, ...]]] = field(default_factory=dict)
     _early_exits: dict[int, int] = field(default_factory=dict)  # statuses by pid, of processes not announced yet
     _spares: dict[int, Held] = field(default_factory=dict)  # by pid, until they end or become workers
@@ -106,7 +108,7 @@ class Workers:
     def provision(self, message: Provision, memory: list[int]) -> None:
         """Make the channels and ask the zygote to fork. Takes ownership of the descriptors."""
         self._latest[message.start.rank] = message.start.incarnation, message.start.roles
-        self._ask(message.start, memory)
+        self._ask(message.start, memory, set())
 
     def ask_again(self, own_pids: set[int]) -> None:
         """There is a new zygote. Kill processes that the old one forked and did not announce, and repeat the pending
@@ -117,7 +119,7 @@ class Workers:
                 os.kill(pid, signal.SIGKILL)
         owed, self._orders = self._orders, {}
         for order in owed.values():
-            self._ask(order.start, [os.dup(fd) for fd in order.memory])
+            self._ask(order.start, [os.dup(fd) for fd in order.memory], order.dropped)
             order.close()
 
     def forked(self, message: WorkerForked) -> None:
@@ -128,10 +130,11 @@ class Workers:
         lifeline = Channel(order.lifeline[0].dup())
         held = Held(f"worker {message.rank}", lifeline)
         rehearsed = self._spares.pop(message.pid, None)
-        worker = _Process(order.start, message.pid, fds, lifeline, held, rehearsed)
+        worker = _Process(order.start, message.pid, fds, lifeline, order.dropped, held, rehearsed)
         self._processes[seat] = worker
         for memory in worker.start.memory:
-            self._let_go(memory)
+            if memory not in worker.dropped:
+                self._let_go(memory)
         self._introduce(worker, order.control[0])
         if order.tokens is not None:
             attach = Attach(rank=message.rank, incarnation=message.incarnation)
@@ -177,7 +180,8 @@ class Workers:
             self.to_orchestrator(MemoryKept(memory=memory), fds=[fd])
 
     def _introduce(self, worker: _Process, control: socket.socket) -> None:
-        self.to_orchestrator(WorkerStarted(start=worker.start, pid=worker.pid), fds=[control.fileno(), *worker.memory])
+        started = WorkerStarted(start=worker.start, pid=worker.pid, dropped=tuple(worker.dropped))
+        self.to_orchestrator(started, fds=[control.fileno(), *worker.memory])
 
     def flush(self) -> None:
         """Call this regularly: writes and reads lifelines, closes what is due."""
@@ -208,7 +212,10 @@ class Workers:
                 os.close(cell_fd)
                 self._part(worker)
                 for memory, fd in zip(worker.start.memory, fds, strict=True):
-                    self._keep(memory, fd)
+                    if memory in worker.dropped or self._lives_on(memory):
+                        os.close(fd)
+                    else:
+                        self._kept[memory] = fd
                 self.to_orchestrator(WorkerExited(rank=seat[0], incarnation=seat[1], exit_status=status))
                 return seat
         if (held := self._spares.pop(pid, None)) is not None:
@@ -224,23 +231,17 @@ class Workers:
             elif held is not None:
                 held.let_go()
 
-    def _keep(self, memory: Memory, fd: int) -> None:
-        if memory in self._dropped or self._lives_on(memory):
-            self._dropped.discard(memory)
-            os.close(fd)
-        else:
-            self._kept[memory] = fd
-
     def drop(self, memory: Memory) -> None:
-        """This memory is not needed any more. The process of its worker may not have ended yet."""
-        if self._lives_on(memory):
-            self._dropped.add(memory)
-        else:
-            self._let_go(memory)
+        """This memory is not needed any more. Workers that have it may not have ended yet, or not have begun."""
+        self._let_go(memory)
+        for holder in (*self._orders.values(), *self._processes.values()):
+            if memory in holder.start.memory:
+                holder.dropped.add(memory)
 
     def _lives_on(self, memory: Memory) -> bool:
         """Whether a live worker has it, and would hand it over to a new orchestrator."""
-        return any(memory in worker.start.memory for worker in self._processes.values())
+        workers = self._processes.values()
+        return any(memory in worker.start.memory and memory not in worker.dropped for worker in workers)
 
     def _let_go(self, memory: Memory) -> None:
         if (fd := self._kept.pop(memory, None)) is not None:
@@ -276,9 +277,9 @@ class Workers:
         _close(self._kept.values())
         self._kept.clear()
 
-    def _ask(self, start: StartWorker, memory: list[int]) -> None:
+    def _ask(self, start: StartWorker, memory: list[int], dropped: set[Memory]) -> None:
         tokens = Channel.pair() if Role.ATTENTION in start.roles else None
-        order = _Order(start, memory, Channel.pair(), Channel.pair(), tokens)
+        order = _Order(start, memory, Channel.pair(), Channel.pair(), tokens, dropped)
         self._orders[WorkerId(start.rank, start.incarnation)] = order
         self.to_zygote(ForkWorker(start=start), fds=order.worker_fds)
 

@@ -18,12 +18,14 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -240,7 +242,8 @@ class Supervisor:
             elif child in self._children.values():  # it may have ended earlier in this turn
                 self._on_readable(child)
         for child in self._children.values():
-            child.control.flush()
+            with self._replaced_if_broken(child):
+                child.control.flush()
         self._workers.flush()
         self._deferred.tend()
         self._handle_exits()
@@ -259,6 +262,27 @@ class Supervisor:
             self._selector.unregister(child.control)
             child.control.close()
             child.end_by = time.monotonic() + _KILL_AFTER_S
+
+    @contextlib.contextmanager
+    def _replaced_if_broken(self, child: Child) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            if not self._is_broken(child):
+                raise
+
+    def _is_broken(self, child: Child) -> bool:
+        """Whether the descriptor of its channel is not that socket any more: somebody has closed what was not theirs.
+        Then the child is killed, and its end is handled as any other. What has that number now is not closed."""
+        fd = child.control.fileno()
+        if child.end_by is not None or _is_socket(fd):
+            return False
+        _say(f"the {child.name} is replaced: descriptor {fd}, which was its channel, is {_file_of(fd)}")
+        self._selector.unregister(child.control)
+        child.control.abandon()
+        child.end_by = time.monotonic() + _KILL_AFTER_S
+        child.process.kill()
+        return True
 
     def _handle_exits(self) -> None:
         """Handle the exit of children whose channel has ended; kill those that take too long. Never blocks."""
@@ -342,6 +366,7 @@ class Supervisor:
             exit_status = os.waitstatus_to_exitcode(status)
             if pid in ours:
                 ours[pid].process.returncode = exit_status  # what Popen.wait would have set
+                self._is_broken(ours[pid])  # then its channel would not end
             elif (seat := self._workers.exited(pid, exit_status)) is not None:
                 rank, incarnation = seat
                 self._events.append(
@@ -422,7 +447,8 @@ class Supervisor:
     def _send(self, name: str, message: AnyMessage, fds: Sequence[int] = ()) -> None:
         child = self._children.get(name)
         if child is not None and child.end_by is None:
-            child.control.send(message, fds)
+            with self._replaced_if_broken(child):
+                child.control.send(message, fds)
 
     def _sender(self, name: str) -> Callable[..., None]:
         def send(message: AnyMessage, fds: Sequence[int] = ()) -> None:
@@ -448,6 +474,20 @@ def _stderr() -> list[int]:
     except OSError:
         return []
     return [_STDERR]
+
+
+def _is_socket(fd: int) -> bool:
+    try:
+        return stat.S_ISSOCK(os.fstat(fd).st_mode)
+    except OSError:
+        return False
+
+
+def _file_of(fd: int) -> str:
+    try:
+        return str(Path(f"/proc/self/fd/{fd}").readlink())
+    except OSError:
+        return "closed"
 
 
 def _say(text: str) -> None:

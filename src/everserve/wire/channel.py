@@ -30,6 +30,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 from everserve.errors import ProtocolError
@@ -229,6 +230,11 @@ class Channel:
         while self._batches:
             self._batches.popleft().fds.close()
 
+    def abandon(self) -> None:
+        """As `close`, but the socket's descriptor is left as it is: by now it may be somebody else's."""
+        self.sock.detach()
+        self.close()
+
     def _read_available(self) -> None:
         while not self._eof:
             try:
@@ -271,12 +277,10 @@ class Channel:
 
     def _descriptors_before(self, end: int) -> Descriptors:
         """The descriptors of the frame that ends there."""
-        fds: list[int] = []
-        while self._batches and self._batches[0].end <= end:
-            if not self._batches[0].is_complete:
-                raise ProtocolError("descriptors of a message were lost: too many open files (ulimit -n)")
-            fds += self._batches.popleft().fds.take()
-        return Descriptors(fds)
+        batches = list(takewhile(lambda batch: batch.end <= end, self._batches))
+        if not all(batch.is_complete for batch in batches):
+            raise ProtocolError("descriptors of a message were lost: too many open files (ulimit -n)")
+        return Descriptors([fd for _ in batches for fd in self._batches.popleft().fds.take()])
 
 
 def _close_all(fds: Iterable[int]) -> None:

@@ -627,10 +627,11 @@ class Provision(Message, frozen=True):
 
 class WorkerStarted(Message, frozen=True):
     """Supervisor to orchestrator: a new process; to a new orchestrator: an existing one. + fds: the channel to it, its
-    cell, and its memory."""
+    cell, and its memory. Of that, `dropped` is not to be used any more."""
 
     start: "StartWorker"
     pid: int
+    dropped: tuple[Memory, ...] = ()
 
 
 class WorkerExited(Message, frozen=True):
