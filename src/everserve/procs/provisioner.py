@@ -234,7 +234,8 @@ class Workers:
     def drop(self, memory: Memory) -> None:
         """This memory is not needed any more. Workers that have it may not have ended yet, or not have begun."""
         self._let_go(memory)
-        for holder in (*self._orders.values(), *self._processes.values()):
+        holders: list[_Order | _Process] = [*self._orders.values(), *self._processes.values()]
+        for holder in holders:
             if memory in holder.start.memory:
                 holder.dropped.add(memory)
 
