@@ -1,6 +1,5 @@
 """What the failover and overhead benchmarks make of arrival times and events."""
 
-import asyncio
 import dataclasses
 import json
 import os
@@ -14,10 +13,9 @@ import pytest
 from everserve.bench import analysis, failover_report, incident, kill_phases, overhead_report, plot, processes, report
 from everserve.bench.analysis import Verdict
 from everserve.bench.incident import Incident, Victim
-from everserve.bench.load import Load, Wrong, make_asks
+from everserve.bench.load import make_asks
 from everserve.bench.overhead_report import ALL_OFF, REFERENCE
 from everserve.bench.variants import Slice
-from everserve.client import Stream
 from everserve.errors import EverserveError
 
 
@@ -45,29 +43,6 @@ def test_compare(token_ids, num_lost, num_different):
     verdict = analysis.compare(token_ids, [1, 2, 3])
     assert (verdict.num_tokens, verdict.num_lost, verdict.num_different) == (len(token_ids), num_lost, num_different)
     assert verdict.is_exact == (token_ids == [1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "first"), [([1, 2, 3], None), ([1, 2], None), ([1, 9, 3], 1), ([1, 2, 3, 3], 3), ([2, 3], 0)]
-)
-def test_where_a_stream_begins_to_differ(token_ids, first):
-    assert analysis.compare(token_ids, [1, 2, 3]).first_different == first
-
-
-def test_wrong_streams_are_named():
-    """Which one, in which turn, from which token on, and when that came."""
-
-    async def judged() -> list[Wrong]:
-        load = Load(None, [])  # type: ignore[arg-type]
-        await load.finish()
-        right = Stream(arrivals_s=[1.0, 2.0, 3.0], token_ids=[1, 2, 3], id="right")
-        wrong = Stream(arrivals_s=[4.0, 5.0, 6.0], token_ids=[1, 9, 9], id="wrong")
-        short = Stream(arrivals_s=[7.0], token_ids=[4], id="short")
-        load.streams = [[right, wrong], [short]]
-        return load.wrong([[1, 2, 3], [4, 5]])
-
-    found = asyncio.run(judged())
-    assert found == [Wrong(0, 1, "wrong", 2, 1, 5.0), Wrong(1, 0, "short", 0, None, None)]
 
 
 def test_asks_are_the_same_every_time_and_all_different():

@@ -16,7 +16,6 @@ class Verdict:
     num_tokens: int
     num_lost: int  # expected, and never arrived
     num_different: int  # not the expected token in its place, or one too many
-    first_different: int | None = None  # where that begins
 
     @property
     def is_exact(self) -> bool:
@@ -25,10 +24,9 @@ class Verdict:
 
 def compare(token_ids: Sequence[int], expected: Sequence[int]) -> Verdict:
     """Token by token, in order."""
-    differ = [i for i, (a, b) in enumerate(zip(token_ids, expected, strict=False)) if a != b]
-    differ += range(len(expected), len(token_ids))
-    num_lost = max(len(expected) - len(token_ids), 0)
-    return Verdict(len(token_ids), num_lost, len(differ), differ[0] if differ else None)
+    differ = sum(a != b for a, b in zip(token_ids, expected, strict=False))
+    surplus = max(len(token_ids) - len(expected), 0)
+    return Verdict(len(token_ids), max(len(expected) - len(token_ids), 0), differ + surplus)
 
 
 # -- gaps ----------------------------------------------------------------------------------------

@@ -56,19 +56,6 @@ def patience_s(asks: list[Ask]) -> float:
     return sum(len(ask.prompt) for ask in asks) / _PROMPT_TOKENS_PER_S
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """A stream that is not what it should be. Whatever went wrong has happened before its first different token was
-    chosen, and on the worker that had it then."""
-
-    request: int  # of the load
-    turn: int  # 0: the first time that it was sent
-    request_id: str
-    num_different: int
-    first_different: int | None
-    at_s: float | None  # when that token came, on the clock of events
-
-
 class Load:
     """Every request runs at once; one that ends begins again, until told to finish or until it breaks."""
 
@@ -113,18 +100,6 @@ class Load:
             for streams, tokens in zip(self.streams, expected, strict=True)
             for stream in streams
         ]
-
-    def wrong(self, expected: list[list[int]]) -> list[Wrong]:
-        """Which streams are not exact, and from where on."""
-        found = []
-        for request, (streams, tokens) in enumerate(zip(self.streams, expected, strict=True)):
-            for turn, stream in enumerate(streams):
-                verdict = compare(stream.token_ids, tokens)
-                first = verdict.first_different
-                if not verdict.is_exact:
-                    at_s = stream.arrivals_s[first] if first is not None else None
-                    found.append(Wrong(request, turn, stream.id, verdict.num_different, first, at_s))
-        return found
 
     async def _repeat(self, index: int) -> None:
         while not self._is_finishing:

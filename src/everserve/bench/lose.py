@@ -74,7 +74,6 @@ async def _lose_devices(
         stolen=stolen,
         warm_s=warm_s,
         repair=repair,
-        wrong=load.wrong(expected),
     )
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from everserve.bench import analysis
 from everserve.bench.incident import BIN_S, WITHIN_S
-from everserve.bench.load import Wrong
 from everserve.bench.repair_cases import Case
 from everserve.client import percentile
 from everserve.errors import EverserveError
@@ -137,7 +136,6 @@ class Round:
     num_different: int
     stolen: float
     series: analysis.Series
-    wrong: list[Wrong] = field(default_factory=list)  # streams that are not exact
 
 
 def judge(
@@ -150,7 +148,6 @@ def judge(
     stolen: float,
     warm_s: float,
     repair: Repair,
-    wrong: Sequence[Wrong] = (),
 ) -> Round:
     """All figures of one loss, from the arrival times of all streams."""
     lost_s, settled_s, returned_s = times.lost_s, times.settled_s, times.returned_s
@@ -185,7 +182,6 @@ def judge(
         num_different=sum(verdict.num_different for verdict in verdicts),
         stolen=stolen,
         series=analysis.series(streams, lost_s, -warm_s, times.end_s - lost_s, BIN_S),
-        wrong=list(wrong),
     )
 
 
