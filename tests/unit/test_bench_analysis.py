@@ -478,3 +478,8 @@ def test_core_time_is_this_processs_own():
     while time.process_time() < deadline:
         pass
     assert processes.cpu_s([os.getpid()]) - before >= 0.04
+
+
+def test_where_a_stream_goes_wrong():
+    assert analysis.first_difference([1, 2, 3], [1, 2, 3, 4]) is None
+    assert analysis.first_difference([1, 9, 8], [1, 2, 3]) == 1

@@ -29,6 +29,12 @@ def compare(token_ids: Sequence[int], expected: Sequence[int]) -> Verdict:
     return Verdict(len(token_ids), max(len(expected) - len(token_ids), 0), differ + surplus)
 
 
+def first_difference(token_ids: Sequence[int], expected: Sequence[int]) -> int | None:
+    """The index of the first token that is another one; None if only their number differs."""
+    pairs = enumerate(zip(token_ids, expected, strict=False))
+    return next((index for index, (token, right) in pairs if token != right), None)
+
+
 # -- gaps ----------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,11 @@
 
 import asyncio
 import random
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from everserve.bench.analysis import Verdict, compare
+from everserve.bench.analysis import Verdict, compare, first_difference
 from everserve.client import Stream, complete, together
 from everserve.errors import EverserveError
 from everserve.procs.local_server import LocalServer
@@ -94,12 +95,15 @@ class Load:
         return [stream.arrivals_s for streams in self.streams for stream in streams]
 
     def verdicts(self, expected: list[list[int]]) -> list[Verdict]:
-        """Every stream beside the undisturbed one."""
-        return [
-            compare(stream.token_ids, tokens)
-            for streams, tokens in zip(self.streams, expected, strict=True)
-            for stream in streams
-        ]
+        """Every stream beside the undisturbed one. Where one is wrong, that is said on stderr, with the time on the
+        clock that events have (`at_s`)."""
+        verdicts = []
+        for index, (streams, tokens) in enumerate(zip(self.streams, expected, strict=True)):
+            for stream in streams:
+                verdicts.append(compare(stream.token_ids, tokens))
+                if not verdicts[-1].is_exact:
+                    print(f"request {index}: {_difference(stream, tokens)}", file=sys.stderr)
+        return verdicts
 
     async def _repeat(self, index: int) -> None:
         while not self._is_finishing:
@@ -108,3 +112,12 @@ class Load:
             await self._asks[index].send(self._server, stream)
             if stream.error:
                 return
+
+
+def _difference(stream: Stream, expected: list[int]) -> str:
+    """Where it begins."""
+    first = first_difference(stream.token_ids, expected)
+    if first is None:
+        return f"{len(stream.token_ids)} of {len(expected)} tokens came ({stream.error or stream.finish_reason})"
+    at_s = stream.arrivals_s[first] if first < len(stream.arrivals_s) else float("nan")
+    return f"token {first} is {stream.token_ids[first]} instead of {expected[first]}, at {at_s:.4f}"

@@ -3,7 +3,7 @@
 from everserve.bench.counted_streams import between_tokens_s
 from everserve.bench.instance import Instance
 
-_PREFILL_AT_ONCE = 512  # prompt tokens in a step in which others decode: the default of a GPU
+_PREFILL_AT_ONCE = 512  # prompt tokens in a step in which others decode: fewer, and the first stream ends too soon
 _WARM_TOKENS = 8
 
 
@@ -14,6 +14,7 @@ def measure(
     longest = context + max(_num_tokens(batch, context, steps) for batch in batches)
     flags = ["--device", "cuda", "--load-format", "dummy", "--no-enable-prefix-caching"]
     flags += ["--max-model-len", str(-(-longest // 256) * 256), "--max-num-seqs", str(max(batches))]
+    flags += ["--max-prefill-slowdown", "0", "--max-prefill-while-decoding", str(_PREFILL_AT_ONCE)]
     flags += ["--launch-ahead" if launch_ahead else "--no-launch-ahead"]
     instance = Instance(model, tuple(flags))
     try:
