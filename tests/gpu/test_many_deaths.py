@@ -55,7 +55,10 @@ def differences(server: LocalServer, streams: list[Stream], expected: list[list[
         if not verdict.is_exact:
             events = [e for e in server.events() if str(e.get("request_id", "")).startswith(stream.id)]
             history = [e for e in events if e["event"] in _ABOUT_STREAMS]
-            found.append(f"{i}, {ASKS[i].params or 'greedy'}: {verdict}, {history}")
+            first = next(
+                (n for n, pair in enumerate(zip(stream.token_ids, right, strict=False)) if len({*pair}) > 1), None
+            )
+            found.append(f"{i}, {ASKS[i].params or 'greedy'}: {verdict}, from token {first} on, {history}")
     return found
 
 
