@@ -531,6 +531,17 @@ def test_rows_without_a_place_stop_the_step_before_anything_is_sent(device) -> N
     assert cluster.word(0, 0, REQUEST_AT).item() == 0 and cluster.experts[0].serve() == -1
 
 
+def test_two_experts_in_one_place_stop_the_step_before_anything_is_sent(device) -> None:
+    """The tables contradict each other. One of the two would get the answers of an earlier step."""
+    cluster = make_cluster(device)
+    worker = cluster.attention[0]
+    worker.ids_TK[0] = torch.tensor([1, 4], dtype=torch.int32)
+    worker.route([0] * NUM_EXPERTS, [0, 1, 2, 3, 1, 5])
+    worker.send(2)
+    assert worker.state.stop.item() == 3 and worker.state.unplaced.item() in (1 + 1, 4 + 1)
+    assert worker.state.sent_E.tolist() == [0, 0]
+
+
 def test_lanes_that_are_not_there_are_not_touched(device) -> None:
     cluster = make_cluster(device)
     worker = cluster.attention[0]

@@ -171,7 +171,7 @@ def _plan_kernel(
         return
     place = tl.program_id(0)
     if place == P:
-        _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK)
+        _plan_unplaced(ids, place_of, expert_at, y_row, unplaced, stop, num_rows, layer, CHUNK)
     else:
         rank = place // S
         slot = place % S
@@ -204,13 +204,17 @@ def _plan_kernel(
 
 
 @triton.jit
-def _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
-    """Rows without a place: padding has no row, anything else stops the step. The highest such expert is reported."""
+def _plan_unplaced(ids, place_of, expert_at, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
+    """Rows without a place: padding has no row, anything else stops the step. The highest such expert is reported.
+
+    So does a row whose place is another expert's: no program would send it, and what is left of an earlier step in
+    `y_row` would be taken for its answer."""
     highest = 0
     for start in range(0, num_rows, CHUNK):
         r = start + tl.arange(0, CHUNK)
         ids_R = tl.load(ids + r, mask=r < num_rows, other=-1)
-        has_none = _places_of(ids_R, place_of) < 0
+        places_R = _places_of(ids_R, place_of)
+        has_none = (places_R < 0) | (tl.load(expert_at + places_R, mask=places_R >= 0, other=-1) != ids_R)
         tl.store(y_row + r, tl.full((CHUNK,), -1, tl.int32), mask=has_none & (r < num_rows))
         highest = tl.maximum(highest, tl.max(tl.where(has_none, ids_R + 1, 0)))
     if highest > 0:
