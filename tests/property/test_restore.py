@@ -7,12 +7,14 @@ equals the one it would be alone; and if none was, nothing that was in the log i
 The pool lies beside the log ("mirror"), or in it; then a successor takes over the memory as it is.
 """
 
+import itertools
 import os
 from dataclasses import dataclass
 from math import inf
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -258,3 +260,28 @@ def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, i
         alone = run_alone(request)
         assert world.streams[id] == (alone[: len(world.streams[id])] if id in world.cancelled else alone)
     world.close()
+
+
+def test_what_was_brought_for_a_step_that_was_not_scheduled_is_not_used_by_the_next(monkeypatch):
+    """On a device the next streams are brought together with the first. Then scheduling fails, and every block that it
+    took is free again."""
+    world = World(make_config(num_blocks=ROOMY, enable_prefix_caching=False), is_in_place=False)
+    adds = [("add", [7 * i + j * j for j in range(9)], {"max_tokens": 12}) for i in range(3)]
+    world.live(world.workers[0], [*adds, ("step", 6)])
+    grave = world.kill(world.workers[0], Death("between steps", 0, []))
+    heir = world.succeed(grave)
+    world.inherit(grave)
+    calls = itertools.count(1)
+
+    def settle() -> None:
+        if next(calls) == 2:  # for the second stream
+            raise StepAbandoned
+
+    with monkeypatch.context() as patched:
+        patched.setattr(heir.journal.writer, "is_on_device", True)
+        patched.setattr(heir.journal, "settle", settle)
+        with pytest.raises(StepAbandoned):
+            heir.engine.step()
+    while heir.engine.has_work:
+        world.step(heir)
+    assert world.streams == {id: run_alone(request) for id, request in world.specs.items()}

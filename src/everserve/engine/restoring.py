@@ -61,6 +61,10 @@ class Restorer:
             self._give_back(brought.blocks)
         self._ahead.clear()
 
+    def abandon(self) -> None:
+        """The step never happened: all its blocks have been given back."""
+        self._ahead.clear()
+
     def restore(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence] = ()) -> int:
         """Bring back at most so many tokens (rounded up to whole blocks), as far as blocks last; returns how many.
         `next_ones` are probably restored after this one, in this step.

@@ -263,6 +263,8 @@ class Scheduler:
         self._round = []  # its blocks may be taken by other streams
         overwritten, victims = self.pool.taken, [(victim, self.parked(victim)) for victim in self.preempted]
         self._undo.rollback()
+        if self._restorer is not None:
+            self._restorer.abandon()
         for block in overwritten:
             self.pool.withdraw(block)
         for victim, parked in victims:
