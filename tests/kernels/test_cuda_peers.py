@@ -18,6 +18,7 @@ from everserve.backends.cuda.lanes.remote_experts import _GIVE_UP, CudaExperts
 from everserve.backends.cuda.ops.words import Words
 from everserve.errors import StepAbandoned
 from everserve.memory.liveness import CELL_BYTES, Cell, PeerState
+from everserve.memory.names import bell_at
 from everserve.memory.owned import create_memory
 from everserve.seam.outcomes import Outcome, Status
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
@@ -159,6 +160,18 @@ def worker(monkeypatch) -> Worker:
     monkeypatch.setattr(cuda_peers, "Region", HostRegion)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     return Worker()
+
+
+def test_all_but_the_dead_are_rung(worker):
+    def bells() -> list[int]:
+        addresses = [bell_at(worker.peers._bells.address(rank), Incarnation(1)) for rank in EXPERTS]
+        return [int.from_bytes(worker.driver.read(address, 4), "little") for address in addresses]
+
+    assert bells() == [0, 0]
+    worker.warden.dead.add(1)
+    worker.experts._attend(Outcome.ATTEND)
+    worker.peers.ring()
+    assert bells() == [0, 1]
 
 
 def test_rows_of_who_died_are_counted_and_told_after_they_were_sent_again(worker):

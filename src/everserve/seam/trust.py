@@ -124,6 +124,10 @@ class Peers(ABC):
     def _note_trust(self, rank: Rank, is_trusted: bool) -> None:
         """Update the sender's tables: whether rows may be sent to this rank."""
 
+    def ring(self) -> None:  # noqa: B027 (only where a device waits)
+        """No step runs, because streams wait. Expert workers should look for requests all the same: what they do for
+        these streams may be queued behind that, on their device."""
+
     @property
     @abstractmethod
     def num_stale(self) -> int:

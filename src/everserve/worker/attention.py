@@ -70,6 +70,7 @@ _PACE_EVERY_S = 0.5
 _TOGETHER_S = 0.03  # at most: running streams must not wait much longer than one step
 _TRY_AGAIN_S = 0.1  # retry a paused step after this time, if no message comes before
 _LOOK_AGAIN_S = 0.01  # the same where KV has to be fetched first: workers become free to do so without a message
+_RING_EVERY_S = 0.005  # while streams wait
 _GIVE_BACK_S = 5.0  # how long a leaving worker waits for the gateway to take its last messages
 
 
@@ -189,13 +190,25 @@ class AttentionLoop:
         timeout_s = 0.0 if self._engine.has_work or self._was_busy else _IDLE_REPORT_S
         if self._paused_since is not None and (self._is_behind or not self._has_new_routes):
             timeout_s = _LOOK_AGAIN_S if self._is_behind else _TRY_AGAIN_S
-        for key, _ in self._selector.select(timeout_s):
+        for key, _ in self._select(timeout_s):
             key.data()
         self._gateway.flush()
         self._control.flush()
         self._logs.sweep(self._engine)
         if self._kv is not None and not self._engine.is_ahead:
             self._kv.sweep()
+
+    def _select(self, timeout_s: float) -> list[tuple[selectors.SelectorKey, int]]:
+        """What can be read, waiting no longer than that. While streams wait, expert workers are rung."""
+        if self._paused_since is None or self._seam is None:
+            return self._selector.select(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._seam.peers.ring()
+            left_s = deadline_s - time.monotonic()
+            ready = self._selector.select(max(0.0, min(left_s, _RING_EVERY_S)))
+            if ready or left_s <= _RING_EVERY_S:
+                return ready
 
     def _read_gateway(self) -> None:
         try:

@@ -32,7 +32,7 @@ from everserve.memory.names import BELL_BYTES, bell_at
 from everserve.seam.trust import Peer, Peers, Watcher
 from everserve.tables.ids import Incarnation, Rank, WorkerId
 
-_ZERO, _AWAITED = bytes(4), b"\xff" * 4
+_ZERO, _AWAITED, _RING = bytes(4), b"\xff" * 4, (1).to_bytes(4, "little")
 
 
 @dataclass
@@ -78,6 +78,7 @@ class CudaPeers(Peers):
         self._uploaded = 0
         self._owed: dict[Rank, int] = {}  # the last request to a peer that was given up, if it had no answer then
         self._num_stale = 0
+        self._bell_of: dict[Rank, int] = {}
 
     def end(self) -> None:
         """No step will come any more, and none runs."""
@@ -131,6 +132,13 @@ class CudaPeers(Peers):
             # The same for all attention workers, as soon as they follow the same routes and trust the same.
             lead = self.lowest_of_first_layer
             self.state.lead.fill_(lead if lead is not None else self.state.num_ranks)
+
+    def ring(self) -> None:
+        """An expert worker rings its bell itself; but where many processes share a device, that may be queued behind
+        the graph that waits for it."""
+        for rank, address in self._bell_of.items():
+            if self.trusted(rank) is not None:
+                self._driver.write(address, _RING)
 
     # -- in the middle of one --------------------------------------------------------------------
 
@@ -208,7 +216,7 @@ class CudaPeers(Peers):
             if region.is_mapped(rank):
                 region.unmap(rank)
             region.map(fd, rank)
-        self.state.bell_E[rank] = bell_at(self._bells.address(rank), incarnation)
+        self.state.bell_E[rank] = self._bell_of[rank] = bell_at(self._bells.address(rank), incarnation)
         self.state.sent_E[rank] = 0
         self.state.present_E[rank] = 1
         torch.cuda.synchronize()  # the step is on another stream, which would not wait for this
