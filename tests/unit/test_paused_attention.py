@@ -53,11 +53,25 @@ class _Engine:
         raise StepAbandoned(2, (5,))
 
 
+class _Peers:
+    """What the loop needs of `Peers`."""
+
+    def __init__(self) -> None:
+        self.epoch, self.mask_id, self.masked = 3, 0, b""
+        self.num_rings = 0
+
+    def take_answer_times(self) -> list[Any]:
+        return []
+
+    def ring(self) -> None:
+        self.num_rings += 1
+
+
 @pytest.mark.timeout(60)
 def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at_once(monkeypatch):
     """And the step is repeated with them: neither waits until it is time to try again, nor for a message."""
     monkeypatch.setattr(attention, "_TRY_AGAIN_S", 3600.0)
-    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
+    peers = _Peers()
 
     def use(epoch: int, mask_id: int) -> None:
         peers.epoch, peers.mask_id, peers.masked = epoch, mask_id, bytes([mask_id])
@@ -70,7 +84,7 @@ def test_routes_that_come_in_the_middle_of_an_abandoned_step_are_acknowledged_at
 @pytest.mark.timeout(60)
 def test_kv_that_cannot_be_fetched_yet_is_asked_for_again_soon_and_no_step_is_tried_before(monkeypatch):
     monkeypatch.setattr(attention, "_TRY_AGAIN_S", 3600.0)
-    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
+    peers = _Peers()
     engine, failures = _Engine([]), [StepAbandoned(0, (1,))] * 3
 
     def regain() -> None:
@@ -80,6 +94,7 @@ def test_kv_that_cannot_be_fetched_yet_is_asked_for_again_soon_and_no_step_is_tr
     engine.regain = regain  # type: ignore[method-assign]
     assert run(engine, peers) == [RoutesUsed(epoch=3)], "and the first step ends the test"
     assert not failures
+    assert peers.num_rings >= 3, "each time that it waited"
 
 
 class _AheadEngine(_Engine):
@@ -98,7 +113,7 @@ class _AheadEngine(_Engine):
 
 def test_routes_are_acknowledged_when_no_step_is_on_its_way():
     """A step that was launched ahead follows the routes of its time."""
-    peers = SimpleNamespace(epoch=3, mask_id=0, masked=b"", take_answer_times=list)
+    peers = _Peers()
 
     def use(epoch: int, mask_id: int) -> None:
         peers.epoch, peers.mask_id, peers.masked = epoch, mask_id, bytes([mask_id])
