@@ -156,7 +156,7 @@ class Storm:
         fds = [fd for fd, _ in owned]
         assert len(set(fds)) == len(fds), "a descriptor has two owners"
         wrong = {fd: (name_of(fd), name) for fd, name in owned if not is_called(name_of(fd), name)}
-        assert not wrong, "somebody else has closed it, and its number was used again"
+        assert not wrong, "it was closed by mistake, and its number was used again"
         assert {name_of(fd) for fd in open_fds() - set(fds) - set(self._of_others())} == set(), "a leak"
         self._check_kept()
 

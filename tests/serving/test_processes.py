@@ -121,7 +121,7 @@ def test_a_command_that_ends_before_it_serves_leaves_no_zygote(number, status):
         if number is not None:
             process.send_signal(number)
         _, said = process.communicate(timeout=60)
-    # Python dies of SIGINT, whoever has handled it, if that came while a string was executed, as dataclasses do. A
+    # Python dies of SIGINT, though it was handled, if that came while a string was executed, as dataclasses do. A
     # shell says 130 of both.
     died = -signal.SIGINT if number is signal.SIGINT else status
     assert process.returncode in (status, died) and "Traceback" not in said, said

@@ -272,7 +272,7 @@ class Supervisor:
                 raise
 
     def _is_broken(self, child: Child) -> bool:
-        """Whether the descriptor of its channel is not that socket any more: somebody has closed what was not theirs.
+        """Whether the descriptor of its channel is not that socket any more: other code has closed it by mistake.
         Then the child is killed, and its end is handled as any other. What has that number now is not closed."""
         fd = child.control.fileno()
         if child.end_by is not None or _is_socket(fd):

@@ -231,7 +231,7 @@ class Channel:
             self._batches.popleft().fds.close()
 
     def abandon(self) -> None:
-        """As `close`, but the socket's descriptor is left as it is: by now it may be somebody else's."""
+        """As `close`, but the socket's descriptor is left as it is: by now it may be another file's."""
         self.sock.detach()
         self.close()
 

@@ -163,7 +163,7 @@ class HeadKv:
         the same: that pool is known from here on, because of other heads."""
         has_place_LG = self._places_LG != _NO_RANK
         other = np.flatnonzero(self.pools != self._found)
-        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # nobody has looked whether it is there
+        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # it was not looked for there
         self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
         self.pools[...] = self._found
         self.is_lost, self._aimed_at = False, -1

@@ -182,7 +182,7 @@ class CudaHeadKv:
         self._check(self._found)
         has_place_LG = self._places_LG != _NO_RANK
         other = [rank for rank, pool in self._found.items() if self._pools.get(rank) != pool]
-        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # nobody has looked whether it is there
+        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # it was not looked for there
         self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
         self.num_changes += 1
         known = self._pools | self._found

@@ -40,13 +40,18 @@ def places(rank_LN: Tensor, slot_LN: Tensor, num_ranks: int, num_slots: int) -> 
 
     place_of_LN   rank * num_slots + slot, or -1
     expert_at_LP  its inverse: the expert in each place, or -1
+
+    Of two experts in one place, which no routes should have, one has none: what an earlier step has left would be taken
+    for its answers.
     """
     place_of_LN = torch.where(rank_LN >= 0, rank_LN * num_slots + slot_LN, NO_RANK).to(torch.int32)
     num_layers, num_experts = place_of_LN.shape
     # Experts without a place are put into one more column, which is cut off.
     expert_at_LP = torch.full((num_layers, num_ranks * num_slots + 1), NO_RANK, dtype=torch.int32)
     expert_LN = torch.arange(num_experts, dtype=torch.int32).expand(num_layers, -1)
-    expert_at_LP.scatter_(1, place_of_LN.long() % expert_at_LP.shape[1], expert_LN)
+    column_LN = place_of_LN.long() % expert_at_LP.shape[1]
+    expert_at_LP.scatter_(1, column_LN, expert_LN)
+    place_of_LN = torch.where(expert_at_LP.gather(1, column_LN) == expert_LN, place_of_LN, NO_RANK)
     return place_of_LN, expert_at_LP[:, :-1].contiguous()
 
 
@@ -171,7 +176,7 @@ def _plan_kernel(
         return
     place = tl.program_id(0)
     if place == P:
-        _plan_unplaced(ids, place_of, expert_at, y_row, unplaced, stop, num_rows, layer, CHUNK)
+        _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK)
     else:
         rank = place // S
         slot = place % S
@@ -204,17 +209,13 @@ def _plan_kernel(
 
 
 @triton.jit
-def _plan_unplaced(ids, place_of, expert_at, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
-    """Rows without a place: padding has no row, anything else stops the step. The highest such expert is reported.
-
-    So does a row whose place is another expert's: no program would send it, and what is left of an earlier step in
-    `y_row` would be taken for its answer."""
+def _plan_unplaced(ids, place_of, y_row, unplaced, stop, num_rows, layer, CHUNK: tl.constexpr):
+    """Rows without a place: padding has no row, anything else stops the step. The highest such expert is reported."""
     highest = 0
     for start in range(0, num_rows, CHUNK):
         r = start + tl.arange(0, CHUNK)
         ids_R = tl.load(ids + r, mask=r < num_rows, other=-1)
-        places_R = _places_of(ids_R, place_of)
-        has_none = (places_R < 0) | (tl.load(expert_at + places_R, mask=places_R >= 0, other=-1) != ids_R)
+        has_none = _places_of(ids_R, place_of) < 0
         tl.store(y_row + r, tl.full((CHUNK,), -1, tl.int32), mask=has_none & (r < num_rows))
         highest = tl.maximum(highest, tl.max(tl.where(has_none, ids_R + 1, 0)))
     if highest > 0:
