@@ -52,10 +52,10 @@ Silence is handled the same way while a worker starts: its pulse begins with its
 The loss of a leaving worker is an expected one (left) if it exits with status 0, if it dies and its status is not
 known, or if it dies in any way after it was killed for taking too long. Otherwise the cause is the one in the table.
 
-Lost: published at once, together with what else was lost in the same moment. Then the next incarnation is provisioned at once, or after a delay if the seat's processes keep
-ending early (a worker that left does not count). If the exit of the process was not seen, it is killed after
-`fence_grace_s`; until then it may wake up, find itself fenced and exit. A loss is never revoked: a process that was
-declared gone wrongly is replaced all the same.
+Lost: published at once, together with what else was lost in the same moment. Then the next incarnation is provisioned
+at once, or after a delay if the seat's processes keep ending early (a worker that left does not count). If the exit of
+the process was not seen, it is killed after `fence_grace_s`; until then it may wake up, find itself fenced and exit. A
+loss is never revoked: a process that was declared gone wrongly is replaced all the same.
 
 The goal (tables/goal.py) says which seats there are. A seat that should retire is not filled again; one that should
 change its role is filled with a worker of the other role.
