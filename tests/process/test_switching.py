@@ -84,6 +84,7 @@ def test_processes_die_in_the_middle(shared, expected):
 
     def act() -> None:
         before = c.worker(shared, 0)
+        os.kill(before["pid"], signal.SIGSTOP)  # it leaves within milliseconds
         switch(shared, 0, "expert")
         os.kill(before["pid"], signal.SIGKILL)
         c.wait_until(lambda: pid(0, before["incarnation"]), what="a successor")
