@@ -30,6 +30,7 @@ from pathlib import Path
 import msgspec
 
 from everserve.procs import process
+from everserve.procs.ballast import Ballast
 from everserve.procs.deferred_close import DeferredClose, Held
 from everserve.procs.early_zygote import EarlyZygote
 from everserve.procs.launching import ENVIRONMENT, Launch, launch
@@ -134,6 +135,7 @@ class Supervisor:
         self._deferred = DeferredClose()  # of the children in `_children`; `_workers` has its own
         self._take_zygote = take_zygote  # one that was started before us
         self._mps_environment: dict[str, str] = {}
+        self._ballast: Ballast | None = None
         self._children: dict[str, Child] = {}
         self._restarts = {"orchestrator": _Restarts(), "anchor": _Restarts(), "zygote": _Restarts()}
         self._kill_at: float | None = None  # set while stopping
@@ -153,6 +155,8 @@ class Supervisor:
     def run(self) -> int:
         """Serve until a signal (exit status 0), the death of a process (1) or a user error (2) ends it."""
         process.raise_open_files()
+        if self._start_orchestrator.worker.compute.device == "cuda":
+            self._ballast = Ballast()
         mps = Mps.start() if self._share_device else None
         try:
             self._mps_environment = mps.environment if mps is not None else {}
@@ -160,6 +164,8 @@ class Supervisor:
         finally:
             if mps is not None:
                 mps.stop()  # last: a process that uses the device does not survive it
+            if self._ballast is not None:
+                self._ballast.close()
         _say(self._failure or "stopped")
         return self._exit_status
 
@@ -246,6 +252,8 @@ class Supervisor:
                 child.control.flush()
         self._workers.flush()
         self._deferred.tend()
+        for number in self._ballast.refill() if self._ballast is not None else ():
+            _say(f"descriptor {number} was closed, by no code of this process")
         self._handle_exits()
         self._end_stopped_helpers()
         if self._kill_at is not None and time.monotonic() > self._kill_at:

@@ -1,0 +1,43 @@
+"""Ballast: low descriptor numbers that are in use for nothing.
+
+On GPUs descriptors of the supervisor were found closed that none of its code closes, at about the time when it closed
+copies of the device descriptors of dead workers (procs/device_descriptors.py). What closes them is not known. Such a
+number may be the channel to a child, or memory that is handed on. So all low numbers, like those that workers have for
+their devices, are taken by descriptors of /dev/null, and taken again when they are gone.
+"""
+
+import os
+
+_END = 256  # a worker has fewer descriptors
+
+
+class Ballast:
+    """All numbers below `end` that are free when it is made."""
+
+    def __init__(self, end: int = _END) -> None:
+        self._numbers = [number for number in range(end) if not _is_open(number)]
+        self.refill()
+
+    def refill(self) -> list[int]:
+        """Take numbers again that were closed; these."""
+        closed = [number for number in self._numbers if not _is_open(number)]
+        if closed:
+            null = os.open(os.devnull, os.O_RDONLY)
+            for number in closed:
+                if number != null:
+                    os.dup2(null, number, inheritable=False)
+            if null not in closed:
+                os.close(null)
+        return closed
+
+    def close(self) -> None:
+        while self._numbers:
+            os.close(self._numbers.pop())
+
+
+def _is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
