@@ -1,9 +1,10 @@
 """Ballast: low descriptor numbers that are in use for nothing.
 
 On GPUs descriptors of the supervisor were found closed that none of its code closes, at about the time when it closed
-copies of the device descriptors of dead workers (procs/device_descriptors.py). What closes them is not known. Such a
-number may be the channel to a child, or memory that is handed on. So all low numbers, like those that workers have for
-their devices, are taken by descriptors of /dev/null, and taken again when they are gone.
+copies of the device descriptors of dead workers (procs/device_descriptors.py). What closes them is not known. (NVIDIA's
+kernel module has calls that close a number, which it remembers of one process, in the process that lets go of the last
+copy.) Such a number may be the channel to a child, or memory that is handed on. So all low numbers, like those that
+workers have for their devices, are taken by descriptors of /dev/null, and taken again when they are gone.
 """
 
 import os
