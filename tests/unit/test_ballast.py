@@ -1,6 +1,7 @@
 """Low descriptor numbers are in use, so that what closes one by mistake closes nothing."""
 
 import os
+import resource
 from pathlib import Path
 
 from everserve.procs.ballast import Ballast
@@ -41,3 +42,16 @@ def test_what_was_in_use_before_is_left_alone():
         assert not Path(f"/proc/self/fd/{own}").exists()
     finally:
         ballast.close()
+
+
+def test_where_descriptors_are_few_most_of_them_are_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, (path.name for path in Path("/proc/self/fd").iterdir()))) + 40
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    try:
+        ballast = Ballast(10 * most)
+        opened = os.open(os.devnull, os.O_RDONLY)
+        os.close(opened)
+        ballast.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

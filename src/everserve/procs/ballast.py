@@ -8,14 +8,17 @@ workers have for their devices, are taken by descriptors of /dev/null, and taken
 """
 
 import os
+import resource
 
 _END = 256  # a worker has fewer descriptors
 
 
 class Ballast:
-    """All numbers below `end` that are free when it is made."""
+    """All numbers below `end` that are free when it is made; fewer where a process may have few descriptors."""
 
     def __init__(self, end: int = _END) -> None:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        end = end if most == resource.RLIM_INFINITY else min(end, most // 4)
         self._numbers = [number for number in range(end) if not _is_open(number)]
         self.refill()
 
