@@ -5,6 +5,7 @@ import resource
 from pathlib import Path
 
 import pytest
+
 from everserve.procs.ballast import Ballast
 
 

@@ -1,5 +1,6 @@
 """Rotary tables against transformers' own modules."""
 
+import math
 from typing import Any
 
 import pytest
@@ -47,3 +48,15 @@ def test_tables_match_transformers(kind: str, parameters: dict[str, Any], theta:
     # One unit in the last place of a frequency is 1e-4 of an angle by position 1024.
     torch.testing.assert_close(cos_PE, cos[0], rtol=0, atol=2e-4)
     torch.testing.assert_close(sin_PE, sin[0], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(("kind", "parameters"), CASES[:1] + CASES[2:3])
+def test_tables_are_the_nearest_numbers(kind: str, parameters: dict[str, Any]) -> None:
+    """And not only close to them: which of two neighbours is taken must depend neither on the host nor on threads."""
+    fields = {name.replace("_position_embeddings", "_positions"): value for name, value in parameters.items()}
+    rope = RopeConfig(kind=kind, theta=1e6, **fields)
+    cos_PE, sin_PE = rope_tables(rope, HEAD_SIZE, MAX_LEN, torch.device("cpu"))
+    angles_PE = torch.arange(MAX_LEN, dtype=torch.float32)[:, None] * inverse_frequencies(rope, HEAD_SIZE).repeat(2)
+    for found, function in ((cos_PE, math.cos), (sin_PE, math.sin)):
+        exact = torch.tensor([function(angle) for angle in angles_PE.flatten().tolist()], dtype=torch.float64)
+        assert torch.equal(found.flatten(), exact.float())

@@ -2,11 +2,16 @@
 
 A head of size E is rotated in E/2 pairs (i, i + E/2), pair i by position * frequency[i]. Both halves of a table row
 hold the same numbers, so that an op needs no index arithmetic:  x * cos + (-x[E/2:], x[:E/2]) * sin.
+
+A stream goes on in other processes, so the tables of all processes must be the same to the last bit. That is why they
+are computed in float64, whose errors are lost when they are rounded, and not with torch: if a process's first call of
+cos runs in several threads, MKL may compute the share of one of them with low precision (pytorch/pytorch#188792).
 """
 
 import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,17 +32,23 @@ class Rotation(NamedTuple):
 
 def rope_tables(rope: RopeConfig, head_size: int, max_len: int, device: torch.device) -> RopeTables:
     """For positions below max_len, in float32. YaRN's attention factor is multiplied in."""
-    frequencies = inverse_frequencies(rope, head_size)
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
-    angles_PE = torch.cat((angles, angles), dim=-1)
-    scale = attention_factor(rope)
-    return (angles_PE.cos() * scale).to(device), (angles_PE.sin() * scale).to(device)
+    angles = np.arange(max_len, dtype=np.float32)[:, None] * inverse_frequencies(rope, head_size).numpy()
+    tables, half = np.empty((2, max_len, head_size), np.float32), head_size // 2
+    for table, function in zip(tables, (np.cos, np.sin), strict=True):
+        function(angles, out=table[:, :half], dtype=np.float64, casting="same_kind")
+        table[:, half:] = table[:, :half]
+    tables *= attention_factor(rope)
+    cos_PE, sin_PE = torch.from_numpy(tables).to(device)
+    return cos_PE, sin_PE
 
 
 def inverse_frequencies(rope: RopeConfig, head_size: int) -> Tensor:
     """Radians per position of each of the E/2 pairs, float32."""
-    exponents = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
-    plain = 1.0 / rope.theta**exponents
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+    return _scaled(1.0 / rope.theta**exponents, rope, head_size).float()
+
+
+def _scaled(plain: Tensor, rope: RopeConfig, head_size: int) -> Tensor:
     match rope.kind:
         case "default":
             return plain
@@ -73,7 +84,7 @@ def _yarn(plain: Tensor, rope: RopeConfig, head_size: int) -> Tensor:
     # The upper bound is in terms of E, not E/2: that is how the published models were trained.
     low, high = max(low, 0), min(high, head_size - 1)
     width = (high - low) or 0.001
-    stretched_share = ((torch.arange(head_size // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    stretched_share = ((torch.arange(head_size // 2, dtype=torch.float64) - low) / width).clamp(0.0, 1.0)
     return (plain / rope.factor) * stretched_share + plain * (1 - stretched_share)
 
 
