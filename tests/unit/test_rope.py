@@ -38,8 +38,7 @@ def test_tables_match_transformers(kind: str, parameters: dict[str, Any], theta:
             rope_parameters={"rope_type": kind, "rope_theta": theta, **parameters},
         )
     )
-    fields = {name.replace("_position_embeddings", "_positions"): value for name, value in parameters.items()}
-    ours = RopeConfig(kind=kind, theta=theta, **fields)
+    ours = _config(kind, theta, parameters)
     torch.testing.assert_close(inverse_frequencies(ours, HEAD_SIZE), theirs.inv_freq, rtol=1e-6, atol=0)
     assert attention_factor(ours) == pytest.approx(theirs.attention_scaling)
 
@@ -53,10 +52,14 @@ def test_tables_match_transformers(kind: str, parameters: dict[str, Any], theta:
 @pytest.mark.parametrize(("kind", "parameters"), CASES[:1] + CASES[2:3])
 def test_tables_are_the_nearest_numbers(kind: str, parameters: dict[str, Any]) -> None:
     """And not only close to them: which of two neighbours is taken must depend neither on the host nor on threads."""
-    fields = {name.replace("_position_embeddings", "_positions"): value for name, value in parameters.items()}
-    rope = RopeConfig(kind=kind, theta=1e6, **fields)
+    rope = _config(kind, 1e6, parameters)
     cos_PE, sin_PE = rope_tables(rope, HEAD_SIZE, MAX_LEN, torch.device("cpu"))
     angles_PE = torch.arange(MAX_LEN, dtype=torch.float32)[:, None] * inverse_frequencies(rope, HEAD_SIZE).repeat(2)
     for found, function in ((cos_PE, math.cos), (sin_PE, math.sin)):
         exact = torch.tensor([function(angle) for angle in angles_PE.flatten().tolist()], dtype=torch.float64)
         assert torch.equal(found.flatten(), exact.float())
+
+
+def _config(kind: str, theta: float, parameters: dict[str, Any]) -> RopeConfig:
+    fields = {name.replace("_position_embeddings", "_positions"): value for name, value in parameters.items()}
+    return RopeConfig(kind=kind, theta=theta, **fields)

@@ -14,34 +14,24 @@ _END = 256  # a worker has fewer descriptors
 
 
 class Ballast:
-    """All numbers below `end` that are free when it is made; fewer where a process may have few descriptors."""
+    """All numbers below `end` that are free; fewer where a process may have few descriptors."""
 
     def __init__(self, end: int = _END) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        end = end if most == resource.RLIM_INFINITY else min(end, most // 4)
-        self._numbers = [number for number in range(end) if not _is_open(number)]
+        self._end = end if most == resource.RLIM_INFINITY else min(end, most // 4)
+        self._numbers: set[int] = set()
         self.refill()
 
     def refill(self) -> list[int]:
-        """Take numbers again that were closed; these."""
-        closed = [number for number in self._numbers if not _is_open(number)]
-        if closed:
-            null = os.open(os.devnull, os.O_RDONLY)
-            for number in closed:
-                if number != null:
-                    os.dup2(null, number, inheritable=False)
-            if null not in closed:
-                os.close(null)
+        """Take what is free by now. Returns the numbers that were taken before, and were closed since."""
+        taken = set()
+        while (number := os.open(os.devnull, os.O_RDONLY)) < self._end:  # the kernel gives the lowest one that is free
+            taken.add(number)
+        os.close(number)
+        closed = sorted(taken & self._numbers)
+        self._numbers |= taken
         return closed
 
     def close(self) -> None:
         while self._numbers:
             os.close(self._numbers.pop())
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:
-        return False
-    return True
