@@ -14,24 +14,28 @@ _END = 256  # a worker has fewer descriptors
 
 
 class Ballast:
-    """All numbers below `end` that are free; fewer where a process may have few descriptors."""
+    """All numbers below `end` that are free when it is made; fewer where a process may have few descriptors."""
 
     def __init__(self, end: int = _END) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end = end if most == resource.RLIM_INFINITY else min(end, most // 4)
-        self._numbers: set[int] = set()
-        self.refill()
+        self._numbers = self._take()
 
     def refill(self) -> list[int]:
-        """Take what is free by now. Returns the numbers that were taken before, and were closed since."""
-        taken = set()
-        while (number := os.open(os.devnull, os.O_RDONLY)) < self._end:  # the kernel gives the lowest one that is free
-            taken.add(number)
-        os.close(number)
-        closed = sorted(taken & self._numbers)
-        self._numbers |= taken
-        return closed
+        """Take numbers again that were closed; these."""
+        taken = self._take()
+        for number in taken - self._numbers:  # what the process had itself, and has closed
+            os.close(number)
+        return sorted(taken & self._numbers)
 
     def close(self) -> None:
         while self._numbers:
             os.close(self._numbers.pop())
+
+    def _take(self) -> set[int]:
+        """All that are free: the kernel gives the lowest one first."""
+        taken = set()
+        while (number := os.open(os.devnull, os.O_RDONLY)) < self._end:
+            taken.add(number)
+        os.close(number)
+        return taken
