@@ -56,6 +56,7 @@ class Settings:
     num_expert: int = 2
     shape: str = BUNDLED
     num_layers: int | None = None
+    serve: tuple[str, ...] = ()  # more flags of the servers
     max_seqs: int = 128
 
 
@@ -83,6 +84,7 @@ def run(settings: Settings, out: Path | None) -> bool:
     steal = report.Steal()
     with subject(settings.shape, settings.num_layers) as served:
         lengths = scaled(read(settings.trace), settings.scale, served.max_context)
+        longest = max(one.num_prompt + one.num_output for one in lengths)
         gc.collect()
         gc.freeze()  # this process measures arrival times: no long collections in between
         points: list[Point] = []
@@ -93,7 +95,7 @@ def run(settings: Settings, out: Path | None) -> bool:
                 arrivals = poisson(lengths, per_s, settings.duration_s, seed=i)
                 answers: list[list[Stream]] = []
                 for variant in settings.variants:
-                    point, streams = _measure(settings, served, variant, per_s, arrivals)
+                    point, streams = _measure(settings, served, longest, variant, per_s, arrivals)
                     points.append(point)
                     answers.append(streams)
                     progress.advance()
@@ -110,16 +112,16 @@ def run(settings: Settings, out: Path | None) -> bool:
 
 
 def _measure(
-    settings: Settings, served: Subject, variant: str, per_s: float, arrivals: list[Arrival]
+    settings: Settings, served: Subject, longest: int, variant: str, per_s: float, arrivals: list[Arrival]
 ) -> tuple[Point, list[Stream]]:
     flags = flags_for(
         served,
         num_attention=settings.num_attention,
         num_expert=settings.num_expert,
         num_streams=settings.max_seqs,
-        longest=served.max_context,
+        longest=longest,
     )
-    flags += _OFF if variant == UNPROTECTED else ()
+    flags += settings.serve + (_OFF if variant == UNPROTECTED else ())
     asks = make_asks(arrivals, served.vocab_size)
     with contextlib.closing(Instance(served.model, flags)) as instance:
         return kill.run(_open_load(instance.server, settings, variant, per_s, arrivals, asks))

@@ -11,9 +11,11 @@ from everserve.cli.bench.options import (
     Layers,
     Out,
     Prompt,
+    Serve,
     Shape,
     Streams,
     exit_unless,
+    split_flags,
 )
 
 
@@ -33,6 +35,7 @@ def load(
     expert_workers: AnyExpertWorkers = 2,
     shape: Shape = "bundled",
     layers: Layers = None,
+    serve: Serve = "",
     out: Out = None,
 ) -> None:
     """Requests at random times, with lengths of a real service, at rising rates: time to first token, time between
@@ -53,6 +56,7 @@ def load(
         num_expert=expert_workers,
         shape=shape,
         num_layers=layers,
+        serve=split_flags(serve),
     )
     exit_unless(benchmark.run(settings, out))
 
