@@ -31,7 +31,7 @@ from everserve.kvlog.log import Log
 from everserve.kvlog.writer import LogWriter
 from everserve.memory.owned import create_memory
 from everserve.model.batch import StepBatch
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 
 VOCAB = 97
 NUM_LAYERS = 2
@@ -285,7 +285,7 @@ def mask(mask_id: int) -> tuple[int, bytes]:
 
 
 def spec(id: str, prompt: list[int], max_tokens: int = 8, **params: object) -> RequestSpec:
-    return RequestSpec(id=id, prompt=prompt, params=SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
+    return RequestSpec(id=id, prompt=as_tokens(prompt), params=SamplingParams(max_tokens=max_tokens, **params))  # type: ignore[arg-type]
 
 
 def run_alone(request: RequestSpec, num_blocks: int = 64, **overrides: object) -> list[int]:

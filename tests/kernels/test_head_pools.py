@@ -3,7 +3,6 @@ from records. Memory is the host's, kernels are interpreted."""
 
 import os
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -65,7 +64,7 @@ class Running:
 
     def resume(self, home: Home, log: Log) -> None:
         for request in self.specs:
-            known: RequestSpec = msgspec.structs.replace(request, known=self.streams[request.id])
+            known: RequestSpec = request.after(self.streams[request.id])
             home.engine.add(known, home.saved(log, request.id))
 
     @property
@@ -447,7 +446,7 @@ class Schedule:
         goes_on = self.world.homes[1 - home if moves else home]
         log = Log(dead.log_fd, self.world.log_shape, NoBlocks())
         for id in dead.engine.stream_ids():
-            known = msgspec.structs.replace(self.requests[id], known=self.streams[id])
+            known = self.requests[id].after(self.streams[id])
             goes_on.engine.add(known, goes_on.saved(log, id))
 
     def steps(self, home: int, number: int) -> None:

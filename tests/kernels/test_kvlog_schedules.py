@@ -9,7 +9,6 @@ from collections.abc import Callable
 from math import inf
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -166,7 +165,7 @@ def toy_and_its_stream(is_in_place: bool, **config: int) -> tuple[LoggedToy, Req
     toy.engine.add(request)
     known = [output.token for _ in range(6) for output in toy.engine.step(meanwhile=toy.engine.log_step).outputs]
     toy.engine.log_step()
-    return toy, msgspec.structs.replace(request, known=known)
+    return toy, request.after(known)
 
 
 def abandon(toy: LoggedToy) -> None:

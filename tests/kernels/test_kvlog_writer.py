@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -240,7 +239,7 @@ def test_streams_go_on(is_in_place):
         old, toy = toy, DeviceToy(toy if is_in_place else None)
         for request in specs:
             known = streams[request.id]
-            toy.engine.add(msgspec.structs.replace(request, known=known), toy.find(old.log, request.id))
+            toy.engine.add(request.after(known), toy.find(old.log, request.id))
         num_known = sum(len(request.prompt) + len(streams[request.id]) - 1 for request in specs)
         step(toy, streams)
         stats = toy.engine.stats()
@@ -313,7 +312,7 @@ class MirrorToy(LoggedToy):
 
 def take_over(toy: LoggedToy, old: LoggedToy, request: RequestSpec, streams: dict[str, list[int]]) -> None:
     known = streams.get(request.id, [])
-    toy.engine.add(msgspec.structs.replace(request, known=known), toy.find(old.log, request.id))
+    toy.engine.add(request.after(known), toy.find(old.log, request.id))
 
 
 @pytest.mark.parametrize("bounce_bytes", [1, 1 << 20])

@@ -174,6 +174,7 @@ class Life:
             running = [stream for stream in self.toy.streams if stream.link is link]
             assert len(running) == len(link.streams) <= link.capacity
             assert link.streams.prefill_cost == sum(stream.prefill_cost for stream in running)
+            assert link._unseen_cost == link.streams.cost.of_all(link._unseen)
             assert (link.streams.decode_cost > 0) == bool(running) and link.room.owed >= 0
             assert not link.is_leaving and link.rank not in link.told
         here = self.here()

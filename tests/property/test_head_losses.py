@@ -10,7 +10,6 @@ from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
@@ -106,7 +105,7 @@ class Schedule:
         self.engines[home] = self._engine(home, Log(world.homes[home].log_fd, world.log_shape(), NoBlocks()))
         goes_on = self.engines[1 - home if moves else home]
         for id in ended.stream_ids():
-            known = structs.replace(_spec(id, self.requests[id]), known=list(self.streams[id]))
+            known = _spec(id, self.requests[id]).after(self.streams[id])
             record = lost.find(key_of(id))
             own = goes_on._journal.log
             goes_on.add(known, Saved.of(lost, record, own) if record is not None else None)

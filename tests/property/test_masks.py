@@ -7,7 +7,6 @@ marked if and only if it was sampled while experts were masked.
 
 from dataclasses import dataclass, field
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,7 +131,7 @@ class World:
             self.worker.engine.use_mask(*mask(mask_id))
         for client in orphans:
             del client.tokens[len(client.tokens) - num_lost :], client.marks[len(client.marks) - num_lost :]
-            resumed = msgspec.structs.replace(client.request, known=client.tokens[:], masked=client.masked)
+            resumed = client.request.after(client.tokens, client.masked)
             self.worker.engine.add(resumed, self.worker.find(log, resumed.id))
 
     def live(self, life: list[tuple]) -> None:
@@ -178,7 +177,7 @@ def check_stream(client: Client) -> None:
         while end < len(client.marks) and client.marks[end] == client.marks[start]:
             end += 1
         if not client.marks[start]:
-            given_tokens = msgspec.structs.replace(client.request, known=client.tokens[:start])
+            given_tokens = client.request.after(client.tokens[:start])
             assert client.tokens[start:end] == run_alone(given_tokens)[: end - start], f"from token {start} on"
         start = end
 

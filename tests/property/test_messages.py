@@ -13,10 +13,11 @@ from everserve.plan.placement import place_experts
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank
 from everserve.tables.members import Members, Worker
+from everserve.tables.requests import RequestSpec, SamplingParams, Tokens, as_tokens
 from everserve.tables.routes import Routes
 from everserve.tables.slots import HeldSlots, SeatSlots
 from everserve.wire.events import AnyEvent
-from everserve.wire.messages import AnyMessage, Message, decode, encode
+from everserve.wire.messages import AnyMessage, Message, Submit, decode, encode
 from tests.held_slots import goal_of
 
 MESSAGES = typing.get_args(AnyMessage)
@@ -71,6 +72,8 @@ def values_of(kind: object) -> st.SearchStrategy:
         return st.lists(values_of(arguments[0]), max_size=3).map(tuple)
     if origin is dict:
         return st.dictionaries(values_of(arguments[0]), values_of(arguments[1]), max_size=3)
+    if kind is Tokens:
+        return st.lists(st.integers(-(2**31), 2**31 - 1), max_size=3).map(as_tokens)
     if kind is int:
         return st.integers(-(2**63), 2**63 - 1)
     if kind is float:
@@ -122,3 +125,13 @@ def test_noise_is_refused(noise):
 def test_unknown_and_wrong_fields_are_refused(payload):
     with pytest.raises(ProtocolError):
         decode(msgspec.msgpack.encode(payload))
+
+
+@pytest.mark.parametrize("tokens", [b"\1\0\0", [1, 2], "1234", 7, None])
+def test_tokens_that_are_none(tokens):
+    """Four bytes each, and nothing else passes for them."""
+    spec = RequestSpec(id="a", prompt=as_tokens([1]), params=SamplingParams(max_tokens=1))
+    frame = msgspec.msgpack.decode(encode(Submit(spec=spec)))
+    frame["spec"]["prompt"] = tokens
+    with pytest.raises(ProtocolError):
+        decode(msgspec.msgpack.encode(frame))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from everserve.plan.prefill import TokenCost, balanced_batch, first_come_batch
 from everserve.tables.ids import Rank
 from everserve.tables.prompts import PendingPrompt
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from tests.examples import examples
 from tests.toy import make_engine, run_alone
 
@@ -107,7 +107,9 @@ def rest(prompts, num):
 def test_streams_are_the_same_whatever_a_home_was_told_of_others(prompts, told, constant):
     engine, _ = make_engine(num_blocks=30, token_cost=TokenCost(constant))
     specs = [
-        RequestSpec(id=str(i), prompt=[1 + (i + 3 * j) % 40 for j in range(num)], params=SamplingParams(max_tokens=4))
+        RequestSpec(
+            id=str(i), prompt=as_tokens(1 + (i + 3 * j) % 40 for j in range(num)), params=SamplingParams(max_tokens=4)
+        )
         for i, num in enumerate(prompts)
     ]
     for spec in specs:

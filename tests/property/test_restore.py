@@ -12,7 +12,6 @@ import os
 from dataclasses import dataclass
 from math import inf
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -206,7 +205,7 @@ class World:
         for i, id in enumerate(grave.orphans):
             heir = self.workers[i % len(self.workers)]
             saved = heir.find(grave.log, id)
-            request = msgspec.structs.replace(self.specs[id], known=list(self.streams[id]))
+            request = self.specs[id].after(self.streams[id])
             if grave.is_sound and id in grave.logged:
                 assert saved is not None and saved.num_tokens >= grave.logged[id]
                 if not self.is_in_place or self.config.limits.num_blocks == ROOMY:

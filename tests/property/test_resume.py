@@ -46,7 +46,7 @@ def run(engine, *requests: RequestSpec) -> dict[str, list[Output]]:
 
 
 def resumed(request: RequestSpec, known: list[int]) -> RequestSpec:
-    return msgspec.structs.replace(request, known=known)
+    return request.after(known)
 
 
 def without_delays(outputs: list[Output]) -> list[Output]:

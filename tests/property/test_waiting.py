@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from everserve.gateway.streams.stream import Stream
 from everserve.gateway.streams.waiting import WaitingLine
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from tests.unit.fleet_toy import Recorder
 
 events = st.lists(
@@ -21,7 +21,7 @@ events = st.lists(
 
 
 def make_stream(group: int, index: int) -> Stream:
-    spec = RequestSpec(id=f"{group}-{index}", prompt=[1], params=SamplingParams(max_tokens=1))
+    spec = RequestSpec(id=f"{group}-{index}", prompt=as_tokens([1]), params=SamplingParams(max_tokens=1))
     stream = Stream(spec, Recorder())
     stream.group = group
     return stream

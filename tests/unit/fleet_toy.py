@@ -12,7 +12,7 @@ from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import EngineStats, Output
 from everserve.tables.prompts import PendingPrompt
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import Cancel, GivenBack, PrefillsPending, Rejected, StepOutput, Submit, WorkerReady
@@ -203,7 +203,7 @@ class ToyFleet:
             Stream(
                 RequestSpec(
                     id=f"s{first + i}",
-                    prompt=prompt or [1, 2, 3],
+                    prompt=as_tokens(prompt or [1, 2, 3]),
                     params=SamplingParams(max_tokens=max_tokens, seed=first + i),
                 ),
                 Recorder(),

@@ -13,7 +13,7 @@ from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.model.config import ModelConfig
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.outputs import Output
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.messages import StartWorker
 from tests.configs import worker_settings
 from tests.models import model_directory
@@ -61,8 +61,10 @@ def random_specs(num: int, vocab: int, seed: int) -> list[RequestSpec]:
     return [
         RequestSpec(
             id=f"r{i}",
-            prompt=shared[: generator.randrange(41)]
-            + [generator.randrange(vocab) for _ in range(generator.randint(1, 30))],
+            prompt=as_tokens(
+                shared[: generator.randrange(41)]
+                + [generator.randrange(vocab) for _ in range(generator.randint(1, 30))]
+            ),
             params=SamplingParams(max_tokens=generator.randint(3, 20), seed=i, logprobs=2, **generator.choice(kinds)),
         )
         for i in range(num)

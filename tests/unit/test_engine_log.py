@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 
 from everserve.engine.engine import StepResult
@@ -62,7 +61,7 @@ def drain(toy: LoggedToy, streams: dict[str, list[int]]) -> None:
 
 
 def resumed(request: RequestSpec, streams: dict[str, list[int]]) -> RequestSpec:
-    return msgspec.structs.replace(request, known=list(streams.get(request.id, [])))
+    return request.after(streams.get(request.id, []))
 
 
 def take_over(toy: LoggedToy, log: Log, request: RequestSpec, streams: dict[str, list[int]]) -> None:

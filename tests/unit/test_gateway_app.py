@@ -90,7 +90,7 @@ def test_a_chat() -> None:
             answer = await server.post("/v1/chat/completions", {**CHAT, "max_completion_tokens": 5})
             (choice,) = answer.json["choices"]
             assert choice["message"] == {"role": "assistant", "content": "hello"}
-            assert server.worker.specs[0].prompt == ids("<user>hi<assistant>")
+            assert list(server.worker.specs[0].prompt) == ids("<user>hi<assistant>")
             answer = await server.post("/v1/chat/completions", {**CHAT, "max_tokens": 5, "stream": True})
             first, *rest, done = answer.events
             assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
@@ -148,7 +148,7 @@ def test_several_prompts_and_choices() -> None:
             assert texts[0] == texts[2] == "aaa" and texts[1] == texts[3]
             assert answer.json["usage"]["prompt_tokens"] == 6
             assert answer.json["usage"]["completion_tokens"] == 12
-            assert [spec.prompt for spec in server.worker.specs] == [ids("one")] * 2 + [ids("two")] * 2
+            assert [list(spec.prompt) for spec in server.worker.specs] == [ids("one")] * 2 + [ids("two")] * 2
 
     run(test)
 
@@ -309,7 +309,7 @@ def test_clients_of_a_worker_that_dies_get_their_whole_answers() -> None:
                 assert answer.json["usage"]["completion_tokens"] == 4
             *events, done = stream_answer.events
             assert [event["choices"][0]["text"] for event in events] == ["x", "y", "z", "!"] and done == "[DONE]"
-            known = [spec.known for spec in server.workers[1].specs]
+            known = [list(spec.known) for spec in server.workers[1].specs]
             assert known == [ids("x"), ids("x"), []]
 
     run(test)

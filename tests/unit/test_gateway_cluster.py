@@ -614,7 +614,7 @@ def test_a_worker_that_leaves_costs_its_clients_nothing() -> None:
             server.worker.send(Output(id=id, index=0, token=50))
             server.worker.give_back()
             await until(lambda: len(second.specs) == 1)
-            assert second.specs[0].known == [50] and second.sources == [(0, 1)]
+            assert list(second.specs[0].known) == [50] and second.sources == [(0, 1)]
             second.send(Output(id=id, index=1, token=51, finish_reason="length"))
             await asyncio.wait_for(task, 5)
             server.worker.die()

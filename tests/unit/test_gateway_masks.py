@@ -45,7 +45,7 @@ def test_what_is_masked_is_marked(path: str, is_stream: bool) -> None:
             second = await server.add_worker(1)
             first.die()
             await until(lambda: bool(second.specs))
-            assert second.specs[0].known == TOKENS[:3] and second.specs[0].masked == MASKED
+            assert list(second.specs[0].known) == TOKENS[:3] and second.specs[0].masked == MASKED
             answer(second, id, 3, 4, None)
             answer(second, id, 4, 5, Masked(9, 3))
             check(await asked, is_stream)

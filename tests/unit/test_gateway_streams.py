@@ -9,7 +9,7 @@ from everserve.gateway.streams.stream import Stream, StreamBroken, StreamTable, 
 from everserve.gateway.streams.waiting import WaitingLine
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import Output
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from tests.unit.fleet_toy import Recorder
 
 
@@ -35,7 +35,7 @@ class Table:
 
 
 def make_stream(id: str) -> Stream:
-    stream = Stream(RequestSpec(id=id, prompt=[1], params=SamplingParams(max_tokens=9)), Recorder())
+    stream = Stream(RequestSpec(id=id, prompt=as_tokens([1]), params=SamplingParams(max_tokens=9)), Recorder())
     stream.metrics = EngineMetrics()
     return stream
 
@@ -159,7 +159,7 @@ def test_answers_are_expected_to_be_as_long_as_they_were_lately() -> None:
 
 def test_siblings_share_the_blocks_that_their_prompt_fills() -> None:
     def siblings(num_prompt: int, *nums_tokens: int) -> list[Stream]:
-        spec = RequestSpec(id="a", prompt=[1] * num_prompt, params=SamplingParams(max_tokens=9))
+        spec = RequestSpec(id="a", prompt=as_tokens([1] * num_prompt), params=SamplingParams(max_tokens=9))
         streams = [Stream(spec, Recorder()) for _ in nums_tokens]
         for stream, num_tokens in zip(streams, nums_tokens, strict=True):
             stream.tokens = [1] * num_tokens

@@ -35,7 +35,7 @@ def marks(outputs: list[Output]) -> list[Masked | None]:
 
 def given(request: RequestSpec, known: list[int]) -> list[int]:
     """An exact run that begins with these tokens."""
-    return run_alone(msgspec.structs.replace(request, known=known))
+    return run_alone(request.after(known))
 
 
 # -- one stream ----------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_what_a_log_certifies(heir_mask: int, label: Masked | None, num_restored
     old.engine.use_mask(*mask(1))
     outputs += steps(old.engine, 4)
     new.engine.use_mask(*mask(heir_mask))
-    resumed = msgspec.structs.replace(request, known=tokens(outputs), masked=label)
+    resumed = request.after(tokens(outputs), label)
     new.engine.add(resumed, new.find(old.log, "a"))
     (restored,) = new.engine.step().restored
     assert (restored.num_restored, new.engine.stats().num_broken_tokens) == (num_restored, num_broken)
@@ -172,7 +172,7 @@ def test_a_mask_that_begins_right_behind_what_was_restored_is_in_the_log_of_the_
     old.engine.use_mask(*mask(1))
     outputs += steps(old.engine, 4)
     heir.engine.use_mask(*mask(1))
-    resumed = msgspec.structs.replace(request, known=tokens(outputs), masked=Masked(12, 1))
+    resumed = request.after(tokens(outputs), Masked(12, 1))
     heir.engine.add(resumed, heir.find(left.log, "a"))
     result = heir.engine.step()
     assert [restored.num_restored for restored in result.restored] == [12], "up to where the mask begins"
@@ -180,7 +180,7 @@ def test_a_mask_that_begins_right_behind_what_was_restored_is_in_the_log_of_the_
     outputs += result.outputs + steps(heir.engine, 2)
     record = heir.log.find(key_of("a"))
     assert record is not None and record.num_tokens > 12, "what followed is in the log too"
-    last.engine.add(msgspec.structs.replace(request, known=tokens(outputs)), last.find(heir.log, "a"))
+    last.engine.add(request.after(tokens(outputs)), last.find(heir.log, "a"))
     result = last.engine.step()
     assert [restored.num_restored for restored in result.restored] == [12], "what was computed under the mask is not"
     assert tokens(result.outputs + steps(last.engine, 10)) == given(request, tokens(outputs))
@@ -202,7 +202,7 @@ def test_a_lift_does_not_cost_the_log_what_is_exact(is_in_place: bool):
     memory = old.photograph()
     left = LoggedToy(config, is_in_place, memory)
     new = left if is_in_place else LoggedToy(config, False)
-    new.engine.add(msgspec.structs.replace(request, known=tokens(outputs)), new.find(left.log, "a"))
+    new.engine.add(request.after(tokens(outputs)), new.find(left.log, "a"))
     (restored,) = new.engine.step().restored
     assert restored.num_restored == 12
     for toy in {id(toy): toy for toy in (old, left, new)}.values():
@@ -235,7 +235,7 @@ def test_experts_are_left_out_of_a_real_model(ops: str, monkeypatch: pytest.Monk
         found = [output for output in outputs if output.id == request.id]
         masked = [i for i, output in enumerate(found) if output.masked is not None]
         for start, end in ((0, masked[0]), (masked[-1] + 1, len(found))):
-            exact.add(msgspec.structs.replace(request, known=tokens(found[:start])))
+            exact.add(request.after(tokens(found[:start])))
             expected: list[Output] = []
             while len(expected) < end - start:
                 expected += exact.step().outputs

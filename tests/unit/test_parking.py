@@ -1,7 +1,6 @@
 """Streams that have to give up their blocks keep their KV in mirrors, and go on with it; least recent ones first."""
 
 import pytest
-from msgspec import structs
 
 from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
@@ -108,7 +107,7 @@ def test_another_home_restores_what_is_parked(make_world):
     record = log.find(key_of(parked.id))
     assert record is not None and record.blocks == engine.scheduler.parked(parked).blocks
     other = world.engine(1)
-    other.add(structs.replace(_spec(int(parked.id[1:])), known=list(streams[parked.id])), Saved.of(log, record, None))
+    other.add(_spec(int(parked.id[1:])).after(streams[parked.id]), Saved.of(log, record, None))
     told = {parked.id: list(streams[parked.id])}
     assert run(other, told)[parked.id] == expected(world)[parked.id]
     assert other.stats().num_restored_tokens == record.num_tokens

@@ -7,7 +7,7 @@ import pytest
 
 from everserve.gateway.streams.poison import MAX_LOSSES, may_run
 from everserve.gateway.streams.stream import Stream, StreamBroken
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream, with_fleet
 
 NUM_WORKERS, CAPACITY = 2, 40
@@ -15,7 +15,8 @@ NUM_WORKERS, CAPACITY = 2, 40
 
 def make_streams(*num_losses: int) -> list[Stream]:
     streams = [
-        Stream(RequestSpec(id=str(i), prompt=[1], params=SamplingParams(max_tokens=1)), Recorder()) for i in range(20)
+        Stream(RequestSpec(id=str(i), prompt=as_tokens([1]), params=SamplingParams(max_tokens=1)), Recorder())
+        for i in range(20)
     ]
     for stream, num in zip(streams, num_losses, strict=False):
         stream.num_losses = num

@@ -5,7 +5,7 @@ from everserve.engine.sequence import Sequence
 from everserve.plan.prefill import TokenCost, balanced_batch, first_come_batch
 from everserve.tables.ids import Rank
 from everserve.tables.prompts import PendingPrompt
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from tests.toy import make_engine
 
 A, B, C = Rank(0), Rank(1), Rank(2)
@@ -64,7 +64,7 @@ def test_a_large_models_token_costs_as_much_as_a_long_context():
 
 
 def stream(num_prompt: int, num_computed: int = 0) -> Sequence:
-    spec = RequestSpec(id="a", prompt=[1] * num_prompt, params=SamplingParams(max_tokens=5))
+    spec = RequestSpec(id="a", prompt=as_tokens([1] * num_prompt), params=SamplingParams(max_tokens=5))
     found = Sequence(spec, 16, added_s=0.0)
     found.num_computed = num_computed
     return found
@@ -100,7 +100,7 @@ def test_what_is_published_is_what_a_batch_can_hold():
 
 def spec(id: str, num_prompt: int) -> RequestSpec:
     prompt = [(7 * i + len(id)) % 50 + 1 for i in range(num_prompt)]
-    return RequestSpec(id=id, prompt=prompt, params=SamplingParams(max_tokens=2))
+    return RequestSpec(id=id, prompt=as_tokens(prompt), params=SamplingParams(max_tokens=2))
 
 
 def test_an_engine_computes_its_part_and_publishes_the_rest():

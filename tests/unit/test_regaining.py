@@ -4,7 +4,6 @@ import os
 
 import pytest
 import torch
-from msgspec import structs
 
 from everserve.engine.saved import Saved
 from everserve.errors import FetchFailed, StepAbandoned
@@ -292,7 +291,7 @@ def take_over(engine, world, streams, own: Log) -> None:
     for i in range(4):
         told = {"max_tokens": 12, "temperature": 0.7 * (i % 2), "seed": i}
         begun = spec(f"r{i}", random_tokens(5 + 13 * i, seed=i), **told)
-        known = structs.replace(begun, known=streams[f"r{i}"])
+        known = begun.after(streams[f"r{i}"])
         engine.add(known, Saved.of(lost, lost.find(key_of(f"r{i}")), own))
 
 

@@ -11,7 +11,7 @@ from everserve.model.choosing import Draw
 from everserve.model.ops import Ops
 from everserve.model.penalties import Penalties, apply
 from everserve.model.sampling import SamplingRow, sample, token_logprobs, uniform
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 
 
 def row(index: int = 0, penalties: Penalties | None = None, **params: object) -> SamplingRow:
@@ -101,7 +101,9 @@ def test_uniform_depends_on_seed_and_index_alone_and_is_even():
 
 
 def penalised(prompt: list[int], produced: list[int], **params: float) -> Penalties:
-    penalties = Penalties.of(RequestSpec(id="r", prompt=prompt, params=SamplingParams(max_tokens=1, **params)))
+    penalties = Penalties.of(
+        RequestSpec(id="r", prompt=as_tokens(prompt), params=SamplingParams(max_tokens=1, **params))
+    )
     assert penalties is not None
     for token in produced:
         penalties.count(token)

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.messages import Cancel, Submit
 from everserve.worker import attention as arriving
@@ -17,7 +17,7 @@ def pair() -> tuple[Channel, Channel]:
 
 
 def submit(number: int, num_following: int, num_tokens: int = 1) -> Submit:
-    spec = RequestSpec(id=str(number), prompt=[30_000] * num_tokens, params=SamplingParams(max_tokens=1))
+    spec = RequestSpec(id=str(number), prompt=as_tokens([30_000] * num_tokens), params=SamplingParams(max_tokens=1))
     return Submit(spec=spec, source=None, num_following=num_following)
 
 

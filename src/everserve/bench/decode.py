@@ -32,7 +32,7 @@ from everserve.memory.device import Driver
 from everserve.memory.names import WEIGHTS_STATE_BYTES
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.memory import Kind
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.messages import StartWorker, WorkerSettings
 
 _BLOCK_SIZE = 64
@@ -177,7 +177,7 @@ def _decode(engine: Engine, batch: int, context: int, steps: int) -> tuple[float
     params = SamplingParams(max_tokens=num_tokens(batch, context, steps), temperature=0.0)
     for i in range(batch):
         prompt = [(7919 * i + 31 * j) % vocab_size for j in range(context)]
-        engine.add(RequestSpec(id=f"{batch}-{i}", prompt=prompt, params=params))
+        engine.add(RequestSpec(id=f"{batch}-{i}", prompt=as_tokens(prompt), params=params))
     while engine.scheduler.waiting or any(sequence.num_output < _WARM_STEPS for sequence in engine.scheduler.running):
         engine.step()
     times: list[float] = []

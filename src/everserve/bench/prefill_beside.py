@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from everserve.engine.engine import Engine
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 
 VARIANTS: Mapping[str, Mapping[str, Any]] = {"fixed": {"chunk": 512}, "measured": {"slowdown": 1.5}}
 _WARM_STEPS, _STEPS = 8, 64
@@ -102,7 +102,7 @@ def _add(engine: Engine, name: str, num_prompt: int, num: int, max_tokens: int) 
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     for i in range(num):
         prompt = [1 + (7919 * i + 31 * j + num_prompt) % (engine.limits.vocab_size - 1) for j in range(num_prompt)]
-        engine.add(RequestSpec(id=f"{name}-{i}", prompt=prompt, params=params))
+        engine.add(RequestSpec(id=f"{name}-{i}", prompt=as_tokens(prompt), params=params))
 
 
 def _ms(seconds: list[float], share: float) -> float:

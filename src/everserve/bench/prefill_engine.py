@@ -26,7 +26,7 @@ from everserve.errors import EverserveError
 from everserve.model.config import ModelConfig
 from everserve.plan import steps
 from everserve.plan.steps import StepWork
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 
 _PRODUCT = {"cpu": 1536, "cuda": 8192}  # of a matrix
 _NUM_PRODUCTS = 6
@@ -171,7 +171,7 @@ def _add(engine: Engine, num_prompt: int, batch: int, repeat: int) -> None:
     for i in range(batch):
         seed = 7919 * i + 104729 * repeat + num_prompt
         prompt = [1 + (seed + 31 * j) % (engine.limits.vocab_size - 1) for j in range(num_prompt)]
-        engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=prompt, params=params))
+        engine.add(RequestSpec(id=f"{repeat}-{i}", prompt=as_tokens(prompt), params=params))
 
 
 def _profile(engine: Engine, step_tokens: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from everserve.errors import EverserveError
 from everserve.kvlog.layout import LogShape
 from everserve.model.config import ModelConfig
 from everserve.tables.ids import Incarnation, Rank, WorkerId
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.worker.logs import KeptLogs
 
 NUM_PROMPT = 32
@@ -79,11 +79,12 @@ class Stage:
         tokens = random_prompts(self._model.vocab_size, 1, point, seed)[0]
         id = f"stream-{point}-{seed}"
         for loser in self._losers.values():
-            _compute(loser.engine, RequestSpec(id=id, prompt=tokens[:-1], params=_greedy(2)))
+            _compute(loser.engine, RequestSpec(id=id, prompt=as_tokens(tokens[:-1]), params=_greedy(2)))
         for name, way in self.ways.items():
             if way.kv_log in self._losers:
                 _hand_over(self._losers[way.kv_log], self._survivors[name])
-        yield RequestSpec(id=id, prompt=tokens[:NUM_PROMPT], known=tokens[NUM_PROMPT:], params=_greedy(point + 1))
+        prompt, known = as_tokens(tokens[:NUM_PROMPT]), as_tokens(tokens[NUM_PROMPT:])
+        yield RequestSpec(id=id, prompt=prompt, known=known, params=_greedy(point + 1))
         for survivor in self._survivors.values():
             survivor.logs.leave(_LOST, survivor.engine)
             survivor.logs.sweep(survivor.engine)

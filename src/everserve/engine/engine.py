@@ -191,7 +191,8 @@ class Engine:
         if len(given) + (params.max_tokens > 0) > limit:
             what = "prompt and known output have" if spec.known else "the prompt has"
             raise RequestError(f"{what} {len(given)} tokens; at most {limit - 1} fit")
-        if min(given) < 0 or max(given) >= limits.vocab_size:
+        given_T = np.frombuffer(given, np.int32)
+        if given_T.min() < 0 or given_T.max() >= limits.vocab_size:
             raise RequestError(f"token ids must be between 0 and {limits.vocab_size - 1}")
         num_most = min(len(spec.prompt) + params.max_tokens, limits.max_model_len)
         if num_most > limit:

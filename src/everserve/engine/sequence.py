@@ -20,7 +20,6 @@ lifted everything from there on becomes pending again: the stream goes on as an 
 """
 
 import hashlib
-from array import array
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -57,8 +56,7 @@ class Sequence:
         self.needs_logits = needs_logits(spec.params)
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
-        self.tokens = array("i", spec.prompt)  # no list: its parts are copied, and hashed, without a look at each token
-        self.tokens.extend(spec.known)
+        self.tokens = spec.prompt + spec.known
         self.num_prompt = len(spec.prompt)
         self.num_most = self.num_prompt + spec.params.max_tokens  # tokens, if it does not end before
         # How many tokens another worker has certainly computed before. The last known one was sampled there; its KV

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, Tokens
 
 _FIRST_CAPACITY = 64
 
@@ -19,7 +19,7 @@ _FIRST_CAPACITY = 64
 class Penalties:
     """Which tokens of one stream have penalties, and how often each of them was produced."""
 
-    def __init__(self, params: SamplingParams, prompt: list[int], known: list[int]) -> None:
+    def __init__(self, params: SamplingParams, prompt: Tokens, known: Tokens) -> None:
         self._presence, self._frequency = params.presence_penalty, params.frequency_penalty
         self._repetition = params.repetition_penalty
         counts = Counter(dict.fromkeys(prompt, 0) if self._repetition != 1.0 else {})  # others are over output alone

@@ -6,10 +6,24 @@ several specs in the gateway; they find each other's KV through the prefix cache
 A spec does not depend on the worker that runs it: every worker produces the same stream from it.
 """
 
+from array import array
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:
+    Tokens = array[int]
+else:
+    Tokens = array  # before Python 3.12 it does not say of what
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+
+
+def as_tokens(ids: Iterable[int] = ()) -> Tokens:
+    """Four bytes each, that can be copied without a look at them."""
+    return array("i", ids)
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -46,7 +60,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """One token stream: its id, its prompt, what it has produced so far and how to continue it."""
 
     id: str
-    prompt: list[int]
+    prompt: Tokens  # no list, here and below: when a worker dies, hundreds of streams go elsewhere at once
     params: SamplingParams
-    known: list[int] = []  # output tokens that the client has already; never sampled again
+    known: Tokens = msgspec.field(default_factory=as_tokens)  # that the client has; never sampled again
     masked: Masked | None = None  # what its last worker has said of its KV
+
+    def after(self, known: Iterable[int], masked: Masked | None = None) -> "RequestSpec":
+        """The same stream, when its client has these output tokens."""
+        return msgspec.structs.replace(self, known=as_tokens(known), masked=masked)

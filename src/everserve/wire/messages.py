@@ -40,6 +40,8 @@ Tensors are never sent in messages: they go through lanes (backends/cpu/lane.py)
 each other. "+ fds" lists the descriptors that are sent with a message.
 """
 
+from array import array
+
 import msgspec
 
 from everserve.config.cluster import ClusterConfig
@@ -57,7 +59,7 @@ from everserve.tables.members import Members, Process
 from everserve.tables.memory import Kind, Memory
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.prompts import PendingPrompt
-from everserve.tables.requests import RequestSpec
+from everserve.tables.requests import RequestSpec, Tokens, as_tokens
 from everserve.tables.routes import Routes, Symptom
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, SeatSlots
 from everserve.tables.survival import Survival
@@ -853,8 +855,22 @@ AnyMessage = (
     | EventHappened
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+
+def _pack(tokens: object) -> bytes:
+    """Tokens as they lie in memory: both ends are on one machine."""
+    assert isinstance(tokens, array), f"no message has a {type(tokens).__name__}"
+    return tokens.tobytes()
+
+
+def _unpack(_kind: type, packed: object) -> Tokens:
+    """The inverse. What is wrong with a message is a ValueError or a TypeError."""
+    tokens = as_tokens()
+    tokens.frombytes(packed)  # type: ignore[arg-type]
+    return tokens
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage, dec_hook=_unpack)
 
 
 def encode(message: AnyMessage) -> bytes:

@@ -40,7 +40,7 @@ from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
 from everserve.worker.slot_changes import ChangeableSlots
 
-_MAX_RESTORED = {"anchor": 1 << 18, "mirror": 2048, "off": 0}  # tokens, while streams wait: some TB/s, or some GB/s
+_MAX_RESTORED = {"anchor": 1 << 19, "mirror": 2048, "off": 0}  # tokens, while streams wait: some TB/s, or some GB/s
 
 
 class SeatWeights:

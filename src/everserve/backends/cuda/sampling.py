@@ -10,7 +10,7 @@ import torch
 from everserve.backends.cuda.device import Device
 from everserve.model.penalties import Penalties
 from everserve.model.sampling import GREEDY, SamplingRow, sample
-from everserve.tables.requests import RequestSpec, SamplingParams
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 
 _PENALISED = SamplingParams(
     max_tokens=2,
@@ -37,7 +37,7 @@ def rehearse_sampling(device: Device) -> None:
 
 
 def _row(params: SamplingParams) -> SamplingRow:
-    penalties = Penalties.of(RequestSpec(id="rehearsal", prompt=[0], params=params))
+    penalties = Penalties.of(RequestSpec(id="rehearsal", prompt=as_tokens([0]), params=params))
     if penalties is not None:
         penalties.count(0)
     return SamplingRow(params, index=1, penalties=penalties)

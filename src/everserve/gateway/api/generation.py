@@ -23,7 +23,7 @@ from everserve.gateway.streams.tracing import NOT_TRACED, RequestTrace
 from everserve.gateway.text.prompts import Prompt
 from everserve.gateway.text.sampling import check_prompt_size, choice_seed, num_logprobs, sampling_params
 from everserve.tables.outputs import Output
-from everserve.tables.requests import RequestSpec
+from everserve.tables.requests import RequestSpec, as_tokens
 
 _LARGE = 1 << 12  # tokens and scores in an answer
 
@@ -95,11 +95,12 @@ class Generation:
             check_prompt_size(request, len(prompt.ids), len(prompt.text or ""))
             params = sampling_params(request, len(prompt.ids), limits, gateway.defaults)
             self._num_prompt_tokens += len(prompt.ids)
+            tokens = as_tokens(prompt.ids)
             for i in range(num_choices):
                 index = len(choices)
                 spec = RequestSpec(
                     id=self._stream_id(index),
-                    prompt=prompt.ids,
+                    prompt=tokens,
                     # A client's seed means the same for each prompt; without one, equal prompts must differ.
                     params=msgspec.structs.replace(params, seed=choice_seed(seed, i if has_seed else index)),
                 )

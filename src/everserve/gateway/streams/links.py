@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import msgspec
-
 from everserve.errors import EverserveError, ProtocolError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
@@ -96,6 +94,7 @@ class WorkerLink:
         self._num_blocks_given = 0  # to streams, since the last stats
         self._num_given = 0  # streams
         self._unseen: deque[PendingPrompt] = deque()  # the prompts of the last of them, which it has not reported yet
+        self._unseen_cost = 0  # of all of these
         self.told: dict[Rank, tuple[PendingPrompt, ...]] = {}  # which prompts other homes have, as we said last
         self.turn = 0  # when it was last given a stream: counted by the fleet
         self._unsent: list[Stream] = []  # submitted, and still to be sent
@@ -152,7 +151,7 @@ class WorkerLink:
     def _prefill_cost(self) -> int:
         """As it was reported, and of what it was given since; what is answered or cancelled is no work in any case."""
         reported = self.stats.pending_prefill_cost if self.stats is not None else 0
-        return min(self.streams.prefill_cost, reported + self.streams.cost.of_all(self._unseen))
+        return min(self.streams.prefill_cost, reported + self._unseen_cost)
 
     @property
     def prompts(self) -> tuple[PendingPrompt, ...]:
@@ -175,6 +174,7 @@ class WorkerLink:
             stream.link, stream.metrics = self, self.metrics
             self.streams.add(stream)
             self._unseen.append(PendingPrompt(0, stream.num_given))
+            self._unseen_cost += stream.prefill_cost
         self._num_given += len(siblings)
         self._unsent += siblings
 
@@ -188,7 +188,7 @@ class WorkerLink:
         for num_sent, stream in enumerate(unsent, start=1):
             spec = stream.spec
             if stream.tokens:
-                spec = msgspec.structs.replace(spec, known=stream.tokens, masked=stream.masked)
+                spec = spec.after(stream.tokens, stream.masked)
             self._send(Submit(spec=spec, source=stream.source, num_following=len(unsent) - num_sent))
 
     def tell_prompts(self, others: dict[Rank, tuple[PendingPrompt, ...]]) -> None:
@@ -254,7 +254,7 @@ class WorkerLink:
     def _note_stats(self, stats: EngineStats) -> None:
         self.stats, self._num_blocks_given = stats, 0
         while len(self._unseen) > max(0, self._num_given - stats.num_received):
-            self._unseen.popleft()
+            self._unseen_cost -= self.streams.cost.of(*self._unseen.popleft())
 
     def _send(self, message: Submit | Cancel | PrefillsPending) -> None:
         self._channel.send(message)

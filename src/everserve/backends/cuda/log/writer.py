@@ -13,7 +13,7 @@ from everserve.backends.cuda.log import kernels
 from everserve.backends.cuda.log.device_writer import DeviceLogWriter, Shared, num_leading
 from everserve.backends.cuda.log.low_priority_stream import Side
 from everserve.kvlog.chains import chains as chains_of
-from everserve.kvlog.log import Log, checked_chains, packed_blocks
+from everserve.kvlog.log import Log, are_blocks, checked_chains, packed_blocks
 from everserve.kvlog.writer import Copy
 
 _TOKENS_AT_ONCE = 65536  # brought from another log before we wait for them; rounded to whole blocks
@@ -153,23 +153,21 @@ class CudaLogWriter(DeviceLogWriter):
         self._note_reach()
         sources: list[int] = []
         targets: list[int] = []
-        words, wanted = np.zeros(self._at_once, np.uint64), np.zeros(self._at_once, np.uint64)
-        firsts = []
+        wanted = np.zeros(self._at_once, np.uint64)
+        parts: list[slice] = []  # of the slots of all blocks: the tokens of each stream
         for copy in copies:
             num_blocks, first = -(-copy.num_tokens // shape.block_size), len(sources) * shape.block_size
-            packed_blocks(copy.source_blocks, copy.num_tokens, source.shape)
-            packed_blocks(copy.blocks, copy.num_tokens, shape)
-            end = first + copy.num_tokens
-            words[first:end] = source.words(copy.source_blocks[:num_blocks], copy.num_tokens)
-            wanted[first:end] = checked_chains(copy.chains, copy.num_tokens)[: copy.num_tokens]
+            parts.append(slice(first, first + copy.num_tokens))
+            wanted[parts[-1]] = checked_chains(copy.chains, copy.num_tokens)[: copy.num_tokens]
             sources += copy.source_blocks[:num_blocks]
             targets += copy.blocks[:num_blocks]
-            firsts.append(first)
-        num_slots = len(sources) * shape.block_size
-        is_right = self._bring_some(source.blocks_address, sources, words[:num_slots], wanted[:num_slots], targets)
-        return [
-            num_leading(is_right[first : first + copy.num_tokens]) for first, copy in zip(firsts, copies, strict=True)
-        ]
+            assert len(sources) == len(targets) == first // shape.block_size + num_blocks, "too few blocks"
+        assert are_blocks(targets, shape), "no blocks of this log"
+        words = source.words(sources, len(sources) * shape.block_size)
+        for part in parts:
+            words[part.stop : -(-part.stop // shape.block_size) * shape.block_size] = 0  # of other tokens, or none
+        is_right = self._bring_some(source.blocks_address, sources, words, wanted[: len(words)], targets)
+        return [num_leading(is_right[part]) for part in parts]
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         self._side.wait()
