@@ -66,7 +66,7 @@ def scaled(goal: Goal, asked: ScaleAsked, capacity: Capacity, empty: Collection[
     if switching:
         raise Refused(f"rank {switching[0]} is changing its role: try again when it has")
     if goal.placement is not None and any(call.kind is ShardKind.HEAD for call in goal.placement.calls):
-        raise Refused("with --tensor-parallel-size on CPUs the number of workers is fixed: each home has its KV blocks")
+        raise Refused("with --tensor-parallel-size the number of workers is fixed: each home has its KV blocks")
     draft = _Draft(goal, capacity, empty)
     draft.retire(seat for seat in goal.seats if seat.device in goal.absent)
     if asked.devices is not None:
