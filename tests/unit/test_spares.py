@@ -1,10 +1,14 @@
 """What the zygote keeps ahead of need: when spares are forked, who is given away, what becomes of bad ones."""
 
+import socket
+from collections.abc import Callable, Sequence
+
 import pytest
 
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.wire.channel import Channel
-from everserve.wire.messages import Ready, StartWorker
+from everserve.wire.messages import AnyMessage, ForkWorker, Ready, StartWorker
+from everserve.zygote import spares as spares_module
 from everserve.zygote.spares import QUIET_S, Spare, Spares
 from tests.configs import SMALL
 from tests.unit.test_provisioner import num_fds
@@ -19,6 +23,18 @@ def start(device: int = 0, roles: tuple[Role, ...] = ATTENTION, rank: int = 0) -
     )  # fmt: skip
 
 
+class Asking(Channel):
+    """The zygote's end of a channel to a spare, which answers before the zygote waits, or never."""
+
+    def __init__(self, sock: socket.socket, on_ask: dict[int, Callable[[], None]], pid: int) -> None:
+        super().__init__(sock)
+        self._on_ask, self._pid = on_ask, pid
+
+    def send(self, message: AnyMessage, fds: Sequence[int] = ()) -> None:
+        super().send(message, fds)
+        self._on_ask[self._pid]()
+
+
 class World:
     """Spares without processes: their ends of the channels are here."""
 
@@ -28,6 +44,8 @@ class World:
         self.like: dict[int, tuple[StartWorker, ...]] = {}
         self.states: dict[int, str] = {}
         self.killed: list[int] = []
+        self.on_ask: dict[int, Callable[[], None]] = {}
+        self.on_kill: dict[int, Callable[[], None]] = {}
         self.now = 100.0
 
     def fork(self, device: int, like: tuple[StartWorker, ...]) -> Spare:
@@ -35,10 +53,12 @@ class World:
         pid = 1000 + len(self.ends)
         self.ends[pid] = Channel(theirs)
         self.like[pid] = like
-        return Spare(pid, device, Channel(ours))
+        self.on_ask[pid] = lambda: self.ends[pid].send(Ready())
+        return Spare(pid, device, Asking(ours, self.on_ask, pid))
 
     def kill(self, pid: int) -> None:
         self.killed.append(pid)
+        self.on_kill.get(pid, lambda: None)()
 
     def learn(self, *starts: StartWorker) -> None:
         for one in starts:
@@ -54,11 +74,7 @@ class World:
         self.spares.tend(self.now)
 
     def take(self, device: int = 0) -> int | None:
-        spare = self.spares.take(device, self.now)
-        if spare is None:
-            return None
-        spare.channel.close()
-        return spare.pid
+        return self.spares.become(ForkWorker(start=start(device)), (), self.now)
 
     def close(self) -> None:
         for end in (*self.spares.channels, *self.ends.values()):
@@ -138,6 +154,39 @@ def test_the_dead_and_the_stopped_are_not_given_away(world):
     assert world.spares.ready_pids == ()
     world.later()
     assert len(world.ends) == 6
+
+
+@pytest.fixture
+def short_wait(monkeypatch):
+    monkeypatch.setattr(spares_module, "_ANSWER_S", 0.01)
+
+
+def test_one_that_does_not_answer_is_no_worker(world, short_wait):
+    """Its SIGSTOP came after its state was read."""
+    world.spares.prepare(2, (start(),), world.now)
+    world.later()
+    world.say_ready(1000, 1001)
+    world.on_ask[1000] = lambda: None
+    assert world.take() == 1001 and world.killed == [1000]
+    assert world.take() is None
+
+
+def test_one_that_answers_when_it_is_killed_was_a_worker(world, short_wait):
+    """It may have said hello, so another process must not do so under its name."""
+    world.spares.prepare(1, (start(),), world.now)
+    world.later()
+    world.say_ready(1000)
+    world.on_ask[1000] = lambda: None
+    world.on_kill[1000] = lambda: (world.ends[1000].send(Ready()), world.ends[1000].close())
+    assert world.take() == 1000 and world.killed == [1000]
+
+
+def test_one_that_dies_when_it_is_asked(world):
+    world.spares.prepare(1, (start(),), world.now)
+    world.later()
+    world.say_ready(1000)
+    world.on_ask[1000] = world.ends[1000].close
+    assert world.take() is None and not world.killed
 
 
 def test_one_that_ended_is_noticed_without_a_need(world):

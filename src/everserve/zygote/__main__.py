@@ -30,7 +30,6 @@ from everserve.zygote.spares import Like, Spare, Spares
 
 _PID = struct.Struct("<i")
 _STDERR = 2
-_HAND_OVER_S = 1.0  # a spare that does not take its message within this time is killed
 
 
 def main() -> int:
@@ -119,11 +118,8 @@ class Zygote:
     def _start_worker(self, message: ForkWorker, fds: list[int]) -> None:
         start = message.start
         self._spares.learn(start, time.monotonic())
-        spare = self._spares.take(start.gpu, time.monotonic())
-        if spare is not None:
-            _hand_over(spare, message, fds)
-            pid = spare.pid
-        else:
+        pid = self._spares.become(message, fds, time.monotonic())
+        if pid is None:
             pid = self._fork_orphan(lambda: _be_worker(message, fds))
         for fd in fds:
             os.close(fd)
@@ -166,16 +162,6 @@ class Zygote:
             return int(_PID.unpack(pipe.read(_PID.size))[0])
 
 
-def _hand_over(spare: Spare, message: ForkWorker, fds: list[int]) -> None:
-    """The spare is a worker from here on: the orchestrator handles its failures."""
-    spare.channel.send(message, fds)
-    while spare.channel.wants_write:
-        if not spare.channel.wait(_HAND_OVER_S):
-            _kill(spare.pid)  # it was stopped after it was chosen
-            break
-    spare.channel.close()
-
-
 def _kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
@@ -201,7 +187,7 @@ def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None
 
 
 def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
-    """Warm up, then wait for a ForkWorker; exits if the zygote ends."""
+    """Warm up, then wait for a ForkWorker and answer it; exits if the zygote ends."""
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name("es-spare")
@@ -215,6 +201,7 @@ def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
     except ChannelClosed:
         return 0
     assert frame is not None and isinstance(frame.message, ForkWorker), frame
+    zygote.send(Ready())
     zygote.close()
     return _be_worker(frame.message, frame.fds.take())
 

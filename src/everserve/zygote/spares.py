@@ -1,12 +1,13 @@
 """Spares: processes forked in advance, which have done all start-up work that does not depend on the seat.
 
-    zygote --fork--> rehearse --Ready--> waits ... --ForkWorker + descriptors--> a worker
+    zygote --fork--> rehearse --Ready--> waits ... --ForkWorker + descriptors--> --Ready--> a worker
 
 A spare and the zygote are connected by a socket pair, by which each sees the other's exit. A spare belongs to a device,
 which it may have opened already.
 
-A dead or stopped spare is not used: its state is checked before it becomes a worker. From then on the orchestrator
-handles its failures, as those of any worker.
+A dead or stopped spare is not used: its state is checked before it is asked to become a worker, and it becomes one by
+its answer (a spare may have been sent a SIGSTOP that it has not got yet). From then on the orchestrator handles its
+failures, as those of any worker.
 
 A spare may be killed while it rehearses, or because the zygote has died. So it sends copies of its device descriptors
 to the supervisor, as a worker does (procs/device_descriptors.py).
@@ -15,16 +16,17 @@ New spares are forked when no worker was forked for a while, because a spare tha
 starts. If spares end before they are ready, something is wrong, and the next ones are delayed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from everserve.tables.ids import Role
 from everserve.wire.channel import Channel, ChannelClosed
-from everserve.wire.messages import Ready, StartWorker
+from everserve.wire.messages import ForkWorker, Ready, StartWorker
 
 QUIET_S = 2.0  # a worker that has its weights already starts faster than this
 _MAX_QUIET_S = 60.0
 _LOOK_EVERY_S = 1.0  # for stopped spares; an exit is seen at once
+_ANSWER_S = 1.0  # a spare that does not answer within this time is killed
 
 Like = tuple[StartWorker, ...]
 
@@ -72,7 +74,27 @@ class Spares:
         self._like[start.gpu, start.roles] = start
         self._fork_at = now + QUIET_S
 
-    def take(self, device: int, now: float) -> Spare | None:
+    def become(self, message: ForkWorker, fds: Sequence[int], now: float) -> int | None:
+        """The pid of a spare that becomes this worker; None if there is none that does."""
+        while (spare := self._take(message.start.gpu, now)) is not None:
+            takes_it = self._ask(spare, message, fds)
+            spare.channel.close()
+            if takes_it:
+                return spare.pid
+        return None
+
+    def _ask(self, spare: Spare, message: ForkWorker, fds: Sequence[int]) -> bool:
+        """Whether it has answered. One that has not is not a worker, and is killed before it can become one."""
+        try:
+            spare.channel.send(message, fds)
+            if spare.channel.receive(_ANSWER_S) is None:
+                self._kill(spare.pid)
+                return spare.channel.receive(_ANSWER_S) is not None  # it answered at the last moment
+        except ChannelClosed:
+            return False
+        return True
+
+    def _take(self, device: int, now: float) -> Spare | None:
         """Remove and return a spare that is ready and running; None if there is none."""
         self._drop_unfit(now)
         found = next((spare for spare in self._spares if spare.is_ready and spare.device == device), None)
