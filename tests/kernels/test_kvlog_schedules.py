@@ -149,14 +149,14 @@ def abandon_late(self: test_restore.Worker) -> None:
         self.logged.pop(sequence.id, None)  # its blocks were taken
 
 
-def step_late(self: test_restore.World, worker: test_restore.Worker) -> None:
+def step_late(self: test_restore.World, worker: test_restore.Worker, is_checked: bool = True) -> None:
     """As workers on a device do: what a step has computed is logged while the next one computes."""
     result = worker.engine.step(meanwhile=lambda: tell(worker))
     for restored in result.restored:
         assert restored.num_recomputed <= worker.promises.pop(restored.id, inf), "computed again, though logged"
     self.deliver(result.outputs)
     if not worker.engine.has_work:
-        worker.commit()
+        worker.commit(is_checked)
 
 
 def toy_and_its_stream(is_in_place: bool, **config: int) -> tuple[LoggedToy, RequestSpec]:

@@ -419,10 +419,62 @@ def test_records_follow_the_outputs(make):
     toy.engine.step()
     toy.engine.check()
     assert not toy.engine.has_work
-    assert toy.log.records()[0].num_tokens == 11, "its last token is not sent yet: somebody may have to go on"
+    assert toy.log.records()[0].num_tokens == 12, "its last token is not sent yet: somebody may have to go on"
     toy.engine.log_step()
     toy.engine.check()
     assert toy.log.records() == []
+
+
+def followed(toy: LoggedToy) -> dict[str, tuple[int, list[int]]]:
+    """What the log says of running streams, without asking the journal; and that the writer goes on by itself."""
+    assert toy.journal._followed is not None
+    records = {s.id: toy.log.find(key_of(s.id)) for s in toy.engine.scheduler.running}
+    return {id: (record.num_tokens, list(record.blocks)) for id, record in records.items()}
+
+
+def test_streams_that_decode_are_followed(make):
+    toy, streams = make(), {}
+    specs = [spec(f"r{i}", list(range(i, i + 5 + i)), max_tokens=20) for i in range(3)]
+    for request in specs:
+        toy.engine.add(request)
+    for i in range(12):
+        result = toy.engine.step()
+        toy.engine.log_step()
+        for output in result.outputs:
+            streams.setdefault(output.id, []).append(output.token)
+        if i >= 4:
+            running = toy.engine.scheduler.running
+            assert followed(toy) == {s.id: (s.num_computed, s.blocks) for s in running}
+            assert toy.engine.stats().log_lag_tokens == 0
+    toy.engine.check()
+    drain(toy, streams)
+    assert streams == {request.id: run_alone(request) for request in specs}
+
+
+@pytest.mark.parametrize("is_abandoned", [False, True])
+def test_something_is_asked_in_the_middle_of_a_step(make, succeed, is_abandoned):
+    """Of a stream that is followed: the step goes on as any other one."""
+    toy, streams = make(), {}
+    request = spec("a", list(range(9)), max_tokens=30)
+    toy.engine.add(request)
+    for i in range(20):
+        if i % 4 == 3:
+            assert followed(toy)["a"][0] == 9 + i - 1
+            toy.model.on_write = lambda: toy.journal.entries
+        if i % 8 == 7 and is_abandoned:
+            toy.model.fail_next = True
+            with pytest.raises(StepAbandoned):
+                toy.engine.step()
+            toy.engine.check()
+        toy.engine.step(meanwhile=toy.engine.log_step)
+        toy.engine.log_step()
+        toy.model.on_write = lambda: None
+    toy.engine.check()
+    new, log = succeed(toy)
+    take_over(new, log, request, {"a": run_alone(request)[:20]})
+    assert step(new, streams).restored[0].num_recomputed == 0
+    drain(new, streams)
+    assert streams["a"] == run_alone(request)[20:]
 
 
 def test_cancelled_streams_are_forgotten_at_once(make):

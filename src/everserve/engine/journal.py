@@ -9,6 +9,10 @@ A step's tokens go into the log while and after they are computed; the *record* 
     computed        ^^^^^^^^^^^^^^^^^^^^^        in the pool and, once the step is finished, in the log
     committed       ^^^^^^^^^^^^^^^^^^^          in the log, and the record says so
 
+Most steps are like the one before: the same streams, one token more each. From the second one on, the writer follows
+these streams by itself where it can (kvlog/writer.py), and commits them when they are computed. What this module knows
+of them is brought up to date when it is asked for, which ends that.
+
 On a device KV stays as it is for a while, and between two steps there is no time for any of this. So a step is begun
 there when it computes, and the work at its end is deferred to the next step, or until something needs it.
 
@@ -60,7 +64,7 @@ class Journal:
     def __init__(self, writer: Writer) -> None:
         self.log = log = writer.log
         self.writer = writer
-        self.entries: dict[str, JournalEntry] = {}
+        self._entries: dict[str, JournalEntry] = {}
         self.adopted: dict[bytes, Record] = {}  # by key, oldest first
         self.free = list(reversed(range(log.shape.num_records)))  # indices that no record has
         self.ended: list[int] = []  # indices of streams whose last output is on its way
@@ -68,8 +72,16 @@ class Journal:
         self._num_logged = [0] * log.shape.num_blocks  # leading slots of each block that are in the log
         self._step: list[_Part] = []  # the current one, or one that is computed and not settled
         self._is_computed = False
+        self._chunks: list[Chunk] = []  # of the last step; the scheduler uses one list as long as streams just decode
+        self._followed: list[Chunk] | None = None  # the same, while the writer follows their streams
         if log.was_there:
             self._adopt()
+
+    @property
+    def entries(self) -> dict[str, JournalEntry]:
+        """By the name of the stream."""
+        self._let_go()
+        return self._entries
 
     # -- one step --------------------------------------------------------------------------------
 
@@ -80,12 +92,16 @@ class Journal:
         we die in this step, that much is not lost again. Not if they have an adopted record: it is as good, and must
         stay if this step is abandoned.
         """
+        if chunks is self._followed:
+            self.writer.begin_next(rows.tokens_T, rows.kv_slots_T)
+            return
         self.settle()
+        self._let_go()
         self._clear_ended()
         self._step = []
         chains_S: list[int] = []
         starting: list[Sequence] = []
-        entries, block_size = self.entries, self._block_size
+        entries, block_size = self._entries, self._block_size
         for sequence, num_tokens, _ in chunks:
             entry = entries.get(sequence.id) or self._entry(sequence)
             first = sequence.num_computed
@@ -101,9 +117,15 @@ class Journal:
                 starting.append(sequence)
         self._commit(starting)
         self.writer.begin(rows.tokens_T, rows.kv_slots_T, rows.query_starts_S, np.array(chains_S, np.uint64))
+        if chunks is self._chunks and self.writer.follows:
+            self._follow(chunks)
+        self._chunks = chunks
 
     def finish(self) -> None:
         """They were computed. (The engine does not count them as such yet.)"""
+        if self._followed is not None:
+            self.writer.finish_next()
+            return
         self._is_computed = True
         if not self.writer.is_on_device:
             self.settle()
@@ -117,19 +139,17 @@ class Journal:
         block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
         for (entry, first, end, blocks), chain in zip(self._step, self.writer.finish().tolist(), strict=True):
             entry.chain, entry.num_chained = chain, end
-            if end - first == 1:  # nearly always: a token of a stream that decodes
-                block, slot = blocks[0], first % block_size
-                if slot <= num_logged[block]:
-                    num_logged[block] = slot + 1 if block < reach else 0
+            if end - first > 1:
+                self._note_slots(first, end, blocks)
                 continue
-            for i, block in enumerate(blocks, first // block_size):
-                slot, num_slots = max(first - i * block_size, 0), min(end - i * block_size, block_size)
-                if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
-                    num_logged[block] = num_slots if block < reach else 0
+            block, slot = blocks[0], first % block_size  # nearly always: a token of a stream that decodes
+            if slot <= num_logged[block]:
+                num_logged[block] = slot + 1 if block < reach else 0
 
     def abandon(self, waiting: Iterable[Sequence], running: Iterable[Sequence]) -> None:
         """The step never happened, if it was begun at all. Streams that wait, again or still, have no blocks; one that
         was coming back in several steps has not come as far as was committed when this one began."""
+        self._let_go()
         if not self._is_computed:
             self.writer.abandon()
         self.settle()
@@ -138,6 +158,8 @@ class Journal:
 
     def commit(self, running: Iterable[Sequence]) -> None:
         """The outputs of the last step that was computed are on their way: bring the records up to date."""
+        if self._followed is not None:
+            return
         self.settle()
         self._clear_ended()
         self._commit(running)
@@ -160,10 +182,12 @@ class Journal:
 
     def note_logged(self, block: int, num_slots: int) -> None:
         """The log has the first slots of this block, if it is in the writer's reach."""
+        self._let_go()
         self._num_logged[block] = num_slots if block < self.writer.reach else 0
 
     def note_all_logged(self, blocks: list[int], num_slots: int) -> None:
         """The same of several consecutive blocks: so many slots of all of them together."""
+        self._let_go()
         num_logged, reach, block_size = self._num_logged, self.writer.reach, self._block_size
         for block in blocks:
             num_logged[block] = block_size if block < reach else 0
@@ -183,8 +207,11 @@ class Journal:
 
     def lag(self, running: Iterable[Sequence]) -> int:
         """How many tokens are computed and not committed."""
-        entries = [(sequence.num_computed, self.entries.get(sequence.id)) for sequence in running]
-        return sum([num - (entry.num_committed if entry is not None else 0) for num, entry in entries])
+        if self._followed is not None:
+            return 0
+        entries = self._entries
+        both = [(sequence.num_computed, entries.get(sequence.id)) for sequence in running]
+        return sum([num - (entry.num_committed if entry is not None else 0) for num, entry in both])
 
     def clear(self, sequences: Iterable[Sequence]) -> None:
         """These streams have lost their blocks."""
@@ -214,8 +241,9 @@ class Journal:
         """These streams have given up the end of their KV, with its blocks. Their records say so at once: the rest of
         it must not be lost if this worker dies now."""
         commits: list[Commit] = []
+        entries = self.entries
         for sequence in sequences:
-            entry = self.entries.get(sequence.id)
+            entry = entries.get(sequence.id)
             if entry is None or entry.index is None:
                 continue
             if not sequence.num_computed:
@@ -246,7 +274,48 @@ class Journal:
         for key in self.adopted.keys() - kept:
             self._give_back(self.adopted.pop(key).index)
 
+    # -- streams that the writer follows ---------------------------------------------------------
+
+    def _follow(self, chunks: list[Chunk]) -> None:
+        """The step that has just begun is like the one before: if nothing else is to be said of its streams, the writer
+        goes on by itself."""
+        self._commit([chunk[0] for chunk in chunks])
+        commits: list[Commit] = []
+        for (entry, first, end, _), (sequence, _, _) in zip(self._step, chunks, strict=True):
+            if entry.index is None or entry.num_committed != first or end - first > 1:
+                return
+            blocks = sequence.blocks[: entry.num_listed]
+            commits.append(Commit(entry.index, entry.key, first, blocks, entry.num_listed))
+        self.writer.follow(commits)
+        self._followed = chunks
+
+    def _let_go(self) -> None:
+        """The writer follows no stream any more, and what it has done is known here."""
+        if self._followed is None:
+            return
+        chunks, self._followed, self._step = self._followed, None, []
+        streams, slots = self.writer.let_go()
+        entries, block_size = [self._entries[chunk[0].id] for chunk in chunks], self._block_size
+        for entry, (num_tokens, num_blocks, chain) in zip(entries, streams, strict=True):
+            first = entry.num_committed
+            if num_tokens > first:
+                assert entry.index is not None
+                self._note_slots(first, num_tokens, self.log.listed(entry.index, first // block_size, num_blocks))
+            entry.chain, entry.num_chained = chain, num_tokens
+            entry.num_committed, entry.num_listed = num_tokens, num_blocks
+        if slots:  # in the middle of a step, which goes on as any other
+            parts = zip(entries, slots, strict=True)
+            self._step = [(e, e.num_committed, e.num_committed + 1, [slot // block_size]) for e, slot in parts]
+
     # -- inside ----------------------------------------------------------------------------------
+
+    def _note_slots(self, first: int, end: int, blocks: list[int]) -> None:
+        """The log has these tokens of a stream, in these blocks."""
+        block_size, num_logged, reach = self._block_size, self._num_logged, self.writer.reach
+        for i, block in enumerate(blocks, first // block_size):
+            slot, num_slots = max(first - i * block_size, 0), min(end - i * block_size, block_size)
+            if slot <= num_logged[block]:  # what comes after a slot that is not logged does not count
+                num_logged[block] = num_slots if block < reach else 0
 
     def _adopt(self) -> None:
         for record in sorted(self.log.records(), key=attrgetter("seq")):

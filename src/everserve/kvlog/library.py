@@ -29,6 +29,7 @@ class Library:
             (self.brief.es_log_last_seq, [pointer], uint64),
             (self.blocking.es_log_count_intact, [pointer, packed, int64, pointer], int64),
             (self.brief.es_log_begin, [pointer, int64, int64], int64),
+            (self.brief.es_log_begin_next, [pointer, packed, packed], int64),
             (self.blocking.es_log_meanwhile, [pointer, int64], None),
             (self.blocking.es_log_finish, [pointer], int64),
             (self.brief.es_log_commit, [pointer, packed, int64, packed], int64),

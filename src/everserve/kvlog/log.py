@@ -133,6 +133,12 @@ class Log:
         key = ctypes.string_at(self._found_address + _Found.key.offset, KEY_BYTES)
         return Record(found.index, key, found.seq, found.num_tokens, tuple(self._block_buffer[: found.num_blocks]))
 
+    def listed(self, index: int, first: int, end: int) -> list[int]:
+        """Some of the blocks that the record at this index lists, for its writer: as they stand there."""
+        assert self.layout.base and 0 <= index < self.shape.num_records and 0 <= first <= end <= self.shape.max_blocks
+        at = self.layout.base + self.layout.lists_at + 4 * (index * self.shape.max_blocks + first)
+        return list((ctypes.c_int32 * (end - first)).from_address(at))
+
     def words(self, blocks: Sequence[int], num_tokens: int) -> NDArray[np.uint64]:
         """What stands beside the first `num_tokens` tokens in these blocks, as it is now."""
         assert self.layout.base and are_blocks(blocks, self.shape)

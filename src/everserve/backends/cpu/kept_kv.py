@@ -22,6 +22,7 @@ class KeptKv(LogWriter):
     """`Writer` for the engine that reaches its heads through these. `log` has records only."""
 
     is_elsewhere = True
+    follows = False
 
     def __init__(self, log: Log, heads: RemoteHeads) -> None:
         super().__init__(log, log.blocks_address)

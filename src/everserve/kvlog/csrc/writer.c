@@ -3,10 +3,18 @@
    A step:   es_log_begin -> es_log_meanwhile, as often as there is time -> es_log_finish
                          `-> (abandoned: the next es_log_begin forgets it)
 
+   Streams that are followed (writer.py) have one row each in every step, and es_log_finish commits them too.
+
    Where the pool is the log itself, nothing is copied; checksums and words are the same. */
 
 #define _GNU_SOURCE
 #include "log.h"
+
+struct commit { /* packed by writer.py */
+    int64_t index;
+    uint64_t key[2];
+    int64_t num_tokens, num_blocks, num_known_blocks;
+};
 
 struct writer { /* writer.py: _Writer */
     struct log *log;
@@ -18,12 +26,7 @@ struct writer { /* writer.py: _Writer */
     const int32_t *query_starts;   /* by sequence, and one more */
     uint64_t *chains;              /* by sequence: before its rows, and after them once the step is finished */
     uint64_t *checksums;           /* by row, of the layers that are done */
-};
-
-struct commit { /* packed by writer.py */
-    int64_t index;
-    uint64_t key[2];
-    int64_t num_tokens, num_blocks, num_known_blocks;
+    struct commit *followed;       /* by sequence: what its record says; NULL: none are followed */
 };
 
 static bool is_in_log(const struct writer *w) { return w->pool == blocks_of(w->log); }
@@ -43,6 +46,13 @@ EXPORT int64_t es_log_begin(struct writer *w, int64_t num_rows, int64_t num_seqs
     w->num_rows = num_rows;
     w->num_seqs = num_seqs;
     return 0;
+}
+
+/* The next token of each stream that is followed, and its slot. */
+EXPORT int64_t es_log_begin_next(struct writer *w, const int32_t *tokens, const int32_t *slots) {
+    memcpy((int32_t *)w->tokens, tokens, (size_t)w->num_seqs * sizeof *tokens);
+    memcpy((int32_t *)w->slots, slots, (size_t)w->num_seqs * sizeof *slots);
+    return w->followed ? es_log_begin(w, w->num_seqs, w->num_seqs) : -1;
 }
 
 /* How many rows from r on are consecutive slots of one block. */
@@ -71,7 +81,37 @@ EXPORT void es_log_meanwhile(struct writer *w, int64_t layer) {
     for (; w->num_layers_done < end; w->num_layers_done++) take_layer(w, w->num_layers_done);
 }
 
-/* Take what is left, and write the words. */
+static void write_copy(struct copy *copy, const struct found *what) {
+    for (int i = 0; i < 2; i++) atomic_store_explicit(&copy->key[i], what->key[i], memory_order_relaxed);
+    atomic_store_explicit(&copy->num_tokens, (uint64_t)what->num_tokens, memory_order_relaxed);
+    atomic_store_explicit(&copy->num_blocks, (uint64_t)what->num_blocks, memory_order_relaxed);
+    atomic_store_explicit(&copy->check, check_of(what), memory_order_relaxed);
+    atomic_store_explicit(&copy->seq, what->seq, memory_order_release);
+}
+
+/* The copy of the record that counts is not touched. */
+static void write_record(struct writer *w, const struct commit *c) {
+    struct found old = {.blocks = NULL};
+    struct found new = {.index = c->index, .seq = ++w->last_seq, .key = {c->key[0], c->key[1]},
+                        .num_tokens = c->num_tokens, .num_blocks = c->num_blocks};
+    write_copy(&record_of(w->log, c->index)->copies[newest_copy(w->log, c->index, &old) == 0], &new);
+}
+
+/* A stream that is followed has one more token, in this slot. */
+static int64_t advance(struct writer *w, struct commit *c, int64_t slot) {
+    const struct log *log = w->log;
+    if (c->num_tokens == c->num_blocks * log->block_size) {
+        if (c->num_blocks >= log->max_blocks) return -1;
+        atomic_store_explicit(&list_of(log, c->index)[c->num_blocks++], (int32_t)(slot / log->block_size),
+                              memory_order_relaxed);
+    }
+    c->num_tokens++;
+    write_record(w, c);
+    return 0;
+}
+
+/* Take what is left, write the words, and commit streams that are followed. 0, or -1 if the log is closed or a record
+   has no room. */
 EXPORT int64_t es_log_finish(struct writer *w) {
     const struct log *log = w->log;
     if (!log->base) return -1;
@@ -85,16 +125,11 @@ EXPORT int64_t es_log_finish(struct writer *w) {
         }
         w->chains[s] = chain;
     }
+    int64_t error = 0;
+    for (int64_t s = 0; w->followed && w->num_rows && s < w->num_seqs; s++)
+        error |= advance(w, &w->followed[s], w->slots[w->query_starts[s]]);
     w->num_rows = 0;
-    return 0;
-}
-
-static void write_copy(struct copy *copy, const struct found *what) {
-    for (int i = 0; i < 2; i++) atomic_store_explicit(&copy->key[i], what->key[i], memory_order_relaxed);
-    atomic_store_explicit(&copy->num_tokens, (uint64_t)what->num_tokens, memory_order_relaxed);
-    atomic_store_explicit(&copy->num_blocks, (uint64_t)what->num_blocks, memory_order_relaxed);
-    atomic_store_explicit(&copy->check, check_of(what), memory_order_relaxed);
-    atomic_store_explicit(&copy->seq, what->seq, memory_order_release);
+    return error;
 }
 
 static bool is_possible(const struct log *log, const struct commit *c) {
@@ -103,8 +138,8 @@ static bool is_possible(const struct log *log, const struct commit *c) {
            c->num_tokens <= c->num_blocks * log->block_size;
 }
 
-/* `blocks` are the new blocks of all commits, concatenated. The copy of a record that counts is not touched. 0, or -1 if
-   a record or a block is none of the log's; of records nothing is written then. */
+/* `blocks` are the new blocks of all commits, concatenated. 0, or -1 if a record or a block is none of the log's; of
+   records nothing is written then. */
 EXPORT int64_t es_log_commit(struct writer *w, const struct commit *commits, int64_t num_commits,
                              const int32_t *blocks) {
     const struct log *log = w->log;
@@ -117,10 +152,7 @@ EXPORT int64_t es_log_commit(struct writer *w, const struct commit *commits, int
             if (*blocks < 0 || *blocks >= log->num_blocks) return -1;
             atomic_store_explicit(&list_of(log, c->index)[b], *blocks, memory_order_relaxed);
         }
-        struct found old = {.blocks = NULL};
-        struct found new = {.index = c->index, .seq = ++w->last_seq, .key = {c->key[0], c->key[1]},
-                            .num_tokens = c->num_tokens, .num_blocks = c->num_blocks};
-        write_copy(&record_of(log, c->index)->copies[newest_copy(log, c->index, &old) == 0], &new);
+        write_record(w, c);
     }
     return 0;
 }

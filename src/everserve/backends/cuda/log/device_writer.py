@@ -34,6 +34,7 @@ class DeviceLogWriter(LogWriter):
     launches for those that are staged."""
 
     is_on_device = True
+    follows = False
     _log_rows: Callable[[], None]
 
     def __init__(self, log: Log, pool_address: int, max_rows: int, side: Side) -> None:
