@@ -151,6 +151,52 @@ def test_siblings_bring_their_prompt_back_once(make, succeed):
     assert streams == {request.id: run_alone(request) for request in requests}
 
 
+@pytest.mark.parametrize("num_steps", [0, 4, 20])
+def test_what_came_back_is_found_by_others_a_little_later(make, succeed, num_steps):
+    """When the stream has filled its next block, or has ended: to hash it takes longer than to bring it."""
+    old, streams = make(), {}
+    request, other = spec("a", list(range(30)), max_tokens=20), spec("b", list(range(30)), max_tokens=3)
+    old.engine.add(request)
+    step(old, streams)
+    step(old, streams)
+    new, log = succeed(old)
+    take_over(new, log, request, streams)
+    step(new, streams)
+    for _ in range(num_steps):
+        step(new, streams)
+    new.engine.add(other)
+    drain(new, streams)
+    assert new.engine.stats().prefix_cache_hits == (28 if num_steps else 0)
+    assert streams == {one.id: run_alone(one) for one in (request, other)}
+
+
+@pytest.mark.parametrize("num_prompt", [28, 29, 30])
+def test_what_came_back_and_was_overwritten_is_never_found(make, num_prompt):
+    """Its blocks are taken in a step that is abandoned, before others could find them."""
+    old, new, streams = make(), make(num_blocks=16), {}
+    request, other = spec("a", list(range(num_prompt)), max_tokens=9), spec("b", list(range(num_prompt)), max_tokens=3)
+    growing = [spec(f"x{i}", [50 + i] * 5, max_tokens=5) for i in range(4)]
+    old.engine.add(request)
+    for _ in range(2):
+        step(old, streams)
+    for one in growing:
+        new.engine.add(one)
+    for _ in range(3):
+        step(new, streams)
+    take_over(new, old.log, request, streams)
+    assert len(step(new, streams).restored) == 1
+    new.model.fail_next = True
+    with pytest.raises(StepAbandoned):
+        new.engine.step()
+    new.engine.check()
+    assert [sequence.id for sequence in new.engine.scheduler.waiting] == ["a"], "it had to give up its blocks"
+    for one in growing:
+        new.engine.cancel(one.id)
+    new.engine.add(other)
+    drain(new, streams)
+    assert streams["a"] == run_alone(request) and streams["b"] == run_alone(other)
+
+
 def test_the_log_knows_more_than_the_client(make, succeed):
     """Tokens were sent and never arrived: they are sampled again, and are the same."""
     old, streams = make(), {}

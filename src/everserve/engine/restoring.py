@@ -6,13 +6,18 @@ at least one token stays pending, because its logits are needed. What comes back
 A death leaves many streams, which are admitted one after the other. On a device, where a copy takes much less time than
 to ask for it, the next ones are brought together with the first.
 
+What came back can be found by other prompts when the stream has filled its next block: to hash all of it takes longer
+than to bring it. Only blocks that several of these streams had in common are found at once, so that they share them
+again.
+
 Where the log is the memory that our own pool lies in (our predecessor's pool), a block that has not been taken since is
 used where it lies. The words of its slots show whether it still holds these tokens.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,16 +59,18 @@ class Restorer:
         self._enable_prefix_caching = enable_prefix_caching
         self._clock = clock
         self._ahead: dict[str, _Brought] = {}  # by stream: what was brought together with another one
+        self._num_users: Counter[tuple[int, int]] | None = None  # of blocks of logs: streams that wait in this step
 
     def forget(self) -> None:
         """The step restores nothing more."""
         for brought in self._ahead.values():
             self._give_back(brought.blocks)
-        self._ahead.clear()
+        self.abandon()
 
     def abandon(self) -> None:
         """The step never happened: all its blocks have been given back."""
         self._ahead.clear()
+        self._num_users = None
 
     def restore(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence] = ()) -> int:
         """Bring back at most so many tokens (rounded up to whole blocks), as far as blocks last; returns how many.
@@ -77,10 +84,12 @@ class Restorer:
         num_promised = _num_useful(sequence, saved) if not saved.log.closed else 0
         room = first + self._pool.num_free * self._pool.block_size
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
+        if self._num_users is None:
+            self._num_users = _count_users(chain([sequence], next_ones))
         if sequence.id not in self._ahead and not first and self._journal.writer.is_on_device:
             self._bring_ahead(chain([sequence], next_ones), max_tokens)
         if (brought := self._ahead.pop(sequence.id, None)) is not None:
-            reached = self._use_ahead(sequence, brought, end)
+            reached = self._use_ahead(sequence, saved, brought, end)
         else:
             reached = self._bring(sequence, saved, end) if end > first else first
         is_broken = reached < end
@@ -118,7 +127,7 @@ class Restorer:
         for (id, copy), num in zip(copies.items(), num_right, strict=True):
             self._ahead[id] = _Brought(list(copy.blocks), copy.chains, num)
 
-    def _use_ahead(self, sequence: Sequence, brought: _Brought, end: int) -> int:
+    def _use_ahead(self, sequence: Sequence, saved: Saved, brought: _Brought, end: int) -> int:
         """What was brought of this stream before it was asked for; returns up to which token all are right."""
         first, block_size = sequence.num_computed, self._pool.block_size
         reached = max(min(brought.num_right, end), first)
@@ -127,7 +136,7 @@ class Restorer:
         self._give_back(brought.blocks[: used.start])  # the prefix cache had these
         if reached > first:
             self._append(sequence, brought.blocks[used], reached - first)
-            self._publish(sequence, first, reached)
+            self._publish(sequence, saved, reached)
             self._journal.note_chain(sequence, reached, int(brought.chains[reached - 1]))
         return reached
 
@@ -147,7 +156,7 @@ class Restorer:
                 num_wanted = min(len(blocks) * block_size, end - reached)
                 wanted = chains[reached - first :][:num_wanted]
                 num_right = self._copy(sequence, saved, sources[: len(blocks)], wanted, blocks)
-            self._publish(sequence, reached, reached + num_right)
+            self._publish(sequence, saved, reached + num_right)
             reached += num_right
             if num_right < num_wanted:
                 break
@@ -213,11 +222,28 @@ class Restorer:
         sequence.blocks += blocks
         self._journal.note_all_logged(blocks, num_right)
 
-    def _publish(self, sequence: Sequence, first: int, end: int) -> None:
-        """Full blocks may be found by other streams."""
-        if self._enable_prefix_caching:
-            full = slice(first // self._pool.block_size, end // self._pool.block_size)
-            self._pool.publish_many(sequence.blocks[full], sequence.block_hashes()[full])
+    def _publish(self, sequence: Sequence, saved: Saved, end: int) -> None:
+        """Full blocks up to this token that others of these streams have too are found by them."""
+        assert self._num_users is not None
+        first, num_full, log = sequence.num_published, end // self._pool.block_size, id(saved.log)
+        end = first
+        while end < num_full and self._num_users[log, saved.blocks[end]] > 1:
+            end += 1
+        if end > first and self._enable_prefix_caching:
+            self._pool.publish_many(sequence.blocks[first:end], sequence.block_hashes(end)[first:end])
+            self._undo.assign(sequence, num_published=end)
+
+
+def _count_users(sequences: Iterable[Sequence]) -> Counter[tuple[int, int]]:
+    """How many of these streams have a block, by log and number. If two have something in common, they begin alike:
+    those with a first block of their own are left out."""
+    all_saved = [sequence.saved for sequence in sequences if sequence.saved is not None and sequence.saved.blocks]
+    num_first = Counter([(id(saved.log), saved.blocks[0]) for saved in all_saved])
+    users: Counter[tuple[int, int]] = Counter()
+    for saved in all_saved:
+        if num_first[id(saved.log), saved.blocks[0]] > 1:
+            users.update(zip(repeat(id(saved.log)), saved.blocks, strict=False))
+    return users
 
 
 def _num_useful(sequence: Sequence, saved: Saved) -> int:

@@ -129,6 +129,7 @@ class Scheduler:
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
+        self._publish(sequence)
         self._release_all(sequence)
         if self.parking is not None:
             self.parking.release(sequence.id)
@@ -241,17 +242,18 @@ class Scheduler:
             num_full_before = sequence.num_computed // block_size
             sequence.num_computed += num_tokens
             if sequence.num_computed // block_size > num_full_before and self._config.enable_prefix_caching:
-                self._publish(sequence, num_full_before)
+                self._publish(sequence)
         if self.parking is not None:
             for restored in self.restored:
                 self.parking.release(restored.id)
         self._undo.commit()
 
-    def _publish(self, sequence: Sequence, first: int) -> None:
-        """Its full blocks from this one on may be shared."""
-        hashes = sequence.block_hashes()
-        for i in range(first, sequence.num_computed // self.pool.block_size):
-            self.pool.publish(sequence.blocks[i], hashes[i])
+    def _publish(self, sequence: Sequence) -> None:
+        """All its full blocks may be shared."""
+        first, end = sequence.num_published, sequence.num_computed // self.pool.block_size
+        if first < end and self._config.enable_prefix_caching:
+            self.pool.publish_many(sequence.blocks[first:end], sequence.block_hashes(end)[first:end])
+            self._undo.assign(sequence, num_published=end)
 
     def abandon(self) -> None:
         """The step never happened; but it may have written into every block that it took.
@@ -313,6 +315,7 @@ class Scheduler:
             self.pool.release(block)
         del sequence.blocks[num_blocks:]
         sequence.num_computed = num_kept
+        sequence.num_published = min(sequence.num_published, num_kept // self.pool.block_size)
         if sequence.masked is not None and sequence.masked.position >= num_kept:
             sequence.masked = None
         if sequence.saved is None:
@@ -373,7 +376,7 @@ class Scheduler:
             if not self._restore(sequence, chunks):
                 return
             budget -= self._extend(sequence, budget, chunks)
-            if self._config.enable_prefix_caching:
+            if self._config.enable_prefix_caching and sequence.num_pending > 1:
                 in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
@@ -385,6 +388,7 @@ class Scheduler:
         self._undo.record(self.running.pop)
         self._undo.assign(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
         self._undo.assign(sequence, num_restored=0, restoring_s=0.0, last_step=self._num_steps)
+        self._undo.assign(sequence, num_published=len(cached))
         if sequence.num_output == 0:
             self._undo.assign(sequence, num_cached=sequence.num_computed)
         self._undo.record(sequence.blocks.clear)
@@ -414,7 +418,10 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence, parks: bool = False) -> None:
-        """running -> waiting, at the head of the queue; its KV is parked if possible, or will be computed again."""
+        """running -> waiting, at the head of the queue. `parks`: its KV is as it should be; it is parked if possible.
+        Otherwise it will be found in the cache, or computed again."""
+        if parks:
+            self._publish(sequence)
         parked = self.parking.park(sequence) if parks and self.parking is not None else None
         if parked is not None:
             self._undo.assign(sequence, saved=parked)
@@ -423,7 +430,7 @@ class Scheduler:
         self._undo.record(self.running.insert, index, sequence)
         self.waiting.appendleft(sequence)
         self._undo.record(self.waiting.popleft)
-        self._undo.assign(sequence, status=Status.WAITING, num_computed=0, masked=None)
+        self._undo.assign(sequence, status=Status.WAITING, num_computed=0, num_published=0, masked=None)
         self._release_all(sequence)
         self.preempted.append(sequence)
         self._undo.assign(self, num_preemptions=self.num_preemptions + 1)
@@ -479,11 +486,13 @@ class Scheduler:
     def _find_blocks(self, sequence: Sequence, cached: list[int]) -> None:
         """The blocks that follow these in the cache."""
         usable = (len(sequence.tokens) - 1) // self.pool.block_size
-        for chain_hash in sequence.block_hashes()[len(cached) : usable]:
-            block = self.pool.find(chain_hash)
-            if block is None:
-                return
-            cached.append(block)
+        while len(cached) < usable:
+            end = min(2 * len(cached) + 1, usable)  # hashes take time, and often none is needed but the first
+            for chain_hash in sequence.block_hashes(end)[len(cached) : end]:
+                block = self.pool.find(chain_hash)
+                if block is None:
+                    return
+                cached.append(block)
 
     def _prefixes_in_flight(self) -> set[bytes]:
         """Hashes of the full blocks that running prompts are about to compute."""
@@ -501,4 +510,4 @@ class Scheduler:
         if sequence.saved is not None and sequence.saved.num_tokens > num_cached * self.pool.block_size:
             return False  # it has that block itself
         usable = (len(sequence.tokens) - 1) // self.pool.block_size
-        return num_cached < usable and sequence.block_hashes()[num_cached] in in_flight
+        return num_cached < usable and sequence.block_hashes(num_cached + 1)[num_cached] in in_flight

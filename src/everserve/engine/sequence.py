@@ -46,7 +46,7 @@ class Status(Enum):
 
 class Sequence:
     """The engine's state of one stream. Only the scheduler, and the restorer for it, change `status`, `blocks`,
-    `num_computed`, `saved` and `masked`."""
+    `num_computed`, `num_published`, `saved` and `masked`."""
 
     def __init__(self, spec: RequestSpec, block_size: int, added_s: float, saved: Saved | None = None) -> None:
         self.spec = spec
@@ -71,6 +71,7 @@ class Sequence:
         self.last_step = 0  # the number of the last step in which it advanced or was admitted
         self.masked: Masked | None = None  # what is computed from there on is not exact; None: all of it is
         self.blocks: list[int] = []
+        self.num_published = 0  # leading blocks that other streams may find; later full ones will follow
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.penalties = Penalties.of(spec)
@@ -99,10 +100,10 @@ class Sequence:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
 
-    def block_hashes(self) -> list[bytes]:
+    def block_hashes(self, num_blocks: int | None = None) -> list[bytes]:
         """One hash per full block of tokens, each over everything before it too, and over the mask under which it is
-        computed."""
-        exact, masked = self.exact_hashes(), self.masked
+        computed. At least of the first `num_blocks`; None: of all."""
+        exact, masked = self.exact_hashes(num_blocks), self.masked
         if masked is None:
             return exact
         first, block_size = masked.position // self._block_size, self._block_size
@@ -116,12 +117,14 @@ class Sequence:
         self._masked_hashes = hashes[first:]
         return hashes
 
-    def exact_hashes(self) -> list[bytes]:
+    def exact_hashes(self, num_blocks: int | None = None) -> list[bytes]:
         """The same for KV that is computed without a mask."""
-        num_hashed, num_full, block_size = len(self._hashes), len(self.tokens) // self._block_size, self._block_size
-        if num_hashed < num_full:
+        num_hashed, block_size = len(self._hashes), self._block_size
+        num_wanted = len(self.tokens) // block_size if num_blocks is None else num_blocks
+        assert num_wanted * block_size <= len(self.tokens)
+        if num_hashed < num_wanted:
             parent = self._hashes[-1] if self._hashes else b""
-            for start in range(num_hashed * block_size, num_full * block_size, block_size):
+            for start in range(num_hashed * block_size, num_wanted * block_size, block_size):
                 tokens = self.tokens[start : start + block_size].tobytes()
                 parent = hashlib.blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
                 self._hashes.append(parent)
