@@ -14,6 +14,7 @@ import os
 import signal
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ class Kill:
 
 
 def run(settings: Settings, out: Path | None) -> bool:
-    """The whole benchmark. Returns whether every stream was exact."""
+    """The whole benchmark. Returns whether every stream was exact. The JSON is written after each kill: a run that is
+    cut short leaves what it has."""
+    result: dict[str, Any] = {}
     with subject(settings.shape, settings.num_layers) as served:
         if settings.num_prompt + settings.max_tokens > served.max_context:
             raise ConfigError(f"--token {max(settings.tokens)}: the context is {served.max_context}, prompt included")
@@ -81,15 +84,16 @@ def run(settings: Settings, out: Path | None) -> bool:
         gc.freeze()  # this process measures arrival times: no long collections in between
         steal = report.Steal()
         bench = _Bench(settings, served)
-        kills = bench.measure()
-    result: dict[str, Any] = {
-        "model": served.title,
-        "settings": asdict(settings),
-        "costs": asdict(bench.costs),
-        "points": [asdict(one) for one in kills],
-        "num_wrong": bench.num_wrong,
-        "stolen": steal.share(),
-    }
+        for kills in bench.measure():
+            result = {
+                "model": served.title,
+                "settings": asdict(settings),
+                "costs": asdict(bench.costs),
+                "points": [asdict(one) for one in kills],
+                "num_wrong": bench.num_wrong,
+                "stolen": steal.share(),
+            }
+            report.keep("cost", result, out)
     cost_report.show(result, report.write("cost", result, out))
     return bench.num_wrong == 0
 
@@ -104,7 +108,8 @@ class _Bench:
         self.num_wrong = 0
         self.costs: Costs
 
-    def measure(self) -> list[Kill]:
+    def measure(self) -> Iterator[list[Kill]]:
+        """All kills so far, after each."""
         kills: list[Kill] = []
         settings = self.settings
         with Progress() as progress:
@@ -119,9 +124,9 @@ class _Bench:
                     for _ in range(settings.rounds):
                         for token in settings.tokens:
                             kills.append(self._kill(instance, recovery, token))
+                            self._finish_costs(kills)
                             progress.advance()
-        self._finish_costs(kills)
-        return kills
+                            yield kills
 
     def _measure_costs(self, server: LocalServer, start_s: float) -> None:
         """All constants that an undisturbed server shows."""
