@@ -11,7 +11,7 @@ from everserve.errors import ConfigError
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
-@pytest.mark.parametrize("name", ["failover", "overhead", "checkpoint", "restore"])
+@pytest.mark.parametrize("name", ["failover", "overhead", "checkpoint", "restore", "cost", "grey"])
 def test_results_of_this_repository(name, capsys):
     show.show([RESULTS / f"{name}.json"], is_markdown=True)
     told = capsys.readouterr().out

@@ -7,11 +7,14 @@ from typing import Any
 from everserve.bench import (
     balance_report,
     checkpoint,
+    cost_report,
     decline_report,
     decode_report,
     degree_report,
     failover_report,
+    grey_report,
     mask_report,
+    open_load_report,
     overhead_report,
     prefill_report,
     repair_report,
@@ -46,6 +49,9 @@ _SHOW: dict[str, Show] = {
     "mask": mask_report.show,
     "revive": revive_report.show,
     "start": start_report.show,
+    "cost": cost_report.show,
+    "load": open_load_report.show,
+    "grey": grey_report.show,
 }
 
 
