@@ -237,6 +237,24 @@ def test_a_spare_that_becomes_a_worker_is_protected_until_it_has_told_anew(worke
     os.close(served)
 
 
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_worker_that_was_a_spare_has_as_many_descriptors_as_others(workers, told, is_read):
+    """On CPUs, where it leaves none with us."""
+    live(workers, 1, pid=1001)
+    usual = num_fds()
+    workers.exited(1001, -9)
+    workers.drop(memory("log-2.1"))
+    ours, theirs = Channel.pair()
+    workers.spare_forked(1002, Channel(ours))
+    theirs.close()
+    if is_read:
+        workers.flush()
+    live(workers, 2, pid=1002)
+    workers.flush()
+    assert num_fds() == usual
+    workers.exited(1002, -9)
+
+
 def test_memory_may_be_dropped_before_its_worker_ends(workers, told):
     live(workers, 1, pid=1001)
     workers.drop(memory("log-2.1"))

@@ -11,11 +11,13 @@ from everserve.wire.messages import DeviceDescriptors
 
 
 class Held:
-    """The copies of one process. `lifeline`: the channel to read them from, if that carries nothing else."""
+    """The copies of one process. `lifeline`: the channel to read them from, if that carries nothing else to us.
+    `is_for_this`: nor anything from us, so that it is closed when the process has closed its end."""
 
-    def __init__(self, owner: str, lifeline: Channel | None = None) -> None:
+    def __init__(self, owner: str, lifeline: Channel | None = None, is_for_this: bool = False) -> None:
         self._owner = owner
         self._lifeline = lifeline
+        self._is_for_this = is_for_this
         self._held: list[Descriptors] = []
         self._arriving: list[Descriptors] = []  # the next set, which is not complete yet
         self._is_unprotected = False  # some descriptors were lost
@@ -27,13 +29,16 @@ class Held:
 
     def read(self) -> None:
         """Read what has arrived."""
-        assert self._lifeline is not None
+        if self._lifeline is None:
+            return  # everything has
         try:
             for message, fds in self._lifeline.receive_frames():
                 if isinstance(message, DeviceDescriptors):
                     self.add(message, fds)
-        except ChannelClosed:
-            pass  # its exit is handled elsewhere
+        except ChannelClosed:  # a process that exits is handled elsewhere
+            if self._is_for_this:
+                self._lifeline.close()
+                self._lifeline = None
         except ProtocolError as error:
             if not self._is_unprotected:
                 warn(f"{self._owner}: {error}")

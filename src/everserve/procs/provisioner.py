@@ -83,6 +83,8 @@ class _Process:
     def read(self) -> None:
         """Read the device descriptors that it has sent."""
         self.held.read()
+        if self.rehearsed is not None:
+            self.rehearsed.read()
         if self.rehearsed is not None and self.held.is_complete:
             self.rehearsed.let_go()
             self.rehearsed = None
@@ -147,7 +149,7 @@ class Workers:
 
     def spare_forked(self, pid: int, lifeline: Channel) -> None:
         """The zygote has forked a spare, which now warms up on its device."""
-        self._spares[pid] = Held(f"spare {pid}", lifeline)
+        self._spares[pid] = Held(f"spare {pid}", lifeline, is_for_this=True)
 
     def kinds(self) -> tuple[StartWorker, ...]:
         """One start message for each kind of worker on each GPU."""
