@@ -13,12 +13,14 @@ from tests.shared_servers import CLUSTER_OF_SMALL_STEPS
 WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT)
 NO_CACHE = "--no-enable-prefix-caching"
 LONG = c.asks(6, num_prompt=400, max_tokens=120)
+LONGER = c.asks(6, num_prompt=400, max_tokens=360)  # where two kills, one after the other, must find them running
 
 
 @pytest.fixture(scope="module")
 def expected(server):
     return {
         "long": c.right_answers(server, LONG),
+        "longer": c.right_answers(server, LONGER),
         "decode": c.right_answers(server, DECODE),
         "prefill": c.right_answers(server, PREFILL),
     }
@@ -92,10 +94,10 @@ def test_the_one_who_took_over_dies_too(logged, expected):
         c.wait_until(lambda: len(restored(logged, before)) >= 1, what="a restored stream")
         second()
 
-    streams = c.run_with(logged, LONG, c.in_decode, one_after_the_other)
+    streams = c.run_with(logged, LONGER, c.in_decode, one_after_the_other)
     first.assert_landed()
     second.assert_landed()
-    c.assert_equal(streams, expected["long"])
+    c.assert_equal(streams, expected["longer"])
 
 
 def test_logs_are_let_go(logged, expected):
