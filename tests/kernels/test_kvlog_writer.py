@@ -18,6 +18,7 @@ from everserve.backends.cuda.log.writer import CudaLogWriter
 from everserve.kvlog.chains import chains, key_of
 from everserve.kvlog.layout import LogShape
 from everserve.kvlog.log import Log
+from everserve.kvlog.writer import Copy
 from everserve.memory.owned import create_memory
 from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import SHAPE, words_address, words_of
@@ -276,6 +277,64 @@ def test_many_streams_in_few_launches(monkeypatch, at_once):
     new.engine.log_step()
     new.engine.check()
     assert streams == {request.id: run_alone(request) for request in specs}
+
+
+def four_copies(monkeypatch, broken: int) -> tuple[DeviceOwner, list[Copy]]:
+    """Of streams of 8 tokens, two of which go together; of the third this token is broken."""
+    monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", 16)
+    owner, _ = owners_of(*"abcd")
+    owner.step({name: [*range(i, i + 8)] for i, name in enumerate("abcd")})
+    for name in "abcd":
+        owner.commit(name)
+    third = owner.streams["c"].blocks
+    owner.pool[third[broken // 4], 2, 1, broken % 4, 31] ^= 1
+    copies = [
+        Copy(owner.log, owner.streams[name].blocks, 8, chains(range(i, i + 8)), [2 * i, 2 * i + 1])
+        for i, name in enumerate("abcd")
+    ]
+    return DeviceOwner(device_log(), True), copies
+
+
+def test_the_next_batch_is_copied_while_the_caller_looks_at_the_last(monkeypatch):
+    heir, copies = four_copies(monkeypatch, broken=5)
+    side, results = heir.writer._side, heir.writer.copy_in_many(iter(copies))
+    assert next(results) == 8 and len(side.queued) == 1, "the other two are on their way"
+    assert heir.writer.copy_in(*copies[0][:4], [10, 11]) == 8, "with the same buffers"
+    assert heir.writer.count_intact([10, 11], 8, copies[0].chains) == 8
+    assert list(results) == [8, 5, 8]
+    for copy, num_right in zip(copies, (8, 8, 5, 8), strict=True):
+        assert heir.writer.count_intact(copy.blocks, 8, copy.chains) == num_right
+
+
+def test_nothing_is_copied_after_the_caller_has_stopped(monkeypatch):
+    heir, copies = four_copies(monkeypatch, broken=5)
+    results = heir.writer.copy_in_many(iter(copies))
+    next(results)
+    results.close()
+    assert heir.writer._side.queued == []
+    assert heir.writer.copy_in(*copies[3]) == 8
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 3])
+def test_streams_that_just_fit_come_back_in_one_step(monkeypatch, num_more):
+    """The blocks that are taken for the next streams are not missed when these are admitted."""
+    monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", 16)
+    large = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_prefill_while_decoding": 64}
+    specs = [spec(f"r{i}", [*range(i, i + 9 + i % 4)], max_tokens=2, seed=i) for i in range(6)]
+    old, streams = DeviceToy(**large), {}
+    for request in specs:
+        old.engine.add(request)
+    step(old, streams)
+    old.engine.log_step()
+    num_needed = sum(-(-(len(request.prompt) + 1) // old.shape.block_size) for request in specs)
+    new = DeviceToy(**large, num_blocks=num_needed + num_more, enable_prefix_caching=False)
+    for request in specs:
+        take_over(new, old, request, streams)
+    step(new, streams)
+    stats = new.engine.stats()
+    assert stats.num_restored_tokens == sum(len(request.prompt) for request in specs) and stats.num_preemptions == 0
+    assert streams == {request.id: run_alone(request) for request in specs}
+    new.engine.check()
 
 
 def test_what_is_restored_into_the_blocks_of_a_stream_that_has_just_ended_stays_in_the_log():

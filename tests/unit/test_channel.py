@@ -4,6 +4,7 @@ import asyncio
 import os
 import socket
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -30,6 +31,23 @@ def test_messages_arrive_in_order():
         received += b.receive_all()
         a.flush()
     assert received == messages
+
+
+@pytest.mark.parametrize("bytes_asked", [None, 20_000, 1 << 20])
+def test_a_channel_holds_what_was_asked_for_before_the_other_reads(bytes_asked):
+    bytes_allowed = int(Path("/proc/sys/net/core/wmem_max").read_text())
+    a, b = map(Channel, Channel.pair(bytes_asked))
+    num_sent = 0
+    while not a.wants_write:
+        a.send(Cancel(id="x" * 8000))
+        num_sent += 1
+    usual = 100_000  # of more than twice as much, half of which is the kernel's own
+    assert num_sent * 8000 >= min(bytes_asked or usual, bytes_allowed // 2)
+    while num_sent:
+        num_sent -= len(b.receive_all())
+        a.flush()
+    a.close()
+    b.close()
 
 
 @examples(15)

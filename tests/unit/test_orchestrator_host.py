@@ -38,6 +38,7 @@ from everserve.wire.messages import (
     LogSettled,
     LoseDevice,
     MemoryKept,
+    Opened,
     PeerJoined,
     PeerLeft,
     Provision,
@@ -99,6 +100,46 @@ def test_a_worker_gets_a_lane_to_each_peer_and_is_ready_when_it_has_them():
     attention.say(Ready())
     assert len(orchestrator.said(Ready)) == 1
     assert latest(orchestrator).conditions.violations == ()
+
+
+def lanes_of(worker: ToyWorker) -> set[tuple[int, int]]:
+    return {(peer.rank, peer.incarnation) for peer in worker.heard(PeerJoined)}
+
+
+def successors_that_open(orchestrator: ToyOrchestrator) -> tuple[ToyWorker, ToyWorker]:
+    """Both expert workers have died, and their successors begin to use a device."""
+    for rank in (1, 2):
+        orchestrator.exit(orchestrator.worker(rank))
+    successors = orchestrator.worker(1, 2), orchestrator.worker(2, 2)
+    for successor in successors:
+        successor.say(Hello(opens_device=True))
+    return successors
+
+
+def test_lanes_are_handed_out_when_no_worker_opens_its_device():
+    orchestrator = serving()
+    first, second = successors_that_open(orchestrator)
+    first.say(Opened())
+    assert lanes_of(first) == set() and lanes_of(orchestrator.worker(0)) == {(1, 1), (2, 1)}
+    second.say(Opened())
+    assert lanes_of(first) == lanes_of(second) == {(0, 1)}
+    assert lanes_of(orchestrator.worker(0)) == {(1, 1), (2, 1), (1, 2), (2, 2)}
+
+
+def test_lanes_do_not_wait_for_a_worker_that_dies_while_it_opens_its_device():
+    orchestrator = serving()
+    first, second = successors_that_open(orchestrator)
+    first.say(Opened())
+    orchestrator.exit(second)
+    assert lanes_of(first) == {(0, 1)}
+
+
+def test_a_worker_that_is_ready_waits_for_no_other_to_open_its_device():
+    orchestrator = serving()
+    first, second = successors_that_open(orchestrator)
+    first.say(Opened(), SlotsReported(slots=held_at_start(first.start)), Ready())
+    assert lanes_of(first) == {(0, 1)} and orchestrator.worker(0).routed == {1}
+    assert lanes_of(second) == set()
 
 
 def test_routes_follow_what_a_worker_reports_to_hold():

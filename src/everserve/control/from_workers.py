@@ -15,6 +15,7 @@ from everserve.wire.messages import (
     Hello,
     Leaving,
     LoadReported,
+    Opened,
     PaceReported,
     Ready,
     Report,
@@ -57,6 +58,10 @@ class FromWorkers:
             self._parts.gateway.tell(message.event)
         elif isinstance(message, Hello):
             self._connect(end)
+            if not message.opens_device:
+                self._parts.ends.open(end)
+        elif isinstance(message, Opened):
+            self._parts.ends.open(end)
         elif isinstance(message, Report):
             self._on_report(end, message)
         elif isinstance(message, SlotsReported):
@@ -86,7 +91,7 @@ class FromWorkers:
     def _connect(self, end: WorkerEnd) -> None:
         """The worker is alive and reads its channel."""
         self._parts.detector.watch(end)
-        self._parts.ends.connect(end)
+        end.has_said_hello = True
         self._parts.logs.introduce(end, but=end.report.logs if end.report is not None else ())
         self._parts.weights.introduce(end)
         self._parts.kv.introduce(end)
@@ -96,6 +101,7 @@ class FromWorkers:
         """A worker that was started before this orchestrator."""
         end.report = report
         self._connect(end)
+        self._parts.ends.open(end)
         self._queue.tell(events.SaidReport(end.rank, end.incarnation, report.epoch, report.is_leaving, report.slots))
         if report.is_ready:
             self._parts.ends.say_ready(end)

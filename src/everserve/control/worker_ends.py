@@ -2,10 +2,14 @@
 
 The states of a worker here:
 
-    started (its process exists) -> connected (sent Hello; lanes are being allocated)
+    started (its process exists) -> connected (sent Hello) -> open (its device can be used) -> has lanes (allocated)
         -> ready (sent Ready and has all its lanes) -> ... -> lost (fenced, until its process has ended) -> forgotten
 
 A worker that was started before this orchestrator sends Report instead of Hello, and may have lanes already.
+
+A new worker lets others open their devices before it gets its lanes: those that have begun to when its own is open, and
+no longer than until it is ready otherwise. Its peers map these lanes between two steps, in a few milliseconds. While a
+process begins to use a device, which takes a second, it may be a hundred: a driver does all that under one lock.
 """
 
 import functools
@@ -38,6 +42,9 @@ class WorkerEnd:
     control: Channel | None  # None after end of file
     report: Report | None = None
     has_said_hello: bool = False
+    is_open: bool = False
+    lets_open: set[WorkerId] = field(default_factory=set)  # workers that open their devices: it gets its lanes later
+    has_lanes: bool = False  # or they are being allocated
     waits_for: set[Memory] = field(default_factory=set)  # lanes that are still being allocated
     has_said_ready: bool = False
     is_ready: bool = False  # sent Ready, and has all its lanes
@@ -96,12 +103,28 @@ class WorkerEnds:
     def add(self, end: WorkerEnd) -> None:
         self._ends[end.id] = end
 
-    def connect(self, end: WorkerEnd) -> None:
-        """The worker is alive: allocate a lane to every connected peer of the other role, where there is none yet."""
-        end.has_said_hello = True
+    def open(self, end: WorkerEnd) -> None:
+        """The device of a connected worker can be used: it gets lanes, and so may those that let it open first."""
+        end.is_open = True
+        end.lets_open = {other.id for other in self if other.is_connected and not other.is_open}
+        self._give_lanes(end)
+        self._let_others_go_on(end)
+
+    def _let_others_go_on(self, end: WorkerEnd) -> None:
+        """This worker does not open its device any more."""
+        for other in self:
+            if end.id in other.lets_open:
+                other.lets_open.remove(end.id)
+                self._give_lanes(other)
+
+    def _give_lanes(self, end: WorkerEnd) -> None:
+        """Allocate a lane to every peer of the other role that has lanes, where there is none yet."""
+        if end.lets_open or end.has_lanes or not end.is_connected:
+            return
+        end.has_lanes = True
         for other in self:
             pair = _pair(end, other)
-            if pair is not None and other.is_connected:
+            if pair is not None and other.is_connected and other.has_lanes:
                 lane = self._needs.lane(self._goal(), pair[0].id, pair[1].id)
                 self._lanes[lane] = pair
                 if not _have_a_lane(end, other):
@@ -115,6 +138,8 @@ class WorkerEnds:
     def say_ready(self, end: WorkerEnd) -> None:
         """The worker sent Ready. It counts as ready when it also has its lanes."""
         end.has_said_ready = True
+        end.lets_open.clear()
+        self._give_lanes(end)
         self._maybe_ready(end)
 
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
@@ -128,6 +153,7 @@ class WorkerEnds:
         """This worker is lost: notify its peers, which no longer wait for lanes to it. If it has not answered since
         this orchestrator began, no lanes to it are known here: then its peers are those that have reported it."""
         lost.is_lost = True
+        self._let_others_go_on(lost)
         reported = {end for end in self if end.report is not None and lost.id in end.report.peers}
         for lane, pair in list(self._lanes.items()):
             if lost in pair:

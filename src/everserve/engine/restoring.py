@@ -4,7 +4,7 @@ All blocks at once, behind what the prefix cache had of it, up to the first toke
 at least one token stays pending, because its logits are needed. What comes back is in our own log too.
 
 A death leaves many streams, which are admitted one after the other. On a device, where a copy takes much less time than
-to ask for it, the next ones are brought together with the first.
+to ask for it, the next ones are brought together with the first; and while some are admitted, the next are copied.
 
 What came back can be found by other prompts when the stream has filled its next block: to hash all of it takes longer
 than to bring it. Only blocks that several of these streams had in common are found at once, so that they share them
@@ -14,8 +14,9 @@ Where the log is the memory that our own pool lies in (our predecessor's pool), 
 used where it lies. The words of its slots show whether it still holds these tokens.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -31,13 +32,13 @@ from everserve.kvlog.chains import marked_chains
 from everserve.kvlog.writer import Copy
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Brought:
     """A stream's first tokens, from the first one on, in blocks that no sequence has yet."""
 
     blocks: list[int]
     chains: NDArray[np.uint64]
-    num_right: int
+    num_right: int | None = None  # None: they are still being copied
 
 
 class Restorer:
@@ -58,19 +59,33 @@ class Restorer:
         self._journal = journal
         self._enable_prefix_caching = enable_prefix_caching
         self._clock = clock
-        self._ahead: dict[str, _Brought] = {}  # by stream: what was brought together with another one
+        self._ahead: dict[str, _Brought] = {}  # by stream: what is brought together with another one
+        self._coming: Generator[bool] | None = None  # copies these, and more of them
         self._num_users: Counter[tuple[int, int]] | None = None  # of blocks of logs: streams that wait in this step
 
     def forget(self) -> None:
         """The step restores nothing more."""
+        self._stop_coming()
         for brought in self._ahead.values():
             self._give_back(brought.blocks)
         self.abandon()
 
     def abandon(self) -> None:
         """The step never happened: all its blocks have been given back."""
+        self._stop_coming()
         self._ahead.clear()
         self._num_users = None
+
+    def num_ahead(self, sequence: Sequence) -> int:
+        """How many blocks have been taken for this stream already."""
+        brought = self._ahead.get(sequence.id)
+        return len(brought.blocks) if brought is not None else 0
+
+    def _stop_coming(self) -> None:
+        """Nothing is written into these blocks any more."""
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
 
     def restore(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence] = ()) -> int:
         """Bring back at most so many tokens (rounded up to whole blocks), as far as blocks last; returns how many.
@@ -86,9 +101,7 @@ class Restorer:
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
         if self._num_users is None:
             self._num_users = _count_users(chain([sequence], next_ones))
-        if sequence.id not in self._ahead and not first and self._journal.writer.is_on_device:
-            self._bring_ahead(chain([sequence], next_ones), max_tokens)
-        if (brought := self._ahead.pop(sequence.id, None)) is not None:
+        if (brought := self._take_ahead(sequence, max_tokens, next_ones)) is not None:
             reached = self._use_ahead(sequence, saved, brought, end)
         else:
             reached = self._bring(sequence, saved, end) if end > first else first
@@ -107,29 +120,52 @@ class Restorer:
         )
         return reached - first
 
-    def _bring_ahead(self, sequences: Iterable[Sequence], max_tokens: int) -> None:
-        """The first of these streams, while they have KV in other workers' logs and there is plenty of room."""
-        room = self._pool.num_free // 2
-        copies: dict[str, Copy] = {}
-        for sequence in sequences:
-            saved, tokens = sequence.saved, sequence.tokens
-            if saved is None or saved.log.closed or saved.is_own or sequence.id in self._ahead:
-                break
-            num_tokens = _num_useful(sequence, saved)
-            num_blocks = -(-num_tokens // self._pool.block_size)
-            if num_tokens > max_tokens or num_blocks > room:
-                break
-            max_tokens, room = max_tokens - num_tokens, room - num_blocks
-            blocks = self._pool.allocate_many(num_blocks)
-            sources, chains = saved.blocks[:num_blocks], marked_chains(tokens[:num_tokens], sequence.masked)
-            copies[sequence.id] = Copy(saved.log, sources, num_tokens, chains, blocks)
-        num_right = self._journal.writer.copy_in_many(list(copies.values()))
-        for (id, copy), num in zip(copies.items(), num_right, strict=True):
-            self._ahead[id] = _Brought(list(copy.blocks), copy.chains, num)
+    def _take_ahead(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence]) -> _Brought | None:
+        """What was brought of this stream together with an earlier one, or is brought now with later ones."""
+        if not self._wait_for(sequence) and not sequence.num_computed and self._journal.writer.is_on_device:
+            self._stop_coming()
+            self._coming = self._bring_ahead([sequence, *next_ones], max_tokens)
+            self._wait_for(sequence)
+        return self._ahead.pop(sequence.id, None)
+
+    def _wait_for(self, sequence: Sequence) -> bool:
+        """Until what is brought of this stream is there; False if nothing is."""
+        while (brought := self._ahead.get(sequence.id)) is None or brought.num_right is None:
+            if self._coming is None or not next(self._coming, False):
+                return False
+        return True
+
+    def _bring_ahead(self, sequences: Iterable[Sequence], max_tokens: int) -> Generator[bool]:
+        """The first of these streams, while they have KV in other workers' logs and there is room. Each time it goes on
+        one more of them is there: True."""
+        coming: deque[_Brought] = deque()
+
+        def copies() -> Iterator[Copy]:
+            left = max_tokens
+            for sequence in sequences:
+                saved = sequence.saved
+                if saved is None or saved.log.closed or saved.is_own or sequence.id in self._ahead:
+                    return
+                num_tokens = _num_useful(sequence, saved)
+                num_blocks = -(-num_tokens // self._pool.block_size)
+                left -= num_tokens
+                if left < 0 or num_blocks + len(self._ahead) >= self._pool.num_free:  # each may need one more
+                    return
+                blocks = self._pool.allocate_many(num_blocks)
+                chains = marked_chains(sequence.tokens[:num_tokens], sequence.masked)
+                self._ahead[sequence.id] = brought = _Brought(blocks, chains)
+                coming.append(brought)
+                yield Copy(saved.log, saved.blocks[:num_blocks], num_tokens, chains, blocks)
+
+        with closing(self._journal.writer.copy_in_many(copies())) as brought_in:
+            for num_right in brought_in:
+                coming.popleft().num_right = num_right
+                yield True
 
     def _use_ahead(self, sequence: Sequence, saved: Saved, brought: _Brought, end: int) -> int:
         """What was brought of this stream before it was asked for; returns up to which token all are right."""
         first, block_size = sequence.num_computed, self._pool.block_size
+        assert brought.num_right is not None
         reached = max(min(brought.num_right, end), first)
         used = slice(first // block_size, -(-reached // block_size))
         self._give_back(brought.blocks[used.stop :])

@@ -368,7 +368,8 @@ class Scheduler:
             cached = self._cached_blocks(sequence)
             if self._worth_waiting(sequence, len(cached), in_flight):
                 continue
-            num_needed = sequence.num_blocks_for(len(sequence.tokens)) - len(cached)
+            num_ahead = self._restorer.num_ahead(sequence) if self._restorer is not None else 0
+            num_needed = sequence.num_blocks_for(len(sequence.tokens)) - max(len(cached), num_ahead)
             num_free = self.pool.num_free - sum(self.pool.refs[block] == 0 for block in cached)
             if num_needed > num_free:
                 return

@@ -21,7 +21,7 @@ the time; nothing is done in Python for each stream then:
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from struct import Struct
 from typing import NamedTuple, Protocol
 
@@ -130,8 +130,9 @@ class Writer(Protocol):
         behind these in the pool's blocks is rubbish.
         """
 
-    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
-        """Several streams."""
+    def copy_in_many(self, copies: Iterable[Copy]) -> Generator[int]:
+        """Several streams: how many leading tokens of each are right, in this order. Some may be copied while the
+        caller looks at those before them. When it is closed, nothing is copied any more."""
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """`Log.count_intact` of our own log."""
@@ -290,8 +291,8 @@ class LogWriter:
         assert num_right >= 0, "a log is closed"
         return num_right
 
-    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
-        return [self.copy_in(*copy) for copy in copies]
+    def copy_in_many(self, copies: Iterable[Copy]) -> Generator[int]:
+        yield from (self.copy_in(*copy) for copy in copies)
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         return self.log.count_intact(blocks, num_tokens, chains)

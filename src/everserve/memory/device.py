@@ -457,11 +457,11 @@ class Region:
         return place in self._mapped
 
     def map(self, fd: int, place: int) -> int:
-        """Put this memory there; returns its address. The descriptor stays the caller's, and may be closed."""
-        assert place not in self._mapped, f"place {place} is taken"
+        """Put this memory there, instead of what is there; returns its address. The descriptor stays the caller's, and
+        may be closed."""
         handle = self._driver.import_handle(fd)
         try:
-            self._unmap_dummy(place)
+            self._clear(place)
             try:
                 self._driver.map_handle(self.address(place), self.place_bytes, handle)
             except CudaError:  # it is smaller or larger than a place
@@ -475,8 +475,8 @@ class Region:
 
     def unmap(self, place: int) -> None:
         """The dummy is there again."""
-        self._mapped.remove(place)
-        self._driver.unmap_handle(self.address(place), self.place_bytes)
+        assert place in self._mapped, place
+        self._clear(place)
         self._map_dummy(place)
 
     def close(self) -> None:
@@ -485,11 +485,7 @@ class Region:
             return
         self._is_open = False
         for place in range(self.num_places):
-            if place in self._mapped:
-                self._driver.unmap_handle(self.address(place), self.place_bytes)
-            else:
-                self._unmap_dummy(place)
-        self._mapped.clear()
+            self._clear(place)
         self._driver.free_addresses(self.base, self.num_places * self.place_bytes)
         for handle in {handle for _, handle in self._dummies}:
             self._driver.release_handle(handle)
@@ -499,7 +495,12 @@ class Region:
             self._driver.map_handle(address, num_bytes, handle)
         self._driver.allow(self.address(place), self.place_bytes)
 
-    def _unmap_dummy(self, place: int) -> None:
+    def _clear(self, place: int) -> None:
+        """Nothing is there any more."""
+        if place in self._mapped:
+            self._mapped.remove(place)
+            self._driver.unmap_handle(self.address(place), self.place_bytes)
+            return
         for address, num_bytes, _ in self._pieces(place):
             self._driver.unmap_handle(address, num_bytes)
 

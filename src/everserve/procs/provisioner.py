@@ -43,6 +43,8 @@ from everserve.wire.messages import (
 
 Send = Callable[..., None]  # (message, fds=()) -> None; does nothing if the receiver has ended
 
+_TOKENS_BUFFER_BYTES = 4 << 20  # the streams of a lost worker, which another one reads between two steps
+
 
 @dataclass
 class _Order:
@@ -281,7 +283,7 @@ class Workers:
         self._kept.clear()
 
     def _ask(self, start: StartWorker, memory: list[int], dropped: set[Memory]) -> None:
-        tokens = Channel.pair() if Role.ATTENTION in start.roles else None
+        tokens = Channel.pair(_TOKENS_BUFFER_BYTES) if Role.ATTENTION in start.roles else None
         order = _Order(start, memory, Channel.pair(), Channel.pair(), tokens, dropped)
         self._orders[WorkerId(start.rank, start.incarnation)] = order
         self.to_zygote(ForkWorker(start=start), fds=order.worker_fds)

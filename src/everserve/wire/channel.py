@@ -102,9 +102,14 @@ class Channel:
         self._eof = False
 
     @classmethod
-    def pair(cls) -> tuple[socket.socket, socket.socket]:
-        """Two connected unnamed sockets: nothing is left behind when both are closed."""
-        return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    def pair(cls, buffer_bytes: int | None = None) -> tuple[socket.socket, socket.socket]:
+        """Two connected unnamed sockets: nothing is left behind when both are closed. `buffer_bytes`: what each may
+        send before the other reads; less if the kernel does not allow it (net.core.wmem_max)."""
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        if buffer_bytes is not None:
+            for end in pair:
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
+        return pair
 
     @classmethod
     def of_fd(cls, fd: int) -> "Channel":

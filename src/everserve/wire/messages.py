@@ -6,8 +6,8 @@
     orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
                                    StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang,
                                    Fenced, Shutdown
-    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, Leaving,
-                                   Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
+    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Opened, Ready,
+                                   Leaving, Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
@@ -140,6 +140,12 @@ class GivenBack(Message, frozen=True):
 
 class Hello(Message, frozen=True):
     """Worker to orchestrator, first message: its pulse runs; from now on silence is a symptom."""
+
+    opens_device: bool = False  # it will say Opened
+
+
+class Opened(Message, frozen=True):
+    """Worker to orchestrator: its device can be used."""
 
 
 class PeerJoined(Message, frozen=True):
@@ -778,6 +784,7 @@ AnyMessage = (
     | Rejected
     | GivenBack
     | Hello
+    | Opened
     | PeerJoined
     | PeerLeft
     | RoutesChanged

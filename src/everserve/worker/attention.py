@@ -425,9 +425,10 @@ def receive_together(gateway: Channel) -> Iterator[AnyMessage]:
     """Every message that has arrived, and those that were announced with them: streams that the gateway sends together
     start in one step. ChannelClosed if the gateway is gone.
 
-    A socket buffer holds about fifty Submits, or ten long ones, and is read between two steps. If the streams of a lost
-    worker were taken as they arrive, each part would wait for a step of the part before, and the last ones longest.
-    That wait is needless: the gateway sends the rest within milliseconds after the buffer has room.
+    The socket is read between two steps, and where the kernel does not allow more its buffer holds no more than forty
+    Submits of 2,000 tokens. If the streams of a lost worker were taken as they arrive, each part would wait for a step
+    of the part before, and the last ones longest. That wait is needless: the gateway sends the rest within milliseconds
+    after the buffer has room.
     """
     until_s = time.monotonic() + _TOGETHER_S
     num_following = 0

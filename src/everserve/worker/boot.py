@@ -41,7 +41,7 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     warden = Warden(cell, start.detect_ms or _NO_DETECTION_MS)
     if start.detect_ms:
         warden.start()
-    control.send(Hello())
+    control.send(Hello(opens_device=start.settings.compute.device == "cuda"))
     events = EventLog(
         f"worker-{start.rank}", start.settings.event_log, lambda event: control.send(EventHappened(event=event))
     )
@@ -108,11 +108,10 @@ class Worker:
     def run_expert(self) -> None:
         """Run as an expert worker: owns expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
+        num_slots = self._start.slots.num_slots
         service, ops_name = self._backend.build_expert(self._around)
         self._offer_backup(service)
-        service.report_slots()
-        self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
-        service.run()
+        service.run(lambda: self._say_ready(ops_name, num_blocks=0, num_slots=num_slots))
 
     def _offer_backup(self, service: ExpertService) -> None:
         """Unless the backend has taken the backup already, to load from it."""
@@ -153,6 +152,8 @@ class Worker:
         )
 
     def _say_ready(self, ops_name: str, num_blocks: int, num_slots: int) -> None:
+        gc.collect()
+        gc.freeze()  # objects of the start-up stay for good; scanning them in every full collection stalls streams
         load_s = time.monotonic() - self._began_s
         self._events.append(
             WorkerBecameReady(
@@ -171,5 +172,3 @@ class Worker:
         roles = " and ".join(self._start.roles)
         what = f"{num_blocks} KV blocks" if num_blocks else f"{num_slots} expert slots per layer"
         log.info("ready as %s in %.2f s: %s ops, %s", roles, load_s, ops_name, what)
-        gc.collect()
-        gc.freeze()  # objects of the start-up stay for good; scanning them in every full collection stalls streams

@@ -212,10 +212,8 @@ class CudaPeers(Peers):
         torch.cuda.synchronize()
         owed = self._owed.pop(rank, None)
         self._num_stale += owed is not None and self.last_answer(rank) == owed
-        for region, fd in ((self._region, lane_fd), (self._bells, bell_fd)):
-            if region.is_mapped(rank):
-                region.unmap(rank)
-            region.map(fd, rank)
+        self._region.map(lane_fd, rank)
+        self._bells.map(bell_fd, rank)
         self.state.bell_E[rank] = self._bell_of[rank] = bell_at(self._bells.address(rank), incarnation)
         self.state.sent_E[rank] = 0
         self.state.present_E[rank] = 1

@@ -87,8 +87,6 @@ class CudaServer:
     def open(self, rank: Rank, lane_fd: int) -> None:
         """Serve this lane from now on. The descriptor stays the caller's."""
         self.drain()
-        if self._region.is_mapped(rank):
-            self._region.unmap(rank)
         self._region.map(lane_fd, rank)
         self._tell_pool(rank)
         self._state.taken_A[rank] = 0

@@ -6,7 +6,7 @@ host memory in the same pass (head_mirror.py). So a stream's next home takes blo
 tokens there, in all pools, each verified on arrival (head_fetcher.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -87,14 +87,16 @@ class HeadLogWriter(DeviceLogWriter):
         chains: NDArray[np.uint64],
         blocks: Sequence[int],
     ) -> int:
-        return self.copy_in_many([Copy(source, source_blocks, num_tokens, chains, blocks)])[0]
+        (num_right,) = self.copy_in_many([Copy(source, source_blocks, num_tokens, chains, blocks)])
+        return num_right
 
-    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
+    def copy_in_many(self, copies: Iterable[Copy]) -> Generator[int]:
         """Raises StepAbandoned if a worker is not there whose heads every step needs."""
+        copies = list(copies)
         try:
-            return self._kv.fetch_all(copies) if copies else []
+            yield from self._kv.fetch_all(copies) if copies else []
         except FetchFailed:
-            return [0] * len(copies)
+            yield from [0] * len(copies)
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """Also what is not right where it is, but elsewhere, is right then."""

@@ -1,8 +1,9 @@
 """CudaLogWriter: the owner's side of a log, with its pool on a device (device_writer.py says when what is written)."""
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +30,19 @@ class Mirror(Protocol):
     num_blocks: int  # so many of the first ones are within the device's reach. Only grows
 
 
+@dataclass
+class _Batch:
+    """Blocks of several streams, which are brought together."""
+
+    source: int  # the address of the blocks of their log
+    sources: list[int]
+    words: NDArray[np.uint64]
+    wanted: NDArray[np.uint64]
+    targets: list[int]
+    parts: list[slice]  # of the slots of all blocks: the tokens of each stream
+    is_right: NDArray[np.bool_] | None = None
+
+
 class CudaLogWriter(DeviceLogWriter):
     """`Writer` in kernels. Records are written as by any other writer.
 
@@ -46,6 +60,7 @@ class CudaLogWriter(DeviceLogWriter):
         self._mirror = mirror
         self._pool = pool_address
         self._words = words_address
+        self._running: _Batch | None = None  # is being brought
         shape = log.shape
         self._at_once = max(_TOKENS_AT_ONCE // shape.block_size, 1) * shape.block_size
         num_blocks = self._at_once // shape.block_size
@@ -121,40 +136,54 @@ class CudaLogWriter(DeviceLogWriter):
 
         return self._in_parts(num_tokens, at_once, bring)
 
-    def copy_in_many(self, copies: Sequence[Copy]) -> list[int]:
-        """As many at once as possible: to ask for it takes longer than to do it. Streams begin at whole blocks."""
-        num_right = [0] * len(copies)
-        for batch in self._batches(copies):
-            if len(batch) == 1:
-                num_right[batch[0]] = self.copy_in(*copies[batch[0]])
-            else:
-                for i, num in zip(batch, self._bring_together([copies[i] for i in batch]), strict=True):
-                    num_right[i] = num
-        return num_right
+    def copy_in_many(self, copies: Iterable[Copy]) -> Generator[int]:
+        """As many at once as possible: to ask for it takes longer than to do it. Streams begin at whole blocks.
 
-    def _batches(self, copies: Sequence[Copy]) -> list[list[int]]:
+        batch 0   prepare | copy                |
+        batch 1             prepare              | copy
+        caller                                     looks at batch 0
+        """
+        last: _Batch | None = None
+        try:
+            for batch in self._batches(copies):
+                if len(batch) == 1:  # it may be a large one, or out of a log that the device does not reach
+                    yield from self._num_right(last)
+                    yield self.copy_in(*batch[0])
+                    last = None
+                    continue
+                prepared = self._prepare(batch)
+                num_right = self._num_right(last)
+                self._begin_to_bring(prepared)
+                last = prepared
+                yield from num_right
+            yield from self._num_right(last)
+        finally:
+            self._side.wait()
+
+    def _batches(self, copies: Iterable[Copy]) -> Iterator[list[Copy]]:
         """Which of them go together: out of one log that the device reaches, as many as there is room for."""
-        batches: list[list[int]] = []
-        last: Log | None = None
+        batch: list[Copy] = []
         room = 0
-        for i, copy in enumerate(copies):
+        for copy in copies:
             num_tokens = -(-copy.num_tokens // self.log.shape.block_size) * self.log.shape.block_size
-            if copy.source is last and last.elsewhere is not None and num_tokens <= room:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-                last, room = copy.source, self._at_once
+            is_near = copy.source.elsewhere is not None and num_tokens <= self._at_once
+            if batch and (not is_near or copy.source is not batch[0].source or num_tokens > room):
+                yield batch
+                batch = []
+            if not batch:
+                room = self._at_once if is_near else 0
+            batch.append(copy)
             room -= num_tokens
-        return batches
+        if batch:
+            yield batch
 
-    def _bring_together(self, copies: Sequence[Copy]) -> list[int]:
+    def _prepare(self, copies: list[Copy]) -> _Batch:
         shape, source = self.log.shape, copies[0].source
         assert source.shape.has_blocks_like(shape), "blocks of another kind"
-        self._note_reach()
         sources: list[int] = []
         targets: list[int] = []
         wanted = np.zeros(self._at_once, np.uint64)
-        parts: list[slice] = []  # of the slots of all blocks: the tokens of each stream
+        parts: list[slice] = []
         for copy in copies:
             num_blocks, first = -(-copy.num_tokens // shape.block_size), len(sources) * shape.block_size
             parts.append(slice(first, first + copy.num_tokens))
@@ -166,11 +195,30 @@ class CudaLogWriter(DeviceLogWriter):
         words = source.words(sources, len(sources) * shape.block_size)
         for part in parts:
             words[part.stop : -(-part.stop // shape.block_size) * shape.block_size] = 0  # of other tokens, or none
-        is_right = self._bring_some(source.blocks_address, sources, words, wanted[: len(words)], targets)
-        return [num_leading(is_right[part]) for part in parts]
+        return _Batch(source.blocks_address, sources, words, wanted[: len(words)], targets, parts)
+
+    def _begin_to_bring(self, batch: _Batch) -> None:
+        self._note_reach()
+        self._launch(batch.source, batch.sources, batch.words, batch.wanted, batch.targets)
+        self._running = batch
+
+    def _num_right(self, batch: _Batch | None) -> list[int]:
+        """Of each stream, when all have been brought."""
+        if batch is None:
+            return []
+        self._settle()
+        assert batch.is_right is not None
+        return [num_leading(batch.is_right[part]) for part in batch.parts]
+
+    def _settle(self) -> None:
+        """What is staged for the device is not needed any more."""
+        self._side.wait()
+        if self._running is not None:
+            self._running.is_right = self._right_T.view[: len(self._running.wanted)] != 0
+            self._running = None
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
-        self._side.wait()
+        self._settle()
         if not self.pool_is_in_log:
             return super().count_intact(blocks, num_tokens, chains)
         chains = checked_chains(chains, num_tokens)
@@ -193,7 +241,7 @@ class CudaLogWriter(DeviceLogWriter):
 
     def _bounce_off(self, source: Log, blocks: Sequence[int]) -> None:
         """Host memory that this device does not reach (registered_prefix.py says why): through some that it does."""
-        self._side.wait()
+        self._settle()
         num_bytes = self.log.shape.block_bytes
 
         def copy(first: int) -> None:
@@ -213,8 +261,19 @@ class CudaLogWriter(DeviceLogWriter):
         blocks: Sequence[int],
     ) -> NDArray[np.bool_]:
         """Which of these tokens are right. A valid word is never 0: a 0 means that no token was logged there."""
+        self._launch(source, source_blocks, words, chains, blocks)
+        return self._are_right(len(chains))
+
+    def _launch(
+        self,
+        source: int,
+        source_blocks: Sequence[int],
+        words: NDArray[np.uint64],
+        chains: NDArray[np.uint64],
+        blocks: Sequence[int],
+    ) -> None:
         mirror = self.log.blocks_address if self._mirror is not None else 0
-        self._side.wait()
+        self._settle()
         self._sources_B.view[: len(source_blocks)] = source_blocks
         self._stage(blocks, words, chains)
         self._side.run(
@@ -224,10 +283,9 @@ class CudaLogWriter(DeviceLogWriter):
                 self._right_T.address,
             )
         )  # fmt: skip
-        return self._are_right(len(chains))
 
     def _check_some(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> int:
-        self._side.wait()
+        self._settle()
         self._stage(blocks, words, chains)
         self._side.run(
             lambda: kernels.check(
