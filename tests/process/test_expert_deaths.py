@@ -9,7 +9,6 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -31,6 +30,8 @@ from everserve.wire.messages import (
     ExpertReport,
     Fenced,
     FillSlots,
+    LanesOpen,
+    LanesSent,
     PeerJoined,
     PeerLeft,
     Ready,
@@ -64,7 +65,7 @@ class ExpertProcess:
         self.control = Channel(ours)
         joined = PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=(Role.ATTENTION,))
         self.tell(joined, [attention_cell_fd, self.lane_fd])
-        self.hear(Ready)  # its warden pulses from now on
+        assert isinstance(self.control.receive(timeout_s=60), Ready), "its warden pulses from now on"
 
     def tell(self, message, fds=()) -> None:
         self.control.send(message, fds)
@@ -96,7 +97,8 @@ class ExpertProcess:
             lifeline, self.other_end = Channel.pair()
             end, events = ControlEnd(control, Channel(lifeline)), EventLog("expert", None)
             loop = ExpertLoop(_start(self.rank), experts, slots, self.cell, warden, end, LeaveRequest(), events)
-            loop.run(lambda: control.send(Ready()))
+            control.send(Ready())
+            loop.run()
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -227,33 +229,11 @@ def test_shutdown_waits_for_those_who_still_need_it(attention):
         assert process.wait() == 0
 
 
-def test_lanes_that_came_while_it_loaded_are_open_before_it_is_ready():
-    """The next step of every attention worker asks a worker that is ready."""
-    cell, _ = new_cell()
-    customer, customer_fd = new_cell()
-    ours, theirs = Channel.pair()
-    orchestrator, noted = Channel(ours), []
-    joined = PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=(Role.ATTENTION,))
-    orchestrator.send(joined, [customer_fd, new_memory(SHAPE.lane_bytes())])
-
-    class Noted(ExpertLoop):
-        def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
-            super()._open(rank, cell, lane_fd)
-            noted.append("lane")
-
-    def say_ready() -> None:
-        noted.append("ready")
-        orchestrator.send(Fenced(reason="test"))
-
-    experts = RandomExperts(native.NativeOps(num_threads=1), EVERYTHING)
-    lifeline, _other_end = Channel.pair()
-    end, leave = ControlEnd(Channel(theirs), Channel(lifeline)), SimpleNamespace(was_asked=False)
-    slots = MappedSlots(experts, check_source=lambda: None)
-    warden = Warden(cell, DETECT_MS)
-    Noted(_start(Rank(1)), experts, slots, cell, warden, end, leave, EventLog("expert", None)).run(say_ready)
-    assert noted == ["lane", "ready"]
-    assert isinstance(orchestrator.receive(timeout_s=60), SlotsReported), "what it holds is known before it is ready"
-    customer.close()
+def test_an_expert_worker_says_when_its_lanes_are_open(attention):
+    for process in attention.processes:
+        process.tell(LanesSent())
+        process.hear(LanesOpen)
+    attention.check()
 
 
 def test_an_expert_worker_reports_what_it_did(attention):

@@ -28,6 +28,8 @@ from everserve.wire.messages import (
     GatewayReport,
     Hello,
     KeepGoal,
+    LanesOpen,
+    LanesSent,
     Provision,
     Ready,
     Release,
@@ -79,6 +81,7 @@ class ToyWorker:
     got: list[AnyMessage] = field(default_factory=list)
     num_done: int = 0  # of the slots that this orchestrator has told it
     dropped: tuple[Memory, ...] = ()  # of its memory, as the supervisor knows
+    opens_lanes: bool = True  # as soon as it has them
 
     def __post_init__(self) -> None:
         self.slots = held_at_start(self.start) if self.start.slots is not None else None
@@ -232,6 +235,8 @@ class ToyOrchestrator:
                 worker.got.append(message)
                 for fd in fds.take():
                     os.close(fd)
+                if isinstance(message, LanesSent) and worker.opens_lanes:
+                    worker.control.send(LanesOpen())
             num_messages += len(frames)
         return num_messages
 

@@ -31,6 +31,8 @@ from everserve.wire.messages import (
     Hello,
     InjectFault,
     KeepGoal,
+    LanesOpen,
+    LanesSent,
     Leave,
     Leaving,
     LogJoined,
@@ -38,7 +40,6 @@ from everserve.wire.messages import (
     LogSettled,
     LoseDevice,
     MemoryKept,
-    Opened,
     PeerJoined,
     PeerLeft,
     Provision,
@@ -88,58 +89,37 @@ def test_the_goal_is_kept_before_anything_is_done_about_it():
 def test_a_worker_gets_a_lane_to_each_peer_and_is_ready_when_it_has_them():
     orchestrator = ToyOrchestrator(start_of())
     attention, first, second = (orchestrator.worker(rank) for rank in range(3))
-    attention.say(Hello())
+    attention.come_up()
     assert attention.heard(PeerJoined) == []
     first.come_up()
     assert [peer.rank for peer in attention.heard(PeerJoined)] == [1]
     assert [peer.rank for peer in first.heard(PeerJoined)] == [0]
     assert attention.routed == {1}
+    second.say(Hello())
+    assert second.heard(PeerJoined) == [], "its peers map a lane to it when it has loaded"
+    second.opens_lanes = False
     second.come_up()
-    assert attention.routed == {1, 2}
-    assert not orchestrator.said(Ready)
-    attention.say(Ready())
-    assert len(orchestrator.said(Ready)) == 1
+    assert [peer.rank for peer in second.heard(PeerJoined)] == [0]
+    assert attention.routed == {1} and not orchestrator.said(Ready), "it cannot answer yet"
+    second.say(LanesOpen())
+    assert attention.routed == {1, 2} and len(orchestrator.said(Ready)) == 1
     assert latest(orchestrator).conditions.violations == ()
 
 
-def lanes_of(worker: ToyWorker) -> set[tuple[int, int]]:
-    return {(peer.rank, peer.incarnation) for peer in worker.heard(PeerJoined)}
-
-
-def successors_that_open(orchestrator: ToyOrchestrator) -> tuple[ToyWorker, ToyWorker]:
-    """Both expert workers have died, and their successors begin to use a device."""
-    for rank in (1, 2):
-        orchestrator.exit(orchestrator.worker(rank))
-    successors = orchestrator.worker(1, 2), orchestrator.worker(2, 2)
-    for successor in successors:
-        successor.say(Hello(opens_device=True))
-    return successors
-
-
-def test_lanes_are_handed_out_when_no_worker_opens_its_device():
-    orchestrator = serving()
-    first, second = successors_that_open(orchestrator)
-    first.say(Opened())
-    assert lanes_of(first) == set() and lanes_of(orchestrator.worker(0)) == {(1, 1), (2, 1)}
-    second.say(Opened())
-    assert lanes_of(first) == lanes_of(second) == {(0, 1)}
-    assert lanes_of(orchestrator.worker(0)) == {(1, 1), (2, 1), (1, 2), (2, 2)}
-
-
-def test_lanes_do_not_wait_for_a_worker_that_dies_while_it_opens_its_device():
-    orchestrator = serving()
-    first, second = successors_that_open(orchestrator)
-    first.say(Opened())
-    orchestrator.exit(second)
-    assert lanes_of(first) == {(0, 1)}
-
-
-def test_a_worker_that_is_ready_waits_for_no_other_to_open_its_device():
-    orchestrator = serving()
-    first, second = successors_that_open(orchestrator)
-    first.say(Opened(), SlotsReported(slots=held_at_start(first.start)), Ready())
-    assert lanes_of(first) == {(0, 1)} and orchestrator.worker(0).routed == {1}
-    assert lanes_of(second) == set()
+def test_lanes_do_not_wait_for_a_peer_that_dies_meanwhile():
+    orchestrator = ToyOrchestrator(start_of(num_attention=2, num_expert=1))
+    first, second, expert = (orchestrator.worker(rank) for rank in range(3))
+    first.come_up()
+    second.come_up()
+    assert orchestrator.anchor is not None
+    orchestrator._read_anchor = lambda: 0  # nothing is allocated
+    expert.come_up()
+    orchestrator.exit(first)
+    assert expert.heard(LanesSent) == []
+    del orchestrator._read_anchor
+    orchestrator.settle()
+    assert [peer.rank for peer in expert.heard(PeerJoined)] == [1] and len(expert.heard(LanesSent)) == 1
+    assert second.routed == {2}
 
 
 def test_routes_follow_what_a_worker_reports_to_hold():
@@ -204,7 +184,7 @@ def test_memory_that_cannot_be_had_ends_a_start():
     orchestrator = ToyOrchestrator(start_of())
     orchestrator.refused = {Kind.LANE}
     for rank in (0, 1):
-        orchestrator.worker(rank).say(Hello())
+        orchestrator.worker(rank).come_up()
     (failed,) = orchestrator.said(Failed)
     assert failed.user_error and "out of memory" in failed.reason
     assert orchestrator.host.is_over

@@ -13,9 +13,9 @@ from everserve.wire.messages import (
     ExpertReport,
     Failed,
     Hello,
+    LanesOpen,
     Leaving,
     LoadReported,
-    Opened,
     PaceReported,
     Ready,
     Report,
@@ -58,16 +58,14 @@ class FromWorkers:
             self._parts.gateway.tell(message.event)
         elif isinstance(message, Hello):
             self._connect(end)
-            if not message.opens_device:
-                self._parts.ends.open(end)
-        elif isinstance(message, Opened):
-            self._parts.ends.open(end)
         elif isinstance(message, Report):
             self._on_report(end, message)
         elif isinstance(message, SlotsReported):
             tell(events.SaidHolds(rank, incarnation, message.slots, tuple(message.failed), message.num_done))
             self._parts.records.note_moves(rank, message)
         elif isinstance(message, Ready):
+            self._parts.ends.give_lanes(end)
+        elif isinstance(message, LanesOpen):
             self._parts.ends.say_ready(end)
         elif isinstance(message, RoutesUsed):
             tell(events.SaidUses(rank, incarnation, message.epoch))
@@ -101,10 +99,9 @@ class FromWorkers:
         """A worker that was started before this orchestrator."""
         end.report = report
         self._connect(end)
-        self._parts.ends.open(end)
         self._queue.tell(events.SaidReport(end.rank, end.incarnation, report.epoch, report.is_leaving, report.slots))
         if report.is_ready:
-            self._parts.ends.say_ready(end)
+            self._parts.ends.give_lanes(end)
         if not self._queue.is_recovering:
             self._parts.ends.dismiss_unknown_peers(end)
             send_routes([end], self._parts.machine.tables())

@@ -2,14 +2,14 @@
 
 The states of a worker here:
 
-    started (its process exists) -> connected (sent Hello) -> open (its device can be used) -> has lanes (allocated)
-        -> ready (sent Ready and has all its lanes) -> ... -> lost (fenced, until its process has ended) -> forgotten
+    started (its process exists) -> connected (sent Hello) -> loaded (sent Ready; its lanes are being allocated)
+        -> ready (has opened all of them) -> ... -> lost (fenced, until its process has ended) -> forgotten
 
 A worker that was started before this orchestrator sends Report instead of Hello, and may have lanes already.
 
-A new worker lets others open their devices before it gets its lanes: those that have begun to when its own is open, and
-no longer than until it is ready otherwise. Its peers map these lanes between two steps, in a few milliseconds. While a
-process begins to use a device, which takes a second, it may be a hundred: a driver does all that under one lock.
+On a device all processes map memory under one lock of the driver, and to begin to use a device takes that lock for a
+large part of a second. So lanes are handed out late: a worker's peers, whose streams wait while they map one, do so
+when it has loaded. And it counts as ready when its own are open: the next step of all its peers needs it.
 """
 
 import functools
@@ -26,7 +26,7 @@ from everserve.tables.goal import Goal
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.memory import Kind, Memory
 from everserve.wire.channel import Channel
-from everserve.wire.messages import AnyMessage, PeerJoined, PeerLeft, Report, RoutesChanged
+from everserve.wire.messages import AnyMessage, LanesSent, PeerJoined, PeerLeft, Report, RoutesChanged
 
 
 @dataclass(eq=False)
@@ -42,12 +42,10 @@ class WorkerEnd:
     control: Channel | None  # None after end of file
     report: Report | None = None
     has_said_hello: bool = False
-    is_open: bool = False
-    lets_open: set[WorkerId] = field(default_factory=set)  # workers that open their devices: it gets its lanes later
-    has_lanes: bool = False  # or they are being allocated
+    has_lanes: bool = False  # it has loaded, and they are allocated or will be
     waits_for: set[Memory] = field(default_factory=set)  # lanes that are still being allocated
-    has_said_ready: bool = False
-    is_ready: bool = False  # sent Ready, and has all its lanes
+    were_lanes_sent: bool = False
+    is_ready: bool = False
     is_lost: bool = False
 
     @property
@@ -103,24 +101,8 @@ class WorkerEnds:
     def add(self, end: WorkerEnd) -> None:
         self._ends[end.id] = end
 
-    def open(self, end: WorkerEnd) -> None:
-        """The device of a connected worker can be used: it gets lanes, and so may those that let it open first."""
-        end.is_open = True
-        end.lets_open = {other.id for other in self if other.is_connected and not other.is_open}
-        self._give_lanes(end)
-        self._let_others_go_on(end)
-
-    def _let_others_go_on(self, end: WorkerEnd) -> None:
-        """This worker does not open its device any more."""
-        for other in self:
-            if end.id in other.lets_open:
-                other.lets_open.remove(end.id)
-                self._give_lanes(other)
-
-    def _give_lanes(self, end: WorkerEnd) -> None:
-        """Allocate a lane to every peer of the other role that has lanes, where there is none yet."""
-        if end.lets_open or end.has_lanes or not end.is_connected:
-            return
+    def give_lanes(self, end: WorkerEnd) -> None:
+        """The worker has loaded: allocate a lane to every peer of the other role that has, where there is none yet."""
         end.has_lanes = True
         for other in self:
             pair = _pair(end, other)
@@ -134,13 +116,13 @@ class WorkerEnds:
                         then=functools.partial(self._hand_out, lane, end),
                         otherwise=functools.partial(self._lack_lane, end),
                     )
+        self._see_lanes(end)
 
     def say_ready(self, end: WorkerEnd) -> None:
-        """The worker sent Ready. It counts as ready when it also has its lanes."""
-        end.has_said_ready = True
-        end.lets_open.clear()
-        self._give_lanes(end)
-        self._maybe_ready(end)
+        """It has opened its lanes, or had them before this orchestrator began."""
+        if not end.is_ready:
+            end.is_ready = True
+            self._tell(events.SaidReady(end.rank, end.incarnation))
 
     def dismiss_unknown_peers(self, end: WorkerEnd) -> None:
         """Remove peers that ended while there was no orchestrator to announce it."""
@@ -153,7 +135,6 @@ class WorkerEnds:
         """This worker is lost: notify its peers, which no longer wait for lanes to it. If it has not answered since
         this orchestrator began, no lanes to it are known here: then its peers are those that have reported it."""
         lost.is_lost = True
-        self._let_others_go_on(lost)
         reported = {end for end in self if end.report is not None and lost.id in end.report.peers}
         for lane, pair in list(self._lanes.items()):
             if lost in pair:
@@ -163,7 +144,7 @@ class WorkerEnds:
                 peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
                 reported.discard(peer)
                 peer.waits_for.discard(lane)
-                self._maybe_ready(peer)
+                self._see_lanes(peer)
         for peer in reported:
             peer.send(PeerLeft(rank=lost.rank, incarnation=lost.incarnation))
 
@@ -184,18 +165,22 @@ class WorkerEnds:
             )
             end.send(joined, fds=fds)
         newer.waits_for.discard(lane)
-        self._maybe_ready(newer)
+        self._see_lanes(newer)
 
     def _lack_lane(self, end: WorkerEnd, reason: str) -> None:
         """Reported as a failure of the worker: while the instance starts, it ends with this line; later, the worker is
         replaced."""
         self._tell(events.SaidFailed(end.rank, end.incarnation, lack(end.rank, Kind.LANE, reason), user_error=True))
 
-    def _maybe_ready(self, end: WorkerEnd) -> None:
-        """A worker is ready for its peers when it has sent Ready and all its lanes are allocated."""
-        if end.has_said_ready and not end.is_ready and not end.waits_for:
-            end.is_ready = True
-            self._tell(events.SaidReady(end.rank, end.incarnation))
+    def _see_lanes(self, end: WorkerEnd) -> None:
+        """If all its lanes have been sent, it opens them and says so. A worker that reports to a new orchestrator was
+        ready before, if it had lanes at all."""
+        if end.has_lanes and not end.waits_for and not end.were_lanes_sent:
+            end.were_lanes_sent = True
+            if end.report is not None:
+                self.say_ready(end)
+            else:
+                end.send(LanesSent())
 
 
 def send_routes(ends: Iterable[WorkerEnd], tables: Publish) -> None:

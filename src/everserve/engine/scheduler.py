@@ -387,11 +387,17 @@ class Scheduler:
         self.running.append(sequence)
         self.started.append(sequence)
         self._undo.record(self.running.pop)
-        self._undo.assign(sequence, status=Status.RUNNING, num_computed=len(cached) * self.pool.block_size)
-        self._undo.assign(sequence, num_restored=0, restoring_s=0.0, last_step=self._num_steps)
-        self._undo.assign(sequence, num_published=len(cached))
-        if sequence.num_output == 0:
-            self._undo.assign(sequence, num_cached=sequence.num_computed)
+        num_computed = len(cached) * self.pool.block_size
+        self._undo.assign(
+            sequence,
+            status=Status.RUNNING,
+            num_computed=num_computed,
+            num_published=len(cached),
+            num_cached=num_computed if sequence.num_output == 0 else sequence.num_cached,
+            num_restored=0,
+            restoring_s=0.0,
+            last_step=self._num_steps,
+        )
         self._undo.record(sequence.blocks.clear)
         for block in cached:
             self.pool.share(block)

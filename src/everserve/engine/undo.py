@@ -22,9 +22,8 @@ class UndoLog:
 
     def assign(self, owner: object, **values: object) -> None:
         """Set attributes, remembering what they were."""
-        for name, value in values.items():
-            self.record(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, value)
+        self._entries.append((_set_all, (owner, {name: getattr(owner, name) for name in values})))
+        _set_all(owner, values)
 
     def commit(self) -> None:
         """The step happened."""
@@ -38,3 +37,8 @@ class UndoLog:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+def _set_all(owner: object, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(owner, name, value)

@@ -3,10 +3,10 @@
     gateway -> attention worker    Submit, Cancel, PrefillsPending
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, RoutesChanged, LogJoined, LogLeft, FillSlots, ClearSlots,
-                                   StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped, Leave, Hang,
-                                   Fenced, Shutdown
-    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Opened, Ready,
+    orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, LogJoined, LogLeft, FillSlots,
+                                   ClearSlots, StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped,
+                                   Leave, Hang, Fenced, Shutdown
+    worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, LanesOpen,
                                    Leaving, Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
 
@@ -141,12 +141,6 @@ class GivenBack(Message, frozen=True):
 class Hello(Message, frozen=True):
     """Worker to orchestrator, first message: its pulse runs; from now on silence is a symptom."""
 
-    opens_device: bool = False  # it will say Opened
-
-
-class Opened(Message, frozen=True):
-    """Worker to orchestrator: its device can be used."""
-
 
 class PeerJoined(Message, frozen=True):
     """Orchestrator to worker: there is a peer of the other role. + fds: its cell, the lane between the two, and its
@@ -156,6 +150,14 @@ class PeerJoined(Message, frozen=True):
     incarnation: Incarnation
     roles: tuple[Role, ...]
     has_bell: bool = False
+
+
+class LanesSent(Message, frozen=True):
+    """Orchestrator to worker that has started: there is a lane to each of its peers."""
+
+
+class LanesOpen(Message, frozen=True):
+    """Worker to orchestrator: all these can be used. Its peers rely on it from now on."""
 
 
 class PeerLeft(Message, frozen=True):
@@ -784,8 +786,9 @@ AnyMessage = (
     | Rejected
     | GivenBack
     | Hello
-    | Opened
     | PeerJoined
+    | LanesSent
+    | LanesOpen
     | PeerLeft
     | RoutesChanged
     | LogJoined

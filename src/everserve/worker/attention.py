@@ -44,6 +44,8 @@ from everserve.wire.messages import (
     GivenBack,
     KvJoined,
     KvLeft,
+    LanesOpen,
+    LanesSent,
     Leave,
     Leaving,
     LogJoined,
@@ -255,6 +257,8 @@ class AttentionLoop:
             raise _WasFenced(message.reason)
         elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged):
             self._change_peers(self._seam.peers, message, fds)
+        elif isinstance(message, LanesSent):
+            self._control.send(LanesOpen())
         else:
             log.warning("dropped a %s: not for an attention worker", type(message).__name__)
 

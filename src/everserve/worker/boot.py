@@ -41,7 +41,7 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     warden = Warden(cell, start.detect_ms or _NO_DETECTION_MS)
     if start.detect_ms:
         warden.start()
-    control.send(Hello(opens_device=start.settings.compute.device == "cuda"))
+    control.send(Hello())
     events = EventLog(
         f"worker-{start.rank}", start.settings.event_log, lambda event: control.send(EventHappened(event=event))
     )
@@ -108,10 +108,11 @@ class Worker:
     def run_expert(self) -> None:
         """Run as an expert worker: owns expert slots."""
         assert self._start.slots is not None, "an expert worker is told its slots"
-        num_slots = self._start.slots.num_slots
         service, ops_name = self._backend.build_expert(self._around)
         self._offer_backup(service)
-        service.run(lambda: self._say_ready(ops_name, num_blocks=0, num_slots=num_slots))
+        service.report_slots()
+        self._say_ready(ops_name, num_blocks=0, num_slots=self._start.slots.num_slots)
+        service.run()
 
     def _offer_backup(self, service: ExpertService) -> None:
         """Unless the backend has taken the backup already, to load from it."""

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
@@ -29,6 +28,8 @@ from everserve.wire.messages import (
     KvGrouped,
     KvJoined,
     KvLeft,
+    LanesOpen,
+    LanesSent,
     Leave,
     Leaving,
     PeerJoined,
@@ -97,6 +98,7 @@ class ExpertService(ABC):
         self._stop_at: float | None = None
         self._leave_at: float | None = None  # set while leaving
         self._asked_s = 0.0  # time of the last request; updated while leaving
+        control.make_report = self._make_report
 
     # -- implemented by backends -----------------------------------------------------------------
 
@@ -151,12 +153,15 @@ class ExpertService(ABC):
     def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:  # noqa: B027 (likewise)
         """The parity kept here is that of these heads, by home and group."""
 
+    def report_slots(self) -> None:
+        """Report what all slots hold; sent before Ready."""
+        self._control.send(SlotsReported(slots=self.slots.held))
+
     # -- the loop --------------------------------------------------------------------------------
 
-    def run(self, say_ready: Callable[[], None]) -> None:
+    def run(self) -> None:
         """Serve until fenced; or until told to stop or to leave, and no attention worker needs this worker."""
         try:
-            self._begin(say_ready)
             while not self._is_over():
                 self._lease.renew()
                 self._wait()
@@ -169,14 +174,6 @@ class ExpertService(ABC):
                 self._work()
         except _WasFenced as fenced:
             self._report_fenced(str(fenced))
-
-    def _begin(self, say_ready: Callable[[], None]) -> None:
-        """Lanes were handed out while this worker loaded. They are open before it is ready: the next step of every
-        attention worker asks it, and would wait for all of them to be mapped."""
-        self._control.read(self._handle)
-        self._control.send(SlotsReported(slots=self.slots.held))
-        say_ready()
-        self._control.make_report = self._make_report
 
     def _is_over(self) -> bool:
         if self._control.is_cut:
@@ -228,6 +225,8 @@ class ExpertService(ABC):
             self._join(message, fds)
         elif isinstance(message, PeerLeft):
             self._leave(message.rank, message.incarnation)
+        elif isinstance(message, LanesSent):
+            self._control.send(LanesOpen())
         elif isinstance(message, FillSlots | ClearSlots):
             self._changes.add(message)
         elif isinstance(message, StopChanges):

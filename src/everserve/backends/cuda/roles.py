@@ -33,7 +33,6 @@ from everserve.engine.engine import Engine
 from everserve.engine.warm_up import warm_up
 from everserve.tables.ids import Role
 from everserve.tables.memory import Kind
-from everserve.wire.messages import Opened
 from everserve.worker.expert_service import ExpertService
 from everserve.worker.parts import AttentionParts, Seam, Surroundings
 
@@ -111,7 +110,6 @@ def _make_fetcher(device: Device, around: Surroundings) -> HeadFetcher:
 
 def _open(around: Surroundings) -> Device:
     device = open_device(around.start, around.loading)
-    around.control.send(Opened())
     around.control.leave_behind()  # a worker that dies before it is ready has queued work too
     return device
 
