@@ -6,15 +6,19 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from everserve.config.compute import ComputeConfig
 from everserve.engine.engine import StepResult
 from everserve.engine.step_times import StepTimes
 from everserve.errors import StepAbandoned
+from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.tables.outputs import EngineStats
+from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
 from everserve.wire.channel import Channel
 from everserve.wire.events import EventLog
-from everserve.wire.messages import AnyMessage, RoutesUsed
+from everserve.wire.messages import AnyMessage, RoutesUsed, StepOutput, Submit
 from everserve.worker import attention
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd
@@ -58,7 +62,7 @@ class _Peers:
 
     def __init__(self) -> None:
         self.epoch, self.mask_id, self.masked = 3, 0, b""
-        self.num_rings = 0
+        self.num_rings = self.num_stale = 0
 
     def take_answer_times(self) -> list[Any]:
         return []
@@ -123,7 +127,48 @@ def test_routes_are_acknowledged_when_no_step_is_on_its_way():
     assert engine.began_under == [0, 0, 0, 1, 1], "the third step was on its way when the routes came"
 
 
-def run(engine: _Engine, peers: Any) -> list[AnyMessage]:
+class _TakingOver(_Engine):
+    """When its first step has ended, a stream comes that another worker has run."""
+
+    def __init__(self, source: WorkerId | None) -> None:
+        super().__init__([])
+        self.gateway, self.worker_end = map(Channel, Channel.pair())
+        self._source = source
+        self._num_steps = 0
+        self.got: list[list[AnyMessage]] = []  # by the gateway, when each step began
+
+    def step(self, meanwhile: Callable[[], None], may_go_ahead: bool, is_quiet: Callable[[], bool]) -> Any:
+        self.got.append(self.gateway.receive_all())
+        self._num_steps += 1
+        if self._num_steps == 3:
+            raise _Over
+        meanwhile()
+        if self._num_steps == 1:
+            spec = RequestSpec(id="moved", prompt=as_tokens([1, 2]), params=SamplingParams(max_tokens=3))
+            self.gateway.send(Submit(spec=spec, source=self._source))
+        return StepResult([], [], [], [])
+
+    def add(self, spec: RequestSpec, saved: Any) -> None:
+        assert spec.id == "moved" and saved == self._source
+
+    def log_step(self) -> None: ...
+
+    def stats(self) -> EngineStats:
+        required = [field.name for field in msgspec.structs.fields(EngineStats) if field.required]
+        return EngineStats(**dict.fromkeys(required, 0))
+
+
+@pytest.mark.parametrize("source", [None, WorkerId(Rank(1), Incarnation(1))], ids=["new", "moved"])
+def test_tokens_do_not_wait_until_the_kv_of_other_streams_was_brought(source):
+    """They are sent while the next step computes, or before it, if that brings back streams of a lost worker."""
+    engine = _TakingOver(source)
+    run(engine, _Peers(), engine.worker_end)
+    assert [[type(message) for message in messages] for messages in engine.got] == (
+        [[], [], [StepOutput]] if source is None else [[], [StepOutput], [StepOutput]]
+    )
+
+
+def run(engine: _Engine, peers: Any, gateway: Channel | None = None) -> list[AnyMessage]:
     """Until the test has seen enough: what the orchestrator gets."""
     orchestrator, control, _lifeline, our_lifeline, _gateway, our_gateway = (
         Channel(end) for _ in range(3) for end in Channel.pair()
@@ -135,8 +180,9 @@ def run(engine: _Engine, peers: Any) -> list[AnyMessage]:
         warden=SimpleNamespace(renew=lambda seconds: None),
         events=EventLog("worker-0", None),
     )
-    logs = SimpleNamespace(sweep=lambda engine: None)
-    parts = SimpleNamespace(engine=engine, seam=SimpleNamespace(peers=peers), logs=logs, sends_late=True, kv=None)
+    logs = SimpleNamespace(sweep=lambda engine: None, find=lambda spec, source: source)
+    seam = SimpleNamespace(peers=peers, experts=SimpleNamespace(num_replayed_rows=0))
+    parts = SimpleNamespace(engine=engine, seam=seam, logs=logs, sends_late=True, kv=None)
     with pytest.raises(_Over):
-        AttentionLoop(around, parts, our_gateway).run()
+        AttentionLoop(around, parts, gateway or our_gateway).run()
     return [*orchestrator.receive_all()]

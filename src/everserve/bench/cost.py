@@ -46,12 +46,13 @@ class Settings:
     shape: str = BUNDLED
     num_layers: int | None = None
     spares: int | None = None
+    kv_log: str | None = None  # None, here and below: as the server does by itself
 
     @property
     def max_tokens(self) -> int:
         return max(self.tokens) + max(_FEWEST_AFTER, max(self.tokens) // 4)
 
-    def flags(self, served: Subject, kv_log: str) -> tuple[str, ...]:
+    def flags(self, served: Subject, kv_log: str | None) -> tuple[str, ...]:
         return flags_for(
             served,
             num_attention=self.num_attention,
@@ -115,7 +116,7 @@ class _Bench:
         with Progress() as progress:
             progress.begin("cost", total=1 + len(RECOVERIES) * settings.rounds * len(settings.tokens))
             for recovery in (LOG, REPREFILL, RESTART):
-                flags = settings.flags(self._served, "mirror" if recovery != REPREFILL else "off")
+                flags = settings.flags(self._served, settings.kv_log if recovery != REPREFILL else "off")
                 began_s = time.perf_counter()
                 with contextlib.closing(Instance(self._served.model, flags)) as instance:
                     if recovery == LOG:

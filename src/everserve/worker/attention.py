@@ -290,6 +290,8 @@ class AttentionLoop:
 
     def _step(self) -> None:
         self._was_busy = True
+        if self._sources:  # their KV is brought first, for which the tokens of other streams do not wait
+            self._do_late()
         try:
             result = self._engine.step(self._do_late, not self._has_new_routes, self._is_quiet)
         except StepAbandoned as abandoned:

@@ -8,6 +8,7 @@ from everserve.cli.bench.app import bench_app
 from everserve.cli.bench.options import (
     AnyExpertWorkers,
     AttentionWorkers,
+    KvLog,
     Layers,
     Out,
     Prompt,
@@ -72,6 +73,7 @@ def cost(
     rounds: Annotated[int, typer.Option(help="Kills of each kind at each token.", min=1)] = 3,
     shape: Shape = "bundled",
     layers: Layers = None,
+    kv_log: KvLog = None,
     out: Out = None,
 ) -> None:
     """What a death costs, by the token at which it strikes: predicted from measured constants, and measured; for a
@@ -88,5 +90,6 @@ def cost(
         rounds=rounds,
         shape=shape,
         num_layers=layers,
+        kv_log=kv_log,
     )
     exit_unless(benchmark.run(settings, out))
