@@ -122,6 +122,24 @@ def test_lanes_do_not_wait_for_a_peer_that_dies_meanwhile():
     assert second.routed == {2}
 
 
+@pytest.mark.parametrize("had_lanes", [True, False], ids=["with lanes", "without"])
+def test_a_worker_that_had_not_opened_its_lanes_is_ready_under_the_next_orchestrator(had_lanes):
+    before = serving()
+    before.exit(before.worker(2))
+    successor = before.worker(2, 2)
+    successor.opens_lanes = False
+    if not had_lanes:
+        before._read_anchor = lambda: 0  # nothing is allocated any more
+    successor.come_up()
+    assert len(successor.heard(PeerJoined)) == had_lanes and before.worker(0).routed == {1}
+    late = () if had_lanes else (successor.id,)
+    after = succeed(before, epoch=latest(before).members.epoch, gone=[], late=late)
+    if not had_lanes:
+        successor.say(successor.report(0, []))
+        assert [peer.rank for peer in successor.heard(PeerJoined)] == [0]
+    assert after.worker(0).routed == {1, 2} and states(after)[2] == (2, WorkerState.READY)
+
+
 def test_routes_follow_what_a_worker_reports_to_hold():
     orchestrator = serving()
     attention, first = orchestrator.worker(0), orchestrator.worker(1)
