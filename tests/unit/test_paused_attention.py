@@ -164,7 +164,7 @@ def test_tokens_do_not_wait_until_the_kv_of_other_streams_was_brought(source):
     engine = _TakingOver(source)
     run(engine, _Peers(), engine.worker_end)
     assert [[type(message) for message in messages] for messages in engine.got] == (
-        [[], [], [StepOutput]] if source is None else [[], [StepOutput], [StepOutput]]
+        [[], [], [StepOutput]] if source is None else [[], [StepOutput], []]
     )
 
 

@@ -93,6 +93,7 @@ class AttentionLoop:
         self._late: Callable[[], None] | None = None  # sends the results of the last step, not called yet
         self._num_received = 0  # Submits
         self._sources: dict[str, Rank] = {}  # the worker whose log a waiting stream is restored from
+        self._takes_over = False  # streams of another worker have come since the last step
         self._gateway = gateway
         self._control = control = around.control
         self._leave_request = leave = around.leave
@@ -274,6 +275,7 @@ class AttentionLoop:
             return
         if saved is not None and source is not None:
             self._sources[spec.id] = source[0]
+            self._takes_over = True
 
     def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged, fds: Descriptors) -> None:
         if isinstance(message, PeerJoined):
@@ -290,7 +292,8 @@ class AttentionLoop:
 
     def _step(self) -> None:
         self._was_busy = True
-        if self._sources:  # their KV is brought first, for which the tokens of other streams do not wait
+        if self._takes_over:  # their KV is brought first, for which the tokens of other streams do not wait
+            self._takes_over = False
             self._do_late()
         try:
             result = self._engine.step(self._do_late, not self._has_new_routes, self._is_quiet)

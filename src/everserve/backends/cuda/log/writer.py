@@ -32,15 +32,15 @@ class Mirror(Protocol):
 
 @dataclass
 class _Batch:
-    """Blocks of several streams, which are brought together."""
+    """Blocks that are brought together, of one stream or several."""
 
     source: int  # the address of the blocks of their log
-    sources: list[int]
-    words: NDArray[np.uint64]
-    wanted: NDArray[np.uint64]
-    targets: list[int]
-    parts: list[slice]  # of the slots of all blocks: the tokens of each stream
-    is_right: NDArray[np.bool_] | None = None
+    source_blocks: Sequence[int]
+    words: NDArray[np.uint64]  # of their slots, there. A valid word is never 0: a 0 means that no token was logged
+    chains: NDArray[np.uint64]  # of the tokens that should be in these slots
+    blocks: Sequence[int]  # of the pool
+    parts: Sequence[slice] = ()  # of the slots: the tokens of each stream
+    is_right: NDArray[np.bool_] | None = None  # by slot, when they have been brought
 
 
 class CudaLogWriter(DeviceLogWriter):
@@ -92,7 +92,7 @@ class CudaLogWriter(DeviceLogWriter):
         nothing, words = chains_of([0]), np.zeros(1, np.uint64)
         if self._mirror is not None:
             self._bounce_off(self.log, [0])  # the threads too
-        self._bring_some(self._pool, [0], words, nothing, [0])
+        self._bring(_Batch(self._pool, [0], words, nothing, [0]))
         self._check_some([0], words, nothing)
 
     def _note_reach(self) -> None:
@@ -122,7 +122,6 @@ class CudaLogWriter(DeviceLogWriter):
         chains = checked_chains(chains, num_tokens)
         packed_blocks(source_blocks, num_tokens, source.shape)
         packed_blocks(blocks, num_tokens, shape)
-        self._note_reach()
         is_near = source.elsewhere is not None
         at_once = self._at_once if is_near else self._num_bounced * shape.block_size
 
@@ -130,9 +129,9 @@ class CudaLogWriter(DeviceLogWriter):
             sources, wanted, targets = source_blocks[of_these], chains[start:end], blocks[of_these]
             words = source.words(sources, end - start)  # before the KV: whatever is written later will not fit
             if is_near:
-                return num_leading(self._bring_some(source.blocks_address, sources, words, wanted, targets))
+                return num_leading(self._bring(_Batch(source.blocks_address, sources, words, wanted, targets)))
             self._bounce_off(source, sources)
-            return num_leading(self._bring_some(self._bounce.address, range(len(sources)), words, wanted, targets))
+            return num_leading(self._bring(_Batch(self._bounce.address, range(len(sources)), words, wanted, targets)))
 
         return self._in_parts(num_tokens, at_once, bring)
 
@@ -158,7 +157,7 @@ class CudaLogWriter(DeviceLogWriter):
                 yield from num_right
             yield from self._num_right(last)
         finally:
-            self._side.wait()
+            self._settle()
 
     def _batches(self, copies: Iterable[Copy]) -> Iterator[list[Copy]]:
         """Which of them go together: out of one log that the device reaches, as many as there is room for."""
@@ -197,11 +196,6 @@ class CudaLogWriter(DeviceLogWriter):
             words[part.stop : -(-part.stop // shape.block_size) * shape.block_size] = 0  # of other tokens, or none
         return _Batch(source.blocks_address, sources, words, wanted[: len(words)], targets, parts)
 
-    def _begin_to_bring(self, batch: _Batch) -> None:
-        self._note_reach()
-        self._launch(batch.source, batch.sources, batch.words, batch.wanted, batch.targets)
-        self._running = batch
-
     def _num_right(self, batch: _Batch | None) -> list[int]:
         """Of each stream, when all have been brought."""
         if batch is None:
@@ -214,7 +208,7 @@ class CudaLogWriter(DeviceLogWriter):
         """What is staged for the device is not needed any more."""
         self._side.wait()
         if self._running is not None:
-            self._running.is_right = self._right_T.view[: len(self._running.wanted)] != 0
+            self._running.is_right = self._are_right(len(self._running.chains))
             self._running = None
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
@@ -252,37 +246,27 @@ class CudaLogWriter(DeviceLogWriter):
         for _ in self._copiers.map(copy, range(_COPIERS)):
             pass
 
-    def _bring_some(
-        self,
-        source: int,
-        source_blocks: Sequence[int],
-        words: NDArray[np.uint64],
-        chains: NDArray[np.uint64],
-        blocks: Sequence[int],
-    ) -> NDArray[np.bool_]:
-        """Which of these tokens are right. A valid word is never 0: a 0 means that no token was logged there."""
-        self._launch(source, source_blocks, words, chains, blocks)
-        return self._are_right(len(chains))
-
-    def _launch(
-        self,
-        source: int,
-        source_blocks: Sequence[int],
-        words: NDArray[np.uint64],
-        chains: NDArray[np.uint64],
-        blocks: Sequence[int],
-    ) -> None:
-        mirror = self.log.blocks_address if self._mirror is not None else 0
+    def _bring(self, batch: _Batch) -> NDArray[np.bool_]:
+        """Which of these tokens are right."""
+        self._begin_to_bring(batch)
         self._settle()
-        self._sources_B.view[: len(source_blocks)] = source_blocks
-        self._stage(blocks, words, chains)
+        assert batch.is_right is not None
+        return batch.is_right
+
+    def _begin_to_bring(self, batch: _Batch) -> None:
+        mirror = self.log.blocks_address if self._mirror is not None else 0
+        self._note_reach()
+        self._settle()
+        self._sources_B.view[: len(batch.source_blocks)] = batch.source_blocks
+        self._stage(batch.blocks, batch.words, batch.chains)
         self._side.run(
             lambda: kernels.bring(
-                self.log.shape, source, self._sources_B.address, self._words_T.address, self._wanted_T.address,
-                len(chains), self._pool, mirror, self._words, self._blocks_B.address, self.reach,
+                self.log.shape, batch.source, self._sources_B.address, self._words_T.address, self._wanted_T.address,
+                len(batch.chains), self._pool, mirror, self._words, self._blocks_B.address, self.reach,
                 self._right_T.address,
             )
         )  # fmt: skip
+        self._running = batch
 
     def _check_some(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> int:
         self._settle()
@@ -293,6 +277,7 @@ class CudaLogWriter(DeviceLogWriter):
                 len(chains), self._right_T.address,
             )
         )  # fmt: skip
+        self._side.wait()
         return num_leading(self._are_right(len(chains)))
 
     def _stage(self, blocks: Sequence[int], words: NDArray[np.uint64], chains: NDArray[np.uint64]) -> None:
@@ -301,6 +286,6 @@ class CudaLogWriter(DeviceLogWriter):
         self._wanted_T.view[: len(chains)] = chains.view(np.int64)
 
     def _are_right(self, num_tokens: int) -> NDArray[np.bool_]:
-        self._side.wait()
+        """Of those that were staged last, when the device is done with them."""
         is_right: NDArray[np.bool_] = self._right_T.view[:num_tokens] != 0
         return is_right
