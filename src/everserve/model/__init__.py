@@ -1,10 +1,14 @@
 """What is computed: architectures cut at the attention/expert seam.
 
 config.py          ModelConfig: one Hugging Face config.json, checked
+unbuilt.py         what other architectures need that is not built
 fields.py          JSON fields, read with checks and clear errors
-checkpoint.py      safetensors on disk: any slice of any tensor, memory-mapped
+headers.py         what the safetensors files hold, from their headers alone
+tied_head.py       whether a head that is tied to the embedding has weights of its own in the files
+checkpoint.py      any slice of any tensor of the files, memory-mapped
 fingerprint.py     telling a model's files from others under the same names
 layout.py          which tensor of which architecture is which weight of ours
+weights.py         those tensors as a device wants them
 rope.py            rotary tables, scaled as the config says; what a layer does with them
 random_weights.py  random, untrained weights, for `--load-format dummy`
 batch.py           StepBatch: the rows of one step and where their KV lives

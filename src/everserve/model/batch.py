@@ -11,7 +11,8 @@ one as many as its chunk:
 
 The KV pool is one tensor [num_blocks, num_layers, 2, G, block_size, E]: a block holds all layers of its tokens in one
 contiguous piece, so that a block is copied, logged or restored in one go. Row t's KV goes to block
-kv_slots[t] // block_size, offset kv_slots[t] % block_size. All index tensors are contiguous int32.
+kv_slots[t] // block_size, offset kv_slots[t] % block_size. Latent attention has [num_blocks, num_layers, 1, 1,
+block_size, E]: a row is key and value of all heads. All index tensors are contiguous int32.
 """
 
 from dataclasses import dataclass

@@ -1,75 +1,38 @@
 """ModelConfig: what one Hugging Face model directory says about its model, checked.
 
 Fail closed: a field that would change the numbers and that we do not implement, or cannot read, is a ModelError of
-one line that names the file, the field and what to do. Nothing here needs torch, so that the gateway and the planners
-can read a config cheaply.
+one line that names the file, the field and what to do; so is a field that nothing reads and that is not known to be
+harmless. Nothing here needs torch, so that the gateway and the planners can read a config cheaply.
 """
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from everserve.config.model import ModelSource
 from everserve.errors import ModelError
-from everserve.model.cut import cut_dense, cut_experts, slices_per_expert
-from everserve.model.fields import Fields
+from everserve.model.codecs import Quantisation
+from everserve.model.derived import EXACT, KvSpec, cut_of, dense_at_home, home_weights, kv_of, weights_per_token
+from everserve.model.families import BY_ARCHITECTURE, of_wrapper
+from everserve.model.families.family import Family
+from everserve.model.families.harmless import HARMLESS
+from everserve.model.fields import MAX_INTEGER, Fields
+from everserve.model.spec import Activation, Dense, Experts, Gqa, Latent, LayerSpec, ModelSpec, QkNorm, RopeConfig
+from everserve.model.tied_head import has_own_head
+from everserve.model.unbuilt import needs
 from everserve.tables.calls import Call, FfnCut, ShardKind
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class Architecture(StrEnum):
-    """The architectures we implement, by the name that config.json gives them."""
-
-    LLAMA = "LlamaForCausalLM"
-    MIXTRAL = "MixtralForCausalLM"
-    QWEN3 = "Qwen3ForCausalLM"
-    QWEN3_MOE = "Qwen3MoeForCausalLM"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeConfig:
-    """Rotary embedding. `kind` says which of the other fields mean something."""
-
-    kind: str  # default | linear | llama3 | yarn
-    theta: float
-    factor: float = 1.0  # linear, llama3, yarn
-    original_max_positions: int = 0  # llama3, yarn
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn, as are all below
-    beta_slow: float = 1.0
-    attention_factor: float | None = None  # None: derived from the factor
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Everything the model's arithmetic depends on, and nothing else."""
+    """Everything the model's arithmetic depends on, and how an instance divides it."""
 
-    architecture: Architecture
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    intermediate_size: int  # of the dense layers
-    num_experts: int  # 0 in a dense model
-    experts_per_token: int
-    expert_intermediate_size: int
-    renormalise: bool  # whether the weights of the chosen experts are scaled to sum to 1
-    moe_layers: tuple[int, ...]  # ascending
-    qk_norm: bool
-    attention_bias: bool
-    tie_word_embeddings: bool
-    rms_norm_eps: float
+    architecture: str  # for messages, and for the names of tensors (layout.py)
+    spec: ModelSpec
+    tie_word_embeddings: bool  # the head is the embedding
     max_position_embeddings: int
-    rope: RopeConfig
     dtype: str  # one of DTYPES
     eos_token_ids: tuple[int, ...]
     tensor_parallel: bool = (
@@ -80,52 +43,178 @@ class ModelConfig:
 
     @classmethod
     def from_source(cls, source: ModelSource) -> "ModelConfig":
-        """As an instance serves it."""
-        found = cls.from_directory(source.directory)
+        """The configuration as an instance serves it."""
+        found = cls.from_directory(source.directory, own_head=source.own_head)
         return replace(found, tensor_parallel=source.tensor_parallel, divides_heads=source.divides_heads)
 
     @classmethod
-    def from_directory(cls, path: str | Path) -> "ModelConfig":
-        """Read config.json, and the end-of-sequence ids of generation_config.json where it has some."""
+    def from_directory(cls, path: str | Path, own_head: bool | None = None) -> "ModelConfig":
+        """Read config.json, and the end-of-sequence ids of generation_config.json where it has some. `own_head`:
+        whether a tied head has weights of its own in the files; None: look (tied_head.py)."""
         directory = Path(path)
         if not directory.is_dir():
             raise ModelError(f"{directory} is not a directory; give the path of a Hugging Face model directory")
         fields = Fields.from_file(directory / "config.json")
-        architecture = _architecture(fields)
-        _refuse_unsupported(fields, architecture)
-        num_heads = fields.integer("num_attention_heads")
-        rope = _rope(fields)
-        vocab_size = fields.integer("vocab_size")
+        family = _family(fields)
+        Quantisation.of(fields)  # refuses what is not built
+        if fields.get("architectures") == [family.wrapper]:
+            fields = _text_fields(fields)
+            if fields.has("quantization_config"):
+                raise fields.error("quantization_config", "belongs beside text_config; move it, or correct the file")
+        spec = family.read(fields)
+        longest = _max_position_embeddings(fields, spec)
         config = cls(
-            architecture=architecture,
-            vocab_size=vocab_size,
-            hidden_size=fields.integer("hidden_size"),
-            num_layers=fields.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            # Only old Llama files leave this out, and there it means one KV head per query head.
-            num_kv_heads=fields.integer(
-                "num_key_value_heads", num_heads if architecture is Architecture.LLAMA else None
-            ),
-            head_size=_head_size(fields, architecture, num_heads),
-            intermediate_size=fields.integer("intermediate_size"),
-            **_moe(fields, architecture),
-            qk_norm=architecture in (Architecture.QWEN3, Architecture.QWEN3_MOE),
-            attention_bias=fields.flag("attention_bias", False),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-            rms_norm_eps=fields.number("rms_norm_eps"),
-            max_position_embeddings=_max_position_embeddings(fields, rope),
-            rope=rope,
+            architecture=family.architecture,
+            spec=_with_useful_windows(spec, longest),
+            tie_word_embeddings=_is_tied(directory, fields, own_head, family.is_tied),
+            max_position_embeddings=longest,
             dtype=_dtype(fields),
-            eos_token_ids=_eos_token_ids(directory, fields, vocab_size),
+            eos_token_ids=_eos_token_ids(directory, fields, spec.vocab_size),
         )
-        if config.num_heads % config.num_kv_heads:
-            raise fields.error(
-                "num_key_value_heads", f"must divide the {config.num_heads} attention heads; correct the file"
-            )
+        fields.ignore(*HARMLESS)
+        fields.refuse_unread(family.architecture)
         return config
 
+    # -- the model as a whole ------------------------------------------------------------------
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return self.spec.layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.spec.layers)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.spec.hidden_size
+
+    # -- keys and values: layers are alike, so far -------------------------------------------------
+
+    @property
+    def kv(self) -> KvSpec:
+        """The KV of each layer."""
+        return kv_of(self.spec.layers[0].mixer)
+
+    @property
+    def num_heads(self) -> int:
+        return self.spec.layers[0].mixer.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.kv.row_size
+
+    @property
+    def ropes(self) -> frozenset[tuple[RopeConfig, int]]:
+        """All that layers have, with how much of a head they rotate."""
+        mixers = (layer.mixer for layer in self.spec.layers)
+        return frozenset((mixer.rope, mixer.rotary_size) for mixer in mixers if mixer.rope is not None)
+
+    @property
+    def visible_keys(self) -> int | None:
+        """How many keys a row of any layer sees at most, its own included. None: in some layer all of them."""
+        return max(filter(None, sizes), default=None) if all(sizes := self._windows) else None
+
+    @property
+    def _windows(self) -> list[int | None]:
+        return [layer.mixer.window or layer.mixer.chunk for layer in self.spec.layers]
+
+    @property
+    def has_plain_heads(self) -> bool:
+        """Whether all layers have the attention that GPUs can divide (plan/head_memory.py): whole heads are rotated,
+        all alike; a norm in front of that, and nothing else."""
+        first = self.spec.layers[0]
+        mixer = first.mixer
+        if not isinstance(mixer, Gqa):
+            return False
+        is_plain = mixer.qk_norm in (QkNorm.NONE, QkNorm.HEAD) and not mixer.norms_after_rope and not mixer.qkv_bias
+        is_plain &= mixer.rope is not None and mixer.rotary_size == mixer.head_size and mixer.temperature is None
+        is_plain &= mixer.window is mixer.chunk is mixer.softcap is None and not mixer.has_sinks
+        is_plain &= mixer.scale == mixer.head_size**-0.5 and first.norm.offset == 0.0
+        return is_plain and all((layer.mixer, layer.norm) == (mixer, first.norm) for layer in self.spec.layers)
+
+    @property
+    def has_heads_of_their_own(self) -> bool:
+        """Whether a head can be computed without the others."""
+        mixers = [layer.mixer for layer in self.spec.layers]
+        return all(isinstance(mixer, Gqa) and mixer.qk_norm is not QkNorm.ROW for mixer in mixers)
+
+    @property
+    def has_latent_attention(self) -> bool:
+        return isinstance(self.spec.layers[0].mixer, Latent)
+
+    # -- experts -----------------------------------------------------------------------------------
+
+    @cached_property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(i for i in range(self.num_layers) if self.is_moe_layer(i))
+
+    @cached_property
+    def _experts(self) -> Experts | None:
+        """The experts of the layers that have some, all of which have as many."""
+        return next((layer.ffn for layer in self.spec.layers if isinstance(layer.ffn, Experts)), None)
+
+    @property
+    def num_experts(self) -> int:
+        """0 in a dense model."""
+        return self._experts.number if self._experts is not None else 0
+
+    @property
+    def experts_per_token(self) -> int:
+        return self._experts.router.top_k if self._experts is not None else 0
+
+    def activation(self, layer: int) -> Activation:
+        """The activation of the shards of a layer."""
+        return self.spec.layers[layer].ffn.activation
+
     def is_moe_layer(self, layer: int) -> bool:
-        return layer in self.moe_layers
+        return isinstance(self.spec.layers[layer].ffn, Experts)
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    @property
+    def outer_weights(self) -> dict[str, tuple[int, ...]]:
+        """What is around the layers, and its shapes."""
+        tables = ["embedding"] if self.tie_word_embeddings else ["embedding", "lm_head"]
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(tables, (self.vocab_size, self.hidden_size))
+        return {"embedding": shapes.pop("embedding"), "final_norm": (self.hidden_size,), **shapes}
+
+    @property
+    def exact_weights(self) -> frozenset[str]:
+        """Those that are float32 whatever the others are."""
+        return EXACT
+
+    def home_weights(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """What the home of a stream has of a layer, and its shapes."""
+        has_ffn = not self.crosses_seam(layer)
+        return home_weights(
+            self.spec.layers[layer], self.hidden_size, has_heads=not self.divides_heads, has_ffn=has_ffn
+        )
+
+    def dense_at_home(self, layer: int) -> Dense | None:
+        """What the home computes of a layer's FFN, beside what crosses the seam or instead of it."""
+        return dense_at_home(self.spec.layers[layer], has_ffn=not self.crosses_seam(layer))
+
+    @property
+    def weights_per_token(self) -> int:
+        """How many numbers of all layers a token is multiplied with."""
+        return sum(weights_per_token(layer, self.hidden_size) for layer in self.spec.layers)
+
+    @property
+    def values_per_key(self) -> int:
+        """How many numbers of keys, and as many of values, a token meets at each position that it sees."""
+        return sum(_values_per_key(layer) for layer in self.spec.layers)
+
+    # -- calls and shards --------------------------------------------------------------------------
 
     def crosses_seam(self, layer: int) -> bool:
         """Whether the FFN of this layer is one of the calls of a step, and may be computed by other workers. In models
@@ -134,15 +223,11 @@ class ModelConfig:
 
     def cut(self, layer: int) -> FfnCut:
         """How the FFN of this layer is cut into shards."""
-        if not self.is_moe_layer(layer):
-            return cut_dense(layer, self.intermediate_size)
-        num_experts, size = self.num_experts, self.expert_intermediate_size
-        slices = slices_per_expert(num_experts, size) if self.tensor_parallel else 1
-        return cut_experts(layer, num_experts, self.experts_per_token, size, slices)
+        return cut_of(layer, self.spec.layers[layer], self.tensor_parallel)
 
     @cached_property
     def cuts(self) -> tuple[FfnCut, ...]:
-        """Of all layers that cross the seam: the calls of a step, in order."""
+        """The cuts of all layers that cross the seam: the calls of a step, in order."""
         return tuple(self.cut(layer) for layer in range(self.num_layers) if self.crosses_seam(layer))
 
     @cached_property
@@ -160,7 +245,7 @@ class ModelConfig:
         return tuple(range(len(self.calls))) if self.divides_heads else self.call_layers
 
     def numbers_of(self, *kinds: ShardKind) -> dict[int, int]:
-        """By layer, the number of its call of one of these kinds."""
+        """Gives, by layer, the number of its call of one of these kinds."""
         numbered = zip(self.call_numbers, self.calls, strict=True)
         return {call.layer: number for number, call in numbered if call.kind in kinds}
 
@@ -171,185 +256,79 @@ class ModelConfig:
 
     @property
     def max_shards(self) -> int:
-        """Of the call with the most."""
+        """The shards of the call with the most."""
         return max(call.num_shards for call in self.calls)
 
     @property
     def max_shards_per_token(self) -> int:
-        """Of the call with the most."""
+        """The shards that one token asks, in the call with the most."""
         return max(cut.shards_per_token for cut in self.cuts)
 
 
-def _architecture(fields: Fields) -> Architecture:
-    known = ", ".join(Architecture)
-    names = fields.values.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
+def _family(fields: Fields) -> Family:
+    known = ", ".join(BY_ARCHITECTURE)
+    names = fields.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must name one architecture; supported: {known}")
-    try:
-        return Architecture(names[0])
-    except ValueError:
-        raise fields.error("architectures", f"is not supported; serve a model that is one of {known}") from None
+    text_type = fields.object("text_config").get("model_type")
+    family = BY_ARCHITECTURE.get(names[0]) or of_wrapper(names[0], text_type)
+    if family is not None:
+        return family
+    missing = needs(names[0])
+    reason = f"needs {missing}, which is not built" if missing else "is not supported"
+    raise fields.error("architectures", f"{reason}; serve a model that is one of {known}")
 
 
-def _refuse_unsupported(fields: Fields, architecture: Architecture) -> None:
-    """Everything that would change the numbers and that no kernel of ours implements."""
-    if fields.values.get("hidden_act") != "silu":
-        raise fields.error("hidden_act", "is not supported; only silu is")
-    if "quantization_config" in fields.values:
-        raise fields.error("quantization_config", "is not supported; use the checkpoint that is not quantised")
-    if fields.flag("mlp_bias", False):
-        raise fields.error("mlp_bias", "is not supported; use a model without biases in its MLP")
-    if architecture is Architecture.MIXTRAL and fields.flag("attention_bias", False):
-        raise fields.error("attention_bias", "is not a property of Mixtral models; remove it or correct the file")
-    if fields.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.error("partial_rotary_factor", "is not supported; only 1.0 is")
-    _refuse_sliding_window(fields, architecture)
+def _text_fields(fields: Fields) -> Fields:
+    """The fields of the text model in a file that has another one for images. What the whole says counts where the text
+    model does not say it itself; whether the head is the embedding, the whole says.
+    """
+    text = fields.object("text_config")
+    if fields.has("tie_word_embeddings"):
+        text.values["tie_word_embeddings"] = fields.flag("tie_word_embeddings")
+    shared = ("dtype", "torch_dtype", "eos_token_id")
+    text.assume(**{name: fields.get(name) for name in shared if fields.has(name)})
+    return text
 
 
-def _refuse_sliding_window(fields: Fields, architecture: Architecture) -> None:
-    advice = "means sliding-window attention, which is not supported; use a model with full attention"
-    layer_types = fields.values.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        raise fields.error("layer_types", "must hold only full_attention; other kinds are not supported")
-    if architecture in (Architecture.QWEN3, Architecture.QWEN3_MOE):
-        # Qwen's files carry a window size even when it is switched off.
-        if fields.flag("use_sliding_window", False):
-            raise fields.error("use_sliding_window", advice)
-        return
-    max_positions = fields.integer("max_position_embeddings")
-    if fields.integer("sliding_window", max_positions) < max_positions:
-        raise fields.error("sliding_window", advice)
+def _is_tied(directory: Path, fields: Fields, own_head: bool | None, default: bool) -> bool:
+    """Whether the head is the embedding."""
+    if not fields.flag("tie_word_embeddings", default):
+        return False
+    return not (has_own_head(directory) if own_head is None else own_head)
 
 
-def _head_size(fields: Fields, architecture: Architecture, num_heads: int) -> int:
-    hidden_size = fields.integer("hidden_size")
-    # Qwen3's heads are not hidden_size / num_heads wide; its files always say how wide they are.
-    if "head_dim" not in fields.values and (architecture is Architecture.QWEN3 or hidden_size % num_heads):
-        raise fields.error("head_dim", "cannot be derived from hidden_size and num_attention_heads; add it to the file")
-    head_size = fields.integer("head_dim", hidden_size // num_heads)
-    if head_size % 2:
-        raise fields.error("head_dim", f"gives heads of {head_size}; rotary embedding needs an even size")
-    return head_size
-
-
-def _moe(fields: Fields, architecture: Architecture) -> dict[str, Any]:
-    """The fields of ModelConfig that are about experts."""
-    num_layers = fields.integer("num_hidden_layers")
-    if architecture is Architecture.MIXTRAL:
-        renormalise, moe_layers, size_name = True, tuple(range(num_layers)), "intermediate_size"
-        num_names = ("num_local_experts", "num_experts")
-    elif architecture is Architecture.QWEN3_MOE:
-        renormalise, moe_layers = fields.flag("norm_topk_prob"), _sparse_layers(fields, num_layers)
-        # The hub's files say num_experts, transformers 5 writes num_local_experts.
-        size_name, num_names = "moe_intermediate_size", ("num_experts", "num_local_experts")
-    else:
-        moe_layers = ()
-    if not moe_layers:
-        nothing = {"num_experts": 0, "experts_per_token": 0, "expert_intermediate_size": 0}
-        return {**nothing, "renormalise": False, "moe_layers": ()}
-    num_experts = _agreeing(fields, *num_names)
-    experts_per_token = fields.integer("num_experts_per_tok")
-    if experts_per_token > num_experts:
-        raise fields.error("num_experts_per_tok", f"is more than the {num_experts} experts; correct the file")
-    return {
-        "num_experts": num_experts,
-        "experts_per_token": experts_per_token,
-        "expert_intermediate_size": fields.integer(size_name),
-        "renormalise": renormalise,
-        "moe_layers": moe_layers,
-    }
-
-
-def _sparse_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    step = fields.integer("decoder_sparse_step", 1)
-    dense = fields.values.get("mlp_only_layers", [])
-    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in dense):
-        raise fields.error("mlp_only_layers", f"must be a list of layers below {num_layers}; correct the file")
-    return tuple(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
-
-
-def _agreeing(fields: Fields, name: str, alias: str) -> int:
-    """An integer that goes by two names; where the file has both, they must say the same."""
-    if alias not in fields.values:
-        return fields.integer(name)
-    value = fields.integer(alias)
-    if fields.integer(name, value) != value:
-        raise fields.error(name, f"and {alias} ({value}) disagree; remove one of them")
-    return value
-
-
-_ROPE_KEYS = {
-    "default": set[str](),
-    "linear": {"factor"},
-    "llama3": {"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"}
-    | {"mscale", "mscale_all_dim", "truncate"},
-}
-
-
-def _rope(fields: Fields) -> RopeConfig:
-    """Both styles of file: rope_theta beside rope_scaling, or all of it in rope_parameters (transformers 5)."""
-    both = fields.object("rope_parameters"), fields.object("rope_scaling")
-    if both[0].values and both[1].values and both[0].values != both[1].values:
-        raise fields.error("rope_scaling", "and rope_parameters disagree; remove one of them")
-    rope = both[0] if both[0].values else both[1]
-    if (
-        "rope_theta" in rope.values
-        and fields.values.get("rope_theta", rope.values["rope_theta"]) != rope.values["rope_theta"]
-    ):
-        raise fields.error("rope_theta", f"and {rope.prefix}rope_theta disagree; remove one of them")
-    theta = (rope if "rope_theta" in rope.values else fields).number("rope_theta", above=1.0)
-
-    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _ROPE_KEYS:
-        name = "rope_type" if "rope_type" in rope.values else "type"
-        raise rope.error(name, f"is not supported; supported: {', '.join(_ROPE_KEYS)}")
-    unknown = rope.values.keys() - _ROPE_KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    if unknown:
-        raise rope.error(min(unknown), f"is not a known parameter of rope type {kind}; remove it or correct the file")
-    if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise rope.error("partial_rotary_factor", "is not supported; only 1.0 is")
-    return _scaled_rope(rope, kind, theta)
-
-
-def _scaled_rope(rope: Fields, kind: str, theta: float) -> RopeConfig:
-    if kind == "default":
-        return RopeConfig(kind=kind, theta=theta)
-    factor = rope.number("factor")
-    if kind == "linear":
-        return RopeConfig(kind=kind, theta=theta, factor=factor)
-    original = rope.integer("original_max_position_embeddings")
-    if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", f"must be above low_freq_factor ({low:g}); correct the file")
-        return RopeConfig(
-            kind=kind, theta=theta, factor=factor, original_max_positions=original,
-            low_freq_factor=low, high_freq_factor=high,
-        )  # fmt: skip
-    return RopeConfig(
-        kind=kind,
-        theta=theta,
-        factor=factor,
-        original_max_positions=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
-        truncate=rope.flag("truncate", True),
-    )
-
-
-def _max_position_embeddings(fields: Fields, rope: RopeConfig) -> int:
+def _max_position_embeddings(fields: Fields, spec: ModelSpec) -> int:
     """Qwen asks its users to switch YaRN on by adding rope_scaling alone, leaving the old maximum in the file."""
     stated = fields.integer("max_position_embeddings")
-    return max(stated, int(rope.factor * rope.original_max_positions)) if rope.kind == "yarn" else stated
+    ropes = [layer.mixer.rope for layer in spec.layers if layer.mixer.rope is not None]
+    longest = (int(rope.factor * rope.original_max_positions) for rope in ropes if rope.kind == "yarn")
+    return max(stated, min(max(longest, default=0), MAX_INTEGER))
+
+
+def _with_useful_windows(spec: ModelSpec, longest: int) -> ModelSpec:
+    """A window that no sequence outgrows is none."""
+
+    def useful(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer
+        if not isinstance(mixer, Gqa):
+            return layer
+        window, chunk = (size if size is not None and size < longest else None for size in (mixer.window, mixer.chunk))
+        return replace(layer, mixer=replace(mixer, window=window, chunk=chunk))
+
+    return replace(spec, layers=tuple(map(useful, spec.layers)))
+
+
+def _values_per_key(layer: LayerSpec) -> int:
+    mixer = layer.mixer
+    if isinstance(mixer, Latent):
+        return mixer.num_heads * (mixer.row_size + mixer.kv_rank) // 2
+    return mixer.num_heads * mixer.head_size
 
 
 def _dtype(fields: Fields) -> str:
-    name = "dtype" if "dtype" in fields.values else "torch_dtype"
-    value = fields.values.get(name)
+    name = "dtype" if fields.has("dtype") else "torch_dtype"
+    value = fields.get(name)
     if value not in DTYPES:
         raise fields.error(name, f"is not supported; supported: {', '.join(DTYPES)}")
     return str(value)
@@ -359,8 +338,8 @@ def _eos_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[in
     """generation_config.json takes precedence: chat models stop at more tokens than their config.json names."""
     generation_file = directory / "generation_config.json"
     generation = Fields.from_file(generation_file) if generation_file.exists() else fields
-    source = generation if "eos_token_id" in generation.values else fields
-    value = source.values.get("eos_token_id", [])
+    source = generation if generation.has("eos_token_id") else fields
+    value = source.get("eos_token_id", [])
     ids = value if isinstance(value, list) else [value]
     if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
         raise source.error("eos_token_id", f"must be a token id below {vocab_size} or a list of them; correct the file")

@@ -21,7 +21,9 @@ _ALIGNMENTS = (32, 8, 1)  # columns that kernels compute at once; 8 of two bytes
 
 
 def num_slices(intermediate_size: int) -> int:
-    """Of a dense FFN: the smallest number from 8 to 16 that divides its size, else the largest below 8."""
+    """The number of slices of a dense FFN: the smallest number from 8 to 16 that divides its size, else the largest
+    below 8.
+    """
     enough = _first_divisor(intermediate_size, range(_SLICES, _MOST_SLICES + 1))
     return enough or _first_divisor(intermediate_size, range(_SLICES - 1, 0, -1)) or 1
 
@@ -37,13 +39,21 @@ def _first_divisor(size: int, candidates: Iterable[int]) -> int | None:
     return next((num for unit in _ALIGNMENTS for num in dividing if size // num % unit == 0), None)
 
 
-def cut_dense(layer: int, intermediate_size: int) -> FfnCut:
+def cut_dense(layer: int, intermediate_size: int, has_bias: bool = False) -> FfnCut:
     num = num_slices(intermediate_size)
-    return FfnCut(layer, ShardKind.SLICE, num, num, intermediate_size // num)
+    return FfnCut(layer, ShardKind.SLICE, num, num, intermediate_size // num, has_bias=has_bias)
 
 
-def cut_experts(layer: int, num_experts: int, experts_per_token: int, expert_size: int, slices: int) -> FfnCut:
+def cut_experts(
+    layer: int, num_experts: int, experts_per_token: int, expert_size: int, slices: int, has_bias: bool = False
+) -> FfnCut:
     """Each expert in so many slices."""
     return FfnCut(
-        layer, ShardKind.EXPERT, num_experts * slices, experts_per_token * slices, expert_size // slices, slices
+        layer,
+        ShardKind.EXPERT,
+        num_experts * slices,
+        experts_per_token * slices,
+        expert_size // slices,
+        slices,
+        has_bias,
     )

@@ -8,15 +8,16 @@ all of them are here.
 from collections.abc import Callable, Sequence
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from everserve.model.attention_half import AttentionHalf
 from everserve.model.batch import StepBatch
 from everserve.model.config import ModelConfig
-from everserve.model.layout import Weights
 from everserve.model.masks import ExpertMasks
 from everserve.model.ops import Ops
-from everserve.model.rope import rope_tables
+from everserve.model.rope import PositionTables
+from everserve.model.weights import Weights
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, StepRows
 from everserve.tables.calls import ShardKind
@@ -58,8 +59,12 @@ class Decoder:
         self.max_model_len = max_model_len
         self.kv_dtype = weights.dtype
         self.masks = ExpertMasks(config.moe_layers, config.num_experts, ops.device, ops.is_captured)
-        rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device) if has_heads else None
+        tables = PositionTables(max_model_len, ops.device) if has_heads else None
 
+        spec = config.spec
+        self._embedding_scale = spec.embedding_scale
+        if spec.embedding_scale_is_rounded:
+            self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype).item()
         self._embedding_VD = weights.load(weights.layout.embedding)
         self._final_norm_D = weights.load(weights.layout.final_norm)
         # A tied head is a second view of the same mapping, or, once narrowed or moved, the same tensor.
@@ -68,15 +73,21 @@ class Decoder:
         self._num_slices = max((cut.num_shards for cut in config.cuts if cut.kind is ShardKind.SLICE), default=0)
         self.layers: list[AttentionHalf] = []
         for layer in range(config.num_layers):
-            self.layers.append(AttentionHalf(layer, config, weights, ops, rope))
+            self.layers.append(AttentionHalf(layer, config, weights, ops, tables))
             if progress is not None:
                 progress(layer + 1, config.num_layers)
-        self._whole_layers = ops.whole_layers([half.weights for half in self.layers]) if has_heads else None
+        scales = {
+            half.answer_scale for half in self.layers if half.crosses_seam and not config.is_moe_layer(half.layer)
+        }
+        assert len(scales) <= 1, "the slices of all layers have one weight"
+        self._slice_weight = next(iter(scales), 1.0)
+        is_chain = has_heads and not config.has_latent_attention  # others go op by op
+        self._whole_layers = ops.whole_layers([half.weights for half in self.layers]) if is_chain else None
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """The KV pool's shape (batch.py says why in this order); its dtype is `kv_dtype`."""
-        c = self.config
-        return (num_blocks, c.num_layers, 2, c.num_kv_heads, block_size, c.head_size)
+        kv = self.config.kv
+        return (num_blocks, self.config.num_layers, kv.num_planes, kv.num_heads, block_size, kv.row_size)
 
     def forward(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
         """Compute all rows, store their KV, return logits_LV (float32) of the rows asked for."""
@@ -84,21 +95,19 @@ class Decoder:
 
     def run(self, batch: StepBatch, kv: Tensor | Heads, experts: Experts) -> Tensor:
         """All layers: hidden_TD. `kv`: the pool, or the heads that have one."""
-        hidden_TD = self.ops.embed(batch.tokens_T, self._embedding_VD)
+        hidden_TD = self.ops.embed(batch.tokens_T, self._embedding_VD, self._embedding_scale)
         if self._whole_layers is not None and isinstance(kv, Tensor):
             return self._whole_layers(hidden_TD, batch, kv, experts, self.masks)
         heads: Heads = LocalHeads(self.layers, kv) if isinstance(kv, Tensor) else kv
-        slices = self.ops.all_slices(batch.positions_T, self._num_slices) if self._num_slices else None
+        num, weight = self._num_slices, self._slice_weight
+        slices = self.ops.all_slices(batch.positions_T, num, weight) if num else None
         for half in self.layers:
-            residual_TD, normed_TD = half.attend(hidden_TD, batch, heads)
-            if half.crosses_seam:
-                ids_TK, weights_TK = half.route(normed_TD, slices, self.masks.allowed(half.layer))
-                hidden_TD = experts(half.layer, ids_TK, weights_TK, normed_TD, residual_TD)
-            else:
-                hidden_TD = half.feed_forward(normed_TD, residual_TD)
+            hidden_TD = half.run(hidden_TD, batch, heads, experts, slices, self.masks.allowed(half.layer))
         return hidden_TD
 
     def logits(self, hidden_TD: Tensor, rows_L: Tensor) -> Tensor:
         """logits_LV of these rows."""
-        normed_LD = self.ops.rms_norm(hidden_TD, self._final_norm_D, self.config.rms_norm_eps, rows_L)
-        return self.ops.head(normed_LD, self._lm_head_VD)
+        spec = self.config.spec
+        normed_LD = self.ops.norm(hidden_TD, self._final_norm_D, spec.final_norm, rows_L)
+        logits_LV = self.ops.head(normed_LD, self._lm_head_VD)
+        return logits_LV if spec.logits_softcap is None else self.ops.softcap(logits_LV, spec.logits_softcap)

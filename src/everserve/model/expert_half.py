@@ -13,8 +13,8 @@ from torch import Tensor
 
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.layout import Weights
-from everserve.model.ops import ExpertOps, ExpertSlots, RowIndices, RowMemory
+from everserve.model.ops import ExpertOps, ExpertSlots, RowIndices, RowMemory, ShardWeights
+from everserve.model.weights import Weights
 from everserve.tables.slots import EMPTY, HeldSlots
 
 
@@ -39,7 +39,10 @@ class ExpertHalf:
         numbers = (num_slots,) * len(layers) if isinstance(num_slots, int) else num_slots
         self.ops = ops
         self.num_slots = max(numbers)
-        self._slots = {layer: ops.expert_slots(num) for layer, num in zip(layers, numbers, strict=True)}
+        self._slots = {
+            layer: ops.expert_slots(num, self.config.activation(layer))
+            for layer, num in zip(layers, numbers, strict=True)
+        }
         # By layer, the expert in each slot, or EMPTY. Code outside Python reads it too, so it never moves; it does not
         # know which layers have fewer slots, and finds the others empty.
         self.held = {layer: (ctypes.c_int32 * self.num_slots)(*[EMPTY] * self.num_slots) for layer in layers}
@@ -57,22 +60,20 @@ class ExpertHalf:
 
     def load(self, layer: int, expert: int, slot: int) -> None:
         """Put an expert into a slot, from the checkpoint."""
-        self.fill(layer, slot, expert, *self.tensors(layer, expert))
+        self.fill(layer, slot, expert, self.tensors(layer, expert))
 
-    def tensors(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
-        """gate_FD, up_FD and down_DF of an expert, from the checkpoint."""
-        sources = self._weights.layout.shard(layer, expert)
-        gate_FD, up_FD = self._weights.load(sources.gate), self._weights.load(sources.up)
-        return gate_FD, up_FD, self._weights.load(sources.down)
+    def tensors(self, layer: int, expert: int) -> ShardWeights:
+        """The weights of an expert, from the checkpoint."""
+        return self._weights.shard(self._weights.layout.shard(layer, expert))
 
     def dtype(self, layer: int, expert: int) -> torch.dtype:
-        """Of these tensors. Reads headers only."""
+        """The dtype of these tensors. Reads headers only."""
         return self._weights.dtype_of(self._weights.layout.shard(layer, expert).gate)
 
-    def fill(self, layer: int, slot: int, expert: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+    def fill(self, layer: int, slot: int, expert: int, weights: ShardWeights) -> None:
         """Put an expert into a slot, from wherever its weights came. If this raises, the slot is empty."""
         self.held[layer][slot] = EMPTY
-        self._slots[layer].fill(slot, gate_FD, up_FD, down_DF)
+        self._slots[layer].fill(slot, weights)
         self.held[layer][slot] = expert
         self.generations[layer][slot] += 1
 
@@ -93,7 +94,7 @@ class ExpertHalf:
         self.generations[layer][slot] += 1
 
     def slots(self, layer: int) -> ExpertSlots:
-        """Of one layer."""
+        """The slots of one layer."""
         return self._slots[layer]
 
     def rows(self, layer: int, x_TD: Tensor, token_R: Tensor, slot_R: Tensor) -> Tensor:

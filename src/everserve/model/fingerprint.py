@@ -8,8 +8,7 @@ from pathlib import Path
 
 from everserve.errors import ModelError
 from everserve.model.config import ModelConfig
-
-_MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+from everserve.model.headers import MAX_HEADER_BYTES
 
 
 def fingerprint(path: str | Path) -> str:
@@ -17,9 +16,12 @@ def fingerprint(path: str | Path) -> str:
     tensors its header, size and time of writing. Their contents would take minutes."""
     directory, found = Path(path), hashlib.sha256()
     for file in sorted(directory.glob("*.safetensors")):
-        with file.open("rb") as stream:
-            status, length = os.fstat(stream.fileno()), stream.read(8)
-            header = stream.read(min(int.from_bytes(length, "little"), _MAX_HEADER_BYTES))
+        try:
+            with file.open("rb") as stream:
+                status, length = os.fstat(stream.fileno()), stream.read(8)
+                header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        except OSError as error:
+            raise ModelError(f"{file} cannot be read ({error.strerror}); download it again, or delete it") from None
         found.update(json.dumps([file.name, status.st_size, status.st_mtime_ns]).encode() + length + header)
     config = directory / "config.json"
     found.update(config.read_bytes() if config.is_file() else b"")

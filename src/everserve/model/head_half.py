@@ -15,11 +15,14 @@ from typing import Protocol
 
 from torch import Tensor
 
+from everserve.model.attention_half import scores_of
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.layout import HeadSources, Weights
+from everserve.model.layout import HeadSources
 from everserve.model.ops import HeadOps, HeadRequest, HeadWeights
-from everserve.model.rope import Rotation, rope_tables
+from everserve.model.rope import PositionTables, Rotation
+from everserve.model.spec import Gqa
+from everserve.model.weights import Weights
 from everserve.tables.slots import EMPTY
 
 
@@ -67,7 +70,7 @@ class HeadHalf:
         self.kv_pool = kv_pool
         self.group_size = config.num_heads // config.num_kv_heads
         self._weights = Weights(config, checkpoint, dtype, ops.device)
-        self._rope = rope_tables(config.rope, config.head_size, max_model_len, ops.device)
+        self._tables = PositionTables(max_model_len, ops.device)
         self._rotations: dict[int, Rotation] = {}
         layers = range(config.num_layers)
         self._slots = {layer: ops.head_slots(num_slots) for layer in layers}
@@ -96,13 +99,20 @@ class HeadHalf:
         self._slots[layer].fill(slot, self._head_weights(sources))
         if layer not in self._rotations:
             norms = self._weights.load_optional(sources.q_norm), self._weights.load_optional(sources.k_norm)
-            self._rotations[layer] = Rotation(*self._rope, *norms, self.config.rms_norm_eps)
+            spec, mixer = self.config.layers[layer], self._mixer(layer)
+            self._rotations[layer] = self._tables.rotation(mixer, *norms, spec.norm.eps, spec.norm.offset)
         self.pieces[layer][slot] = self.kv.piece_of(layer, head)
         self.held[layer][slot] = head
         self.generations[layer][slot] += 1
 
+    def _mixer(self, layer: int) -> Gqa:
+        mixer = self.config.layers[layer].mixer
+        assert isinstance(mixer, Gqa), "only these have heads of their own"
+        return mixer
+
     def _head_weights(self, sources: HeadSources) -> HeadWeights:
-        return HeadWeights(*map(self._weights.load, (*sources.qkv, *sources.qkv_bias)))
+        loaded = map(self._weights.load, (*sources.qkv, *sources.qkv_bias))
+        return HeadWeights(*loaded)._replace(sinks_M=self._weights.load_optional(sources.sinks))
 
     def clear(self, layer: int, slot: int) -> None:
         """Empty a slot; one that is empty stays so, and keeps its generation. KV stays until its piece is needed."""
@@ -116,9 +126,9 @@ class HeadHalf:
 
     def rows_at(self, layer: int, requests: int, num_requests: int) -> None:
         """Store and attend, in place: `requests` is the address of an array of `HeadRequest`, checked by the caller."""
-        scale = self.config.head_size**-0.5
+        scores = scores_of(self._mixer(layer), None)
         self.ops.head_rows_at(
-            requests, num_requests, self._slots[layer], self.kv_pool, self._rotations[layer], scale
+            requests, num_requests, self._slots[layer], self.kv_pool, self._rotations[layer], scores
         )  # fmt: skip
         for request in (HeadRequest * num_requests).from_address(requests):
             if request.chains:

@@ -31,7 +31,7 @@ class ExpertMasks:
         return self._in_use.get(layer)
 
     def use(self, masked: bytes) -> None:
-        """uint8 [layer index][expert], 1: masked, as in `Routes`; empty: none. Between two steps."""
+        """uint8 [call][expert], 1: masked, as in `Routes`; empty: none. Between two steps."""
         masked_LN = np.zeros(self._allowed_LN.shape, np.uint8)
         if masked:
             masked_LN[...] = np.frombuffer(masked, np.uint8).reshape(masked_LN.shape)

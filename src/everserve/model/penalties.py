@@ -47,7 +47,7 @@ class Penalties:
         self._counts[place] += 1
 
     def changes(self) -> "Changes":
-        """Of one row of logits."""
+        """The changes of one row of logits."""
         num = len(self._place)
         counts = self._counts[:num]
         amounts = self._frequency * counts + self._presence * (counts > 0).astype(np.float32)

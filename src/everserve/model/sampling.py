@@ -14,7 +14,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from everserve.model import penalties
+from everserve.guides.guide import Mask
+from everserve.model import forbidden, penalties
 from everserve.model.choosing import Draw, order_keys
 from everserve.model.ops import Ops
 from everserve.model.penalties import Penalties
@@ -23,6 +24,7 @@ from everserve.tables.requests import SamplingParams
 
 GREEDY = Draw(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.0)
 NOT_A_NUMBER = -1  # what `Ops.choose` says of a row without a most likely token
+NONE_ALLOWED = -2  # what `sample` says of a row in which no token is allowed
 _MASK64 = (1 << 64) - 1
 
 
@@ -33,17 +35,24 @@ class SamplingRow:
     params: SamplingParams
     index: int
     penalties: Penalties | None
+    mask: Mask | None = None  # which tokens a grammar allows
+    forbidden: tuple[int, ...] = ()  # last tokens of bad words, if this one would complete them
 
     @property
     def is_too_short(self) -> bool:
         """It must not stop yet."""
         return self.index < self.params.min_tokens and bool(self.params.stop_ids)
 
+    @property
+    def is_restricted(self) -> bool:
+        """Perhaps to no token at all."""
+        return self.mask is not None or bool(self.params.bad_words)
+
 
 class Choice(NamedTuple):
     """The token chosen for one row."""
 
-    token: int
+    token: int  # or NOT_A_NUMBER (broken weights or an overflow), or NONE_ALLOWED
     logprobs: TokenLogprobs | None
 
 
@@ -52,7 +61,8 @@ def needs_logits(params: SamplingParams) -> bool:
     is_adjusted = bool(params.logit_bias) or (params.min_tokens > 0 and bool(params.stop_ids))
     has_penalties = bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1.0
     wants_scores = params.logprobs is not None or params.prompt_logprobs is not None
-    return wants_scores or is_adjusted or has_penalties
+    is_restricted = params.guided is not None or bool(params.bad_words)
+    return wants_scores or is_adjusted or has_penalties or is_restricted
 
 
 def is_plain(params: SamplingParams) -> bool:
@@ -62,11 +72,14 @@ def is_plain(params: SamplingParams) -> bool:
     return params.temperature == 0 and not needs_logits(is_like_it)
 
 
-def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice | None]:
-    """One token per row; None for a row with logits that are not numbers (broken weights or an overflow)."""
-    tokens = ops.choose(_adjust(logits_LV, rows), [draw(row.params, row.index) for row in rows])
+def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice]:
+    """One token per row."""
+    adjusted_LV = _adjust(logits_LV, rows)
+    tokens = ops.choose(adjusted_LV, [draw(row.params, row.index) for row in rows])
+    for i in forbidden.empty_rows(adjusted_LV, [i for i, row in enumerate(rows) if row.is_restricted]):
+        tokens[i] = NONE_ALLOWED
     logprobs = _chosen_logprobs(logits_LV, rows, tokens)
-    return [Choice(token, logprobs.get(i)) if token >= 0 else None for i, token in enumerate(tokens)]
+    return [Choice(token, logprobs.get(i)) for i, token in enumerate(tokens)]
 
 
 def token_logprobs(logits_LV: Tensor, tokens: list[int], num_top: int) -> list[TokenLogprobs]:
@@ -99,10 +112,12 @@ def _mix(x: int) -> int:
 
 
 def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
-    """Logits after penalties, biases and the stop ids forbidden by min_tokens; a copy only if something changes."""
+    """Logits after penalties, biases and what is forbidden: by min_tokens, bad words and grammars. A copy only if
+    something changes."""
     penalised = {i: row.penalties for i, row in enumerate(rows) if row.penalties is not None}
-    others = [i for i, row in enumerate(rows) if row.params.logit_bias or row.is_too_short]
-    if not penalised and not others:
+    others = [i for i, row in enumerate(rows) if row.params.logit_bias or row.is_too_short or row.forbidden]
+    masked = {i: row.mask for i, row in enumerate(rows) if row.mask is not None}
+    if not penalised and not others and not masked:
         return logits_LV
     result = logits_LV.clone()
     if penalised:
@@ -112,8 +127,10 @@ def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
         if params.logit_bias:
             ids = torch.tensor(list(params.logit_bias), device=result.device)
             result[i, ids] += torch.tensor(list(params.logit_bias.values()), device=result.device)
-        if rows[i].is_too_short:
-            result[i, list(params.stop_ids)] = -torch.inf
+        banned = rows[i].forbidden + (params.stop_ids if rows[i].is_too_short else ())
+        if banned:
+            result[i, list(banned)] = -torch.inf
+    forbidden.apply(result, masked)
     return result
 
 
@@ -129,14 +146,4 @@ def _chosen_logprobs(logits_LV: Tensor, rows: list[SamplingRow], tokens: list[in
         return {}
     num_top = max(rows[i].params.logprobs or 0 for i in wanted)
     found = token_logprobs(logits_LV[wanted], [tokens[i] for i in wanted], num_top)
-    return {i: _best(entry, rows[i].params.logprobs or 0) for i, entry in zip(wanted, found, strict=True)}
-
-
-def _best(entry: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    """The entry with only its first `num_top` alternatives."""
-    return TokenLogprobs(
-        logprob=entry.logprob,
-        rank=entry.rank,
-        top_ids=entry.top_ids[:num_top],
-        top_logprobs=entry.top_logprobs[:num_top],
-    )
+    return {i: entry.best(rows[i].params.logprobs or 0) for i, entry in zip(wanted, found, strict=True)}

@@ -10,15 +10,15 @@ from torch import Tensor
 Choice = tuple[Tensor, Tensor]  # ids_TK int32, weights_TK float32
 
 
-def all_slices(positions_T: Tensor, num_slices: int) -> Choice:
-    """Every row goes to every slice, with weight 1. The same in all layers of a step."""
+def all_slices(positions_T: Tensor, num_slices: int, weight: float = 1.0) -> Choice:
+    """Every row goes to every slice, all with this weight. The same in all layers of a step."""
     slice_K = torch.arange(num_slices, dtype=torch.int32, device=positions_T.device)
     is_row_TK = (positions_T >= 0)[:, None].expand(-1, num_slices)
-    return torch.where(is_row_TK, slice_K, -1), is_row_TK.to(torch.float32).contiguous()
+    return torch.where(is_row_TK, slice_K, -1), (is_row_TK * torch.tensor(weight)).contiguous()
 
 
 def sliced(ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
-    """From experts to their slices: each slice has the weight of its expert."""
+    """The choice of slices that follows from one of experts: each slice has the weight of its expert."""
     if num_slices == 1:
         return ids_TK, weights_TK
     slice_S = torch.arange(num_slices, dtype=ids_TK.dtype, device=ids_TK.device)

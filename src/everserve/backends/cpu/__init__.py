@@ -9,6 +9,9 @@ reference.py       `Ops` by plain PyTorch: what every other set is tested agains
 composed.py        the larger ops out of smaller ones
 select.py          which of the two
 
+host_places.py     experts in memory of the seat: where they lie, how they get there, and how ops read them
+slots.py           experts where their file is mapped
+
 lane.py            the memory between two workers, and how it is laid out
 peers.py           an attention worker's lanes
 exchange.py        calls to other processes, which may die: replay, and the same result bit for bit

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from everserve.backends.cpu.host_places import SeatMemory
 from everserve.backends.cpu.kept_kv import KeptKv
-from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.remote_heads import RemoteHeads
 from everserve.backends.cpu.select import HostOps, select_ops
 from everserve.engine.engine import Engine
@@ -21,7 +21,8 @@ from everserve.engine.journal import Journal
 from everserve.engine.limits import EngineLimits
 from everserve.engine.sizing import KvSizes
 from everserve.engine.warm_up import warm_up
-from everserve.kvlog.log import Log, NoBlocks
+from everserve.kvlog.layout import LogShape
+from everserve.kvlog.log import Log, NoBlocks, open_own
 from everserve.kvlog.writer import LogWriter
 from everserve.memory.kv_pieces import KvPieces, PoolInUseError
 from everserve.memory.names import KV_CACHE
@@ -33,9 +34,11 @@ from everserve.model.decoder import Decoder
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.fingerprint import check_unchanged, expert_identity
 from everserve.model.head_half import HeadHalf
-from everserve.model.layout import Weights, check_checkpoint, resolve_dtype
+from everserve.model.layout import check_headers
+from everserve.model.weights import Weights, resolve_dtype
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.prefill import TokenCost
+from everserve.procs.host import num_cores
 from everserve.seam.experts import Experts
 from everserve.seam.heads import Heads, NoHeads
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of, parking_range_of
@@ -69,7 +72,7 @@ def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
     model = ModelConfig.from_source(settings.model)
     checkpoint = Checkpoint.open(directory)
     check_unchanged(directory, settings.model.fingerprint)
-    check_checkpoint(model, checkpoint)
+    check_headers(model, checkpoint.headers)
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     torch.set_num_threads(1)  # the ops have their own threads; two pools would fight for the cores
     torch.set_grad_enabled(False)
@@ -79,13 +82,13 @@ def open_model(start: StartWorker, loading: Loading | None = None) -> Opened:
 
 def fair_num_threads(num_workers: int) -> int:
     """The cores of this machine, shared by the workers on it; one thread each where workers outnumber cores."""
-    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+    return max(1, num_cores() // num_workers)
 
 
 def has_spare_cores(num_workers: int) -> bool:
     """Whether a worker may spin while it waits: there is a core for every process."""
     num_other_processes = 2  # the gateway is busy too, and the orchestrator now and then
-    return len(os.sched_getaffinity(0)) >= num_workers + num_other_processes
+    return num_cores() >= num_workers + num_other_processes
 
 
 def load_experts(opened: Opened, dtype: str, slots: SeatSlots | None) -> ExpertHalf:
@@ -137,7 +140,7 @@ def load_heads(opened: Opened, start: StartWorker, memory: dict[Kind, int]) -> t
 
 
 def _open_pool(opened: Opened, start: StartWorker, memory: dict[Kind, int]) -> KvPieces:
-    """With its mirror or its parity; takes over the descriptors."""
+    """Opens the pool with its mirror or its parity; takes over the descriptors."""
     fd, shadows = memory.pop(Kind.KV_PIECES), [memory.pop(kind, None) for kind in (Kind.KV_MIRROR, Kind.KV_PARITY)]
     pool = _wait_for_pool(fd, opened.sizes.parity(opened.model, start.capacity), *shadows)
     for one in (fd, *shadows):
@@ -160,7 +163,7 @@ def _wait_for_pool(fd: int, parity: ParityShape, mirror_fd: int | None, parity_f
 
 def load_into_memory(
     opened: Opened, start: StartWorker, memory: dict[Kind, int], check_source: Callable[[], None]
-) -> tuple[ExpertHalf, MemorySlots]:
+) -> tuple[ExpertHalf, SeatMemory]:
     """The expert slots of one seat in the seat's own memory. What a predecessor has left there is not loaded again."""
     source, slots, model = start.settings.model, start.slots, opened.model
     assert slots is not None
@@ -171,13 +174,13 @@ def load_into_memory(
     plan = ExpertMemoryPlan.of(model, dtype, num_slots)
     own = ExpertMemory(plan, [memory.pop(kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)])
     identity = expert_identity(f"{source.directory}:{source.fingerprint}", model, source.dtype)
-    held = MemorySlots(half, own, identity, start.incarnation, check_source)
+    seat = SeatMemory(half, own, identity, start.incarnation, check_source, start.rank % plan.num_layers)
     backup = next((piece for piece in start.memory if piece.kind is Kind.BACKUP), None)
     if backup is not None:
-        held.offer(None, backup, [memory.pop(kind) for kind in (Kind.BACKUP, Kind.BACKUP_STATE)])
-    num_found = held.start_with(slots, opened.loading.part("experts"))
+        seat.slots.offer(None, backup, [memory.pop(kind) for kind in (Kind.BACKUP, Kind.BACKUP_STATE)])
+    num_found = seat.load(slots, opened.loading.part("experts"))
     log.info("%d expert slots were in memory already", num_found)
-    return half, held
+    return half, seat
 
 
 class EngineBuilder:
@@ -192,17 +195,21 @@ class EngineBuilder:
         self.log: Log | None = None
         self.writer: LogWriter | None = None
         if log_fd is not None:
-            self.log = self.open_log(log_fd)
+            with memory_for(start.rank, Kind.LOG, self._log_shape.num_bytes):
+                self.log = open_own(lambda: self.open_log(log_fd), log_fd, self._log_shape)
             os.close(log_fd)
+
+    @property
+    def _log_shape(self) -> LogShape:
+        sizes, capacity = self._opened.sizes, self._start.capacity
+        if not self._opened.model.divides_heads:
+            return sizes.log
+        assert capacity.devices is not None
+        return sizes.records(capacity.devices)
 
     def open_log(self, fd: int) -> Log:
         """One like ours. The descriptor stays the caller's."""
-        sizes, start = self._opened.sizes, self._start
-        if self._opened.model.divides_heads:
-            assert start.capacity.devices is not None
-            return Log(fd, sizes.records(start.capacity.devices), NoBlocks())
-        with memory_for(start.rank, Kind.LOG, sizes.log.num_bytes):
-            return Log(fd, sizes.log)
+        return Log(fd, self._log_shape, NoBlocks() if self._opened.model.divides_heads else None)
 
     def build(self, experts: Experts, heads: RemoteHeads | None = None) -> Engine:
         """`heads`: where they and their KV are; None: here."""
@@ -231,6 +238,7 @@ class EngineBuilder:
                 num_blocks=sizes.num_blocks,
                 first_block=block_range_of(self._start.rank, sizes.num_blocks).first_block if heads is not None else 0,
                 parking=self._parking() if heads is not None else NO_BLOCKS,
+                visible_keys=self._opened.model.visible_keys if heads is None else None,
                 vocab_size=self._opened.model.vocab_size,
                 token_cost=TokenCost.of_model(self._opened.model),
             ),
@@ -255,7 +263,7 @@ class EngineBuilder:
         return NoHeads(self._opened.model.num_heads * self._opened.model.head_size)
 
     def _make_pool(self, decoder: Decoder) -> Tensor:
-        """Not zeroed: pages are only touched, and paid for, as streams need them."""
+        """A pool that is not zeroed: pages are only touched, and paid for, as streams need them."""
         shape = decoder.kv_shape(self._opened.sizes.num_blocks, self._start.settings.engine.block_size)
         if self.log is not None and self._start.settings.log.mode == "anchor":
             return torch.frombuffer(self.log.blocks, dtype=decoder.kv_dtype).view(shape)

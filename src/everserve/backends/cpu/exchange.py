@@ -1,27 +1,17 @@
 """Exchange: rows go out to shards in other processes, which may die, hang or come back at any moment.
 
 A shard is an expert or a head, and a call asks shards of one kind. It goes out in parts, one per shard worker, and is
-complete when every row has an answer. In the ordinary case that is one call into C and one wake-up (csrc/exchange.c).
-Otherwise, until all rows have an answer:
+complete when every row has an answer. In the ordinary case that is one call into C and one wake-up
+(csrc/lanes/exchange.c). Otherwise C says what happened, until all rows have an answer, and it is decided here what is
+done about it (seam/healing.py).
 
-    something happened          what is done about it
-    the alarm rang              peers that died or fell silent are suspected
-    the control word changed    the orchestrator's messages are read: peers and routes may change
-    no answer for detect_ms     a peer that is idle despite a request missed the ring: ring again, then suspect it
-    an answer says no           its sender is suspected
-    an answer says moved        a slot holds another expert than our routes say: no suspicion, the next candidate
-    then                        the rows of suspects that have no answer yet go to the next candidates, as replays
-    a shard has no candidate    StepAbandoned: the step is rolled back and repeated later
-    a head's KV is elsewhere    or its pool is another one than before: KvLost, it has to be fetched first
-
-What the rows are computed from does not change, and shards are pure functions (of their KV, too): so answers are the
-same, bit for bit, whatever happened. An answer that comes after its rows were sent elsewhere is not
-looked at; its box is used again only once it has come.
+A peer that is idle despite a request missed the ring: it is rung again, then suspected. One that was woken, and waits
+for a core, did not. An answer that comes after its rows were sent elsewhere is not looked at; its box is used again
+only once it has come.
 """
 
 import ctypes
 from collections.abc import Callable, Iterable, Mapping
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
@@ -31,26 +21,26 @@ from torch import Tensor
 
 from everserve.backends.cpu.lane import MAX_EXPERTS, LaneLayout, load, moved_place
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.errors import KvLost, StepAbandoned
+from everserve.errors import StepAbandoned
 from everserve.memory.tables import Memory
-from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
+from everserve.native.structs import source
+from everserve.seam.healing import Healing, Reports
+from everserve.seam.outcomes import Outcome, Status
 from everserve.seam.trust import Suspicion
-from everserve.tables.ids import MAX_RANKS, Incarnation, Rank
-from everserve.tables.routes import Symptom
+from everserve.tables.ids import MAX_RANKS, Rank
 
-_MAX_PARTS, _MAX_MISSING = 512, 16  # csrc/exchange.c
+_c = source("lanes", "exchange.c")
 _OPEN, _ARRIVED, _LOST, _REFUSED = range(4)
 _RING_AGAIN, _GIVE_UP = 2, 3  # after so many looks, detect_ms apart, at a peer that is idle although we asked
-_int64 = ctypes.c_int64
-_call_fields = Struct("13q").pack_into
-_fetch_args = Struct("8q").pack
-_FETCHED_AT = 64  # in struct fetch
+_call_fields = _c.packer("exchange", "fresh", "kv_at").pack_into
+_fetch_args = _c.packer("fetch_args").pack
+_FETCHED_AT = _c.offset("fetch", "answer")
 
 
 class _Part(ctypes.Structure):
-    """struct part in csrc/exchange.c."""
+    """struct part."""
 
-    _fields_ = [(name, _int64) for name in ("lane", "rank", "box", "seq", "num_rows", "state", "status", "sent_ns")]
+    _fields_ = _c.fields("part")
     lane: int
     rank: Rank
     box: int
@@ -60,15 +50,9 @@ class _Part(ctypes.Structure):
 
 
 class StepPage(ctypes.Structure):
-    """struct step in csrc/exchange.c."""
+    """struct step."""
 
-    _fields_ = [
-        (name, _int64)
-        for name in (
-            *("page", "num_sequences", "table_width"),
-            *("positions", "kv_slots", "query_starts", "block_tables", "chains", "pools"),
-        )
-    ]
+    _fields_ = _c.fields("step")
     page: int
     num_sequences: int
     table_width: int
@@ -91,9 +75,9 @@ class Fetch(NamedTuple):
 
 
 class Fetched(ctypes.Structure):
-    """What a worker has answered: the second line of struct fetch in csrc/lane.h."""
+    """What a worker has answered: struct fetch in csrc/lanes/lane.h, from `answer` on."""
 
-    _fields_ = [(name, _int64) for name in ("answer", "status", "num_right", "num_bytes", "pool")]
+    _fields_ = _c.fields("fetch", first="answer")
     status: int
     num_right: int
     num_bytes: int
@@ -101,22 +85,11 @@ class Fetched(ctypes.Structure):
 
 
 class _Exchange(ctypes.Structure):
-    """struct exchange in csrc/exchange.c."""
+    """struct exchange."""
 
-    _fields_ = [
-        ("layout", LaneLayout),
-        *((name, _int64) for name in ("own", "alarm", "ends", "row_part", "row_at", "spill")),
-        *((name, _int64) for name in ("timeout_ns", "spin_ns")),
-        *((name, _int64) for name in ("alarm_seen", "control_seen", "meanwhile", "meanwhile_arg")),
-        ("step", StepPage),
-        *((name, _int64) for name in ("fresh", "call", "next_call", "epoch", "num_tokens", "top_k")),
-        *((name, _int64) for name in ("width", "num_shards")),
-        *((name, _int64) for name in ("ids", "x", "owner", "slot_of", "kv_at")),
-        *((name, _int64) for name in ("num_parts", "num_missing", "num_blocked")),
-        ("missing", _int64 * _MAX_MISSING),
-        ("blocked", _int64 * MAX_RANKS),
-        ("parts", _Part * _MAX_PARTS),
-    ]
+    _fields_ = _c.fields(
+        "exchange", {"layout": LaneLayout, "step": StepPage, "parts": _Part * _c.constants["MAX_PARTS"]}
+    )
     layout: LaneLayout
     step: "StepPage"
     kv_at: int
@@ -131,67 +104,57 @@ class _Exchange(ctypes.Structure):
 
 
 class _Crossing(ctypes.Structure):
-    """struct crossing in csrc/exchange.c."""
+    """struct crossing."""
 
-    _fields_ = [(name, _int64) for name in ("call", "next_call", "owner", "slot_of")]
+    _fields_ = _c.fields("crossing")
 
 
 class Seam(ctypes.Structure):
-    """The calls of all layers, for C that computes whole layers: struct seam in csrc/exchange.c."""
+    """The calls of all layers, for C that computes whole layers: struct seam."""
 
-    _fields_ = [(name, _int64) for name in ("exchange", "crossings", "epoch", "width", "num_shards")]
+    _fields_ = _c.fields("seam")
     epoch: int
 
 
 class Exchange:
     """All calls of an attention worker to its shard workers, over lanes.
 
-    on_control()                              read the control socket; may call any method of `peers`
-    on_suspect(rank, incarnation, reason)     a peer is routed around from now on
-    on_replay(suspect, layer, num_rows)       its rows were sent to other peers
-
-    The last two are called after the rows were sent: reports can wait, rows cannot. The lease is renewed with the
-    warden while answers are awaited, for `lease_s` (None: as long as the step's). `spin_us`: how long to spin for an
-    answer before sleeping; 0 where processes outnumber cores. `others_turn`, for peers in this very process, lets them
-    work and says whether they did; when they did not, time passes. `layer_of`: the layer of each call; None: its
-    number.
+    `spin_us`: how long to spin for an answer before sleeping; 0 where processes outnumber cores. `others_turn`, for
+    peers in this very process, lets them work and says whether they did; when they did not, time passes. `layer_of`:
+    the layer of each call; None: its number.
     """
 
     def __init__(
         self,
         peers: ExpertPeers,
+        reports: Reports,
         *,
         detect_ms: float,
         lease_s: float | None = None,
-        on_control: Callable[[], None],
-        on_suspect: Callable[[Rank, Incarnation, Symptom], None],
-        on_replay: Callable[[Rank, int, int], None],
         spin_us: float = 0.0,
         others_turn: Callable[[], bool] | None = None,
         layer_of: Mapping[int, int] | None = None,
     ) -> None:
-        self.num_replayed_rows = 0
-        self.num_moved_rows = 0  # of requests that were answered "moved"
         self.peers = peers
-        self._lease_s = lease_s
-        self._on_control = on_control
-        self._on_suspect = on_suspect
-        self._on_replay = on_replay
+        layer_of = layer_of if layer_of is not None else {call: call for call in peers.calls}
+        self.healing = Healing(peers, reports, _GIVE_UP, lease_s, layer_of)
         self._others_turn = others_turn
-        self._layer_of = layer_of if layer_of is not None else {call: call for call in peers.moe_layers}
-        self._next_call = dict(zip(peers.moe_layers, (*peers.moe_layers[1:], -1), strict=True))
-        assert peers.num_experts <= MAX_EXPERTS
+        self._next_call = dict(zip(peers.calls, (*peers.calls[1:], -1), strict=True))
+        assert peers.num_shards <= MAX_EXPERTS
         shape = peers.shape
-        self._tables = [Memory(4 * shape.max_rows), Memory(8 * shape.max_rows), Memory(4 * shape.y_floats)]
-        self.row_at = self._tables[1].address  # of the last call: where the answer to each row lies
+        row_part, row_at, spill = Memory(4 * shape.max_rows), Memory(8 * shape.max_rows), Memory(4 * shape.y_floats)
+        self._tables = [row_part, row_at, spill]  # kept alive
+        self.row_at = row_at.address  # of the last call: where the answer to each row lies
         self._exchange = _Exchange(
-            shape.layout(),
-            peers.cell.address,
-            peers.warden.alarm_address,
-            ctypes.addressof(peers.ends),
-            *(table.address for table in self._tables),
-            0 if others_turn is not None else round(detect_ms * 1e6),
-            round(spin_us * 1e3),
+            layout=shape.layout(),
+            own=peers.cell.address,
+            alarm=peers.warden.alarm_address,
+            ends=ctypes.addressof(peers.ends),
+            row_part=row_part.address,
+            row_at=row_at.address,
+            spill=spill.address,
+            timeout_ns=0 if others_turn is not None else round(detect_ms * 1e6),
+            spin_ns=round(spin_us * 1e3),
         )
         self._call_at = _Exchange.fresh.offset
         self._bytes = memoryview(self._exchange).cast("B")
@@ -214,7 +177,7 @@ class Exchange:
 
     def begin_step(self) -> None:
         """Tell shard workers that we are on our way to the first call."""
-        self.peers.cell.position = self.peers.moe_layers[0]
+        self.peers.cell.position = self.peers.calls[0]
 
     def end_step(self) -> None:
         """Tell them not to wait for us."""
@@ -256,7 +219,7 @@ class Exchange:
     def fetch(self, asked: Mapping[Rank, Fetch]) -> dict[Rank, Fetched] | None:
         """Between two steps: have these workers get KV, all at once, and wait. None if one of them is not there, or
         will not: then some may have done it."""
-        self.peers.warden.renew(self._lease_s)
+        self.healing.renew_lease()
         self._await_fetches()  # one that we did not wait for
         if not self.begin_fetch(asked):
             return None
@@ -291,86 +254,72 @@ class Exchange:
         return answers
 
     def _await_fetches(self) -> None:
-        """Of peers that are trusted."""
-        num_looks: dict[Rank, int] = {}
+        """Waits for the fetches of peers that are trusted."""
+        self.healing.begin_looks()
         while (outcome := self._library.blocking.es_lane_wait_fetches(self._address)) != Outcome.DONE:
             if outcome == Outcome.ATTEND:
                 suspicions = self._attend()
             else:
                 fetching = [Rank(rank) for rank in range(MAX_RANKS) if self.peers.ends[rank].is_fetching]
-                suspicions = self._look_at_the_idle(num_looks, fetching)
-            for suspicion in suspicions:
-                self._on_suspect(*suspicion)
+                suspicions = self._look_at_the_idle(fetching)
+            self.healing.tell(suspicions)
 
     def heal(self, outcome: int, call: int) -> None:
         """Something happened in this call: decide, send again what needs it, wait, until the call is complete."""
-        num_looks: dict[Rank, int] = {}
         told: set[int] = set()  # the parts with a reported failure
+        self.healing.begin_looks()
         while outcome != Outcome.DONE:
-            suspicions: list[Suspicion] = []
-            if outcome == Outcome.ATTEND:
-                suspicions = self._attend()
-            elif outcome == Outcome.TIMEOUT:
-                suspicions = self._look_at_the_idle(num_looks, self._awaited())
-            elif outcome == Outcome.REFUSAL:
-                if self._has_lost_kv():
-                    raise self._kv_lost(call, "a worker has not the KV that streams were computed with")
-                suspicions = self._suspect_the_unwilling()
-            elif outcome == Outcome.KV_ELSEWHERE:
-                raise self._kv_lost(call, "heads have to be computed elsewhere than where their KV is")
-            elif outcome != Outcome.UNBLOCKED:
-                raise self._abandoned(call)
+            suspicions = self._decide(outcome, call)
             self._exchange.epoch = self.peers.epoch
             self._library.brief.es_lane_settle(self._address)
             suspicions += self._note_moved(call)
             failed = {i: part for i, part in self._parts(_LOST, _REFUSED).items() if i not in told}
             outcome = self._library.brief.es_lane_send(self._address)
-            for suspicion in suspicions:
-                self._on_suspect(*suspicion)
+            self.healing.tell(suspicions)
             if outcome == Outcome.DONE:
                 told |= failed.keys()
-                for part in failed.values():
-                    if part.status == Status.MOVED:
-                        self.num_moved_rows += part.num_rows
-                        continue
-                    self.num_replayed_rows += part.num_rows
-                    self._on_replay(part.rank, self._layer_of[call], part.num_rows)
+                self._tell_failed(failed.values(), call)
                 outcome = self._library.blocking.es_lane_wait(self._address)
 
+    def _decide(self, outcome: int, call: int) -> list[Suspicion]:
+        if outcome == Outcome.ATTEND:
+            return self._attend()
+        if outcome == Outcome.TIMEOUT:
+            return self._look_at_the_idle(self._awaited())
+        if outcome == Outcome.REFUSAL:
+            refused = self._parts(_REFUSED).values()
+            if any(part.status == Status.POOL_CHANGED for part in refused):
+                raise self._leaving_step(self.healing.kv_is_lost(call))
+            return self._suspect(part for part in refused if part.status != Status.MOVED)
+        if outcome == Outcome.KV_ELSEWHERE:
+            raise self._leaving_step(self.healing.kv_is_elsewhere(call))
+        if outcome != Outcome.UNBLOCKED:
+            missing = sorted(self._exchange.missing[: self._exchange.num_missing])
+            assert all(0 <= shard < self.peers.num_shards for shard in missing), f"no such shards: {missing}"
+            raise self._leaving_step(self.healing.abandoned(call, missing))
+        return []
+
     def _attend(self) -> list[Suspicion]:
-        """The alarm rang, or the orchestrator wrote. The words are read first: what comes later rings again."""
-        self._exchange.alarm_seen = self.peers.warden.alarm
-        self._exchange.control_seen = self.peers.cell.control
-        suspicions = self.peers.look()
-        self._on_control()
-        return suspicions
+        self._exchange.alarm_seen, self._exchange.control_seen = self.healing.words()
+        return self.healing.attend()
 
     def _awaited(self) -> set[Rank]:
         """The ranks without which the call cannot go on."""
         blocked = self._exchange.blocked[: self._exchange.num_blocked]
         return {part.rank for part in self._parts(_OPEN).values()}.union(map(Rank, blocked))
 
-    def _look_at_the_idle(self, num_looks: dict[Rank, int], awaited: Iterable[Rank]) -> list[Suspicion]:
+    def _look_at_the_idle(self, awaited: Iterable[Rank]) -> list[Suspicion]:
         """Nothing came for detect_ms. A peer that computes is busy; one that waits for work did not hear us."""
         if self._others_turn is not None and self._others_turn():
             return []
-        self.peers.warden.renew(self._lease_s)
-        self._on_control()  # the ringing process may have died before it rang
-        suspicions: list[Suspicion] = []
-        for rank in awaited:
-            peer = self.peers.trusted(rank)
-            if peer is not None:
-                num_looks[rank] = num_looks.get(rank, 0) + 1 if peer.cell.idle else 0
-                if num_looks[rank] == _RING_AGAIN:
-                    peer.cell.ring()
-                elif num_looks[rank] >= _GIVE_UP:
-                    suspicions.append(self.peers.suspect(peer, Symptom.DEAF))
-        return suspicions
-
-    def _suspect_the_unwilling(self) -> list[Suspicion]:
-        """The peer could not compute the request. The next routes resolve that, or the peer is replaced."""
-        refused = [part for part in self._parts(_REFUSED).values() if part.status != Status.MOVED]
-        return self._suspect(refused)
+        self.healing.renew_lease()
+        self.healing.read_control()  # the ringing process may have died before it rang
+        peers = [peer for rank in awaited if (peer := self.peers.trusted(rank)) is not None]
+        for peer in peers:
+            is_deaf = bool(peer.cell.idle and not peer.cell.is_starved)
+            if self.healing.look(peer, is_deaf) == _RING_AGAIN:
+                peer.cell.ring()
+        return self.healing.suspect_the_deaf(peers)
 
     def _note_moved(self, call: int) -> list[Suspicion]:
         """Slots that hold something else than our routes say. A part is looked at once, before its box is used again;
@@ -379,9 +328,7 @@ class Exchange:
         for part in self._parts(_REFUSED).values():
             if part.status == Status.MOVED:
                 part.state = _LOST
-                places = self._moved_places(part)
-                self.peers.note_moved(part.rank, call, places)
-                if not places:
+                if not self.healing.note_moved(part.rank, call, self._moved_places(part)):
                     unclear.append(part)
         return self._suspect(unclear)
 
@@ -390,35 +337,30 @@ class Exchange:
         layout = self._exchange.layout
         words_at = part.lane + layout.first_box + part.box * layout.box_bytes + layout.slots_at
         places = set(map(moved_place, (ctypes.c_int32 * part.num_rows).from_address(words_at)))
-        return {place for place in places if place is not None and place[1] < self.peers.num_experts}
+        return {place for place in places if place is not None and place[1] < self.peers.num_shards}
 
-    def _suspect(self, parts: list[_Part]) -> list[Suspicion]:
+    def _suspect(self, parts: Iterable[_Part]) -> list[Suspicion]:
         suspicions: list[Suspicion] = []
         for part in parts:
             peer = self.peers.trusted(part.rank)
             if peer is not None and peer.lane == part.lane:  # and not a successor
-                suspicions.append(self.peers.suspect(peer, SYMPTOMS.get(part.status, Symptom.REFUSED)))
+                suspicions.append(self.healing.suspect(peer, part.status))
         return suspicions
+
+    def _tell_failed(self, parts: Iterable[_Part], call: int) -> None:
+        for part in parts:
+            if part.status == Status.MOVED:
+                self.healing.num_moved_rows += part.num_rows
+            else:
+                self.healing.num_replayed_rows += part.num_rows
+                self.healing.tell_replay(part.rank, call, part.num_rows)
 
     def _parts(self, *states: int) -> dict[int, _Part]:
         parts = self._exchange.parts[: self._exchange.num_parts]
         return {i: part for i, part in enumerate(parts) if part.state in states}
 
-    def _has_lost_kv(self) -> bool:
-        return any(part.status == Status.POOL_CHANGED for part in self._parts(_REFUSED).values())
-
-    def _kv_lost(self, call: int, why: str) -> KvLost:
-        """As where a step is abandoned."""
-        self._leave_step()
-        return KvLost(self._layer_of[call], why)
-
-    def _leave_step(self) -> None:
+    def _leaving_step(self, error: StepAbandoned) -> StepAbandoned:
+        """The repetition may ask suspects again."""
         self.peers.reconsider()
         self.peers.cell.position = -1
-
-    def _abandoned(self, call: int) -> StepAbandoned:
-        """Parts that are still out will be counted as stale when they come. The repetition may ask suspects again."""
-        missing = sorted(self._exchange.missing[: self._exchange.num_missing])
-        assert all(0 <= expert < self.peers.num_experts for expert in missing), f"no such experts: {missing}"
-        self._leave_step()
-        return StepAbandoned(self._layer_of[call], tuple(missing))
+        return error

@@ -13,9 +13,8 @@ from everserve.model.head_half import HeadHalf
 from everserve.seam.batching import ON_CPUS, BatchChoice, BatchPolicy, Request, choose
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of
 from everserve.tables.ids import Rank
-from everserve.tables.memory import Kind
 from everserve.tables.outputs import ExpertStats
-from everserve.wire.events import EventLog
+from everserve.wire.event_log import EventLog
 from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
@@ -43,14 +42,14 @@ class ExpertLoop(ExpertService):
         heads: HeadHalf | None = None,
         kv: KvPieces | None = None,
     ) -> None:
-        super().__init__(start, slots, cell, warden, control, leave, events)
+        self._kv = KvSources(kv) if kv is not None else None
+        super().__init__(start, slots, cell, warden, control, leave, events, self._kv)
         self._policy = policy
         shape = LaneShape.for_engine(experts.config, start.settings.engine)
         calls = experts.config.calls if heads is not None else None
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us, heads, calls)
         # Homes share the pool in equal parts: there is one home on each device.
         self._blocks_per_home = len(heads.kv_pool) // (start.capacity.devices or 1) if heads is not None else 0
-        self._kv = KvSources(kv) if kv is not None else None
         self._pending: list[Request] = []  # in order of arrival
         self._num_batches = self._num_rows = self._num_replayed_rows = self._num_dropped = 0
         self._timeout_s = 0.0
@@ -119,14 +118,6 @@ class ExpertLoop(ExpertService):
         """None for a worker that is not one of the homes which the pool was made for: its requests are refused."""
         is_home = home < (self._start.capacity.devices or 0)
         return block_range_of(home, self._blocks_per_home) if is_home else NO_BLOCKS
-
-    def _offer_kv(self, rank: Rank, kind: Kind, fd: int) -> None:
-        if self._kv is not None:
-            self._kv.offer(rank, kind, fd)
-
-    def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:
-        if self._kv is not None:
-            self._kv.withdraw(rank, kind)
 
     def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:
         if self._kv is not None:

@@ -1,9 +1,6 @@
-"""HeadKv: where the KV of all heads is, for one home, and how it gets to where heads will be asked next.
+"""HeadKv: how the KV of heads gets to where they will be asked next, on CPUs. Where it is, seam/kv_at.py keeps.
 
-KV is where it was computed, and in one place. `kv_at` remembers the rank for each head of each layer, `pools` the
-identity of each rank's pool. If a head would have to be asked elsewhere, or a pool is another one than before, heads
-are *displaced*: no step goes on before their new places have fetched KV (`look`, `fetch` and `settle`), or all is
-forgotten here (`forget`): from then on any place will do.
+Heads that are displaced are fetched by the workers that will be asked for them, out of each other's memory.
 
 If routes prefer another worker for a head, but still name the one that has its KV, that one is asked until the KV has
 been copied beside the steps (`aim`, `begin_fetch`, `poll_fetch`; engine/precopying.py).
@@ -17,12 +14,11 @@ from numpy.typing import NDArray
 
 from everserve.backends.cpu.exchange import Exchange, Fetch, Fetched
 from everserve.backends.cpu.lane import row_word
-from everserve.errors import FetchFailed, StepAbandoned
+from everserve.errors import FetchFailed, KvLost, StepAbandoned
+from everserve.seam.kv_at import KvAt
 from everserve.seam.outcomes import Status
-from everserve.tables.ids import MAX_RANKS, Rank
+from everserve.tables.ids import NO_RANK, Rank
 
-_NO_RANK, _NO_POOL = -1, 0
-_LOST = MAX_RANKS  # where KV is that is nowhere, which is no rank: its head is displaced wherever it gets a place
 _FETCH_BYTES = 1 << 20  # of one request, about: a worker that copies does not serve meanwhile
 _BESIDE_BYTES = 1 << 18  # likewise, while streams go on
 _NO_WORDS = np.empty(0, np.int32)
@@ -44,44 +40,35 @@ class HeadKv:
         self, exchange: Exchange, call_of: Mapping[int, int], num_heads: int, row_bytes: int, block_size: int
     ) -> None:
         self.num_fetched_bytes = 0
-        self.is_lost = False  # a step has found that KV is not where it should be
         self._exchange = exchange
         self._peers = exchange.peers
         self._call_of = dict(call_of)
         self._num_heads = num_heads
         self._row_bytes = row_bytes
         self._block_size = block_size
-        # By index of the layer, and by rank. Changed in place: C holds their addresses.
-        self.kv_at_LG = np.full((len(call_of), num_heads), _NO_RANK, np.int32)
-        self.pools = np.zeros(MAX_RANKS, np.int64)
-        self._calls_L = np.array([self._peers.moe_layers.index(call) for call in call_of.values()])
-        self._are_in_place, self._num_changes = True, -1  # of the peers, when we last compared places
+        self.at = KvAt([*call_of], num_heads)
+        self._calls_L = np.array([self._peers.calls.index(call) for call in call_of.values()])
+        self._is_displaced, self._num_changes = False, -1  # of the peers, when we last compared places
         # See `look`.
-        self._places_LG = self._slots_LG = self.kv_at_LG
-        self._found = np.zeros_like(self.pools)
+        self._slots_LG = self.at.rank_LG
         self._displaced: dict[Rank, _Heads] = {}
         # See `aim`.
         self._is_moving, self._num_changes_wanted, self._aimed_at = False, -1, -1
         self._has_begun, self._begun = False, list[Rank]()
-        self._peers.stick(self._calls_L, self.kv_at_LG)
-        exchange.step.pools = self.pools.ctypes.data
+        self._peers.stick(self._calls_L, self.at.rank_LG)
+        exchange.step.pools = self.at.pools.ctypes.data
 
     def forget(self) -> None:
-        """No KV is in use any more."""
-        self.kv_at_LG.fill(_NO_RANK)
-        self.pools.fill(_NO_POOL)
-        self.is_lost, self._aimed_at = False, -1
+        self.at.forget()
+        self._aimed_at = -1
         self._resolve()
 
     @property
     def is_displaced(self) -> bool:
-        """Whether heads would be asked where their KV is not. One that has no place is not displaced yet."""
         if self._peers.num_changes != self._num_changes:
-            places_LG = self._places()
-            is_in_place_LG = (self.kv_at_LG == places_LG) | (self.kv_at_LG == _NO_RANK) | (places_LG == _NO_RANK)
-            self._are_in_place = bool(is_in_place_LG.all())
+            self._is_displaced = self.at.is_displaced(self._places())
             self._num_changes = self._peers.num_changes
-        return self.is_lost or not self._are_in_place
+        return self.at.is_lost or self._is_displaced
 
     def _places(self) -> NDArray[np.int32]:
         """Where heads are asked now."""
@@ -92,8 +79,8 @@ class HeadKv:
         """Whether routes prefer other workers for heads than those that have their KV, and all of them are there."""
         if self._peers.num_changes != self._num_changes_wanted:
             wanted_LG = self._wanted()
-            is_there = bool((wanted_LG != _NO_RANK).all() and (self.kv_at_LG != _NO_RANK).all())
-            self._is_moving = is_there and bool((wanted_LG != self.kv_at_LG).any())
+            is_there = bool((wanted_LG != NO_RANK).all() and (self.at.rank_LG != NO_RANK).all())
+            self._is_moving = is_there and bool((wanted_LG != self.at.rank_LG).any())
             self._num_changes_wanted = self._peers.num_changes
         return self._is_moving
 
@@ -103,7 +90,7 @@ class HeadKv:
             self._aimed_at = -1
             self._look(self._wanted(), self._peers.wanted_slot_LN)
             self._aimed_at = self._peers.num_changes
-        return self._places_LG.tobytes() + self._found.tobytes()
+        return self.at.places_LG.tobytes() + self.at.found.tobytes()
 
     def num_at_once(self, num_tokens: int) -> int:
         """Blocks of one request to all workers that heads move to: at least so many tokens, if there is room."""
@@ -130,7 +117,7 @@ class HeadKv:
         return min(answer.num_right for answer in answers.values())
 
     def _is_good(self, rank: Rank, answer: Fetched) -> bool:
-        return bool(answer.status == Status.COMPUTED and answer.pool == self._found[rank])
+        return bool(answer.status == Status.COMPUTED and answer.pool == self.at.found[rank])
 
     def _wanted(self) -> NDArray[np.int32]:
         """Where heads would be asked if it did not matter where their KV is."""
@@ -142,31 +129,21 @@ class HeadKv:
         self._look(self._places(), self._peers.slot_LN)
 
     def _look(self, places_LG: NDArray[np.int32], slot_LN: NDArray[np.int32]) -> None:
-        self._places_LG, self._slots_LG = places_LG, slot_LN[self._calls_L, : self._num_heads].copy()
-        has_place_LG = places_LG != _NO_RANK
-        everywhere = {Rank(int(rank)): _NOTHING for rank in np.unique(places_LG[has_place_LG])}
-        self._found = self.pools.copy()
-        for rank, answer in self._ask(everywhere).items():
-            self._found[rank] = answer.pool
-        is_there_LG = (self.kv_at_LG == places_LG) & (self.pools == self._found)[places_LG]
-        self._displaced = self._at(has_place_LG & ~is_there_LG, places_LG)
+        self._slots_LG, found = slot_LN[self._calls_L, : self._num_heads].copy(), self.at.pools.copy()
+        ranks = np.unique(places_LG[places_LG != NO_RANK])
+        for rank, answer in self._ask({Rank(int(rank)): _NOTHING for rank in ranks}).items():
+            found[rank] = answer.pool
+        self._displaced = self._by_worker(self.at.look(places_LG, found), places_LG)
 
     def fetch(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """Have the first tokens of a stream where displaced heads will be asked. How many are right in all of them.
         Raises FetchFailed."""
-        return self._fetch(self._displaced, blocks, blocks, num_tokens, chains, self._found)
+        return self._fetch(self._displaced, blocks, blocks, num_tokens, chains, self.at.found)
 
     def settle(self) -> None:
-        """From now on heads are asked there.
-
-        A head without a place may get one again where it was. If the pool is another one by then it is displaced all
-        the same: that pool is known from here on, because of other heads."""
-        has_place_LG = self._places_LG != _NO_RANK
-        other = np.flatnonzero(self.pools != self._found)
-        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # it was not looked for there
-        self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
-        self.pools[...] = self._found
-        self.is_lost, self._aimed_at = False, -1
+        """From now on heads are asked there."""
+        self.at.settle()
+        self._aimed_at = -1
         self._resolve()
 
     def _resolve(self) -> None:
@@ -178,23 +155,17 @@ class HeadKv:
         self, sources: Sequence[int], blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]
     ) -> int:
         """Have tokens of a stream in these blocks, for all heads, wherever they are asked; they are in the blocks
-        `sources` in some pools. How many are right in all of them. Raises FetchFailed."""
-        if self.is_displaced:
-            raise StepAbandoned(0, (), "heads have to be computed elsewhere than where their KV is")
-        places_LG = self._places()
-        if (places_LG == _NO_RANK).any():
-            index = int((places_LG == _NO_RANK).any(axis=1).argmax())
-            missing = tuple(np.flatnonzero(places_LG[index] == _NO_RANK).tolist())
-            raise StepAbandoned([*self._call_of][index], missing)
-        if (self.kv_at_LG == _NO_RANK).any():  # no KV is in use yet
+        `sources` in some pools. How many are right in all of them. Raises FetchFailed, or KvLost."""
+        self.at.check_places(self._places())
+        if (self.at.rank_LG == NO_RANK).any():  # no KV is in use yet
             self.look()
             self.settle()
         self._aimed_at = -1
         self._slots_LG = self._peers.slot_LN[self._calls_L, : self._num_heads].copy()
-        everything = self._at(np.ones_like(self.kv_at_LG, bool), self.kv_at_LG)
-        return self._fetch(everything, sources, blocks, num_tokens, chains, self.pools)
+        everything = self._by_worker(np.ones_like(self.at.rank_LG, bool), self.at.rank_LG)
+        return self._fetch(everything, sources, blocks, num_tokens, chains, self.at.pools)
 
-    def _at(self, which_LG: NDArray[np.bool_], places_LG: NDArray[np.int32]) -> dict[Rank, _Heads]:
+    def _by_worker(self, which_LG: NDArray[np.bool_], places_LG: NDArray[np.int32]) -> dict[Rank, _Heads]:
         """These heads, by the worker that they are at."""
         slots_LG, found = self._slots_LG, dict[Rank, _Heads]()
         for place in np.unique(places_LG[which_LG]):
@@ -228,15 +199,15 @@ class HeadKv:
                 {rank: Fetch(*one, all_sources[part], all_blocks[part], wanted) for rank, one in heads.items()}
             )
             if any(answer.pool != pools[rank] for rank, answer in answers.items()):
-                self.is_lost = True
-                raise StepAbandoned(0, (), "a pool has changed while KV was fetched into it")
+                self.at.is_lost = True
+                raise KvLost(0, "a pool has changed while KV was fetched into it")
             reached += min(answer.num_right for answer in answers.values())
             if reached < end:
                 break
         return reached
 
     def _num_blocks(self, heads: Mapping[Rank, _Heads], num_bytes: int) -> int:
-        """That have so many bytes at the worker with the most of these heads."""
+        """The blocks that take so many bytes at the worker with the most of these heads."""
         most = max(len(one.calls) for one in heads.values()) * self._row_bytes * self._block_size
         return max(min(num_bytes // most, self._peers.shape.fetch_blocks), 1)
 

@@ -66,5 +66,5 @@ class KeptKv(LogWriter):
             return 0
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
-        """Also what is not right where it is, but elsewhere, is right then."""
+        """Counts what is right: also what is not right where it is, but elsewhere, is right then."""
         return self.copy_in(self.log, blocks, num_tokens, chains, blocks)

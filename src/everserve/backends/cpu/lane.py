@@ -12,9 +12,9 @@
            y_RD                                the answers, written by the expert worker; those of heads have another
                                                size, and lie there as densely
 
-A request is: fill a box, store its sequence number, ring the peer's cell; an answer likewise (csrc/lane.h). There are
-two boxes because an answer may be awaited in one, from a peer that was given up or not, while another request goes out.
-Boxes have room for the largest step; memory is only touched, and paid for, where it is used.
+A request is: fill a box, store its sequence number, ring the peer's cell; an answer likewise (csrc/lanes/lane.h). There
+are two boxes because an answer may be awaited in one, from a peer that was given up or not, while another request goes
+out. Boxes have room for the largest step; memory is only touched, and paid for, where it is used.
 
 x and y begin at whole numbers of rows from the beginning of the lane, and `LaneRegion` maps all lanes of a process at
 whole numbers of rows from one base: so one kernel call can compute rows of many boxes where they lie.
@@ -28,30 +28,26 @@ import math
 import mmap
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from everserve.config.engine import EngineConfig
 from everserve.engine.sizing import resolve_max_model_len
 from everserve.kvlog.layout import MAX_BLOCK_SIZE
-from everserve.memory.liveness.cell import SOURCES as CELL_SOURCES
 from everserve.model.config import ModelConfig
 from everserve.native import BuildError, library
+from everserve.native.structs import source
 
-SOURCES = Path(__file__).parent / "csrc" / "lanes"
-NUM_BOXES = 2  # csrc/lane.h
-_MAGIC = 0x656E616C2D7365
-_LINE = 64
-_WORDS_BYTES = 2 * _LINE  # struct box
-_HEADER_BYTES = 2 * _LINE
-_PAGE_BYTES = _LINE  # struct page, before its words
-_FETCH_BYTES = 2 * _LINE  # struct fetch, before its words
+_c = source("lanes", "lane.h")
+NUM_BOXES = _c.constants["NUM_BOXES"]
+_MAGIC, _LINE = _c.constants["LANE_MAGIC"], _c.constants["CELL_LINE"]
+_WORDS_BYTES, _HEADER_BYTES = _c.struct("box").size, _c.struct("lane_header").size
+_PAGE_BYTES, _FETCH_BYTES = _c.struct("page").size, _c.struct("fetch").size  # before their words
 _CHAIN_BYTES = 8
 _FETCH_BLOCKS = 64  # memory is only touched where it is used
 _FLOAT_BYTES = _INT32_BYTES = 4
 _MAX_INT32 = 2**31 - 1
-# A row's word in slot_R (csrc/lane.h).
-_SLOT_BITS = 16
+# A row's word in slot_R (csrc/lanes/lane.h).
+_SLOT_BITS = _c.constants["SLOT_BITS"]
 _IS_MOVED = 1 << 31
 MAX_SLOTS, MAX_EXPERTS = 1 << _SLOT_BITS, 1 << 15
 
@@ -69,18 +65,9 @@ def moved_place(word: int) -> tuple[int, int] | None:
 
 
 class LaneLayout(ctypes.Structure):
-    """struct layout in csrc/lane.h."""
+    """struct layout in csrc/lanes/lane.h."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("max_tokens", "top_k", "hidden_size"),
-            *("first_box", "box_bytes"),
-            *("tokens_at", "slots_at", "x_at", "y_at"),
-            *("y_floats", "page_at", "page_words"),
-            *("fetch_at", "fetch_heads", "fetch_blocks", "fetch_tokens"),
-        )
-    ]
+    _fields_ = _c.fields("layout")
     first_box: int
     box_bytes: int
     slots_at: int
@@ -242,7 +229,7 @@ class Library:
     """The functions of csrc/*.c."""
 
     def __init__(self) -> None:
-        path = str(library("lanes", SOURCES, headers=[CELL_SOURCES, SOURCES.parent / "ops"]))
+        path = str(library("lanes"))
         try:
             self.blocking = ctypes.CDLL(path)  # gives up the interpreter's lock around a call
             self.brief = ctypes.PyDLL(path)

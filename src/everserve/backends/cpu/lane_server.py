@@ -18,12 +18,11 @@ kind.
 import ctypes
 import os
 from collections.abc import Mapping, Sequence
-from struct import Struct
 from typing import NamedTuple
 
 import numpy as np
 
-from everserve.backends.cpu.lane import MAX_SLOTS, NUM_BOXES, LaneLayout, LaneRegion, LaneShape, load
+from everserve.backends.cpu.lane import MAX_SLOTS, LaneLayout, LaneRegion, LaneShape, load
 from everserve.backends.cpu.ops import NativeExpertSlots, NativeOps
 from everserve.memory.liveness import Cell
 from everserve.memory.pieces.sources import Got, KvSources, Wanted
@@ -31,57 +30,43 @@ from everserve.memory.tables import Memory
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.model.ops import HeadRequest, RowIndices, RowMemory
+from everserve.native.structs import source
 from everserve.seam.batching import BatchPolicy, Request
 from everserve.seam.outcomes import Status
 from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import MAX_RANKS, Rank
 
-_MAX_REQUESTS = MAX_RANKS * NUM_BOXES
+_c = source("lanes", "serve.c")
+_MAX_REQUESTS = _c.constants["MAX_REQUESTS"]
 _COUNT = 0xFFFFFFFF
-_FETCH = -1  # csrc/serve.c
+_FETCH = _c.constants["FETCH"]
 _STRETCH_NS = 50_000_000
 _int64 = ctypes.c_int64
-_PerBox = _int64 * NUM_BOXES
 _INT32_BYTES = 4
-_request = Struct("6q")
-_entry = Struct("2q")
+_request = _c.packer("request")
+_entry = _c.packer("batch_entry")
 
 
 class _Incoming(ctypes.Structure):
-    """struct incoming in csrc/serve.c."""
+    """struct incoming."""
 
-    _fields_ = [
-        ("lane", _int64),
-        ("cell", _int64),
-        ("position", _int64),
-        ("taken", _PerBox),
-        ("num_tokens", _PerBox),
-        ("num_rows", _PerBox),
-        ("page", _PerBox),
-        *((name, _int64) for name in ("first_block", "num_blocks", "copied")),
-        *((name, _int64) for name in ("page_status", "page_pool", "page_rows", "page_sequences", "page_width")),
-        ("fetch", _int64),
-    ]
+    _fields_ = _c.fields("incoming")
     lane: int
     position: int
 
 
 class _Server(ctypes.Structure):
-    """struct server in csrc/serve.c."""
+    """struct server."""
 
-    _fields_ = [
-        ("layout", LaneLayout),
-        *((name, _int64) for name in ("own", "alarm", "base", "lanes", "held", "rows_of")),
-        *((name, _int64) for name in ("num_slots", "pieces", "num_calls", "token_R", "slot_R", "y_R")),
-        *((name, _int64) for name in ("pool", "num_heads", "answer_size", "num_positions", "block_size")),
-        *((name, _int64) for name in ("num_blocks", "num_parking")),
-        *((name, _int64) for name in ("pages", "head_requests", "head_slots", "head_pieces")),
-        *((name, _int64) for name in ("spin_ns", "timeout_ns", "is_holding", "alarm_seen", "control_seen")),
-        ("num_refused", _int64),
-        ("requests", _int64 * (6 * (_MAX_REQUESTS + MAX_RANKS))),
-        ("batch", _int64 * (2 * _MAX_REQUESTS)),
-    ]
+    _fields_ = _c.fields(
+        "server",
+        {
+            "layout": LaneLayout,
+            "requests": ctypes.c_uint8 * (_request.size * (_MAX_REQUESTS + MAX_RANKS)),
+            "batch": ctypes.c_uint8 * (_entry.size * _MAX_REQUESTS),
+        },
+    )
     timeout_ns: int
     is_holding: int
     alarm_seen: int
@@ -90,30 +75,24 @@ class _Server(ctypes.Structure):
 
 
 class _OwnExperts(ctypes.Structure):
-    """struct own_experts in csrc/serve.c."""
+    """struct own_experts."""
 
-    _fields_ = [(name, _int64) for name in ("slots", "num_slots", "inner_size")]
+    _fields_ = _c.fields("own_experts")
 
 
 class _Serving(ctypes.Structure):
-    """struct serving in csrc/serve.c."""
+    """struct serving."""
 
-    _fields_ = [
-        (name, _int64)
-        for name in (
-            *("expert_rows", "experts", "num_region_rows", "reach", "most_rows", "stretch_ns"),
-            *("num_batches", "num_rows"),
-        )
-    ]
+    _fields_ = _c.fields("serving")
     most_rows: int
     num_batches: int
     num_rows: int
 
 
 class _Taken(ctypes.Structure):
-    """struct taken in csrc/serve.c, before its words."""
+    """struct taken, before its words."""
 
-    _fields_ = [(name, _int64) for name in ("num_heads", "num_blocks", "num_tokens")]
+    _fields_ = _c.fields("taken")
     num_heads: int
     num_blocks: int
     num_tokens: int
@@ -157,7 +136,7 @@ class _Served(NamedTuple):
 
 
 def _calls_of(experts: ExpertHalf | None, heads: HeadHalf | None, calls: Sequence[Call] | None) -> dict[int, _Served]:
-    """By number. Without a list of calls each layer that crosses the seam is one, with the layer's number."""
+    """The calls by number. Without a list of calls each layer that crosses the seam is one, with the layer's number."""
     if calls is None:
         assert experts is not None
         cuts = experts.config.cuts
@@ -204,20 +183,23 @@ class LaneServer:
         assert all(len(one.held) <= MAX_SLOTS for one in self._served.values())
         self._tables = _Tables(self._served)
         self.rows_of = self._tables.rows_of
+        token_R, slot_R, y_R = self._index_addresses
         self._server = _Server(
-            shape.layout(),
-            cell.address,
-            alarm_address,
-            self._region.base,
-            ctypes.addressof(self._lanes),
-            ctypes.addressof(self._tables.held),
-            ctypes.addressof(self._tables.counts),
-            ctypes.addressof(self._tables.num_slots),
-            ctypes.addressof(self._tables.pieces),
-            self._tables.num_calls,
-            *self._index_addresses,
-            *(self._head_fields(heads, shape) if heads is not None else [0] * 11),
-            round(spin_us * 1e3),
+            layout=shape.layout(),
+            own=cell.address,
+            alarm=alarm_address,
+            base=self._region.base,
+            lanes=ctypes.addressof(self._lanes),
+            held=ctypes.addressof(self._tables.held),
+            rows_of=ctypes.addressof(self._tables.counts),
+            num_slots=ctypes.addressof(self._tables.num_slots),
+            pieces=ctypes.addressof(self._tables.pieces),
+            num_calls=self._tables.num_calls,
+            token_R=token_R,
+            slot_R=slot_R,
+            y_R=y_R,
+            spin_ns=round(spin_us * 1e3),
+            **(self._head_fields(heads, shape) if heads is not None else {}),
         )
         self._address = ctypes.addressof(self._server)
         self._requests = memoryview(self._server.requests).cast("B")
@@ -232,19 +214,27 @@ class LaneServer:
         self._gather_heads = load().brief.es_lane_gather_heads
         self._answer = load().brief.es_lane_answer
 
-    def _head_fields(self, heads: HeadHalf, shape: LaneShape) -> list[int]:
+    def _head_fields(self, heads: HeadHalf, shape: LaneShape) -> dict[str, int]:
         num_heads = heads.config.num_kv_heads
         self._pages = Memory(_INT32_BYTES * MAX_RANKS * shape.page_words)
         layout = shape.layout()
         self._taken = Memory(layout.first_box - layout.fetch_at)
         self._head_requests = (HeadRequest * _MAX_REQUESTS)()
         self._head_places = [Memory(_INT32_BYTES * _MAX_REQUESTS * num_heads) for _ in range(2)]
-        return [
-            *(heads.kv.id_address, num_heads, heads.answer_size, heads.max_model_len, heads.block_size),
-            *(len(heads.kv_pool), heads.kv.num_parking),
-            *(self._pages.address, ctypes.addressof(self._head_requests)),
-            *(memory.address for memory in self._head_places),
-        ]
+        head_slots, head_pieces = self._head_places
+        return {
+            "pool": heads.kv.id_address,
+            "num_heads": num_heads,
+            "answer_size": heads.answer_size,
+            "num_positions": heads.max_model_len,
+            "block_size": heads.block_size,
+            "num_blocks": len(heads.kv_pool),
+            "num_parking": heads.kv.num_parking,
+            "pages": self._pages.address,
+            "head_requests": ctypes.addressof(self._head_requests),
+            "head_slots": head_slots.address,
+            "head_pieces": head_pieces.address,
+        }
 
     def open(self, rank: Rank, cell: Cell, lane_fd: int, blocks: BlockRange = NO_BLOCKS) -> None:
         """An attention worker is there, which may name these KV blocks. Takes over the descriptor; the cell must stay
@@ -294,7 +284,7 @@ class LaneServer:
 
     def _came(self, found: int) -> list[Request]:
         self.changed = found > _COUNT
-        came = [Request._make(_request.unpack_from(self._requests, 48 * i)) for i in range(found & _COUNT)]
+        came = [Request._make(_request.unpack_from(self._requests, _request.size * i)) for i in range(found & _COUNT)]
         self.fetches += [request.rank for request in came if request.layer == _FETCH]
         return [request for request in came if request.layer != _FETCH]
 
@@ -324,12 +314,11 @@ class LaneServer:
         if self._experts is None or not isinstance(self._experts.ops, NativeOps):
             return None
         return _Serving(
-            self._experts.ops.expert_rows_address,
-            ctypes.addressof(self._own_experts),
-            self._memory.num_rows,
-            policy.reach if policy.reach is not None else -1,
-            0,
-            _STRETCH_NS,
+            expert_rows=self._experts.ops.expert_rows_address,
+            experts=ctypes.addressof(self._own_experts),
+            num_region_rows=self._memory.num_rows,
+            reach=policy.reach if policy.reach is not None else -1,
+            stretch_ns=_STRETCH_NS,
         )
 
     def _note_sizes(self) -> None:
@@ -359,7 +348,7 @@ class LaneServer:
     def compute(self, batch: list[Request]) -> int:
         """All rows of these requests, which are of one call, in one call of the kernel; then answer. How many rows."""
         for i, request in enumerate(batch):
-            _entry.pack_into(self._batch, 16 * i, request.rank, request.box)
+            _entry.pack_into(self._batch, _entry.size * i, request.rank, request.box)
         call = batch[0].layer
         layer, _, _, pieces = self._served[call]
         if pieces is not None:

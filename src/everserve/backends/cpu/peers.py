@@ -1,4 +1,4 @@
-"""ExpertPeers: peers with lanes in host memory, with the tables that csrc/exchange.c works on."""
+"""ExpertPeers: peers with lanes in host memory, with the tables that csrc/lanes/exchange.c works on."""
 
 import ctypes
 from collections.abc import Sequence
@@ -6,39 +6,19 @@ from dataclasses import dataclass
 
 from everserve.backends.cpu.lane import NUM_BOXES, LaneRegion, LaneShape, load, write_header
 from everserve.memory.liveness import Cell
+from everserve.native.structs import source
 from everserve.seam.trust import Peer, Peers, Watcher
 from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
 from everserve.tables.work import Work
 
 _MAX_LANES = 2 * MAX_RANKS  # half of them may be retired
 _int64 = ctypes.c_int64
-_PerBox = _int64 * NUM_BOXES
 
 
 class End(ctypes.Structure):
-    """struct end in csrc/exchange.c."""
+    """struct end in csrc/lanes/exchange.c."""
 
-    _fields_ = [
-        ("lane", _int64),
-        ("cell", _int64),
-        ("trusted", _int64),
-        ("last_seq", _int64),
-        ("sent", _PerBox),
-        ("part", _PerBox),
-        ("abandoned", _PerBox),
-        ("num_stale", _int64),
-        ("page", _int64),
-        ("fetch", _int64),
-        ("is_fetching", _int64),
-        ("filling", _int64),
-        ("num_tokens", _int64),
-        ("num_rows", _int64),
-        ("last_token", _int64),
-        ("replay", _int64),
-        ("answer_ns", _int64),
-        ("num_answers", _int64),
-        ("num_answered_rows", _int64),
-    ]
+    _fields_ = source("lanes", "exchange.c").fields("end")
     lane: int
     cell: int
     trusted: int
@@ -65,10 +45,10 @@ class ExpertPeers(Peers):
         cell: Cell,
         warden: Watcher,
         shape: LaneShape,
-        moe_layers: Sequence[int],
-        num_experts: int,
+        calls: Sequence[int],
+        num_shards: int,
     ) -> None:
-        super().__init__(rank, incarnation, cell, warden, moe_layers, num_experts)
+        super().__init__(rank, incarnation, cell, warden, calls, num_shards)
         self.shape = shape
         self.ends = (End * MAX_RANKS)()  # by rank
         self._retired: list[_Retired] = []
@@ -78,7 +58,7 @@ class ExpertPeers(Peers):
         first_owner, first_slot = self.owner_LN.ctypes.data, self.slot_LN.ctypes.data
         stride = self.owner_LN.strides[0]
         self.owners_at = {
-            layer: (first_owner + i * stride, first_slot + i * stride) for i, layer in enumerate(self.moe_layers)
+            layer: (first_owner + i * stride, first_slot + i * stride) for i, layer in enumerate(self.calls)
         }
 
     @property
@@ -116,7 +96,7 @@ class ExpertPeers(Peers):
             self._forget(self._retired[0])
         lane = self._region.map(lane_fd)
         write_header(lane, self.shape, WorkerId(self.rank, self.incarnation), WorkerId(rank, incarnation))
-        self.ends[rank] = End(lane=lane, cell=cell.address, part=_PerBox(-1, -1))
+        self.ends[rank] = End(lane=lane, cell=cell.address, part=(-1,) * NUM_BOXES)
         return lane
 
     def _retire(self, peer: Peer) -> None:

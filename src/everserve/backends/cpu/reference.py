@@ -13,33 +13,41 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from everserve.backends.cpu.composed import Composed
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw, choose
 from everserve.model.ops import (
     NO_EXPERT,
+    SILU,
     ExpertSlots,
     HeadRequest,
     HeadSlots,
     HeadWeights,
+    Join,
+    LatentWeights,
+    RouterWeights,
     RowIndices,
     RowMemory,
+    Scores,
+    ShardWeights,
 )
 from everserve.model.rope import Rotation
+from everserve.model.spec import Activation, ActivationKind, Norm, Router, Score
 
 
 class ReferenceSlots:
     """Expert weights, kept as they come."""
 
-    def __init__(self, num_slots: int, device: torch.device) -> None:
+    def __init__(self, num_slots: int, device: torch.device, activation: Activation) -> None:
         self.num_slots = num_slots
         self._device = device
-        self._weights: list[tuple[Tensor, Tensor, Tensor] | None] = [None] * num_slots
+        self._activation = activation
+        self._weights: list[ShardWeights | None] = [None] * num_slots
 
-    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        self._weights[slot] = (gate_FD.to(self._device), up_FD.to(self._device), down_DF.to(self._device))
+    def fill(self, slot: int, weights: ShardWeights) -> None:
+        self._weights[slot] = ShardWeights(*(one.to(self._device) if one is not None else None for one in weights))  # type: ignore[arg-type]
 
     def clear(self, slot: int) -> None:
         self._weights[slot] = None
@@ -47,8 +55,14 @@ class ReferenceSlots:
     def apply(self, slot: int, x_RD: Tensor) -> Tensor:
         weights = self._weights[slot]
         assert weights is not None, f"slot {slot} is empty"
-        gate_FD, up_FD, down_DF = (weight.float() for weight in weights)
-        return linear(silu(linear(x_RD, gate_FD)) * linear(x_RD, up_FD), down_DF)
+        gate_FD, up_FD, down_DF = (weight.float() for weight in weights[:3])
+        gate_F = up_F = down_D = None
+        if weights.biases is not None:
+            sizes = [len(gate_FD), len(up_FD), len(down_DF)]
+            gate_F, up_F, down_D = torch.split(weights.biases.float()[: sum(sizes)], sizes)
+        return linear(
+            _activated(linear(x_RD, gate_FD, gate_F), linear(x_RD, up_FD, up_F), self._activation), down_DF, down_D
+        )
 
 
 class ReferenceHeadSlots:
@@ -77,18 +91,32 @@ class ReferenceOps(Composed):
         self.batch_invariant = batch_invariant
 
     def linear(
-        self, x_TD: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None, residual_TO: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        weight_OD: Tensor,
+        bias_O: Tensor | None = None,
+        residual_TO: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
         weight, bias = weight_OD.float(), None if bias_O is None else bias_O.float()
         y_TO = self._by_rows(lambda x: linear(x, weight, bias), x_TD)
+        y_TO = y_TO if scale == 1.0 else y_TO * scale
         return y_TO if residual_TO is None else y_TO + residual_TO
 
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self.linear(x_LD, weight_VD)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
+    def norm(self, x_TD: Tensor, weight_D: Tensor, norm: Norm, rows_L: Tensor | None = None) -> Tensor:
         x_TD = x_TD if rows_L is None else x_TD.index_select(0, rows_L)
-        return self._by_rows(lambda x: _rms_norm(x, weight_D, eps), x_TD)
+        return self._by_rows(lambda x: _norm(x, weight_D, norm), x_TD)
+
+    def join(self, x_TD: Tensor, residual_TD: Tensor, join: Join) -> Tensor:
+        if join.norm_D is not None and join.norm is not None:
+            x_TD = self.norm(x_TD, join.norm_D, join.norm)
+        return residual_TD + (x_TD if join.scale == 1.0 else x_TD * join.scale)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return self._by_rows(torch.sigmoid, x)
 
     def rotate_and_store(
         self,
@@ -98,27 +126,67 @@ class ReferenceOps(Composed):
         layer: int,
         rotation: Rotation,
     ) -> Tensor:
-        cos_PE, sin_PE, q_norm_E, k_norm_E, eps = rotation
         num_kv_heads, block_size, head_size = kv_pool.shape[3:]
         heads = qkv_TX.view(len(qkv_TX), -1, head_size)
         num_heads = heads.shape[1] - 2 * num_kv_heads
         q_THE, k_TGE, v_TGE = torch.split(heads, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if q_norm_E is not None:
-            q_THE = self._by_rows(lambda x: _rms_norm(x, q_norm_E, eps), q_THE)
-        if k_norm_E is not None:
-            k_TGE = self._by_rows(lambda x: _rms_norm(x, k_norm_E, eps), k_TGE)
         positions = batch.positions_T.long()
-        cos_T1E, sin_T1E = cos_PE[positions, None], sin_PE[positions, None]
+        q_THE = self._normed_and_rotated(q_THE, rotation.q_norm, positions, rotation)
+        k_TGE = self._normed_and_rotated(k_TGE, rotation.k_norm, positions, rotation)
+        if rotation.q_scale_P is not None:
+            q_THE = q_THE * rotation.q_scale_P[positions, None, None]
 
         blocks, offsets = batch.kv_slots_T.long() // block_size, batch.kv_slots_T.long() % block_size
         pool_KV = kv_pool[:, layer]  # [num_blocks, 2, G, block_size, E]
-        pool_KV[blocks, 0, :, offsets] = _rotate(k_TGE, cos_T1E, sin_T1E).to(kv_pool.dtype)
+        pool_KV[blocks, 0, :, offsets] = k_TGE.to(kv_pool.dtype)
         pool_KV[blocks, 1, :, offsets] = v_TGE.to(kv_pool.dtype)
-        return _rotate(q_THE, cos_T1E, sin_T1E)
+        return q_THE
 
-    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+    def _normed_and_rotated(
+        self, x_TGE: Tensor, weights: Tensor | None, positions: Tensor, rotation: Rotation
+    ) -> Tensor:
+        norm = Norm(eps=rotation.eps, offset=rotation.offset)
+
+        def normed(x_TGE: Tensor) -> Tensor:
+            if weights is None:
+                return x_TGE
+            if not rotation.is_row:
+                return self._by_rows(lambda x: _norm(x, weights, norm), x_TGE)
+            return self._by_rows(lambda x: _norm(x, weights, norm), x_TGE.flatten(1)).view(x_TGE.shape)
+
+        x_TGE = x_TGE if rotation.norms_after else normed(x_TGE)
+        if rotation.cos_PR is not None and rotation.sin_PR is not None:
+            x_TGE = _rotate(x_TGE, rotation.cos_PR[positions, None], rotation.sin_PR[positions, None])
+        return normed(x_TGE) if rotation.norms_after else x_TGE
+
+    def turn_and_store(
+        self, q_TX: Tensor, kv_TC: Tensor, weights: LatentWeights, batch: StepBatch, kv_pool: Tensor, layer: int
+    ) -> Tensor:
+        num_heads, rank, plain = weights.keys_HRP.shape
+        positions, block_size = batch.positions_T.long(), kv_pool.shape[4]
+        cos_T1U, sin_T1U = weights.cos_PU[positions, None], weights.sin_PU[positions, None]
+        q_THX = q_TX.view(len(q_TX), num_heads, -1)
+        c_TR = self.norm(kv_TC[:, :rank], weights.kv_norm_R, weights.norm)
+        turned_T1U = _rotate(kv_TC[:, None, rank:], cos_T1U, sin_T1U)
+        blocks, offsets = batch.kv_slots_T.long() // block_size, batch.kv_slots_T.long() % block_size
+        kv_pool[:, layer][blocks, 0, 0, offsets] = torch.cat([c_TR, turned_T1U[:, 0]], dim=1).to(kv_pool.dtype)
+        absorbed_TX = self.by_head(q_THX[..., :plain].flatten(1), weights.keys_HRP)
+        turned_THU = _rotate(q_THX[..., plain:], cos_T1U, sin_T1U)
+        return torch.cat([absorbed_TX.view(*q_THX.shape[:2], rank), turned_THU], dim=-1)
+
+    def by_head(self, x_TX: Tensor, weight_HOK: Tensor) -> Tensor:
+        weight_HKO = weight_HOK.float().transpose(1, 2)
+        num_heads, size, _ = weight_HKO.shape
+
+        def product(x_TX: Tensor) -> Tensor:
+            x_HTK = x_TX.view(len(x_TX), num_heads, size).transpose(0, 1)
+            return (x_HTK @ weight_HKO).transpose(0, 1).flatten(1)
+
+        return self._by_rows(product, x_TX)
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scores: Scores) -> Tensor:
         starts, positions = batch.query_starts_S.tolist(), batch.positions_T.tolist()
-        outputs = [q_THE.new_empty(0, q_THE.shape[1] * q_THE.shape[2])]
+        outputs = [q_THE.new_empty(0, q_THE.shape[1] * (scores.value_size or q_THE.shape[2]))]
         for seq in range(batch.num_seqs):
             first, end = starts[seq], starts[seq + 1]
             step = 1 if self.batch_invariant else max(end - first, 1)
@@ -127,42 +195,47 @@ class ReferenceOps(Composed):
                 # Keys beyond the last row's position are not even read, so a row's shapes depend on its position only.
                 num_keys = positions[row + step - 1] + 1
                 k_GLE, v_GLE = _gather(kv_pool[:, layer], batch.block_tables_SB[seq], num_keys)
-                outputs.append(_attend(q_THE[rows], batch.positions_T[rows], k_GLE, v_GLE, scale))
+                outputs.append(_attend(q_THE[rows], batch.positions_T[rows], k_GLE, v_GLE, scores))
         return torch.cat(outputs)
 
     def route(
-        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+        self, x_TD: Tensor, weights: RouterWeights, router: Router, allowed_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        router = router_ND.float()
-        if allowed_N is not None:
-            return self._route_among(x_TD, router, top_k, renormalise, allowed_N != 0)
-        probabilities_TN = self._by_rows(lambda x: linear(x, router).softmax(dim=-1), x_TD)
-        # A stable sort, not topk: equal experts in order of their ids.
-        values_TN, ids_TN = probabilities_TN.sort(dim=-1, descending=True, stable=True)
-        weights_TK = values_TN[:, :top_k].contiguous()
-        if renormalise:
-            weights_TK = self._by_rows(lambda x: x / x.sum(dim=-1, keepdim=True), weights_TK)
-        return ids_TN[:, :top_k].to(torch.int32).contiguous(), weights_TK
-
-    def _route_among(
-        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, is_allowed_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`route` among some of the experts; -1, with no weight, where there are fewer than K."""
-        logits_TN = self._by_rows(lambda x: linear(x, router_ND), x_TD).masked_fill(~is_allowed_N, -math.inf)
-        probabilities_TN = self._by_rows(lambda x: x.softmax(dim=-1), logits_TN)
+        is_allowed_N = torch.ones(len(weights.router_ND), dtype=torch.bool, device=x_TD.device)
+        is_allowed_N = is_allowed_N if allowed_N is None else allowed_N != 0
+        logits_TN = self.linear(x_TD, weights.router_ND, weights.bias_N)
+        logits_TN = logits_TN.masked_fill(~is_allowed_N, -math.inf)
+        match router.score:
+            case Score.SOFTMAX:
+                scores_TN = self._by_rows(lambda x: x.softmax(dim=-1), logits_TN)
+            case Score.SIGMOID:
+                scores_TN = self.sigmoid(logits_TN)
+            case Score.SOFTMAX_OF_CHOSEN:
+                scores_TN = logits_TN
+        ranked_TN = scores_TN if weights.correction_N is None else scores_TN + weights.correction_N
         # Below all others, so that an expert that is allowed comes first however unlikely it is.
-        ranked_TN = probabilities_TN.masked_fill(~is_allowed_N, -1.0)
-        values_TN, ids_TN = ranked_TN.sort(dim=-1, descending=True, stable=True)
-        ids_TK, weights_TK = ids_TN[:, :top_k], values_TN[:, :top_k]
-        is_chosen_TK = is_allowed_N[ids_TK]
+        ranked_TN = ranked_TN.masked_fill(~is_allowed_N, -math.inf)
+        is_open_TN = is_allowed_N.expand_as(ranked_TN)
+        if router.num_groups > 1:
+            is_open_TN = _in_best_groups(ranked_TN, is_allowed_N, router)
+            ranked_TN = ranked_TN.masked_fill(~is_open_TN, -math.inf)
+        # A stable sort, not topk: equal experts in order of their ids. Those that are not open behind all that are.
+        ids_TN = ranked_TN.sort(dim=-1, descending=True, stable=True).indices
+        ids_TN = ids_TN.gather(1, (~is_open_TN).int().gather(1, ids_TN).sort(dim=-1, stable=True).indices)
+        ids_TK = ids_TN[:, : router.top_k]
+        is_chosen_TK = is_open_TN.gather(1, ids_TK)
+        weights_TK = scores_TN.gather(1, ids_TK)
+        if router.score is Score.SOFTMAX_OF_CHOSEN:
+            weights_TK = self._by_rows(lambda x: x.softmax(dim=-1), weights_TK.masked_fill(~is_chosen_TK, -math.inf))
         weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)
-        if renormalise:
-            weights_TK = self._by_rows(lambda x: x / x.sum(dim=-1, keepdim=True), weights_TK)
+        if router.renormalise:
+            weights_TK = self._by_rows(lambda x: x / x.sum(dim=-1, keepdim=True).clamp(router.least_sum), weights_TK)
             weights_TK = weights_TK.masked_fill(~is_chosen_TK, 0.0)  # also where none is allowed
+        weights_TK = weights_TK if router.scale == 1.0 else weights_TK * router.scale
         return ids_TK.masked_fill(~is_chosen_TK, -1).to(torch.int32).contiguous(), weights_TK.contiguous()
 
-    def expert_slots(self, num_slots: int) -> ExpertSlots:
-        return ReferenceSlots(num_slots, self.device)
+    def expert_slots(self, num_slots: int, activation: Activation = SILU) -> ExpertSlots:
+        return ReferenceSlots(num_slots, self.device, activation)
 
     def expert_rows(self, x_TD: Tensor, token_R: Tensor, slot_R: Tensor, slots: ExpertSlots) -> Tensor:
         assert isinstance(slots, ReferenceSlots)
@@ -189,7 +262,7 @@ class ReferenceOps(Composed):
         return ReferenceHeadSlots(num_slots)
 
     def head_rows_at(
-        self, requests: int, num_requests: int, slots: HeadSlots, kv_pool: Tensor, rotation: Rotation, scale: float
+        self, requests: int, num_requests: int, slots: HeadSlots, kv_pool: Tensor, rotation: Rotation, scores: Scores
     ) -> None:
         assert isinstance(slots, ReferenceHeadSlots)
         pool = kv_pool[:, :, :, None]  # a piece is a layer with one KV head
@@ -202,9 +275,10 @@ class ReferenceOps(Composed):
                 assert weights is not None, f"slot {slot} is empty"
                 x_TD = _floats_at(request.x, request.num_rows, weights.q_XD.shape[1])
                 qkv_XD = torch.cat(weights[:3])
-                bias_X = torch.cat([b for b in weights[3:] if b is not None]) if weights.q_bias_X is not None else None
+                biases = [bias for bias in weights[3:6] if bias is not None]
+                bias_X = torch.cat(biases) if biases else None
                 q_TME = self.project_and_store(x_TD, qkv_XD, bias_X, batch, pool, piece, rotation)
-                attended.append(self.attend(q_TME, batch, pool, piece, scale))
+                attended.append(self.attend(q_TME, batch, pool, piece, scores._replace(sinks_H=weights.sinks_M)))
             y_TX = torch.cat(attended, dim=1)
             _floats_at(request.y, *y_TX.shape)[...] = y_TX
 
@@ -257,31 +331,78 @@ def _int32s_at(address: int, count: int) -> Tensor:
     return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + eps) * weight.float()
+def _norm(x: Tensor, weight: Tensor, norm: Norm) -> Tensor:
+    if norm.is_centred:
+        x = x - x.mean(dim=-1, keepdim=True)
+    factor = torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + norm.eps)
+    return x * factor * (weight.float() + norm.offset) * norm.scale
 
 
-def _rotate(x_TGE: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
-    first, second = x_TGE.chunk(2, dim=-1)
-    return x_TGE * cos_T1E + torch.cat((-second, first), dim=-1) * sin_T1E
+def _activated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    match activation.kind:
+        case ActivationKind.SILU:
+            return silu(gate) * up
+        case ActivationKind.GELU_TANH:
+            return gelu(gate, approximate="tanh") * up
+        case ActivationKind.RELU:
+            return relu(gate) * up
+        case ActivationKind.CLAMPED_SWIGLU:
+            gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+            return gate * torch.sigmoid(gate * activation.alpha) * (up + 1)
+
+
+def _in_best_groups(ranked_TN: Tensor, is_allowed_N: Tensor, router: Router) -> Tensor:
+    """Whether each expert is allowed, and in one of the groups that are kept."""
+    num_rows, num_experts = ranked_TN.shape
+    of_groups = ranked_TN.view(num_rows, router.num_groups, -1)
+    best_TG2 = of_groups.topk(min(router.counted, of_groups.shape[-1]), dim=-1).values
+    # A second one that is masked counts nothing.
+    allowed_G = is_allowed_N.view(router.num_groups, -1).sum(dim=-1)
+    is_there_G2 = torch.arange(best_TG2.shape[-1], device=ranked_TN.device) < allowed_G[:, None]
+    scores_TG = best_TG2.where(is_there_G2, torch.zeros_like(best_TG2)).sum(dim=-1)
+    scores_TG = scores_TG.masked_fill(allowed_G == 0, -math.inf)
+    kept_TC = scores_TG.sort(dim=-1, descending=True, stable=True).indices[:, : router.groups_kept]
+    is_kept_TG = torch.zeros_like(scores_TG, dtype=torch.bool).scatter(1, kept_TC, True)
+    return is_kept_TG.repeat_interleave(num_experts // router.num_groups, dim=1) & is_allowed_N
+
+
+def _rotate(x_TGE: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    size = cos_T1R.shape[-1]
+    rotated, rest = x_TGE[..., :size], x_TGE[..., size:]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = rotated * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
+    return torch.cat((turned, rest), dim=-1)
 
 
 def _gather(pool_KV: Tensor, block_table_B: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """A sequence's first keys and values in one layer, [G, num_keys, E] each, float32."""
+    """A sequence's first keys and values in one layer, [G, num_keys, E] each, float32; the same where there is one
+    plane."""
     block_size = pool_KV.shape[3]
     blocks = block_table_B[: -(-num_keys // block_size)].long()
     kv = pool_KV[blocks].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :num_keys].float().contiguous()
-    return kv[0], kv[1]
+    return kv[0], kv[-1]
 
 
-def _attend(q_QHE: Tensor, positions_Q: Tensor, k_GLE: Tensor, v_GLE: Tensor, scale: float) -> Tensor:
+def _attend(q_QHE: Tensor, positions_Q: Tensor, k_GLE: Tensor, v_GLE: Tensor, how: Scores) -> Tensor:
     """Rows of one sequence over its keys: [Q, H*E]. Consecutive query heads share a KV head."""
     num_rows, num_heads, head_size = q_QHE.shape
     num_kv_heads, num_keys, _ = k_GLE.shape
+    if how.value_size:
+        v_GLE = v_GLE[..., : how.value_size]
     q_GME = q_QHE.view(num_rows, num_kv_heads, -1, head_size).transpose(0, 1).reshape(num_kv_heads, -1, head_size)
-    scores = (q_GME @ k_GLE.transpose(1, 2) * scale).view(num_kv_heads, num_rows, -1, num_keys)
-    hidden_QL = torch.arange(num_keys, device=q_QHE.device) > positions_Q[:, None]
-    probabilities = scores.masked_fill(hidden_QL[None, :, None], float("-inf")).softmax(dim=-1)
-    attended_GME = probabilities.view(num_kv_heads, -1, num_keys) @ v_GLE
-    attended = attended_GME.view(num_kv_heads, num_rows, num_heads // num_kv_heads, head_size)
-    return attended.transpose(0, 1).reshape(num_rows, num_heads * head_size)
+    scores = q_GME @ k_GLE.transpose(1, 2) * how.scale
+    if how.softcap:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    scores = scores.view(num_kv_heads, num_rows, -1, num_keys)
+    first_Q = torch.tensor([how.first_key(position) for position in positions_Q.tolist()], device=q_QHE.device)
+    key_L = torch.arange(num_keys, device=q_QHE.device)
+    hidden_QL = (key_L > positions_Q[:, None]) | (key_L < first_Q[:, None])
+    scores = scores.masked_fill(hidden_QL[None, :, None], float("-inf"))
+    if how.sinks_H is not None:
+        sinks = how.sinks_H.view(num_kv_heads, 1, -1, 1).expand(-1, num_rows, -1, -1)
+        probabilities = torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        probabilities = scores.softmax(dim=-1)
+    attended_GME = probabilities.reshape(num_kv_heads, -1, num_keys) @ v_GLE
+    attended = attended_GME.view(num_kv_heads, num_rows, num_heads // num_kv_heads, -1)
+    return attended.transpose(0, 1).reshape(num_rows, -1)

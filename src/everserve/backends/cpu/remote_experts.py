@@ -28,8 +28,8 @@ class RemoteExperts:
     def __init__(self, exchange: Exchange, ops: ExpertOps, call_of: Mapping[int, int] | None = None) -> None:
         self.exchange = exchange
         self._ops = ops
-        self._call_of = dict(call_of) if call_of is not None else {call: call for call in exchange.peers.moe_layers}
-        self._num_experts = exchange.peers.num_experts
+        self._call_of = dict(call_of) if call_of is not None else {call: call for call in exchange.peers.calls}
+        self._num_experts = exchange.peers.num_shards
         self._hidden_size = exchange.peers.shape.hidden_size
         self._seam, self._kept = exchange.seam(self._call_of, self._num_experts, self._hidden_size)
         cross = ctypes.cast(load().blocking.es_lane_cross, ctypes.c_void_p).value
@@ -38,11 +38,11 @@ class RemoteExperts:
 
     @property
     def num_replayed_rows(self) -> int:
-        return self.exchange.num_replayed_rows
+        return self.exchange.healing.num_replayed_rows
 
     @property
     def num_moved_rows(self) -> int:
-        return self.exchange.num_moved_rows
+        return self.exchange.healing.num_moved_rows
 
     def do_meanwhile(self, function: int, argument: int) -> None:
         """`Exchange.do_meanwhile`."""

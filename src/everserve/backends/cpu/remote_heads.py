@@ -54,12 +54,12 @@ class RemoteHeads:
         num_tokens = normed_TD.shape[0]
         if num_tokens > len(self._ids_TG):
             self._ids_TG = torch.arange(self._num_heads, dtype=torch.int32).repeat(num_tokens, 1)
-        kv_at = self.kv.kv_at_LG[self._index_of[layer]].ctypes.data
+        kv_at = self.kv.at.rank_LG[self._index_of[layer]].ctypes.data
         ids_TG = self._ids_TG[:num_tokens]
         try:
             self._exchange.call(self._call_of[layer], ids_TG, normed_TD, self._num_heads, self._answer_size, kv_at)
         except KvLost:
-            self.kv.is_lost = True
+            self.kv.at.is_lost = True
             raise
         attended_TX = torch.empty(num_tokens, self._num_heads * self._answer_size)
         self._exchange.collect(attended_TX)

@@ -17,7 +17,6 @@ from everserve.backends.cpu.exchange import Exchange
 from everserve.backends.cpu.expert_loop import ExpertLoop
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.local_experts import LocalExperts
-from everserve.backends.cpu.memory_slots import MemorySlots
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.backends.cpu.remote_heads import RemoteHeads
@@ -52,7 +51,7 @@ def prepare() -> None:
 
 
 def rehearse(like: Sequence[StartWorker], lifeline: Channel) -> None:
-    """On CPUs nothing is left to do."""
+    """Does nothing: on CPUs nothing is left to do."""
 
 
 def build_attention(around: Surroundings) -> AttentionParts:
@@ -87,11 +86,12 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         check_unchanged(source.directory, source.fingerprint)
 
     slots: ChangeableSlots
-    heads, kv = None, None
+    heads, kv, memory = None, None, None
     if opened.model.divides_heads:
         heads, kv = load_heads(opened, start, around.memory)
     if source.weights == "memory":
-        experts, slots = load_into_memory(opened, start, around.memory, check_source)
+        experts, memory = load_into_memory(opened, start, around.memory, check_source)
+        slots = memory.slots
     else:
         experts = load_experts(opened, source.dtype, start.slots)
         slots = MappedSlots(experts, check_source, heads)
@@ -108,8 +108,8 @@ def build_expert(around: Surroundings) -> tuple[ExpertService, str]:
         heads=heads,
         kv=kv,
     )
-    if isinstance(slots, MemorySlots):
-        slots.begin_backup(start.rank)
+    if memory is not None:
+        memory.offers.fill_backups()
     return loop, opened.ops.name
 
 
@@ -121,10 +121,8 @@ def _reach_shards(around: Surroundings, opened: Opened) -> tuple[ExpertPeers, Re
     )
     exchange = Exchange(
         peers,
+        around.reports,
         detect_ms=around.detect_ms,
-        on_control=around.on_control,
-        on_suspect=around.on_suspect,
-        on_replay=around.on_replay,
         spin_us=_spin_us(around),
         layer_of=dict(zip(model.call_numbers, (call.layer for call in model.calls), strict=True)),
     )

@@ -1,12 +1,12 @@
 """Which ops this machine should use."""
 
 import logging
-import os
 from typing import Protocol
 
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.model.config import ModelConfig
 from everserve.model.ops import ExpertOps, HeadOps, Ops
+from everserve.procs.host import num_cores
 
 log = logging.getLogger(__name__)
 
@@ -28,4 +28,4 @@ def select_ops(model: ModelConfig, num_threads: int | None, batch_invariant: boo
 
 def default_num_threads() -> int:
     """One per core that this process may use."""
-    return len(os.sched_getaffinity(0))
+    return num_cores()

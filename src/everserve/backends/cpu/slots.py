@@ -8,7 +8,7 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.head_half import HeadHalf
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
-from everserve.tables.memory import Memory
+from everserve.tables.memory import MemoryName
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place, Source
 
 
@@ -24,8 +24,8 @@ class MappedSlots:
         self._check_source = check_source
         self._result: Filled | FailedFill | None = None
 
-    def num_experts(self, layer_index: int) -> int:
-        return self._calls[layer_index].num_shards
+    def num_experts(self, call_index: int) -> int:
+        return self._calls[call_index].num_shards
 
     @property
     def held(self) -> HeldSlots:
@@ -41,7 +41,7 @@ class MappedSlots:
         return self._experts, call.layer
 
     def begin(self, fill: Fill) -> None:
-        (half, layer), began_s = self._at(fill.layer_index), time.monotonic()
+        (half, layer), began_s = self._at(fill.call_index), time.monotonic()
         half.clear(layer, fill.slot)
         try:
             self._check_source()
@@ -57,10 +57,10 @@ class MappedSlots:
         return result
 
     def clear(self, place: Place) -> None:
-        half, layer = self._at(place.layer_index)
+        half, layer = self._at(place.call_index)
         half.clear(layer, place.slot)
 
-    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+    def offer(self, rank: Rank | None, weights: MemoryName, fds: Sequence[int]) -> None:
         for fd in fds:
             os.close(fd)
 

@@ -22,9 +22,9 @@ notes.py           what kernels note in a profile
 placed_weights.py  weights in places that were planned for them
 weights_state.py   what the weights memory of an attention seat holds, for the next incarnation
 seat_experts.py    the expert slots of a seat in its memory; arena_range.py: and those of other seats, behind them
-slots.py           how slots change while requests are served
+device_places.py   where its experts lie, how they get there, and how kernels compute with them
 transfer.py        an expert on its way into a slot, in chunks
-offers.py          memory that experts come from; host_backup.py: the backup, registered ahead of need
+host_backup.py     the backup of all experts, registered ahead of need
 expert_files.py    experts out of the model's files; file_feed.py: through registered buffers
 backup_copy.py     experts from the device to the backup
 logs.py            a worker's own KV log, and those of other workers

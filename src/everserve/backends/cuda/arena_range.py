@@ -39,7 +39,7 @@ class ArenaRange:
         return self.address + place * self.place_bytes
 
     def first_place(self, rank: int) -> int:
-        """Of this seat's memory."""
+        """The number of the first place in this seat's memory."""
         assert rank in self._mapped, rank
         return (1 + rank) * self._distance // self.place_bytes
 

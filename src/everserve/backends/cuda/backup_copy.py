@@ -1,4 +1,4 @@
-"""An expert from the device to the backup in host memory: `CopyOut` of worker/backup_filling.py, on its thread.
+"""An expert from the device to the backup in host memory: `CopyOut` of memory/weights/backup_filling.py, on its thread.
 
     slot ──the device's stream──> a registered buffer ──copied and summed──> backup
 
@@ -21,7 +21,7 @@ _WORD = (1 << 64) - 1
 
 
 class BackupCopy:
-    """`table`: of the own slots. `address(layer_index, slot)`: where they lie. `load(layer_index, expert)`: gate, up
+    """`table`: of the own slots. `address(call_index, slot)`: where they lie. `load(call_index, expert)`: gate, up
     and down out of the files; None if there are none."""
 
     def __init__(
@@ -40,10 +40,10 @@ class BackupCopy:
         self._buffers: Buffers | None = None
         self._stream = 0
 
-    def __call__(self, layer_index: int, expert: int, to: int, is_held: bool) -> int | None:
-        found = self._table.find(layer_index, expert)
+    def __call__(self, call_index: int, expert: int, to: int, is_held: bool) -> int | None:
+        found = self._table.find(call_index, expert)
         if found is None:
-            return None if is_held or self._load is None else self._from_files(layer_index, expert, to)
+            return None if is_held or self._load is None else self._from_files(call_index, expert, to)
         place, entry = found
         checksum = self._from_device(self._address(*place), to)
         return checksum if checksum == entry.checksum and self._table.read(place) == entry else None
@@ -59,10 +59,10 @@ class BackupCopy:
             )  # fmt: skip
         return checksum & _WORD
 
-    def _from_files(self, layer_index: int, expert: int, to: int) -> int:
+    def _from_files(self, call_index: int, expert: int, to: int) -> int:
         assert self._load is not None
         end = to
-        for matrix in self._load(layer_index, expert):
+        for matrix in self._load(call_index, expert):
             end += convert(matrix.reshape(-1), end)
         assert end == to + self._num_bytes, "an expert has its three matrices"
         return copying.sum_at(to, self._num_bytes)

@@ -13,24 +13,25 @@ from everserve.backends.cuda.backup_copy import BackupCopy
 from everserve.backends.cuda.call_slots import FfnKernels
 from everserve.backends.cuda.captured import CapturedForward
 from everserve.backends.cuda.device import Device, tensor_at
+from everserve.backends.cuda.device_places import DevicePlaces, SlotKernels
 from everserve.backends.cuda.expert_files import ExpertFiles
 from everserve.backends.cuda.lanes.server import CudaServer
-from everserve.backends.cuda.offers import Offers
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.recorder import Recorder
-from everserve.backends.cuda.seat_experts import SeatExperts
+from everserve.backends.cuda.seat_experts import SeatExperts, make_arena
 from everserve.backends.cuda.seat_heads import SeatHeads
-from everserve.backends.cuda.slots import CudaSlots, SlotKernels
 from everserve.backends.cuda.step_queue import CapturedExperts
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.backends.cuda.weights_state import WeightsState, identity_of
 from everserve.engine.limits import EngineLimits
 from everserve.memory.device import Mapping
 from everserve.memory.names import BELL_BYTES, bell_at
+from everserve.memory.weights.offers import Offers
+from everserve.memory.weights.slots import MemorySlots
 from everserve.model.decoder import Decoder
 from everserve.model.fingerprint import check_unchanged
-from everserve.model.layout import Weights
+from everserve.model.weights import Weights
 from everserve.plan.prefill import TokenCost
 from everserve.plan.steps import StepWork
 from everserve.plan.weights import PlannedTensor, WeightsPlan
@@ -69,10 +70,10 @@ class SeatWeights:
         return WeightsPlan.of(device.model, device.start.roles, _num_slots(device))
 
     def view(self, tensor: PlannedTensor) -> Tensor:
-        return tensor_at(self._mapping.address + tensor.offset, tensor.shape)
+        return tensor_at(self._mapping.address + tensor.offset, tensor.shape, is_exact=tensor.is_exact)
 
     def placed(self) -> PlacedWeights:
-        """For a Decoder."""
+        """The weights in their places, for a Decoder."""
         device = self._device
         return PlacedWeights(
             device.model, device.checkpoint, device.torch_device, self.plan, self.view, self.is_complete
@@ -81,7 +82,7 @@ class SeatWeights:
     def arena(self) -> ExpertArena:
         """All experts or slices, loaded, each in the slot of its number."""
         model = self._device.model
-        arena = ExpertArena.of_experts(self.view(self.plan.tensor("experts")), len(model.cuts), self.num_slots)
+        arena = make_arena(model, self.view(self.plan.tensor("experts")), self.num_slots)
         if not self.is_complete:
             self._load(arena)
         return arena
@@ -92,9 +93,7 @@ class SeatWeights:
         places = [(index, expert) for index, cut in enumerate(model.cuts) for expert in range(cut.num_shards)]
         progress = device.loading.part("experts")
         for done, (index, expert) in enumerate(places):
-            sources = weights.layout.shard(model.call_layers[index], expert)
-            gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
-            arena.fill(index, expert, gate, up, weights.load_temporary(sources.down))
+            arena.fill(index, expert, *weights.shard(weights.layout.shard(model.call_layers[index], expert)))
             progress(done + 1, len(places))
 
     def complete(self) -> None:
@@ -180,9 +179,11 @@ def build_server(
     return server, heads.slots(slots, server)
 
 
-def _build_slots(device: Device, experts: SeatExperts, kernels: SlotKernels) -> CudaSlots:
+def _build_slots(device: Device, experts: SeatExperts, kernels: SlotKernels) -> MemorySlots[int]:
     start, model = device.start, device.model
-    files = ExpertFiles(device)
+    files, num_layers = ExpertFiles(device), len(model.cuts)
+    stream = DeviceStream(device.driver, device.torch_device)
+    places = DevicePlaces(device.driver, experts.range, experts.plan, model.max_shards, kernels, stream, files)
     copy_out = BackupCopy(
         device.driver,
         experts.table,
@@ -190,19 +191,12 @@ def _build_slots(device: Device, experts: SeatExperts, kernels: SlotKernels) -> 
         experts.range.place_bytes,
         files.load if files.are_there else None,
     )
-    return CudaSlots(
-        experts.table,
-        experts.arena.num_slots,
-        model.max_shards,
-        experts.range,
-        kernels,
-        DeviceStream(device.driver, device.torch_device),
-        Offers(
-            device.driver, experts.range, experts.plan, model.max_shards, experts.identity, copy_out,
-            first_layer=start.rank % len(model.cuts),
-        ),
-        files,
-    )  # fmt: skip
+    offers = Offers(places, experts.identity, copy_out, first_layer=start.rank % num_layers)
+    offers.fill_backups()
+    num_slots, num_own = [experts.arena.num_slots] * num_layers, [experts.table.num_slots] * num_layers
+    slots = MemorySlots(experts.table, num_slots, num_own, [model.max_shards] * num_layers, places, offers)
+    slots.take_over()
+    return slots
 
 
 def engine_limits(device: Device) -> EngineLimits:

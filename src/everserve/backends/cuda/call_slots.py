@@ -1,7 +1,7 @@
 """CallSlots: all slots of an expert worker on a GPU where heads are divided.
 
 Orchestrators, and the words of lanes, know calls: heads, then the FFN, layer by layer. The slots of FFNs are as without
-divided heads (slots.py), numbered by FFN; those of heads are here.
+divided heads (memory/weights/slots.py), numbered by FFN; those of heads are here.
 
 A head that is filled while streams run is a rare thing (a device is lost, or has returned), and every stream waits for
 it, or is computed again: so graphs are let run out, and it is loaded at once.
@@ -15,7 +15,7 @@ from everserve.model.config import ModelConfig
 from everserve.plan.head_memory import Head
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
-from everserve.tables.memory import Memory
+from everserve.tables.memory import MemoryName
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, HeldSlots, Place, Source
 from everserve.worker.slot_changes import ChangeableSlots
 
@@ -23,7 +23,7 @@ from everserve.worker.slot_changes import ChangeableSlots
 class HeadKernels(Protocol):
     """What is needed of `CudaServer`."""
 
-    def empty(self, layer_index: int, slot: int) -> None: ...
+    def empty(self, call_index: int, slot: int) -> None: ...
     def drain(self) -> None: ...
     def hold_head(self, call: int, slot: int, head: int, piece: int, pool: int) -> None: ...
 
@@ -38,17 +38,17 @@ class Pieces(Protocol):
 
 
 class FfnKernels:
-    """`SlotKernels` (slots.py) of the FFNs: a server that knows calls, for slots that know FFNs."""
+    """`SlotKernels` (device_places.py) of the FFNs: a server that knows calls, for slots that know FFNs."""
 
     def __init__(self, server: "ServedSlots", call_of_ffn: Sequence[int]) -> None:
         self._server = server
         self._call_of_ffn = tuple(call_of_ffn)
 
-    def empty(self, layer_index: int, slot: int) -> None:
-        self._server.empty(self._call_of_ffn[layer_index], slot)
+    def empty(self, call_index: int, slot: int) -> None:
+        self._server.empty(self._call_of_ffn[call_index], slot)
 
-    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None:
-        self._server.hold(self._call_of_ffn[layer_index], slot, expert, place)
+    def hold(self, call_index: int, slot: int, expert: int, place: int) -> None:
+        self._server.hold(self._call_of_ffn[call_index], slot, expert, place)
 
     def fence(self) -> Callable[[], bool]:
         return self._server.fence()
@@ -63,10 +63,10 @@ class FfnKernels:
 class ServedSlots(Protocol):
     """What is needed of `CudaServer` for FFNs."""
 
-    def empty(self, layer_index: int, slot: int) -> None: ...
+    def empty(self, call_index: int, slot: int) -> None: ...
     def fence(self) -> Callable[[], bool]: ...
     def ring(self) -> None: ...
-    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None: ...
+    def hold(self, call_index: int, slot: int, expert: int, place: int) -> None: ...
     def drain(self) -> None: ...
 
 
@@ -92,8 +92,8 @@ class CallSlots:
         self._result: Filled | FailedFill | None = None
         self._fill: Fill | None = None  # of an FFN, as it was asked for
 
-    def num_experts(self, layer_index: int) -> int:
-        return self._calls[layer_index].num_shards
+    def num_experts(self, call_index: int) -> int:
+        return self._calls[call_index].num_shards
 
     @property
     def held(self) -> HeldSlots:
@@ -108,21 +108,21 @@ class CallSlots:
         return ffn.experts[index], ffn.generations[index]
 
     def begin(self, fill: Fill) -> None:
-        if fill.layer_index not in self._heads:
+        if fill.call_index not in self._heads:
             self._fill = fill
-            self._ffn.begin(fill._replace(layer_index=self._index_of[fill.layer_index]))
+            self._ffn.begin(fill._replace(call_index=self._index_of[fill.call_index]))
             return
         began_s = time.monotonic()
-        self.clear(Place(fill.layer_index, fill.slot))
+        self.clear(Place(fill.call_index, fill.slot))
         self._server.drain()
         try:
-            piece = self._pieces.load((self._calls[fill.layer_index].layer, fill.expert))
+            piece = self._pieces.load((self._calls[fill.call_index].layer, fill.expert))
         except Exception as error:
             self._result = FailedFill(**fill._asdict(), reason=f"{type(error).__name__}: {error}")
             return
-        self._server.hold_head(fill.layer_index, fill.slot, fill.expert, piece, self._pieces.pool)
-        self._heads[fill.layer_index][fill.slot] = fill.expert
-        self._generations[fill.layer_index][fill.slot] += 1
+        self._server.hold_head(fill.call_index, fill.slot, fill.expert, piece, self._pieces.pool)
+        self._heads[fill.call_index][fill.slot] = fill.expert
+        self._generations[fill.call_index][fill.slot] += 1
         took_s = time.monotonic() - began_s
         self._result = Filled(fill=fill, source=Source.FILE, num_bytes=0, seconds=took_s)
 
@@ -150,7 +150,7 @@ class CallSlots:
             self._server.empty(call, slot)
             self._pieces.give_up((self._calls[call].layer, head))
 
-    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+    def offer(self, rank: Rank | None, weights: MemoryName, fds: Sequence[int]) -> None:
         self._ffn.offer(rank, weights, fds)
 
     def withdraw(self, rank: Rank | None) -> None:

@@ -13,7 +13,7 @@ from everserve.engine.sizing import KvSizes
 from everserve.memory.device import Driver
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.layout import check_checkpoint
+from everserve.model.layout import check_headers
 from everserve.model.random_weights import RandomCheckpoint
 from everserve.wire.messages import StartWorker
 from everserve.worker.loading import Loading
@@ -50,7 +50,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         checkpoint = RandomCheckpoint(directory, model, torch_device)
     else:
         checkpoint = Checkpoint.open(directory)
-        check_checkpoint(model, checkpoint)
+        check_headers(model, checkpoint.headers)
     sizes = KvSizes.of(model, settings.engine, settings.model.dtype)
     with loading.phase("context"):
         torch.zeros(1, device=torch_device)
@@ -61,7 +61,7 @@ def open_device(start: StartWorker, loading: Loading) -> Device:
         max_model_len=sizes.max_model_len,
         share=start.num_attention_on_gpu,
         launches_ahead=settings.engine.launch_ahead,
-        one_by_one=bool(settings.model.divide_heads),
+        one_by_one=settings.model.divide_heads,
     )
     return Device(start, torch_device, driver, model, checkpoint, sizes, ops, loading)
 
@@ -73,6 +73,9 @@ class _Array:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": shape, "typestr": "<i2", "version": 3}
 
 
-def tensor_at(address: int, shape: tuple[int, ...]) -> Tensor:
-    """bfloat16, which the interface does not know: 16-bit integers, looked at differently."""
+def tensor_at(address: int, shape: tuple[int, ...], *, is_exact: bool = False) -> Tensor:
+    """bfloat16, which the interface does not know: 16-bit integers, looked at differently. `is_exact`: float32."""
+    if is_exact:
+        halves = torch.as_tensor(_Array(address, (*shape[:-1], 2 * shape[-1])), device="cuda")
+        return halves.view(torch.float32)
     return torch.as_tensor(_Array(address, shape), device="cuda").view(torch.bfloat16)

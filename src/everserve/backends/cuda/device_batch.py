@@ -37,7 +37,7 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceBatch(StepBatch):
-    """As a StepBatch, with padding. `query_starts_S` is empty: `row_seqs_T` says the same row by row.
+    """A StepBatch with padding. `query_starts_S` is empty: `row_seqs_T` says the same row by row.
 
     `large` is None in batches that only ever hold decoding sequences.
     """

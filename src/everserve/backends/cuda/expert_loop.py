@@ -10,7 +10,7 @@ from everserve.memory.tables import Memory
 from everserve.seam.outcomes import Outcome
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
-from everserve.wire.events import EventLog
+from everserve.wire.event_log import EventLog
 from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService

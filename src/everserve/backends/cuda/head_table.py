@@ -1,10 +1,11 @@
 """HeadTable: which piece of a seat's heads is of which (layer, head), in front of the memory itself.
 
-    words of 8 bytes:  magic | model | pool | pid | born | ... | for each piece: its head, or 0
+    words of 8 bytes:  magic | model | pool | pid | born | check of both | ... | for each piece: its head, or 0
 
 The entry of a piece is written when its weights are there, and erased before they change. `model` is a hash of what
 decides their bytes. `pool` is the identity of the KV: a number that changes when KV was lost, because the memory is
-new, or a piece has got another head. `pid`, `born`: the process that writes there.
+new, or a piece has got another head; and when another process takes the memory over, since what its predecessor has
+left there has to be checked. `pid`, `born`: the process that writes there.
 """
 
 import secrets
@@ -15,7 +16,7 @@ import numpy as np
 from everserve.plan.head_memory import HEADER_BYTES, Head
 
 _MAGIC = 0x7364616568  # "heads"
-_MAGIC_AT, _MODEL_AT, _POOL_AT, _PID_AT, _BORN_AT, _PIECES_AT = 0, 1, 2, 3, 4, 8  # words
+_MAGIC_AT, _MODEL_AT, _POOL_AT, _PID_AT, _BORN_AT, _CHECK_AT, _PIECES_AT = 0, 1, 2, 3, 4, 5, 8  # words
 _WORD_BYTES = 8
 _EMPTY = 0
 
@@ -47,7 +48,7 @@ class HeadTable:
         if (self._word(_MAGIC_AT), self._word(_MODEL_AT)) != (_MAGIC, number):
             self._set(_MAGIC_AT, 0)
             self._memory.write(self._address + _WORD_BYTES * _PIECES_AT, bytes(_WORD_BYTES * self._num_pieces))
-            self._set(_POOL_AT, _new_identity())
+            self._set(_POOL_AT, new_identity())
             self._set(_MODEL_AT, number)
             self._set(_MAGIC_AT, _MAGIC)
 
@@ -56,15 +57,16 @@ class HeadTable:
         return self._word(_POOL_AT)
 
     @property
-    def owner(self) -> tuple[int, int]:
-        """The process that wrote there last, and when it was born; 0 if there was none."""
-        return self._word(_PID_AT), self._word(_BORN_AT)
+    def owner(self) -> tuple[int, int, int]:
+        """The process that wrote there last, when it was born, and a check of both; all 0 if there was none."""
+        return self._word(_PID_AT), self._word(_BORN_AT), self._word(_CHECK_AT)
 
-    def own(self, pid: int, born: int) -> None:
-        """The pid is written last: without it the pool has no owner."""
-        self._set(_PID_AT, 0)
-        self._set(_BORN_AT, born)
+    def own(self, pid: int, born: int, check: int, pool: int) -> None:
+        """This process writes there from now on, and has told homes that this is the identity of the KV."""
+        self._set(_POOL_AT, pool)
         self._set(_PID_AT, pid)
+        self._set(_BORN_AT, born)
+        self._set(_CHECK_AT, check)
 
     def pieces(self) -> dict[Head, int]:
         """The piece of each head that is there, as another process sees it: nothing before it was claimed."""
@@ -85,7 +87,7 @@ class HeadTable:
             raise NoPieceError(f"layer {head[0]}, head {head[1]}: all {len(entries)} pieces have other heads")
         piece = entries.index(free[0])
         if free[0] != _EMPTY:
-            self._set(_POOL_AT, _new_identity())
+            self._set(_POOL_AT, new_identity())
         self._set(_PIECES_AT + piece, _EMPTY)
         return piece
 
@@ -113,5 +115,5 @@ def _head(entry: int) -> Head:
     return entry - 1 >> 32, entry - 1 & 0xFFFFFFFF
 
 
-def _new_identity() -> int:
+def new_identity() -> int:
     return secrets.randbits(62) + 1

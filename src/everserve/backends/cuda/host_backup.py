@@ -46,9 +46,9 @@ class HostBackup:
     def memory(self) -> ExpertMemory:
         return self._memory
 
-    def find(self, layer_index: int, expert: int, num_bytes: int) -> tuple[Place, Entry] | None:
+    def find(self, call_index: int, expert: int, num_bytes: int) -> tuple[Place, Entry] | None:
         """Where this expert is, if it can be copied from now."""
-        found = self._memory.table.find(layer_index, expert)
+        found = self._memory.table.find(call_index, expert)
         if found is None or self._memory.plan.offset(found[0]) + num_bytes > self._num_registered:
             return None
         return found

@@ -31,7 +31,7 @@ from everserve.backends.cuda.predecessor import Predecessor, own
 from everserve.backends.cuda.reaching import make_head_fetcher
 from everserve.engine.journal import Journal
 from everserve.kvlog.layout import LogShape
-from everserve.kvlog.log import Log, NoBlocks
+from everserve.kvlog.log import Log, LogMismatch, NoBlocks, open_own
 from everserve.memory.device import CudaError, Mapping
 from everserve.model.decoder import Decoder
 from everserve.tables.calls import ShardKind
@@ -52,7 +52,7 @@ class CudaLogs:
         self._own: Log | None = None
         if Kind.LOG in memory:
             fds = memory[Kind.LOG], memory.get(Kind.KV)
-            self._own = self._open(*fds)
+            self._own = open_own(lambda: self._open(*fds), fds[0], self._shape)
             close_fds(*fds)
             self._predecessor = Predecessor(self._own)
 
@@ -87,7 +87,7 @@ class CudaLogs:
         return self._own is not None
 
     def keep(self) -> KeptLogs:
-        """For the logs of other workers."""
+        """What keeps the logs of other workers."""
         open_log = self._open_if_possible if self._own is not None else None
         shared_with = self._device.start.rank if self._divides else None
         return KeptLogs(open_log, self._own, opens_early=True, shares_blocks_with=shared_with)
@@ -97,7 +97,7 @@ class CudaLogs:
         try:
             return self._open(fd, kv_fd)
         except CudaError as error:
-            log.warning("a Kind.KV cache cannot be reached, so its streams cannot be restored here: %s", error)
+            log.warning("a KV cache cannot be reached, so its streams cannot be restored here: %s", error)
             return None
 
     def _open(self, fd: int, kv_fd: int | None) -> Log:
@@ -106,7 +106,12 @@ class CudaLogs:
             return Log(fd, shape, NoBlocks())
         if kv_fd is None:
             return Log(fd, shape)
-        return Log(fd, shape, Mapping(self._device.driver, kv_fd, shape.num_blocks * shape.block_bytes))
+        blocks = Mapping(self._device.driver, kv_fd, shape.num_blocks * shape.block_bytes)
+        try:
+            return Log(fd, shape, blocks)
+        except LogMismatch:
+            blocks.close()
+            raise
 
 
 def _records(device: Device) -> LogShape:
@@ -190,7 +195,7 @@ def _rehearse_head_log(device: Device) -> None:
 
 
 def _some_memory(num_bytes: int) -> int:
-    """Which is paid for only where it is touched."""
+    """Memory that is paid for only where it is touched."""
     fd = os.memfd_create("everserve-rehearsal")
     os.ftruncate(fd, num_bytes)
     return fd

@@ -11,15 +11,17 @@ from torch import Tensor
 from everserve.backends.cuda.ops.ops import ArenaSlots
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.layout import Layout, Source, Weights
+from everserve.model.layout import Layout, Source
 from everserve.model.ops import ExpertSlots, Ops
+from everserve.model.spec import Dense
+from everserve.model.weights import Weights
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 
 _EXPERTS = ("experts",)  # filled slot by slot, not through here
 
 
 class PlacedWeights(Weights):
-    """`view(place)` is the tensor there. Everything is bfloat16."""
+    """`view(place)` is the tensor there. Everything is bfloat16, but for a few that are exact."""
 
     def __init__(
         self,
@@ -51,29 +53,21 @@ class PlacedWeights(Weights):
             assert first == len(tensor), f"{sources[0].name} is not what was planned here"
         return tensor
 
-    def feed_forward(self, layer: int, ops: Ops) -> ExpertSlots:
+    def feed_forward(self, layer: int, dense: Dense, ops: Ops) -> ExpertSlots:
         """Where it lies: a copy would be in device memory twice."""
-        sources = self.layout.dense(layer)
-        return ArenaSlots.of(self.merge((sources.gate, sources.up)), self.load(sources.down))
+        home = self.layout.home(layer)
+        biases = self.merge(home["ffn_bias"]) if "ffn_bias" in home else None
+        return ArenaSlots.of(self.merge(home["gate_up"]), self.merge(home["down"]), biases, dense.activation)
 
 
-def _names(sources: tuple[Source, ...]) -> tuple[str, ...]:
-    return tuple(source.name for source in sources)
+def _names(sources: tuple[Source, ...]) -> tuple[object, ...]:
+    """Which tensors, and which rows of them: several weights may be parts of one."""
+    return tuple((source.name, source.rows.start if source.rows is not None else None) for source in sources)
 
 
 def _sources(layout: Layout, place: PlannedTensor) -> tuple[Source, ...]:
     """What a plan calls by `name` (plan/weights.py), in the checkpoint's names."""
-    name, layer = place.name, place.layer
-    found: Source | tuple[Source, ...]
-    if layer is None:
-        found = getattr(layout, name)
-    elif name == "router":
-        found = layout.router(layer)
-    elif name == "gate_up":
-        dense = layout.dense(layer)
-        found = (dense.gate, dense.up)
-    elif name == "down":
-        found = layout.dense(layer).down
-    else:
-        found = getattr(layout.attention(layer), name)
-    return found if isinstance(found, tuple) else (found,)
+    if place.layer is None:
+        source: Source = getattr(layout, place.name)
+        return (source,)
+    return layout.home(place.layer)[place.name]

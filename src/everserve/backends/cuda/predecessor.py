@@ -9,26 +9,35 @@ that the successor has given to other streams. No check would detect that: words
 Queued work outlives its process: it runs while the supervisor still holds the process's descriptors
 (procs/device_descriptors.py), and is over when the supervisor closes them. It is one step at most: a second is plenty.
 
-The pid of the pool's owner is in the first line of its log, where the header leaves room. The wait runs in parallel
-with the successor's own start. If the successor was a spare, this wait is the longest part of its start.
+The pid of the pool's owner is in the first line of its log, where the header leaves room, with its time of birth and a
+check of both. If they do not fit, it is not known which process that was, and the wait is as long as any may need. The
+wait runs in parallel with the successor's own start. If the successor was a spare, this wait is the longest part of its
+start.
 
 Streams that other workers take over need none of this: their KV is checked after it was copied.
 """
 
 import ctypes
+import logging
 import os
 import threading
 import time
+import zlib
 from pathlib import Path
+from struct import Struct
 
 from everserve.errors import EverserveError
 from everserve.kvlog.layout import HEADER
 from everserve.kvlog.log import Log
 from everserve.procs.device_descriptors import CLOSE_AFTER_S
 
-PID_AT, BORN_AT = 48, 56
-assert HEADER.size <= PID_AT and BORN_AT + 8 <= 64, "the header's line has room for both"
+log = logging.getLogger(__name__)
+
+CHECK_AT, PID_AT, BORN_AT = 40, 48, 56
+assert HEADER.size <= CHECK_AT and BORN_AT + 8 <= 64, "the header's line has room for them"
+_both, _WORD = Struct("<QQ"), (1 << 64) - 1
 _QUIET_S = 2 * CLOSE_AFTER_S
+_UNKNOWN_S = 10.0  # for a process that had its life word marked before ours was started to exit
 _GIVE_UP_S = 30.0  # a killed process, or one that the supervisor kills after it was declared gone, exits long before
 _LOOK_EVERY_S = 0.005
 
@@ -38,14 +47,20 @@ class PredecessorStays(EverserveError):
 
 
 class Ended:
-    """A process, 0 if there was none, that had a pool before. A thread watches it from now on."""
+    """A process that had a pool before, as the pool's memory says: all 0 if there was none. A thread watches it from
+    now on."""
 
-    def __init__(self, pid: int, born: int, quiet_s: float = _QUIET_S) -> None:
+    def __init__(
+        self, pid: int, born: int, check: int, quiet_s: float = _QUIET_S, unknown_s: float = _UNKNOWN_S
+    ) -> None:
         self._pid, self._born = pid, born
         self._is_over = threading.Event()
-        if not self._pid:
+        if not (pid or born or check):
             self._is_over.set()
             return
+        if check != check_of(pid, born):
+            log.warning("it cannot be read which process had this KV pool before: waiting %g s", unknown_s)
+            self._pid, quiet_s = 0, unknown_s
         threading.Thread(target=self._see_off, args=(quiet_s,), name="predecessor", daemon=True).start()
 
     def wait(self, timeout_s: float = _GIVE_UP_S) -> None:
@@ -54,7 +69,7 @@ class Ended:
             raise PredecessorStays(f"process {self._pid}, which had this KV pool before, has not ended")
 
     def _see_off(self, quiet_s: float) -> None:
-        while born_at(self._pid) == self._born:  # a zombie too: some of its threads may still run
+        while self._pid and born_at(self._pid) == self._born:  # a zombie too: some of its threads may still run
             time.sleep(_LOOK_EVERY_S)
         time.sleep(quiet_s)
         self._is_over.set()
@@ -63,16 +78,22 @@ class Ended:
 class Predecessor(Ended):
     """The previous owner of this log's pool."""
 
-    def __init__(self, log: Log, quiet_s: float = _QUIET_S) -> None:
-        super().__init__(_word(log, PID_AT).value, _word(log, BORN_AT).value, quiet_s)
+    def __init__(self, log: Log, quiet_s: float = _QUIET_S, unknown_s: float = _UNKNOWN_S) -> None:
+        pid, born, check = (_word(log, at).value for at in (PID_AT, BORN_AT, CHECK_AT))
+        super().__init__(pid, born, check, quiet_s, unknown_s)
 
 
 def own(log: Log, pid: int | None = None) -> None:
-    """This process writes into the pool from now on. The pid is written last: without it the pool has no owner."""
+    """This process writes into the pool from now on."""
     pid = os.getpid() if pid is None else pid
-    _word(log, PID_AT).value = 0
-    _word(log, BORN_AT).value = born_at(pid) or 0
-    _word(log, PID_AT).value = pid
+    born = born_at(pid) or 0
+    _word(log, PID_AT).value, _word(log, BORN_AT).value = pid, born
+    _word(log, CHECK_AT).value = check_of(pid, born)
+
+
+def check_of(pid: int, born: int) -> int:
+    """Never 0."""
+    return zlib.crc32(_both.pack(pid & _WORD, born & _WORD)) + 1
 
 
 def _word(log: Log, at: int) -> ctypes.c_int64:

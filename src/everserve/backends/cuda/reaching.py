@@ -55,8 +55,9 @@ def make_peers(device: Device, cell: Cell, warden: Watcher, model: ModelConfig |
 
 
 def make_head_fetcher(device: Device, mirror_fd: int | None, is_rehearsal: bool = False) -> HeadFetcher:
-    """For the heads of all layers, wherever they are. `mirror_fd`: of this home's mirror, if there is one; it stays the
-    caller's. A rehearsal does without what takes long, and is not within the device's reach."""
+    """A fetcher for the heads of all layers, wherever they are. `mirror_fd`: of this home's mirror, if there is one; it
+    stays the caller's. A rehearsal does without what takes long, and is not within the device's reach.
+    """
     model, shape, side = device.model, head_shape(device), SideStream(device.torch_device)
     num_pieces = device.start.capacity.head_pieces
     plan = HeadMemoryPlan.of(model, num_pieces, shape.num_blocks, shape.block_size)

@@ -27,7 +27,7 @@ class Chain:
         self.rest: JoinedGraph | None = None
 
     def launch(self, first: int = 0) -> None:
-        """On the current stream."""
+        """Launches the chain on the current stream."""
         if first == 0:
             self.graphs[0].replay()
             first = 1

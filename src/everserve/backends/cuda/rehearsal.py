@@ -21,7 +21,7 @@ from torch import Tensor
 
 from everserve.backends.cuda.build import build_forward, make_recorder
 from everserve.backends.cuda.device import Device, open_device, tensor_at
-from everserve.backends.cuda.head_memory import head_shape, load_norms
+from everserve.backends.cuda.head_memory import head_shape, head_tables, load_norms
 from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.lanes.page import page_shape
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
@@ -32,14 +32,15 @@ from everserve.backends.cuda.ops.heads import HeadArena
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.backends.cuda.reaching import calls_of, make_heads, make_peers
 from everserve.backends.cuda.sampling import rehearse_sampling
+from everserve.backends.cuda.seat_experts import make_arena
 from everserve.backends.cuda.transfer import DeviceStream
 from everserve.memory.liveness import CELL_BYTES, Cell, Warden
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
-from everserve.model.rope import rope_tables
 from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.plan.weights import ALIGNMENT, PlannedTensor, WeightsPlan
 from everserve.procs.device_descriptors import entrust
+from everserve.seam.healing import NO_REPORTS
 from everserve.tables.ids import Role
 from everserve.tables.slots import EMPTY
 from everserve.wire.channel import Channel
@@ -51,7 +52,7 @@ _DETECT_MS = 1000.0
 
 
 def rehearse(like: Iterable[StartWorker], lifeline: Channel) -> None:
-    """For workers like these, which are on the same device."""
+    """Does what can be done ahead for workers like these, which are on the same device."""
     for start in like:
         device = open_device(start, Loading(start))
         entrust(lifeline)
@@ -75,12 +76,12 @@ class _Nowhere:
         self._memory = torch.zeros(_NOWHERE_BYTES, dtype=torch.uint8, device=device)
         self._num_tensors = 0
 
-    def tensor(self, shape: tuple[int, ...]) -> Tensor:
+    def tensor(self, shape: tuple[int, ...], *, is_exact: bool = False) -> Tensor:
         self._num_tensors += 1
-        return tensor_at(self.address + self._num_tensors * ALIGNMENT, shape)
+        return tensor_at(self.address + self._num_tensors * ALIGNMENT, shape, is_exact=is_exact)
 
     def view(self, place: PlannedTensor) -> Tensor:
-        return self.tensor(place.shape)
+        return self.tensor(place.shape, is_exact=place.is_exact)
 
     @property
     def address(self) -> int:
@@ -110,10 +111,8 @@ def _rehearse_attention(device: Device) -> None:
         ops,
         device.driver,
         recorder.cut,
+        NO_REPORTS,
         detect_ms=_DETECT_MS,
-        on_control=lambda: None,
-        on_suspect=lambda rank, incarnation, reason: None,
-        on_replay=lambda rank, layer, num_rows: None,
         **calls_of(model),
     )
     kv = make_heads(device, experts, model) if model.divides_heads else kv_pool
@@ -151,16 +150,15 @@ def _rehearse_expert(device: Device) -> None:
 
 
 def _first_of_each_kind(model: ModelConfig) -> ModelConfig:
-    """The same model, but no longer than it takes to have seen both kinds of layers, if it has both."""
-    kinds = [model.is_moe_layer(layer) for layer in range(model.num_layers)]
-    num_layers = 1 + max(kinds.index(kind) for kind in set(kinds))
-    moe_layers = tuple(layer for layer in model.moe_layers if layer < num_layers)
-    return replace(model, num_layers=num_layers, moe_layers=moe_layers)
+    """The same model, but no longer than it takes to have seen all kinds of layers."""
+    kinds = model.layers
+    num_layers = 1 + max(kinds.index(kind) for kind in {*kinds})
+    return replace(model, spec=replace(model.spec, layers=kinds[:num_layers]))
 
 
 def _arena(model: ModelConfig, num_slots: int, nowhere: _Nowhere) -> ExpertArena:
     plan = WeightsPlan.of(model, (Role.EXPERT,), num_slots)
-    return ExpertArena.of_experts(nowhere.view(plan.tensor("experts")), len(model.cuts), num_slots)
+    return make_arena(model, nowhere.view(plan.tensor("experts")), num_slots)
 
 
 def _heads(device: Device, nowhere: _Nowhere) -> HeadArena:
@@ -171,7 +169,7 @@ def _heads(device: Device, nowhere: _Nowhere) -> HeadArena:
         shape,
         nowhere.tensor(plan.weights_shape),
         nowhere.tensor(plan.pool_shape),
-        rope_tables(model.rope, model.head_size, device.sizes.max_model_len, device.torch_device),
+        head_tables(device),
         load_norms(device),
         len(model.calls),
         start.capacity.lane_slots,

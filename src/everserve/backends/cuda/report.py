@@ -52,7 +52,7 @@ class StepReport:
         return ReportOf(self, self.num_due)
 
     def word(self, number: int, at: int) -> int:
-        """Of the report with this number, until there are so many later ones as places."""
+        """A word of the report with this number, until there are so many later ones as places."""
         return int(self._view[self._first(number) + at])
 
     def tokens(self, number: int, num: int) -> list[int]:
@@ -61,7 +61,7 @@ class StepReport:
         return tokens
 
     def launch(self, words: Words, tokens_L: Tensor) -> None:
-        """To be captured as the last thing of a step."""
+        """Writes the report; to be captured as the last thing of a step."""
         _report[(1,)](
             self._words, self._count, words.stop, words.unplaced, words.absent, tokens_L, self.chosen_L,
             len(tokens_L),
@@ -82,7 +82,7 @@ class ReportOf:
 
     @property
     def address(self) -> int:
-        """Of the word that counts reports."""
+        """The address of the word that counts reports."""
         return self.all.address
 
     @property

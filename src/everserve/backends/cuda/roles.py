@@ -122,10 +122,8 @@ def _reach_experts(
         device.ops,
         device.driver,
         recorder.cut,
+        around.reports,
         detect_ms=around.detect_ms,
-        on_control=around.on_control,
-        on_suspect=around.on_suspect,
-        on_replay=around.on_replay,
         **calls_of(device.model),
         kv=kv,
     )

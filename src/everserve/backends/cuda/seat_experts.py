@@ -11,14 +11,16 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from everserve.backends.cuda.arena_range import ArenaRange
 from everserve.backends.cuda.device import Device, tensor_at
 from everserve.backends.cuda.ops.checksum import add_checksum
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.memory.weights.slot_table import SlotTable
+from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import check_unchanged, expert_identity
-from everserve.model.layout import Weights
+from everserve.model.weights import Weights
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.plan.weights import ITEM_BYTES, WeightsPlan
 from everserve.tables.calls import ShardKind
@@ -62,7 +64,7 @@ class SeatExperts:
         for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE):
             os.close(memory.pop(kind))
         places = tensor_at(self.range.address, (self.range.num_places, *experts.shape[1:]))
-        self.arena = ExpertArena.of_experts(places, num_layers, start.capacity.lane_slots, num_own)
+        self.arena = make_arena(model, places, start.capacity.lane_slots, num_own)
 
     def prepare(self) -> None:
         """Keep what is there, and load the rest if it is most of what is planned."""
@@ -80,7 +82,7 @@ class SeatExperts:
             if checksum == entry.checksum:
                 num_kept += 1
             else:
-                log.error("slot %d of layer index %d is damaged and will be filled again", at.slot, at.layer_index)
+                log.error("slot %d of call %d is damaged and will be filled again", at.slot, at.call_index)
                 self.table.clear(at)
         return num_kept
 
@@ -96,24 +98,32 @@ class SeatExperts:
         """Checksums of all of them at the end: they wait for the device."""
         device = self._device
         weights = Weights(device.model, device.checkpoint, "bfloat16", device.torch_device)
-        places = [(fill, Place(fill.layer_index, fill.slot)) for fill in fills]
+        places = [(fill, Place(fill.call_index, fill.slot)) for fill in fills]
         # A place that has not ended yet may still be written to by a process that was declared gone.
         begun = [(fill, at) for fill, at in places if self.table.begin(at)]
         for fill, at in begun:
-            sources = weights.layout.shard(device.model.call_layers[fill.layer_index], fill.expert)
-            gate, up = weights.load_temporary(sources.gate), weights.load_temporary(sources.up)
-            self.arena.fill(*at, gate, up, weights.load_temporary(sources.down))
+            sources = weights.layout.shard(device.model.call_layers[fill.call_index], fill.expert)
+            self.arena.fill(at.call_index, at.slot, *weights.shard(sources))
         for (fill, at), checksum in zip(begun, self._checksums([at for _, at in begun]), strict=True):
             self.table.complete(at, fill.expert, checksum)
             self.table.end(at)
 
     def _checksums(self, places: list[Place]) -> list[int]:
-        """Of what is there now. Waits for the device."""
+        """Checksums of what is there now. Waits for the device."""
         totals = torch.zeros(len(places), dtype=torch.int64, device=self._device.torch_device)
         for i, at in enumerate(places):
             address = self.range.place_address(self.arena.own_place(*at))
             add_checksum(address, self._slot_bytes, 0, totals[i : i + 1])
         return [total % (1 << 64) for total in totals.tolist()]
+
+
+def make_arena(model: ModelConfig, experts: Tensor, num_slots: int, num_own: int | None = None) -> ExpertArena:
+    """An arena over the memory of a seat's experts."""
+    cut = model.cuts[0]
+    return ExpertArena.of_experts(
+        experts, len(model.cuts), num_slots, num_own,
+        activation=model.activation(cut.layer), sizes=(cut.shard_size, model.hidden_size),
+    )  # fmt: skip
 
 
 def missing_fills(planned: Sequence[Sequence[int]], held: Sequence[Sequence[int]]) -> list[Fill]:

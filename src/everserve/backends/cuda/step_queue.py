@@ -61,7 +61,7 @@ class LaunchedStep:
         return not self._queue.behind(self)
 
     def launch(self, first: int = 0) -> None:
-        """From this graph of its chain on, on the current stream."""
+        """Launches from this graph of its chain on, on the current stream."""
         self.bucket.chain.launch(first)
         self.report = self._queue.report.next()
 
@@ -86,7 +86,7 @@ class LaunchedStep:
             yield self.report.stop - 1
 
     def go_on(self, moe_layer: int, send_again: bool) -> None:
-        """From the answers of this layer on; `send_again`: its rows must be sent once more before that."""
+        """Goes on from the answers of this layer on; `send_again`: its rows must be sent once more before that."""
         if send_again:
             self.bucket.chain.asides[moe_layer].replay()
         self.launch(moe_layer + 1)
@@ -180,6 +180,6 @@ class StepQueue:
 
 
 def _await(report: ReportOf) -> None:
-    """Of a step that does nothing."""
+    """Waits for the report of a step that does nothing."""
     while load()(report.address, report.num_due, None, 0, None, 0, _LOOK_EVERY_NS, 0, 0) != Outcome.DONE:
         torch.cuda.current_stream().query()  # a device that is lost would say so

@@ -49,7 +49,7 @@ class HeadBatch:
 
     @property
     def arguments(self) -> tuple[Tensor, ...]:
-        """Of `gather`."""
+        """The arguments of `gather`."""
         return (
             self.num_jobs, self.job_lane_J, self.job_slot_J, self.job_row_J, self.job_size_J,
             self.lane_R, self.token_R, self.slot_R,

@@ -1,10 +1,8 @@
 """CudaHeadKv: where the KV of all heads is, for one home, where heads are divided on GPUs.
 
-KV is where it was computed, and in one place: in memory of the expert worker's seat, which outlives its processes
-(head_memory.py). If a head would have to be asked elsewhere, or memory is another one than before, heads are
-*displaced*: no step goes on before the home has fetched their KV (`look`, `fetch` and `settle`), or all is forgotten
-here (`forget`): from then on any place will do. A fetch inside of a device takes milliseconds (log/head_fetcher.py), so
-heads that move are not copied beside the steps, as they are on CPUs.
+KV is in memory of the expert worker's seat, which outlives its processes (head_memory.py); where, seam/kv_at.py keeps.
+Heads that are displaced the home has fetched, by kernels of its own. That takes milliseconds inside of a device
+(log/head_fetcher.py), so heads that move are not copied beside the steps, as they are on CPUs.
 
 A pool has an identity, which its worker writes into each lane (lane.py). It can only change with the worker's process,
 or before routes change: so it is compared after steps that are the first since then, before their tokens count.
@@ -20,12 +18,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from everserve.errors import FetchFailed, StepAbandoned
+from everserve.errors import FetchFailed, KvLost, StepAbandoned
 from everserve.kvlog.writer import Copy
-from everserve.tables.ids import Rank
+from everserve.seam.kv_at import NO_POOL, KvAt
+from everserve.tables.ids import NO_RANK, Rank
 
-_NO_RANK, _NO_POOL = -1, 0
-_LOST = -2  # where KV is that is nowhere: its head is displaced wherever it gets a place
 _MOST_LOOKS = 20  # at workers that are not there yet; about 0.1 s apart
 ANSWER_WITHIN_S, _POLL_S = 0.05, 0.0002  # how long to wait for answers at each look
 
@@ -52,7 +49,7 @@ class Fetcher(Protocol):
         """The identity of the KV in the memory that it has of this seat; 0 if it has none."""
 
     def aim(self, wanted: Sequence[int], ranks_H: NDArray[np.int32]) -> None:
-        """At these heads, at these ranks, from now on. Raises FetchFailed."""
+        """Aims at these heads, at these ranks, from now on. Raises FetchFailed."""
 
     def fetch(self, sources: Sequence[int], blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """How many leading tokens are right there, in all of these heads."""
@@ -68,18 +65,11 @@ class CudaHeadKv:
         self, peers: HeadPeers, call_of: Mapping[int, int], num_heads: int, fetcher: Fetcher | None = None
     ) -> None:
         self._peers = peers
-        self._layers = tuple(call_of)
         self._calls_L = np.array([*call_of.values()])
         self._num_heads = num_heads
         self._fetcher = fetcher
-        self.kv_at_LG = np.full((len(call_of), num_heads), _NO_RANK, np.int32)
-        self.num_changes = 0  # of that
-        self._pools: dict[Rank, int] = {}
-        self._is_lost = False
+        self.at = KvAt([*call_of], num_heads)
         self._num_changes = -1  # of the peers, when pools were compared last
-        # See `look`.
-        self._places_LG = self.kv_at_LG
-        self._found: dict[Rank, int] = {}
         self._num_looks = 0  # in a row, in vain
 
     @property
@@ -88,62 +78,53 @@ class CudaHeadKv:
 
     @property
     def is_displaced(self) -> bool:
-        """Whether heads would be asked where their KV is not. One that has no place is not displaced yet."""
-        places_LG = self._places()
-        is_elsewhere_LG = (self.kv_at_LG != places_LG) & (self.kv_at_LG != _NO_RANK) & (places_LG != _NO_RANK)
-        return self._is_lost or bool(is_elsewhere_LG.any())
+        return self.at.is_displaced(self._places())
 
     def use(self) -> None:
         """A step begins: what it computes is where heads are asked now."""
-        places_LG = self._places()
-        is_new_LG = (self.kv_at_LG == _NO_RANK) & (places_LG != _NO_RANK)
-        if is_new_LG.any():
-            self.kv_at_LG[is_new_LG] = places_LG[is_new_LG]
-            self.num_changes += 1
+        self.at.use(self._places())
 
     def has_same_pools(self) -> bool:
         """A step has ended: whether all of it was computed with KV that was there before. Else all is lost."""
         if self._num_changes != self._peers.num_changes:
-            for rank in _ranks_in(self.kv_at_LG):
-                found = self._peers.pool_of(rank)
-                self._is_lost |= self._pools.setdefault(rank, found) != found
+            for rank in self._ranks():
+                self.at.compare(rank, self._peers.pool_of(rank))
             self._num_changes = self._peers.num_changes
-        return not self._is_lost
+        return not self.at.is_lost
 
     def is_in(self, rank: Rank, pool: int) -> bool:
         """Whether this is the pool that streams were computed with there, as far as steps have ended."""
-        return self._pools.get(rank) == pool
+        return bool(self.at.pools[rank] == pool)
 
     @property
     def is_checked(self) -> bool:
         """Whether a step has ended since anything has changed. Before, none is launched behind one that may be in
         vain."""
-        return self._num_changes == self._peers.num_changes and not self._is_lost
+        return self._num_changes == self._peers.num_changes and not self.at.is_lost
 
     def forget(self) -> None:
-        """No KV is in use any more: heads may be asked anywhere."""
-        self.kv_at_LG.fill(_NO_RANK)
-        self.num_changes += 1
-        self._pools.clear()
-        self._is_lost, self._num_changes, self._num_looks = False, -1, 0
+        self.at.forget()
+        self._num_changes, self._num_looks = -1, 0
 
     def _places(self) -> NDArray[np.int32]:
         return self._peers.owner_LN[self._calls_L, : self._num_heads]
+
+    def _ranks(self) -> list[Rank]:
+        return [Rank(rank) for rank in self.at.ranks]
 
     # -- KV that is elsewhere --------------------------------------------------------------------
 
     def look(self) -> None:
         """Which heads are displaced, and where they will be asked from now on. Raises StepAbandoned if a worker there
         is not ready for it, and FetchFailed if it never is."""
-        self._places_LG = places_LG = self._places().copy()
-        self._found = self._find(_ranks_in(places_LG))
-        for rank in self._found.keys() & set(_ranks_in(self.kv_at_LG)):
-            self._pools.setdefault(rank, self._found[rank])
-        is_same = {rank: self._pools.get(rank) == pool for rank, pool in self._found.items()}
-        is_there_LG = (self.kv_at_LG == places_LG) & np.isin(places_LG, [r for r, same in is_same.items() if same])
-        displaced = np.flatnonzero((places_LG != _NO_RANK) & ~is_there_LG).tolist()
+        places_LG = self._places().copy()
+        ranks = [Rank(int(rank)) for rank in np.unique(places_LG[places_LG != NO_RANK])]
+        found = self.at.pools.copy()
+        for rank, pool in self._find(ranks).items():
+            found[rank] = pool
+        displaced_LG = self.at.look(places_LG, found)
         assert self._fetcher is not None
-        self._fetcher.aim(displaced, places_LG.reshape(-1))
+        self._fetcher.aim(np.flatnonzero(displaced_LG).tolist(), places_LG.reshape(-1))
 
     def _find(self, ranks: Sequence[Rank]) -> dict[Rank, int]:
         """The pools of these workers, in which no late request stores anything."""
@@ -167,7 +148,7 @@ class CudaHeadKv:
     def _late(self, ranks: Sequence[Rank]) -> list[Rank]:
         """Those that do not know of us yet, or have still to answer."""
         peers = self._peers
-        return [rank for rank in ranks if peers.pool_of(rank) == _NO_POOL or not peers.has_answered(rank)]
+        return [rank for rank in ranks if peers.pool_of(rank) == NO_POOL or not peers.has_answered(rank)]
 
     def fetch(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
         """Have the first tokens of a stream where displaced heads will be asked. How many are right in all of them."""
@@ -175,47 +156,34 @@ class CudaHeadKv:
         return self._fetcher.fetch(blocks, blocks, num_tokens, chains)
 
     def settle(self) -> None:
-        """From now on heads are asked there. Raises StepAbandoned if a pool has changed meanwhile.
-
-        A head without a place may get one again where it was. If the pool is another one by then it is displaced all
-        the same: that pool is known from here on, because of other heads."""
-        self._check(self._found)
-        has_place_LG = self._places_LG != _NO_RANK
-        other = [rank for rank, pool in self._found.items() if self._pools.get(rank) != pool]
-        self.kv_at_LG[~has_place_LG & np.isin(self.kv_at_LG, other)] = _LOST  # it was not looked for there
-        self.kv_at_LG[has_place_LG] = self._places_LG[has_place_LG]
-        self.num_changes += 1
-        known = self._pools | self._found
-        self._pools = {rank: known[rank] for rank in _ranks_in(self.kv_at_LG) if rank in known}
-        self._is_lost, self._num_changes = False, -1
+        """From now on heads are asked there. Raises KvLost if a pool has changed meanwhile."""
+        looked_at = [Rank(int(rank)) for rank in np.unique(self.at.places_LG[self.at.places_LG != NO_RANK])]
+        self._check({rank: int(self.at.found[rank]) for rank in looked_at})
+        self.at.settle()
+        self._num_changes = -1
 
     def fetch_all(self, copies: Sequence[Copy]) -> list[int]:
         """Have tokens of streams in other blocks, for all heads, wherever they are asked. How many of each are right in
-        all of them. Raises FetchFailed, or StepAbandoned if a worker is not there."""
+        all of them. Raises FetchFailed, KvLost, or StepAbandoned if a worker is not there."""
         assert self._fetcher is not None, "without a log nothing is fetched"
-        if self.is_displaced:
-            raise StepAbandoned(0, (), "heads have to be computed elsewhere than where their KV is")
-        places_LG = self._places()
-        if (places_LG == _NO_RANK).any():
-            line = int((places_LG == _NO_RANK).any(axis=1).argmax())
-            raise StepAbandoned(self._layers[line], tuple(np.flatnonzero(places_LG[line] == _NO_RANK).tolist()))
+        self.at.check_places(self._places())
         self.use()
-        pools = self._find(_ranks_in(self.kv_at_LG))
+        pools = self._find(self._ranks())
         for rank, pool in pools.items():
-            self._is_lost |= self._pools.setdefault(rank, pool) != pool
-        if self._is_lost:
-            raise StepAbandoned(0, (), "a worker has not the KV that streams were computed with")
-        self._fetcher.aim(range(self.kv_at_LG.size), self.kv_at_LG.reshape(-1))
+            self.at.compare(rank, pool)
+        if self.at.is_lost:
+            raise KvLost(0, "a worker has not the KV that streams were computed with")
+        self._fetcher.aim(range(self.at.rank_LG.size), self.at.rank_LG.reshape(-1))
         nums_right = [self._fetcher.fetch(c.source_blocks, c.blocks, c.num_tokens, c.chains) for c in copies]
         self._check(pools)
         return nums_right
 
     def _check(self, pools: Mapping[Rank, int]) -> None:
-        """That these are still the ones."""
+        """Raise if a pool is not the one that it was."""
         changed = [rank for rank, pool in pools.items() if self._peers.pool_of(rank) != pool]
         if changed:
-            self._is_lost = True
-            raise StepAbandoned(0, (), f"the pools of workers {changed} have changed while KV was fetched into them")
+            self.at.is_lost = True
+            raise KvLost(0, f"the pools of workers {changed} have changed while KV was fetched into them")
 
     # -- what is only asked of heads that move beside steps ----------------------------------------
 
@@ -230,7 +198,3 @@ class CudaHeadKv:
 
     def poll_fetch(self) -> int | None:
         raise AssertionError("heads do not move beside steps")
-
-
-def _ranks_in(ranks_LG: NDArray[np.int32]) -> list[Rank]:
-    return [Rank(rank) for rank in np.unique(ranks_LG[ranks_LG >= 0]).tolist()]

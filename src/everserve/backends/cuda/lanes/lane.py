@@ -6,7 +6,7 @@
                       Writing 0 ends the wait; only `answer` says whether there is an answer.
     answer    int64   the sequence number that was answered last
     status    int64   of that answer: 0 computed, otherwise why not (seam/outcomes.py: Status)
-    request   int64   seq << 16 | begins << 15 | layer_index << 1 | replay. Written last. Box seq & 1 has the rows.
+    request   int64   seq << 16 | begins << 15 | call_index << 1 | replay. Written last. Box seq & 1 has the rows.
                       begins: this is the first of a step, and the one to let it begin: there may be no rows
     position  int32   1 + the index, among layers with experts, that its sender is on the way to; 0: do not wait
     pool      int64   where heads are divided: the identity of the expert worker's KV (head_memory.py). Written by its
@@ -71,7 +71,7 @@ class CudaLaneShape:
 
     @property
     def counts_bytes(self) -> int:
-        """From the counts of one box to those of the next."""
+        """Bytes from the counts of one box to those of the next."""
         return _up(self.num_slots * _INT32_BYTES, _LINE)
 
     def counts_at(self, box: int) -> int:
@@ -79,7 +79,7 @@ class CudaLaneShape:
 
     @property
     def box_rows(self) -> int:
-        """From the rows of one box to those of the next."""
+        """Rows from the rows of one box to those of the next."""
         return 2 * self.max_rows
 
     def first_x(self, box: int) -> int:

@@ -54,14 +54,14 @@ class CudaPeers(Peers):
         cell: Cell,
         warden: Watcher,
         shape: CudaLaneShape,
-        moe_layers: Sequence[int],
-        num_experts: int,
+        calls: Sequence[int],
+        num_shards: int,
         driver: Driver,
         expert_ranks: range,
         words: Words,
     ) -> None:
-        assert num_experts <= MAX_EXPERTS
-        super().__init__(rank, incarnation, cell, warden, moe_layers, num_experts)
+        assert num_shards <= MAX_EXPERTS
+        super().__init__(rank, incarnation, cell, warden, calls, num_shards)
         self.is_in_step = False
         self._driver = driver
         self.expert_ranks = expert_ranks
@@ -70,8 +70,8 @@ class CudaPeers(Peers):
         self._bells = Region(driver, num_ranks, driver.whole(BELL_BYTES))
         state = SendState.empty(shape, self._region.base, num_ranks, words.stop)
         self.state = replace(state, unplaced=words.unplaced, absent=words.absent)
-        num_layers, num_places = len(self.moe_layers), num_ranks * shape.num_slots
-        self.place_of_LN = torch.full((num_layers, num_experts), -1, dtype=torch.int32, device=device)
+        num_layers, num_places = len(self.calls), num_ranks * shape.num_slots
+        self.place_of_LN = torch.full((num_layers, num_shards), -1, dtype=torch.int32, device=device)
         self.expert_at_LP = torch.full((num_layers, num_places), -1, dtype=torch.int32, device=device)
         self._joining: list[_Joining] = []
         self._retired: list[Peer] = []

@@ -10,8 +10,8 @@ device need not wait; `collect` then sees that the answer is not there, and the 
     a slot holds another expert than our routes say                   likewise, without a suspicion
     an expert has no candidate                                        StepAbandoned, and the step is repeated later
 
-A flag that was written without need does no harm: the step stops, and goes on waiting from there. Callbacks are called
-only after the rows were sent, because reports can wait and rows cannot.
+A flag that was written without need does no harm: the step stops, and goes on waiting from there. What is done about a
+peer is decided as on CPUs (seam/healing.py).
 """
 
 import time
@@ -28,12 +28,11 @@ from everserve.backends.cuda.lanes.peers import CudaPeers
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.step_queue import LaunchedStep
 from everserve.backends.cuda.waiting import load
-from everserve.errors import KvLost, StepAbandoned
 from everserve.memory.device import Driver
-from everserve.seam.outcomes import SYMPTOMS, Outcome, Status
+from everserve.seam.healing import Healing, Reports
+from everserve.seam.outcomes import Outcome, Status
 from everserve.seam.trust import Suspicion
-from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.routes import Symptom
+from everserve.tables.ids import Rank
 
 _NAP_NS = 20_000
 _RETRY_NS = 200_000  # how often flags are written while a step does not end
@@ -50,7 +49,6 @@ class CudaExperts:
     layer_of     the layer of each call
     to_all       layers in which every row goes to all shards: a dense FFN in slices
     kv           where the KV of divided heads is
-    The others as in RemoteExperts.
     """
 
     def __init__(
@@ -59,19 +57,15 @@ class CudaExperts:
         ops: CudaOps,
         driver: Driver,
         cut: Cut,
+        reports: Reports,
         *,
         detect_ms: float,
         lease_s: float | None = None,
-        on_control: Callable[[], None],
-        on_suspect: Callable[[Rank, Incarnation, Symptom], None],
-        on_replay: Callable[[Rank, int, int], None],
         call_of: Mapping[int, int] | None = None,
         layer_of: Sequence[int] | None = None,
         to_all: Collection[int] = (),
         kv: CudaHeadKv | None = None,
     ) -> None:
-        self.num_replayed_rows = 0
-        self.num_moved_rows = 0  # of requests that were answered "moved"
         self._peers = peers
         self._state = peers.state
         self._ops = ops
@@ -80,18 +74,23 @@ class CudaExperts:
             peers, cut, lambda flags: driver.wait_all_geq(torch.cuda.current_stream().cuda_stream, flags, 0)
         )
         self._timeout_ns = round(detect_ms * 1e6)
-        self._lease_s = lease_s
-        self._on_control = on_control
-        self._on_suspect = on_suspect
-        self._on_replay = on_replay
-        self._call_of = dict(call_of or {layer: i for i, layer in enumerate(peers.moe_layers)})
+        layers = dict(zip(peers.calls, layer_of or peers.calls, strict=True))
+        self._healing = Healing(peers, reports, _GIVE_UP, lease_s, layers)
+        self._call_of = dict(call_of or {layer: i for i, layer in enumerate(peers.calls)})
         self._to_all = frozenset(to_all)
-        self._layer_of = tuple(layer_of or peers.moe_layers)
         self._must_release = False
-        self._looks: dict[Rank, tuple[int, int]] = {}  # at peers that do not answer: how many, after which answer
+        self._answers: dict[Rank, int] = {}  # the last one of each peer when it was looked at
         self._looked_ns = 0
         self._alarm_seen = self._control_seen = 0
         self._untold: list[Callable[[], None]] = []
+
+    @property
+    def num_replayed_rows(self) -> int:
+        return self._healing.num_replayed_rows
+
+    @property
+    def num_moved_rows(self) -> int:
+        return self._healing.num_moved_rows
 
     # -- recorded --------------------------------------------------------------------------------
 
@@ -106,13 +105,14 @@ class CudaExperts:
 
     def begin_step(self, num_rows: int) -> None:
         peers = self._peers
-        self._check_kv(0)
+        self._check_kv(peers.calls[0])
         peers.upload()
         if self._kv is not None:
             self._kv.use()
         peers.is_in_step = True
         peers.cell.position = int(num_rows > LARGE_STEP)
-        self._looks.clear()
+        self._healing.begin_looks()
+        self._answers.clear()
         self._looked_ns = time.monotonic_ns()
         self._wake_the_idle()
 
@@ -157,14 +157,14 @@ class CudaExperts:
                 with step.stopped() as moe_layer:
                     step.go_on(moe_layer, self._heal(moe_layer, step.report.unplaced, step.report.absent))
 
-    def _check_kv(self, layer: int) -> None:
+    def _check_kv(self, call: int) -> None:
         if self._kv is not None and self._kv.is_displaced:
-            raise KvLost(layer, "heads have to be computed elsewhere than where their KV is")
+            raise self._healing.kv_is_elsewhere(call)
 
     def _check_pools(self) -> None:
         """The step has ended: were its heads computed with the KV that there was before?"""
         if self._kv is not None and not self._kv.has_same_pools():
-            raise KvLost(0, "a worker has not the KV that streams were computed with")
+            raise self._healing.kv_is_lost(self._peers.calls[0])
 
     def _wait(self, address: int, num_due: int, due_ns: int, timeout_ns: int) -> int:
         """Until so many reports are there, or there is something to attend to, or so long."""
@@ -179,57 +179,59 @@ class CudaExperts:
 
     def _attend(self, outcome: int) -> None:
         """Handle alarms and timeouts, so that the step can end: a peer that does not answer is given up."""
-        peers, suspicions = self._peers, []
+        peers, suspicions = self._peers, list[Suspicion]()
         if outcome == Outcome.ATTEND:
-            # The words are read first: what comes later rings again.
-            self._alarm_seen, self._control_seen = peers.warden.alarm, peers.cell.control
-            suspicions = peers.look()
-        elif not self._must_release or time.monotonic_ns() - self._looked_ns >= self._timeout_ns:
-            suspicions = self._look_at_the_silent()
-        self._on_control()
+            self._alarm_seen, self._control_seen = self._healing.words()
+            suspicions = self._healing.attend()
+        else:
+            if not self._must_release or time.monotonic_ns() - self._looked_ns >= self._timeout_ns:
+                suspicions = self._look_at_the_silent()
+            self._healing.read_control()
         self._wake_the_idle()
         given_up = peers.given_up
         self._must_release = bool(given_up)
         for rank in given_up:
             peers.release(rank)  # again and again: it may have been before the device began to wait
-        self._tell(suspicions)
+        self._healing.tell(suspicions)
 
     def _heal(self, moe_layer: int, unplaced: int, absent: int) -> bool:
         """The step stopped in this layer. Returns whether its rows must be sent again; StepAbandoned if an expert has
         no place."""
-        peers = self._peers
-        layer, call = self._layer_of[moe_layer], peers.moe_layers[moe_layer]
+        peers, call = self._peers, self._peers.calls[moe_layer]
         self._state.unplaced.zero_()
         if unplaced:
             peers.reconsider()
             self.rest()
-            raise StepAbandoned(layer, (unplaced - 1,))
+            raise self._healing.abandoned(call, [unplaced - 1])
         late = [Rank(rank) for rank in peers.expert_ranks if absent >> rank & 1]
-        suspicions: list[Suspicion] = []
-        moved: list[Rank] = []
-        for rank in late:
-            peer = peers.trusted(rank)
-            status = peers.has_refused(rank) if peer is not None else 0
-            places = peers.moved_places(rank) if status == Status.MOVED else set()
-            if places:
-                peers.note_moved(rank, call, places)
-                moved.append(rank)
-            elif peer is not None and status:
-                suspicions.append(peers.suspect(peer, SYMPTOMS.get(status, Symptom.REFUSED)))
-            elif peer is not None:
-                peers.await_again(rank)
+        suspicions, moved = self._judge(late, call)
         lost = [rank for rank in late if peers.trusted(rank) is None]
-        self.num_moved_rows += sum(peers.take_back(moved))
+        self._healing.num_moved_rows += sum(peers.take_back(moved))
         if self._kv is not None and self._kv.is_displaced:
             self.rest()
-        self._check_kv(layer)
+        self._check_kv(call)
         peers.upload()
         # Others are asked again too, but what they are sent they have been sent before: only these rows go elsewhere.
         rows = peers.take_back(lost) if lost else []
-        self.num_replayed_rows += sum(rows)
-        self._untold.append(partial(self._tell, suspicions))
-        self._untold += [partial(self._on_replay, rank, layer, num) for rank, num in zip(lost, rows, strict=True)]
+        self._healing.num_replayed_rows += sum(rows)
+        self._untold.append(partial(self._healing.tell, suspicions))
+        replays = zip(lost, rows, strict=True)
+        self._untold += [partial(self._healing.tell_replay, rank, call, num) for rank, num in replays]
         return bool(lost or moved)
+
+    def _judge(self, late: Sequence[Rank], call: int) -> tuple[list[Suspicion], list[Rank]]:
+        """Peers whose answer is not there, or says no. And those whose slots hold something else than routes say."""
+        peers, suspicions, moved = self._peers, list[Suspicion](), list[Rank]()
+        for rank in late:
+            peer = peers.trusted(rank)
+            status = peers.has_refused(rank) if peer is not None else 0
+            if status == Status.MOVED and self._healing.note_moved(rank, call, peers.moved_places(rank)):
+                moved.append(rank)
+            elif peer is not None and status:
+                suspicions.append(self._healing.suspect(peer, status))
+            elif peer is not None:
+                peers.await_again(rank)
+        return suspicions, moved
 
     def _look_at_the_silent(self) -> list[Suspicion]:
         """Nothing came for detect_ms. A peer with a live process may still be stuck; not if it has answered since the
@@ -238,30 +240,19 @@ class CudaExperts:
         Only waiting for a peer renews the lease: it ends when the peer is given up. If it is our own device that does
         not come to an end, the lease does, and this worker is replaced."""
         self._looked_ns = time.monotonic_ns()
-        suspicions: list[Suspicion] = []
-        is_waiting = False
-        for rank, _ in self._peers.incarnations:
-            peer = self._peers.trusted(rank)
-            if peer is None:
-                continue
-            answer = self._peers.last_answer(rank)
-            num_looks, before = self._looks.get(rank, (0, answer))
-            is_awaited = self._peers.is_awaited(rank)
-            is_waiting |= is_awaited
-            is_stuck = is_awaited and answer == before
-            self._looks[rank] = num_looks + 1 if is_stuck else 0, answer
-            if self._looks[rank][0] >= _GIVE_UP:
-                suspicions.append(self._peers.suspect(peer, Symptom.DEAF))
-        if is_waiting:
-            self._peers.warden.renew(self._lease_s)
-        return suspicions
+        peers = [peer for rank, _ in self._peers.incarnations if (peer := self._peers.trusted(rank)) is not None]
+        awaited = [peer for peer in peers if self._peers.is_awaited(peer.rank)]
+        for peer in peers:
+            answer = self._peers.last_answer(peer.rank)
+            is_same = self._answers.get(peer.rank, answer) == answer
+            self._healing.look(peer, peer in awaited and is_same)
+            self._answers[peer.rank] = answer
+        if awaited:
+            self._healing.renew_lease()
+        return self._healing.suspect_the_deaf(peers)
 
     def _wake_the_idle(self) -> None:
         for rank, _ in self._peers.incarnations:
             peer = self._peers.trusted(rank)
             if peer is not None and peer.cell.idle:
                 peer.cell.ring()
-
-    def _tell(self, suspicions: list[Suspicion]) -> None:
-        for suspicion in suspicions:
-            self._on_suspect(*suspicion)

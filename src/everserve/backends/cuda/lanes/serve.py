@@ -419,16 +419,16 @@ def _gather_kernel(
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _down_and_answer_kernel(
-    h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    num_done, seq_A, status_A, taken, num_rows, served,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
+    h, weights, region, y_row, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index,
+    num_slices, num_done, seq_A, status_A, taken, num_rows, served,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr, BIAS_STEP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
     EARLY: tl.constexpr, A: tl.constexpr, AB: tl.constexpr, LANE_BYTES: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
-        h, weights, region, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
+        h, weights, region, y_row, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index,
+        num_slices, S, D, F, PLACE_ROWS, BIAS_STEP, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
     if tl.load(stop) == 0:
         _answer_if_last(region, num_done, seq_A, status_A, taken, num_rows, served, stop, A, AB, LANE_BYTES)

@@ -104,9 +104,9 @@ class CudaServer:
         self.drain()
         self._set_healthy(rank, is_healthy)
 
-    def empty(self, layer_index: int, slot: int) -> None:
+    def empty(self, call_index: int, slot: int) -> None:
         """No graph that begins after this reads the slot's weights, until `hold`. Does not wait for the others."""
-        self._write_word(self._state.held_LS, layer_index, slot, EMPTY)
+        self._write_word(self._state.held_LS, call_index, slot, EMPTY)
 
     def ring(self) -> None:
         """Let a graph that waits look for requests: whatever else waits for it can go on."""
@@ -127,10 +127,10 @@ class CudaServer:
 
         return is_over
 
-    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None:
+    def hold(self, call_index: int, slot: int, expert: int, place: int) -> None:
         """Its weights are there, in this place of the arena. The word that lets kernels use them is written last."""
-        self._write_word(self._arena.place_LS, layer_index, slot, place)
-        self._write_word(self._state.held_LS, layer_index, slot, expert)
+        self._write_word(self._arena.place_LS, call_index, slot, place)
+        self._write_word(self._state.held_LS, call_index, slot, expert)
 
     def hold_head(self, call: int, slot: int, head: int, piece: int, pool: int) -> None:
         """Its weights are there. `pool`: the identity of all KV from now on. Nothing may be queued."""
@@ -191,9 +191,9 @@ class CudaServer:
         torch.cuda.synchronize()
         self.ring()
 
-    def _write_word(self, table_LS: torch.Tensor, layer_index: int, slot: int, value: int) -> None:
-        assert 0 <= layer_index < table_LS.shape[0] and 0 <= slot < table_LS.shape[1]
-        address = table_LS.data_ptr() + (layer_index * table_LS.shape[1] + slot) * table_LS.element_size()
+    def _write_word(self, table_LS: torch.Tensor, call_index: int, slot: int, value: int) -> None:
+        assert 0 <= call_index < table_LS.shape[0] and 0 <= slot < table_LS.shape[1]
+        address = table_LS.data_ptr() + (call_index * table_LS.shape[1] + slot) * table_LS.element_size()
         self._driver.write(address, value.to_bytes(4, "little", signed=True))
 
     def _set_max_spins(self, number: int) -> None:

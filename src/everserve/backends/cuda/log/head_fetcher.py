@@ -53,7 +53,7 @@ class PlacesOfHeads:
 
 
 class _Source(NamedTuple):
-    """Of the heads that are aimed at."""
+    """A place that the heads that are aimed at are read from."""
 
     kv: list[int]
     words: list[int]
@@ -62,7 +62,7 @@ class _Source(NamedTuple):
 
 
 class HeadFetcher:
-    """Of one home. `heads`: all of the model's; by their numbers here they are named."""
+    """Fetches KV of heads for one home. `heads`: all of the model's; by their numbers here they are named."""
 
     def __init__(self, pools: HeadPools, heads: Sequence[Head], side: Side, mirrors: HeadMirrors | None = None) -> None:
         plan = pools.plan
@@ -143,7 +143,7 @@ class HeadFetcher:
         return num_right
 
     def _fetch_part(self, sources: Sequence[int], blocks: Sequence[int], chains: NDArray[np.uint64]) -> int:
-        """At first from what our device reaches; behind that from mirrors of other homes."""
+        """Fetches at first from what our device reaches; behind that from mirrors of other homes."""
         num_right, size = self._fetch_from(self._sources, sources, blocks, chains), self.pools.plan.block_size
         reached = num_right - num_right % size
         while self.mirrors is not None and num_right < len(chains):
@@ -160,7 +160,7 @@ class HeadFetcher:
         return num_right
 
     def _list_sources(self, asked: set[Rank]) -> list[_Source]:
-        """That have some of the heads. Where these should be they may be already, so that is looked at first."""
+        """The memories that have some of the heads. Where these should be is looked at first."""
         plan, found = self.pools.plan, list[_Source]()
 
         def numbers_of(blocks: Sequence[int]) -> list[int]:

@@ -104,7 +104,7 @@ def _words(address):
 
 @triton.jit
 def _checksum(keys, values, mask, word, WORDS: tl.constexpr):
-    """Of each line."""
+    """The checksum of each line."""
     total = mixed_with(keys, word) + mixed_with(values, word + WORDS)
     return tl.sum(tl.where(mask, total, 0), 1)
 

@@ -34,8 +34,9 @@ _WORD_BYTES = 8
 
 
 class HeadMirror:
-    """Of the home with this rank. The descriptor stays the caller's. `num_reached`: so many of its blocks, from the
-    first one on, are within the device's reach."""
+    """The mirror of the home with this rank. The descriptor stays the caller's. `num_reached`: so many of its blocks,
+    from the first one on, are within the device's reach.
+    """
 
     def __init__(self, fd: int, shape: KvShape, home: Rank) -> None:
         self.shape = shape
@@ -56,7 +57,7 @@ class HeadMirror:
         return self._memory.at.words + head * self.shape.block_size * _WORD_BYTES
 
     def numbers_of(self, blocks: Sequence[int]) -> list[int]:
-        """Of these blocks in the mirror; NO_BLOCK where it does not have one, or not within reach."""
+        """The numbers of these blocks in the mirror; NO_BLOCK where it does not have one, or not within reach."""
         return [n if 0 <= (n := block - self._first_block) < self.num_reached else NO_BLOCK for block in blocks]
 
     def has(self, block: int) -> bool:
@@ -113,7 +114,7 @@ class HeadMirrors:
         self._copiers = ThreadPoolExecutor(_COPIERS, thread_name_prefix="kv-copier")
 
     def offer(self, rank: Rank, fd: int) -> None:
-        """Of another home. Takes over the descriptor."""
+        """Takes the mirror of another home. Takes over the descriptor."""
         try:
             self._others[rank] = HeadMirror(fd, self.own.shape, rank)
         finally:

@@ -57,7 +57,7 @@ class HeadLogWriter(DeviceLogWriter):
 
     def finish(self) -> NDArray[np.uint64]:
         """Heads that are out of reach get no words: their KV is computed again if it is needed elsewhere."""
-        now = self._kv.num_changes, self._fetcher.pools.num_changes
+        now = self._kv.at.num_changes, self._fetcher.pools.num_changes
         if now != self._placed_at:
             self._side.wait()
             self._fetcher.places_of(self._reached_ranks(), self._places, range(len(self._fetcher.heads)))
@@ -67,7 +67,7 @@ class HeadLogWriter(DeviceLogWriter):
     def _reached_ranks(self) -> NDArray[np.int32]:
         """Where the step has stored KV; -1 where that is out of reach. Memory of the same seat that is another one by
         now is none of it: its device was lost since, and a word would certify whatever is there, in the mirror too."""
-        pools, ranks_H = self._fetcher.pools, self._kv.kv_at_LG.reshape(-1)
+        pools, ranks_H = self._fetcher.pools, self._kv.at.rank_LG.reshape(-1)
         reached = [rank for rank in pools.ranks if self._kv.is_in(rank, pools.pool_of(rank))]
         return np.where(np.isin(ranks_H, reached), ranks_H, -1).astype(np.int32)
 
@@ -99,5 +99,5 @@ class HeadLogWriter(DeviceLogWriter):
             yield from [0] * len(copies)
 
     def count_intact(self, blocks: Sequence[int], num_tokens: int, chains: NDArray[np.uint64]) -> int:
-        """Also what is not right where it is, but elsewhere, is right then."""
+        """Counts what is right: also what is not right where it is, but elsewhere, is right then."""
         return self.copy_in(self.log, blocks, num_tokens, chains, blocks)

@@ -100,7 +100,7 @@ def bring(
 def check(
     shape: LogShape, pool: int, blocks_B: int, words_T: int, chains_T: int, num_tokens: int, right_T: int
 ) -> None:
-    """As `bring`, but what is checked stays where it lies."""
+    """Check tokens where they lie: `bring` without a copy."""
     cut = _Cut.of(shape)
     for first in range(0, num_tokens, _TOKENS_AT_ONCE):
         _bring[(min(num_tokens - first, _TOKENS_AT_ONCE),)](
@@ -165,7 +165,7 @@ def _bring(
 
 @triton.jit
 def _first_word(slot, PIECES: tl.constexpr, WORDS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Of a slot's first piece, counted from the first block."""
+    """The word of a slot's first piece, counted from the first block."""
     return slot // BLOCK_SIZE * (PIECES * BLOCK_SIZE * WORDS) + slot % BLOCK_SIZE * WORDS
 
 

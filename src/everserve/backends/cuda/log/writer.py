@@ -136,7 +136,7 @@ class CudaLogWriter(DeviceLogWriter):
         return self._in_parts(num_tokens, at_once, bring)
 
     def copy_in_many(self, copies: Iterable[Copy]) -> Generator[int]:
-        """As many at once as possible: to ask for it takes longer than to do it. Streams begin at whole blocks.
+        """Copy as many streams at once as possible: to ask takes longer than to copy. Streams begin at whole blocks.
 
         batch 0   prepare | copy                |
         batch 1             prepare              | copy
@@ -197,7 +197,7 @@ class CudaLogWriter(DeviceLogWriter):
         return _Batch(source.blocks_address, sources, words, wanted[: len(words)], targets, parts)
 
     def _num_right(self, batch: _Batch | None) -> list[int]:
-        """Of each stream, when all have been brought."""
+        """How many tokens of each stream are right, when all have been brought."""
         if batch is None:
             return []
         self._settle()
@@ -286,6 +286,6 @@ class CudaLogWriter(DeviceLogWriter):
         self._wanted_T.view[: len(chains)] = chains.view(np.int64)
 
     def _are_right(self, num_tokens: int) -> NDArray[np.bool_]:
-        """Of those that were staged last, when the device is done with them."""
+        """Which tokens of those that were staged last are right, when the device is done with them."""
         is_right: NDArray[np.bool_] = self._right_T.view[:num_tokens] != 0
         return is_right

@@ -1,4 +1,4 @@
-"""The expert networks, down(silu(gate x) * up x), for many experts in one go.
+"""The expert networks, down(activation(gate x) * up x), with or without biases, for many experts in one go.
 
 Rows are sorted by slot, so that each expert's weights are read once and its rows are computed together:
 
@@ -35,10 +35,16 @@ from everserve.backends.cuda.ops.pdl import await_before, early, is_stopped
 from everserve.backends.cuda.ops.sorting import Sorted, sort_by_slot
 from everserve.backends.cuda.ops.timeline import PRODUCT_NOTE, note
 from everserve.backends.cuda.ops.walk import tile_and_column
+from everserve.model.ops import SILU
+from everserve.model.spec import Activation, ActivationKind
 
 _COMBINE_COLUMNS = 512  # 4 per thread: more, and the rows of 8 experts would not fit into registers at once
 _ALIGNMENT = 32  # of tables, in int32
 _INTERPRETED_PROGRAMS = 3  # any number must do
+_ACTIVATIONS = {kind: number for number, kind in enumerate(ActivationKind)}
+_GELU_TANH = tl.constexpr(_ACTIVATIONS[ActivationKind.GELU_TANH])
+_RELU = tl.constexpr(_ACTIVATIONS[ActivationKind.RELU])
+_CLAMPED_SWIGLU = tl.constexpr(_ACTIVATIONS[ActivationKind.CLAMPED_SWIGLU])
 
 
 class Product(NamedTuple):
@@ -127,9 +133,15 @@ class ExpertArena:
         gate_up_rows: int | None = None,
         down_rows: int | None = None,
         num_own: int | None = None,
+        *,
+        activation: Activation = SILU,
+        biases: Tensor | None = None,
+        bias_step: int = 0,
     ) -> None:
         """`gate_up_rows`, `down_rows`: from one place to the next; as many as a place has unless they are given.
-        `num_own`: of each layer, the slots that have a place at first; all of them unless it is given."""
+        `num_own`: of each layer, the slots that have a place at first; all of them unless it is given. `biases`: the
+        numbers from the biases of the first place on, which are `bias_step` in front of those of the next."""
+        self.activation, self.biases, self.bias_step = activation, biases, bias_step
         self.num_layers = num_layers
         self.num_slots = num_slots
         self._num_own = num_slots if num_own is None else num_own
@@ -148,12 +160,26 @@ class ExpertArena:
         self.place_LS = place_LS.to(gate_up.device)
 
     @classmethod
-    def of_experts(cls, experts: Tensor, num_layers: int, num_slots: int, num_own: int | None = None) -> "ExpertArena":
-        """Over memory in which the three matrices of a place lie side by side: [num_places, 3, F, D]."""
-        _, _, size, hidden = experts.shape
-        numbers = experts.view(-1)
+    def of_experts(
+        cls,
+        experts: Tensor,
+        num_layers: int,
+        num_slots: int,
+        num_own: int | None = None,
+        *,
+        activation: Activation = SILU,
+        sizes: tuple[int, int] | None = None,
+    ) -> "ExpertArena":
+        """Over memory in which the three matrices of a place lie side by side: [num_places, 3, F, D]. With biases
+        behind them it is [num_places, numbers of one], and `sizes` are (F, D)."""
+        size, hidden = sizes or experts.shape[2:]
+        numbers, step = experts.view(-1), experts[0].numel()
         gate_up, down = numbers.view(-1, hidden), numbers[2 * size * hidden :].view(-1, size)
-        return cls(gate_up, down, num_layers, num_slots, 3 * size, 3 * hidden, num_own)
+        biases = numbers[3 * size * hidden :] if step > 3 * size * hidden else None
+        return cls(
+            gate_up, down, num_layers, num_slots, step // hidden, step // size, num_own,
+            activation=activation, biases=biases, bias_step=step,
+        )  # fmt: skip
 
     def number_by(self, calls: Sequence[int], num_calls: int) -> None:
         """From now on kernels know the layers here as these calls, of so many. The host still counts layers."""
@@ -161,18 +187,28 @@ class ExpertArena:
         place_LS[list(calls)] = self.place_LS
         self.place_LS = place_LS
 
-    def own_place(self, layer_index: int, slot: int) -> int:
+    def own_place(self, call_index: int, slot: int) -> int:
         """The place that this slot has at first."""
-        assert 0 <= layer_index < self.num_layers and 0 <= slot < self._num_own, (layer_index, slot)
-        return layer_index * self._num_own + slot
+        assert 0 <= call_index < self.num_layers and 0 <= slot < self._num_own, (call_index, slot)
+        return call_index * self._num_own + slot
 
-    def fill(self, layer_index: int, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
-        """Put one expert's weights into the first place of a slot of the layer_index-th layer that has experts."""
-        place = self.own_place(layer_index, slot)
+    def fill(
+        self,
+        call_index: int,
+        slot: int,
+        gate_FD: Tensor,
+        up_FD: Tensor,
+        down_DF: Tensor,
+        biases: Tensor | None = None,
+    ) -> None:
+        """Put one expert's weights into the first place of a slot of the call_index-th layer that has experts."""
+        place = self.own_place(call_index, slot)
         gate, down = place * self.gate_up_rows, place * self.down_rows
         self._gate_up[gate : gate + self.expert_size].copy_(gate_FD)
         self._gate_up[gate + self.expert_size : gate + 2 * self.expert_size].copy_(up_FD)
         self.down_matrix[down : down + self.hidden_size].copy_(down_DF)
+        if biases is not None and self.biases is not None:
+            self.biases[place * self.bias_step :][: len(biases)].copy_(biases)
 
 
 def plan_local(ids_TK: Tensor, slot_of_N: Tensor, num_slots: int, cut: Cut, stop: Tensor) -> LocalPlan:
@@ -208,16 +244,17 @@ def gate_up(
     slice_index: int = 0,
     num_slices: int = 1,
 ) -> None:
-    """h = silu(gate x) * up x for the sorted rows, of which row r is x's row x_row_R[r].
+    """h = activation(gate x) * up x for the sorted rows, of which row r is x's row x_row_R[r].
 
     `layer_at` is one int32 on the device: an index among the layers that have experts. With `num_slices`, this call
     computes one share of the columns: a long kernel keeps other processes off the device.
     """
     product, size = tiles.cut.gate_up, arena.expert_size
     _gate_up_kernel[(num_programs(h_RF.device, product),)](
-        x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at, arena.place_LS,
+        x_at, x_row_R, arena.gate_up(product.columns, product.depth), h_RF, layer_at, arena.place_LS, arena.biases,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices,
-        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.gate_up_rows,
+        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.gate_up_rows, BIAS_STEP=arena.bias_step,
+        ACTIVATION=_ACTIVATIONS[arena.activation.kind], ALPHA=arena.activation.alpha, LIMIT=arena.activation.limit,
         BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, BAND=product.band,
         **early(h_RF.device),
         num_warps=product.warps,
@@ -245,9 +282,9 @@ def down(
     product, size = tiles.cut.down, arena.expert_size
     (kernel or _down_kernel)[(num_programs(h_RF.device, product),)](
         TensorDescriptor.from_tensor(h_RF, [tiles.cut.rows, product.depth]),
-        arena.down(product.columns, product.depth), y_at, y_row_R, layer_at, arena.place_LS,
+        arena.down(product.columns, product.depth), y_at, y_row_R, layer_at, arena.place_LS, arena.biases,
         tiles.slot_M, tiles.row_M, tiles.size_M, tiles.num_tiles, stop, slice_index, num_slices, *arguments,
-        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.down_rows,
+        S=arena.num_slots, D=arena.hidden_size, F=size, PLACE_ROWS=arena.down_rows, BIAS_STEP=arena.bias_step,
         BM=tiles.cut.rows, BN=product.columns, BK=product.depth, STAGES=product.stages, BAND=product.band,
         **early(h_RF.device),
         num_warps=product.warps, **constants,
@@ -283,8 +320,9 @@ def share_of(num_tiles, stop, slice_index, num_slices, NUM_COLUMNS: tl.constexpr
 
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _gate_up_kernel(
-    x_at, x_row, weights, h, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
+    x_at, x_row, weights, h, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr, BIAS_STEP: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -313,30 +351,46 @@ def _gate_up_kernel(
                 x_MK = tl.load(x_at_MK + k, mask=is_row[:, None] & (d + k < D)[None, :], other=0.0)
             gate_MN = tl.dot(x_MK, weights.load([gate, k]).T, gate_MN)
             up_MN = tl.dot(x_MK, weights.load([gate + F, k]).T, up_MN)
-        h_MN = gate_MN * tl.sigmoid(gate_MN) * up_MN
         f = column + tl.arange(0, BN)
+        if biases is not None:
+            bias = biases + place.to(tl.int64) * BIAS_STEP + f
+            gate_MN += tl.load(bias, mask=f < F, other=0.0).to(tl.float32)[None, :]
+            up_MN += tl.load(bias + F, mask=f < F, other=0.0).to(tl.float32)[None, :]
+        h_MN = _activated(gate_MN, up_MN, ACTIVATION, ALPHA, LIMIT)
         h_at_MN = h + (row + i).to(tl.int64)[:, None] * F + f[None, :]
         tl.store(h_at_MN, h_MN.to(tl.bfloat16), mask=is_row[:, None] & (f < F)[None, :])
 
 
+@triton.jit
+def _activated(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    if ACTIVATION == _GELU_TANH:
+        return gate * tl.sigmoid(1.5957691216 * (gate + 0.044715 * gate * gate * gate)) * up
+    if ACTIVATION == _RELU:
+        return tl.maximum(gate, 0.0) * up
+    if ACTIVATION == _CLAMPED_SWIGLU:
+        gate, up = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        return gate * tl.sigmoid(gate * ALPHA) * (up + 1.0)
+    return gate * tl.sigmoid(gate) * up
+
+
 @triton.jit(do_not_specialize=["slice_index", "num_slices"], do_not_specialize_on_alignment=["layer_at"])
 def _down_kernel(
-    h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
+    h, weights, y_at, y_row, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr, BIAS_STEP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     await_before(EARLY)
     down_tiles(
-        h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-        S, D, F, PLACE_ROWS, BM, BN, BK, STAGES, BAND,
+        h, weights, y_at, y_row, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index,
+        num_slices, S, D, F, PLACE_ROWS, BIAS_STEP, BM, BN, BK, STAGES, BAND,
     )  # fmt: skip
 
 
 @triton.jit
 def down_tiles(
-    h, weights, y_at, y_row, layer_at, places, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
-    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr,
+    h, weights, y_at, y_row, layer_at, places, biases, slot_M, row_M, size_M, num_tiles, stop, slice_index, num_slices,
+    S: tl.constexpr, D: tl.constexpr, F: tl.constexpr, PLACE_ROWS: tl.constexpr, BIAS_STEP: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, BAND: tl.constexpr,
 ):  # fmt: skip
     """This program's share."""
@@ -358,6 +412,9 @@ def down_tiles(
             # Rows of other slots come along; they are computed for nothing, and not stored.
             y_MN = tl.dot(h.load([row, k]), weights.load([weight, k]).T, y_MN)
         d = column + tl.arange(0, BN)
+        if biases is not None:
+            bias = biases + place.to(tl.int64) * BIAS_STEP + 2 * F + d
+            y_MN += tl.load(bias, mask=d < D, other=0.0).to(tl.float32)[None, :]
         y_at_MN = y + y_rows.to(tl.int64)[:, None] * D + d[None, :]
         tl.store(y_at_MN, y_MN.to(tl.bfloat16), mask=is_row[:, None] & (d < D)[None, :])
 
@@ -374,7 +431,7 @@ def _combine_kernel(
 
 @triton.jit
 def combine_row(y_at, y_row, weights, residual, out, K: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
-    """Of the row program_id(0), the columns that are program_id(1)'s."""
+    """Combines, of the row program_id(0), the columns that are program_id(1)'s."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     y = tl.multiple_of(y_at.to(tl.pointer_type(tl.bfloat16)), 16)

@@ -84,7 +84,7 @@ class HeadShape:
 
     @property
     def split_size(self) -> int:
-        """Of all heads' weight, as one."""
+        """The split size of all heads' weight, as one."""
         return choose_split_size(self.num_kv_heads * self.width, self.hidden_size)
 
 
@@ -132,7 +132,7 @@ class HeadArena:
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of rows that are split."""
+        """The partial results of rows that are split."""
         return self.workspace.best_TSH, self.workspace.total_TSH, self.workspace.sum_TSHE
 
 

@@ -19,36 +19,61 @@ from everserve.backends.cuda.ops import greedy as choosing
 from everserve.backends.cuda.ops import routing as gating
 from everserve.backends.cuda.ops.dense import Linear
 from everserve.backends.cuda.ops.experts import ExpertArena, Tiles, cut_for, gate_up, tiles_of_one_slot
+from everserve.backends.cuda.ops.sums import Sums
 from everserve.backends.cuda.ops.words import Words
 from everserve.model import shard_choice
 from everserve.model.batch import StepBatch
 from everserve.model.choosing import Draw
-from everserve.model.ops import ExpertSlots
+from everserve.model.ops import (
+    SILU,
+    ExpertSlots,
+    Join,
+    LatentWeights,
+    NextNorm,
+    RouterWeights,
+    Scores,
+    ShardWeights,
+)
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import Choice
+from everserve.model.spec import Activation, Norm, Router
 from everserve.model.whole_layers import LayerWeights, WholeLayers
 
 
 class ArenaSlots:
     """The slots of one layer: the dense FFN of a layer without experts."""
 
-    def __init__(self, num_slots: int, device: torch.device, arena: ExpertArena | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        device: torch.device,
+        arena: ExpertArena | None = None,
+        activation: Activation = SILU,
+    ) -> None:
         self.num_slots = num_slots
         self._device = device
+        self._activation = activation
         self.arena = arena
 
     @classmethod
-    def of(cls, gate_up: Tensor, down: Tensor) -> "ArenaSlots":
+    def of(
+        cls, gate_up: Tensor, down: Tensor, biases: Tensor | None = None, activation: Activation = SILU
+    ) -> "ArenaSlots":
         """One slot, already filled, in the caller's memory."""
-        return cls(1, gate_up.device, ExpertArena(gate_up, down, num_layers=1, num_slots=1))
+        arena = ExpertArena(gate_up, down, num_layers=1, num_slots=1, activation=activation, biases=biases)
+        return cls(1, gate_up.device, arena)
 
-    def fill(self, slot: int, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> None:
+    def fill(self, slot: int, weights: ShardWeights) -> None:
+        assert self.num_slots == 1 or weights.biases is None, "slots with biases are in planned memory"
         if self.arena is None:
-            size, hidden = gate_FD.shape
+            size, hidden = weights.gate_FD.shape
             gate_up = torch.empty(self.num_slots * 2 * size, hidden, dtype=torch.bfloat16, device=self._device)
             down = torch.empty(self.num_slots * hidden, size, dtype=torch.bfloat16, device=self._device)
-            self.arena = ExpertArena(gate_up, down, num_layers=1, num_slots=self.num_slots)
-        self.arena.fill(0, slot, gate_FD, up_FD, down_DF)
+            biases = torch.empty_like(weights.biases) if weights.biases is not None else None
+            self.arena = ExpertArena(
+                gate_up, down, num_layers=1, num_slots=self.num_slots, activation=self._activation, biases=biases
+            )
+        self.arena.fill(0, slot, *weights)
 
     def clear(self, slot: int) -> None:
         """Nothing to do: the tables do not route rows to an empty slot."""
@@ -87,15 +112,15 @@ class CudaOps:
         self._positions_T = torch.empty(0)  # of the batch at hand
         self._weights_PV: Tensor | None = None  # of tokens that are drawn in a step
 
-    def embed(self, tokens_T: Tensor, embedding_VD: Tensor) -> Tensor:
-        if not self.launches_ahead:
+    def embed(self, tokens_T: Tensor, embedding_VD: Tensor, scale: float = 1.0) -> Tensor:
+        if not self.launches_ahead and scale == 1.0:
             return embedding_VD.index_select(0, tokens_T).to(self.activation_dtype)
-        return rows.embed(tokens_T, embedding_VD, self.words.stop)
+        return rows.embed(tokens_T, embedding_VD, self.words.stop, scale)
 
-    def all_slices(self, positions_T: Tensor, num_slices: int) -> Choice:
-        if not self.launches_ahead:
+    def all_slices(self, positions_T: Tensor, num_slices: int, weight: float = 1.0) -> Choice:
+        if not self.launches_ahead and weight == 1.0:
             return shard_choice.all_slices(positions_T, num_slices)
-        return slices.all_slices(positions_T, num_slices, self.words.stop)
+        return slices.all_slices(positions_T, num_slices, self.words.stop, weight)
 
     def sliced(self, ids_TK: Tensor, weights_TK: Tensor, num_slices: int) -> Choice:
         if not self.launches_ahead:
@@ -105,8 +130,20 @@ class CudaOps:
     def head(self, x_LD: Tensor, weight_VD: Tensor) -> Tensor:
         return self._linear(weight_VD, None)(x_LD, self.words.stop, out_dtype=torch.float32)
 
-    def rms_norm(self, x_TD: Tensor, weight_D: Tensor, eps: float, rows_L: Tensor | None = None) -> Tensor:
-        return rows.rms_norm(x_TD, weight_D, eps, self.words.stop, rows_L)
+    def softcap(self, logits_LV: Tensor, cap: float) -> Tensor:
+        return rows.softcap(logits_LV, cap, self.words.stop)
+
+    def norm(self, x_TD: Tensor, weight_D: Tensor, norm: Norm, rows_L: Tensor | None = None) -> Tensor:
+        return rows.norm(x_TD, weight_D, norm, self.words.stop, rows_L)
+
+    def nothing(self, x_TD: Tensor) -> Tensor:
+        return rows.zeros(x_TD, self.words.stop)
+
+    def as_input(self, x_TD: Tensor) -> Tensor:
+        return rows.narrowed(x_TD, self.words.stop)
+
+    def weigh_rows(self, x_TD: Tensor, weights_TS: Tensor) -> tuple[Tensor, Tensor]:
+        return rows.weighed(x_TD, weights_TS, self.words.stop)
 
     def project_and_store(
         self,
@@ -130,7 +167,12 @@ class CudaOps:
         """The rows that are computed now."""
         self._positions_T = batch.positions_T
 
-    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scale: float) -> Tensor:
+    def latent(
+        self, x_TD: Tensor, weights: LatentWeights, batch: StepBatch, kv_pool: Tensor, layer: int, scores: Scores
+    ) -> Tensor:
+        raise AssertionError("latent attention is refused on GPUs (cli/devices.py)")
+
+    def attend(self, q_THE: Tensor, batch: StepBatch, kv_pool: Tensor, layer: int, scores: Scores) -> Tensor:
         assert isinstance(batch, DeviceBatch)
         self.use_rows(batch)
         if self._workspace is None:
@@ -138,7 +180,7 @@ class CudaOps:
             self._workspace = attention.Workspace(
                 self._max_split, self._max_segments, num_heads, head_size, self.device
             )
-        return attention.attend(q_THE, batch, kv_pool, layer, scale, self._workspace, self.words.stop)
+        return attention.attend(q_THE, batch, kv_pool, layer, scores, self._workspace, self.words.stop)
 
     def project_and_norm(
         self,
@@ -146,26 +188,44 @@ class CudaOps:
         weight_DX: Tensor,
         bias_D: Tensor | None,
         residual_TD: Tensor,
-        norm_D: Tensor,
-        eps: float,
+        join: Join,
+        following: NextNorm | None,
     ) -> tuple[Tensor, Tensor]:
-        sums = self._linear(weight_DX, bias_D).sums(x_TX, self.words.stop, residual_TO=residual_TD)
-        return rows.add_and_norm(sums, norm_D, eps, self.words.stop)
+        linear, stop = self._linear(weight_DX, bias_D), self.words.stop
+        if join.norm_D is None and join.scale == 1.0:
+            if following is None:
+                whole_TD = linear(x_TX, stop, residual_TO=residual_TD)
+                return whole_TD, whole_TD
+            sums = linear.sums(x_TX, stop, residual_TO=residual_TD)
+            return rows.add_and_norm(sums, following.weight_D, following.norm, stop)
+        sums = linear.sums(x_TX, stop, out_dtype=torch.float32)
+        return rows.join_and_norm(sums, residual_TD, join, following, stop)
+
+    def join(self, x_TD: Tensor, residual_TD: Tensor, join: Join) -> Tensor:
+        return rows.join_and_norm(Sums(x_TD), residual_TD, join, None, self.words.stop)[0]
 
     def route(
-        self, x_TD: Tensor, router_ND: Tensor, top_k: int, renormalise: bool, allowed_N: Tensor | None = None
+        self, x_TD: Tensor, weights: RouterWeights, router: Router, allowed_N: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         assert allowed_N is not None, "what is captured reads a table: nothing may be left out of a graph"
-        logits = self._linear(router_ND, None).sums(x_TD, self.words.stop, out_dtype=torch.float32)
-        return gating.route(logits, self._positions_T, allowed_N, top_k, renormalise, self.words.stop)
+        linear = self._linear(weights.router_ND, weights.bias_N)
+        logits = linear.sums(x_TD, self.words.stop, out_dtype=torch.float32)
+        return gating.route(logits, self._positions_T, allowed_N, router, self.words.stop, weights.correction_N)
 
-    def expert_slots(self, num_slots: int) -> ExpertSlots:
-        return ArenaSlots(num_slots, self.device)
+    def expert_slots(self, num_slots: int, activation: Activation = SILU) -> ExpertSlots:
+        return ArenaSlots(num_slots, self.device, activation=activation)
 
     def whole_layers(self, layers: Sequence[LayerWeights]) -> WholeLayers | None:
         return None  # steps are captured: nothing is between their ops
 
-    def feed_forward(self, x_TD: Tensor, slots: ExpertSlots, residual_TD: Tensor) -> Tensor:
+    def feed_forward(
+        self,
+        x_TD: Tensor,
+        slots: ExpertSlots,
+        residual_TD: Tensor | None,
+        gate_1D: Tensor | None = None,
+        scale: float = 1.0,
+    ) -> Tensor:
         """The experts' first product, with tiles that are known beforehand. The second one is a `Linear`: a single
         slot has few columns for a sum that long, and only splits keep the device busy reading."""
         assert isinstance(slots, ArenaSlots) and slots.arena is not None
@@ -175,7 +235,13 @@ class CudaOps:
         rows_T, tiles = self._whole_batches[num_rows]
         h_TF = x_TD.new_empty(num_rows, arena.expert_size)
         gate_up(x_TD.data_ptr(), rows_T, arena, self._zero, tiles, h_TF, stop)
-        return self._linear(arena.down_matrix, None)(h_TF, stop, residual_TO=residual_TD)
+        biases = arena.biases
+        bias_D = biases[2 * arena.expert_size :][: arena.hidden_size] if biases is not None else None
+        down = self._linear(arena.down_matrix, bias_D)
+        if residual_TD is not None and gate_1D is None and scale == 1.0:
+            return down(h_TF, stop, residual_TO=residual_TD)
+        gate_T1 = self._linear(gate_1D, None)(x_TD, stop, out_dtype=torch.float32) if gate_1D is not None else None
+        return rows.weigh_and_add(down(h_TF, stop, out_dtype=torch.float32), residual_TD, gate_T1, scale, stop)
 
     def greedy(self, logits_LV: Tensor) -> Tensor:
         """The most likely token of each row, int32, on the device."""

@@ -26,7 +26,7 @@ _SINCE = (9, 0)  # the first devices that can do it
 
 
 def early(device: torch.device) -> dict[str, Any]:
-    """For a kernel's launch."""
+    """Arguments for a kernel's launch that may begin early."""
     if device.type != "cuda" or _capability(device) < _SINCE:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}

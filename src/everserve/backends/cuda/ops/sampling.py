@@ -228,7 +228,9 @@ def _edge(weights, size, low, bound, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _split(weights, size, edge, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the weights above this one their mass, or their number, and the lowest; of the others the highest."""
+    """Splits the weights: of those above this one their mass, or their number, and the lowest; of the others the
+    highest.
+    """
     id = tl.arange(0, BLOCK)
     amount = tl.zeros((BLOCK,), tl.int32 if COUNT else tl.float64)
     lowest_above = tl.full((BLOCK,), _BEST, tl.int32)

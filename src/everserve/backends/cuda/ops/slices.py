@@ -9,21 +9,21 @@ from everserve.backends.cuda.ops.pdl import early, is_stopped
 from everserve.model.shard_choice import Choice
 
 
-def all_slices(positions_T: Tensor, num_slices: int, stop: Tensor) -> Choice:
-    """Every row goes to every slice, with weight 1; padding goes nowhere."""
+def all_slices(positions_T: Tensor, num_slices: int, stop: Tensor, weight: float = 1.0) -> Choice:
+    """Every row goes to every slice, all with this weight; padding goes nowhere."""
     num_rows, device = len(positions_T), positions_T.device
     ids_TK = torch.empty(num_rows, num_slices, dtype=torch.int32, device=device)
     weights_TK = torch.empty(num_rows, num_slices, dtype=torch.float32, device=device)
     if num_rows:
         _all_slices[(num_rows,)](
-            positions_T, ids_TK, weights_TK, stop,
+            positions_T, ids_TK, weights_TK, stop, weight,
             K=num_slices, K2=triton.next_power_of_2(num_slices), **early(device), num_warps=1,
         )  # fmt: skip
     return ids_TK, weights_TK
 
 
 def sliced(ids_TK: Tensor, weights_TK: Tensor, num_slices: int, stop: Tensor) -> Choice:
-    """From experts to their slices."""
+    """The choice of slices that follows from one of experts."""
     num_rows, num_experts = ids_TK.shape
     num = num_experts * num_slices
     slices_TS = torch.empty(num_rows, num, dtype=torch.int32, device=ids_TK.device)
@@ -37,13 +37,13 @@ def sliced(ids_TK: Tensor, weights_TK: Tensor, num_slices: int, stop: Tensor) ->
 
 
 @triton.jit
-def _all_slices(positions, ids_out, weights_out, stop, K: tl.constexpr, K2: tl.constexpr, EARLY: tl.constexpr):
+def _all_slices(positions, ids_out, weights_out, stop, weight, K: tl.constexpr, K2: tl.constexpr, EARLY: tl.constexpr):
     if is_stopped(stop, EARLY):
         return
     row, slices = tl.program_id(0), tl.arange(0, K2)
     is_row = (slices >= 0) & (tl.load(positions + row) >= 0)
     tl.store(ids_out + row * K + slices, tl.where(is_row, slices, -1), mask=slices < K)
-    tl.store(weights_out + row * K + slices, is_row.to(tl.float32), mask=slices < K)
+    tl.store(weights_out + row * K + slices, is_row.to(tl.float32) * weight, mask=slices < K)
 
 
 @triton.jit

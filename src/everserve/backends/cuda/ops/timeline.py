@@ -4,7 +4,7 @@ With EVERSERVE_TIMELINE=DIRECTORY in its environment a worker's kernels note the
 all processes, in a ring behind the word `stop`, that all of them have anyway. Once DIRECTORY/take exists, the ring is
 written to a file there, again and again. Without that variable nothing of this is compiled into a kernel.
 
-`everserve.bench.timeline` takes such a profile and sums it up.
+`everserve_bench.micro.timeline` takes such a profile and sums it up.
 """
 
 import os
@@ -46,7 +46,7 @@ def make_stop(device: torch.device) -> Tensor:
 
 
 def _keep(words: Tensor, directory: Path) -> None:
-    """Nothing is copied before somebody asks for it: then no graph is being captured any more."""
+    """Nothing is copied before the file `take` is there: then no graph is being captured any more."""
     while True:
         time.sleep(_EVERY_S)
         if (directory / "take").exists():
@@ -61,7 +61,7 @@ def _keep(words: Tensor, directory: Path) -> None:
 
 @triton.jit
 def note(stop, what):
-    """By the first program of a kernel."""
+    """Notes the time, by the first program of a kernel."""
     if _IS_ON:  # noqa: SIM102 (a constant of the kernel, and a value)
         if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
             note_here(stop, what)
@@ -69,7 +69,7 @@ def note(stop, what):
 
 @triton.jit
 def note_here(stop, what):
-    """By whichever program comes here."""
+    """Notes the time, by whichever program comes here."""
     if _IS_ON:
         now = globaltimer() & ((1 << _TIME_BITS) - 1)
         at = tl.atomic_add(stop + _COUNT_AT, 1, sem="relaxed") & _LAST_NOTE

@@ -49,6 +49,13 @@ static int32_t first_equal(const float *logits, size_t n, float value) {
     return -1;
 }
 
+static float sum_of_block(const float *weights) {
+    accumulator sums = no_sum();
+    for (size_t i = 0; i < BLOCK; i += SUM_WIDTH)
+        UNROLL for (int s = 0; s < PARTS; s++) sums.part[s] += load_f32(weights + i + s * VW);
+    return sum(sums);
+}
+
 /* Weights, padded with zeros to a multiple of BLOCK; returns their sum. */
 static double weigh(const float *logits, size_t n, float highest, double temperature, float *weights) {
     size_t padded = (n + BLOCK - 1) / BLOCK * BLOCK;
@@ -57,14 +64,12 @@ static double weigh(const float *logits, size_t n, float highest, double tempera
     vf inverse = splat((float)(1.0 / temperature)), high = splat(highest);
     double total = 0;
     for (size_t block = 0; block < padded; block += BLOCK) {
-        vf sums = splat(0.0f);
         for (size_t i = block; i < block + BLOCK; i += VW) {
             vf x = load_f32(weights + i);
             vf w = select_v(x > splat(-INFINITY), exp_v((x - high) * inverse), splat(0.0f));
             store_f32(weights + i, w);
-            sums += w;
         }
-        total += (double)sum(sums);
+        total += (double)sum_of_block(weights + block);
     }
     return total;
 }
@@ -73,9 +78,7 @@ static int32_t draw_from_all(const float *weights, size_t n, double target) {
     double cumulative = 0;
     size_t last = 0;
     for (size_t block = 0; block < n; block += BLOCK) {
-        vf sums = splat(0.0f);
-        for (size_t i = block; i < block + BLOCK; i += VW) sums += load_f32(weights + i);
-        double after = cumulative + (double)sum(sums);
+        double after = cumulative + (double)sum_of_block(weights + block);
         if (after > target || block + BLOCK >= n) {
             for (size_t i = block; i < smaller(block + BLOCK, n); i++) {
                 if (weights[i] > 0) last = i;

@@ -31,3 +31,15 @@ ALWAYS_INLINE vf exp_v(vf x) {
     vf scale_1 = (vf)((half + 127) << 23), scale_2 = (vf)((n - half + 127) << 23);
     return e_r * scale_1 * scale_2;
 }
+
+ALWAYS_INLINE vf sigmoid_v(vf x) { return splat(1.0f) / (splat(1.0f) + exp_v(-x)); }
+
+/* Within 2e-7 of the true value. */
+ALWAYS_INLINE vf tanh_v(vf x) {
+    vf e = exp_v(splat(-2.0f) * max_v(x, -x));
+    vf positive = (splat(1.0f) - e) / (splat(1.0f) + e);
+    return select_v(x < splat(0.0f), -positive, positive);
+}
+
+/* Of one number. */
+ALWAYS_INLINE float exp_f(float x) { return exp_v(splat(x))[0]; }

@@ -1,4 +1,4 @@
-/* down(silu(gate x) * up x) for R (token, expert) rows at once.
+/* down(activation(gate x) * up x), with biases where there are some, for R (token, expert) rows at once.
 
    The rows are sorted by slot, so that each expert's weights are read once:
 
@@ -33,15 +33,61 @@ struct experts {
 
 ALWAYS_INLINE vf silu(vf x) { return x / (splat(1.0f) + exp_v(-x)); }
 
-static void gate_with(float *hidden, const float *up, size_t n) {
+/* x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3), and (1 + tanh(u)) / 2 = sigmoid(2 u). */
+ALWAYS_INLINE vf gelu_tanh(vf x) {
+    vf u = splat(0.7978845608f) * (x + splat(0.044715f) * x * x * x);
+    return x * sigmoid_v(splat(2.0f) * u);
+}
+
+ALWAYS_INLINE vf clamped_swiglu(vf gate, vf up, vf alpha, vf limit) {
+    gate = -max_v(-gate, -limit);
+    up = max_v(-max_v(-up, -limit), -limit);
+    return gate * sigmoid_v(gate * alpha) * (up + splat(1.0f));
+}
+
+/* `kind` is a constant at every call. */
+ALWAYS_INLINE vf activate(const enum activation kind, vf gate, vf up, vf alpha, vf limit) {
+    switch (kind) {
+        case GELU_TANH: return gelu_tanh(gate) * up;
+        case RELU: return max_v(gate, splat(0.0f)) * up;
+        case CLAMPED_SWIGLU: return clamped_swiglu(gate, up, alpha, limit);
+        case SILU: break;
+    }
+    return silu(gate) * up;
+}
+
+ALWAYS_INLINE void gate_as(const enum activation kind, const struct slot *slot, float *hidden, const float *up,
+                           size_t n) {
+    vf alpha = splat((float)slot->alpha), limit = splat((float)slot->limit);
     size_t j = 0;
-    for (; j + VW <= n; j += VW) store_f32(hidden + j, silu(load_f32(hidden + j)) * load_f32(up + j));
+    for (; j + VW <= n; j += VW)
+        store_f32(hidden + j, activate(kind, load_f32(hidden + j), load_f32(up + j), alpha, limit));
     if (j < n) {
         float gate_tail[VW] = {0}, up_tail[VW] = {0};
         memcpy(gate_tail, hidden + j, (n - j) * sizeof(float));
         memcpy(up_tail, up + j, (n - j) * sizeof(float));
-        store_f32(gate_tail, silu(load_f32(gate_tail)) * load_f32(up_tail));
+        store_f32(gate_tail, activate(kind, load_f32(gate_tail), load_f32(up_tail), alpha, limit));
         memcpy(hidden + j, gate_tail, (n - j) * sizeof(float));
+    }
+}
+
+static void gate_with(const struct slot *slot, float *hidden, const float *up, size_t n) {
+    switch ((enum activation)slot->activation) {
+        case SILU: gate_as(SILU, slot, hidden, up, n); break;
+        case GELU_TANH: gate_as(GELU_TANH, slot, hidden, up, n); break;
+        case RELU: gate_as(RELU, slot, hidden, up, n); break;
+        case CLAMPED_SWIGLU: gate_as(CLAMPED_SWIGLU, slot, hidden, up, n); break;
+    }
+}
+
+/* Some of a slot's biases, from the `first` on, to m rows. */
+static void add_biases(const struct slot *slot, size_t first, size_t n, const struct rows *rows, size_t m) {
+    float biases[MAX_COLUMNS];
+    widen((const char *)slot->biases + first * (slot->bias_dtype == F32 ? 4 : 2), (enum dtype)slot->bias_dtype, n,
+          biases);
+    for (size_t r = 0; r < m; r++) {
+        float *out = row(rows, r);
+        for (size_t j = 0; j < n; j++) out[j] += biases[j];
     }
 }
 
@@ -64,7 +110,11 @@ static void gate_up_task(void *job, size_t task) {
         struct rows hidden = columns_from(rows_from(e->hidden, i), column);
         gemm(x, m, matrix_from(gate, column), n, e->hidden_size, hidden);
         gemm(x, m, matrix_from(up, column), n, e->hidden_size, up_rows);
-        for (size_t r = 0; r < m; r++) gate_with(row(&hidden, r), row(&up_rows, r), n);
+        if (slot->biases) {
+            add_biases(slot, column, n, &hidden, m);
+            add_biases(slot, e->inner_size + column, n, &up_rows, m);
+        }
+        for (size_t r = 0; r < m; r++) gate_with(slot, row(&hidden, r), row(&up_rows, r), n);
     }
 }
 
@@ -79,6 +129,7 @@ static void down_task(void *job, size_t task) {
     struct matrix down = {slot->down, (size_t)slot->down_stride, (enum dtype)slot->dtype};
     struct rows y = {e->y.base + column, e->order + i, e->y.stride};
     gemm(rows_from(e->hidden, i), m, matrix_from(down, column), n, e->inner_size, y);
+    if (slot->biases) add_biases(slot, 2 * e->inner_size + column, n, &y, m);
 }
 
 static void set_columns(struct experts *e, size_t total) {

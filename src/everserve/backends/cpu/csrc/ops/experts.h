@@ -6,9 +6,13 @@
 #include "threads.h"
 
 /* What ops.py keeps per slot. All zeros when empty. */
+enum activation { SILU = 0, GELU_TANH = 1, RELU = 2, CLAMPED_SWIGLU = 3 };
+
 struct slot {
     const void *gate, *up, *down;
-    int64_t gate_stride, up_stride, down_stride, dtype;
+    const void *biases; /* of gate, up and down, one behind the other; NULL: none */
+    int64_t gate_stride, up_stride, down_stride, dtype, bias_dtype, activation;
+    double alpha, limit; /* of CLAMPED_SWIGLU */
 };
 
 struct expert_rows_args {

@@ -33,6 +33,7 @@ struct ahead {
 #include "gemm.inc.h"
 
 #define PANEL_FLOATS 8192          /* 32 KiB: half of the first-level cache here, all of it on older x86 */
+#define MIN_COLUMNS 8              /* of a panel, for each of which the rows of a come from the second-level cache */
 #define WIDENED_FLOATS 32768       /* of stack, for a panel of half precision weights widened once for many rows */
 #if defined(SIMD_AVX512)
 #define MIN_ROWS_TO_WIDEN (8 * MR) /* with fewer rows, widening in registers is cheaper */
@@ -42,7 +43,7 @@ struct ahead {
 
 static size_t panel_columns(size_t k) {
     size_t columns = k ? PANEL_FLOATS / k / NR * NR : NR;
-    return columns < 2 * NR ? 2 * NR : columns;
+    return columns < MIN_COLUMNS ? MIN_COLUMNS : columns;
 }
 
 void widen(const void *from, enum dtype dtype, size_t n, float *to) {
@@ -66,7 +67,7 @@ void widen(const void *from, enum dtype dtype, size_t n, float *to) {
 static struct ahead fetch(struct matrix w, size_t first, size_t n, size_t num_passes) {
     size_t element = w.dtype == F32 ? 4 : 2;
     return (struct ahead){matrix_from(w, first).data, matrix_from(w, n).data, w.stride * element / num_passes,
-                          NR * VW * element / num_passes};
+                          NR * SUM_WIDTH * element / num_passes};
 }
 
 static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
@@ -81,7 +82,7 @@ static void gemm_widened(struct rows a, size_t m, struct matrix w, size_t n, siz
 }
 
 void gemm(struct rows a, size_t m, struct matrix w, size_t n, size_t k, struct rows c) {
-    if (w.dtype != F32 && m >= MIN_ROWS_TO_WIDEN && 2 * NR * k <= WIDENED_FLOATS) {
+    if (w.dtype != F32 && m >= MIN_ROWS_TO_WIDEN && MIN_COLUMNS * k <= WIDENED_FLOATS) {
         gemm_widened(a, m, w, n, k, c);
         return;
     }

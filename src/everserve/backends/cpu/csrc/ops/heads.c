@@ -24,7 +24,9 @@ struct head_rows_args {
     const float *cos, *sin;
     const void *q_norm, *k_norm; /* NULL where the model has none */
     int64_t num_slots, num_requests, group_size, hidden_size, q_norm_dtype, k_norm_dtype;
-    double eps, scale;
+    double eps;
+    struct turn turn;
+    struct view view; /* sinks are those of the slots */
 };
 
 struct heads {
@@ -91,6 +93,16 @@ static void project_task(void *job, size_t task) {
 /* The rest, for one request. */
 static void store_and_attend(const struct head_rows_args *args, const struct head_request *request, const float *qkv,
                              float *q) {
+    size_t group = (size_t)args->group_size;
+    struct view view = args->view;
+    float *sinks = malloc((size_t)request->num_heads * group * sizeof(float));
+    if (!sinks) abort();
+    for (size_t j = 0; j < (size_t)request->num_heads; j++) {
+        const float *of_slot = args->slots[request->slots[j]].sinks;
+        if (!of_slot) break; /* the model has none */
+        memcpy(sinks + j * group, of_slot, group * sizeof(float));
+        view.sinks = sinks;
+    }
     struct kv_pool pool = args->pool;
     pool.num_heads = request->num_heads;
     pool.pieces = request->pieces;
@@ -99,16 +111,17 @@ static void store_and_attend(const struct head_rows_args *args, const struct hea
         .pool = pool, .qkv = qkv, .cos = args->cos, .sin = args->sin, .q_norm = args->q_norm, .k_norm = args->k_norm,
         .positions = request->positions, .kv_slots = request->kv_slots, .q = q, .num_rows = request->num_rows,
         .num_q_heads = num_q_heads, .q_norm_dtype = args->q_norm_dtype, .k_norm_dtype = args->k_norm_dtype,
-        .eps = args->eps,
+        .eps = args->eps, .turn = args->turn,
     };
     es_rotate_and_store(&rotate);
     struct attend_args attend = {
         .pool = pool, .q = q, .out = request->y, .positions = request->positions,
         .query_starts = request->query_starts, .block_tables = request->block_tables, .num_rows = request->num_rows,
         .num_sequences = request->num_sequences, .table_width = request->table_width, .num_q_heads = num_q_heads,
-        .scale = args->scale,
+        .view = view,
     };
     es_attend(&attend);
+    free(sinks);
 }
 
 /* The slots that are asked for, each once, or -1 if one of them is empty or out of range. */

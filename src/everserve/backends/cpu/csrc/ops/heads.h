@@ -9,6 +9,7 @@
 struct head_slot {
     const void *q, *k, *v;
     const void *q_bias, *k_bias, *v_bias; /* NULL where the model has none */
+    const float *sinks;                   /* by query head; NULL where the model has none */
     int64_t q_stride, k_stride, v_stride, dtype, bias_dtype;
 };
 

@@ -1,4 +1,4 @@
-/* out = x . weight^T (+ bias) (+ residual). */
+/* out = scale * (x . weight^T (+ bias)) (+ residual). */
 
 #include "linear.h"
 
@@ -31,6 +31,9 @@ static void linear_task(void *job, size_t task) {
     for (size_t i = 0; i < m; i++) {
         float *out_row = row(&out, i);
         if (l->args->bias) add_bias(l->args, out_row, column, n);
+        float scale = (float)l->args->scale;
+        if (scale != 1.0f)
+            for (size_t j = 0; j < n; j++) out_row[j] *= scale;
         if (l->args->residual) {
             const float *residual = l->args->residual + (row_0 + i) * l->num_columns + column;
             for (size_t j = 0; j < n; j++) out_row[j] += residual[j];

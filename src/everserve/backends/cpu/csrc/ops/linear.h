@@ -1,4 +1,4 @@
-/* out = x . weight^T (+ bias) (+ residual), as it is called from ops.py and from layers.c. */
+/* out = scale * (x . weight^T (+ bias)) (+ residual), as it is called from ops.py and from layers.c. */
 
 #pragma once
 
@@ -11,6 +11,7 @@ struct linear_args {
     const float *residual;
     float *out;
     int64_t num_rows, num_columns, k, weight_stride, dtype, bias_dtype;
+    double scale;
 };
 
 EXPORT void es_linear(const struct linear_args *args);

@@ -1,4 +1,5 @@
-/* The factor of a root-mean-square norm, the same for a hidden state and for one head. */
+/* The factor of a root-mean-square norm, the same for a hidden state and for one head; and of its deviation from a
+   mean, where that is subtracted first. */
 
 #pragma once
 
@@ -6,20 +7,37 @@
 
 #include "simd.h"
 
-ALWAYS_INLINE float inverse_rms(const float *x, size_t n, float eps) {
-    vf squares[4] = {splat(0), splat(0), splat(0), splat(0)};
-    size_t i = 0;
-    for (; i + 4 * VW <= n; i += 4 * VW)
-        UNROLL for (int j = 0; j < 4; j++) {
-            vf v = load_f32(x + i + j * VW);
-            squares[j] = fma_v(v, v, squares[j]);
-        }
-    for (; i < n; i += VW) {
-        float tail[VW] = {0};
-        memcpy(tail, x + i, (n - i < VW ? n - i : VW) * sizeof(float));
-        vf v = load_f32(tail);
-        squares[0] = fma_v(v, v, squares[0]);
+ALWAYS_INLINE void add_squares(accumulator *squares, const float *x, float mean) {
+    UNROLL for (int s = 0; s < PARTS; s++) {
+        vf v = load_f32(x + s * VW) - splat(mean);
+        squares->part[s] = fma_v(v, v, squares->part[s]);
     }
-    float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / (float)n;
-    return 1.0f / sqrtf(mean + eps);
+}
+
+ALWAYS_INLINE float inverse_deviation(const float *x, size_t n, float eps, float mean) {
+    accumulator squares[4] = {no_sum(), no_sum(), no_sum(), no_sum()}, all;
+    size_t i = 0;
+    for (; i + 4 * SUM_WIDTH <= n; i += 4 * SUM_WIDTH)
+        UNROLL for (int j = 0; j < 4; j++) add_squares(&squares[j], x + i + j * SUM_WIDTH, mean);
+    for (; i < n; i += SUM_WIDTH) {
+        float tail[SUM_WIDTH];
+        for (size_t j = 0; j < SUM_WIDTH; j++) tail[j] = mean;
+        memcpy(tail, x + i, smaller(n - i, SUM_WIDTH) * sizeof(float));
+        add_squares(&squares[0], tail, mean);
+    }
+    UNROLL for (int s = 0; s < PARTS; s++)
+        all.part[s] = (squares[0].part[s] + squares[1].part[s]) + (squares[2].part[s] + squares[3].part[s]);
+    return 1.0f / sqrtf(sum(all) / (float)n + eps);
+}
+
+ALWAYS_INLINE float inverse_rms(const float *x, size_t n, float eps) { return inverse_deviation(x, n, eps, 0.0f); }
+
+ALWAYS_INLINE float mean_of(const float *x, size_t n) {
+    accumulator total = no_sum();
+    for (size_t i = 0; i < n; i += SUM_WIDTH) {
+        float tail[SUM_WIDTH] = {0};
+        memcpy(tail, x + i, smaller(n - i, SUM_WIDTH) * sizeof(float));
+        UNROLL for (int s = 0; s < PARTS; s++) total.part[s] += load_f32(tail + s * VW);
+    }
+    return sum(total) / (float)n;
 }
