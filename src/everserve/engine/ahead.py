@@ -75,8 +75,9 @@ class Launched(NamedTuple):
     kept: list[int] | None = None
 
     def of_running(self) -> "Launched":
-        """Of a step that was launched ahead, when the step before it has ended: what still counts, with the tokens that
-        are known now. Every chunk is one token."""
+        """What a step that was launched ahead becomes when the step before it has ended: what still counts, with the
+        tokens that are known now. Every chunk is one token.
+        """
         chunks, rows, kept = self.chunks, self.rows, None
         if not all([chunk[0].status is Status.RUNNING for chunk in chunks]):  # noqa: C419 (a list is quicker)
             kept = [i for i, chunk in enumerate(chunks) if chunk[0].status is Status.RUNNING]
@@ -92,11 +93,11 @@ class Launched(NamedTuple):
         return Launched(chunks, rows._replace(tokens_T=tokens_T), self.pending, kept)
 
     def chosen(self, tokens: list[int]) -> list[int]:
-        """Of the tokens that the device has chosen: those of these chunks."""
+        """The tokens that the device has chosen: those of these chunks."""
         return tokens if self.kept is None else [tokens[i] for i in self.kept]
 
     def sources(self, chunks: list[Chunk]) -> NDArray[np.int32]:
-        """For the next step: where the device has the token of each of its chunks."""
+        """Sources for the next step: where the device has the token of each of its chunks."""
         kept = self.kept if self.kept is not None else range(len(self.chunks))
         if chunks is self.chunks:
             return np.fromiter(kept, np.int32, len(chunks))
@@ -104,7 +105,7 @@ class Launched(NamedTuple):
         return np.array([source_of[chunk[0].id] for chunk in chunks], np.int32)
 
     def num_ahead(self, chunks: list[Chunk]) -> list[int]:
-        """For the next step: how many tokens of each of its streams are in this one."""
+        """Counts for the next step: how many tokens of each of its streams are in this one."""
         if chunks is self.chunks:
             return [1] * len(chunks)
         num_of = {chunk[0].id: chunk[1] for chunk in self.chunks}

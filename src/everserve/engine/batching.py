@@ -13,7 +13,7 @@ from everserve.model.choosing import Draw
 
 
 class Rows(NamedTuple):
-    """As in StepBatch, on the host.
+    """Rows as in StepBatch, on the host.
 
     sources_T: in a step that is launched ahead, the row of the step before whose choice is this row's token. `tokens_T`
     has no meaning then.

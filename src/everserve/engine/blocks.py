@@ -4,6 +4,9 @@ A block is in use (refs > 0) or free (refs == 0). A free block may still hold KV
 then *cached*, findable by the hash of all tokens up to its end, until it is taken for something else. Free blocks
 wait in a list, next victim first: blocks that hold nothing useful at the head, cached ones by time of release.
 
+A cached block may be *doubtful*: what it holds is where other processes keep it, and one of these has died, or others
+have it now. It is checked before a prompt uses it (restoring.py).
+
               allocate                          share (prefix hit)
     free ------------------> in use        free ------------------> in use
          <------------------                    <------------------
@@ -34,6 +37,7 @@ class BlockPool:
         self.refs = [0] * end  # by number, as the other tables
         self.hash_of: list[bytes | None] = [None] * end
         self.block_of: dict[bytes, int] = {}
+        self.doubtful: set[int] = set()  # cached, and to be checked before they are used
         self.taken: set[int] = set()  # in the current step, to be written: what they held before is lost
         self._undo = undo
         self._head = end  # the list's sentinel: next[head] is the next victim, prev[head] the last
@@ -100,7 +104,7 @@ class BlockPool:
 
     def publish(self, block: int, chain_hash: bytes) -> None:
         """The block is full and holds these tokens' KV: later prompts may find it."""
-        if self.hash_of[block] is None and chain_hash not in self.block_of:
+        if self.hash_of[block] is None and not self._is_known(chain_hash):
             self._remember(block, chain_hash)
             self._undo.record(self._forget, block, chain_hash)
 
@@ -108,7 +112,7 @@ class BlockPool:
         """`publish` for each of them."""
         published: list[tuple[int, bytes]] = []
         for block, chain_hash in zip(blocks, chain_hashes, strict=True):
-            if self.hash_of[block] is None and chain_hash not in self.block_of:
+            if self.hash_of[block] is None and not self._is_known(chain_hash):
                 self._remember(block, chain_hash)
                 published.append((block, chain_hash))
         self._undo.record(self._forget_all, published)
@@ -118,6 +122,14 @@ class BlockPool:
         chain_hash = self.hash_of[block]
         if chain_hash is not None:
             self._forget(block, chain_hash)
+
+    def _is_known(self, chain_hash: bytes) -> bool:
+        """Whether a block is found by this hash already. One that is only perhaps right makes room."""
+        block = self.block_of.get(chain_hash)
+        if block is not None and block in self.doubtful:
+            self.withdraw(block)
+            return False
+        return block is not None
 
     def withdraw_all(self, is_outdated: Callable[[bytes], bool]) -> None:
         """No block is found any more by such a hash."""
@@ -183,6 +195,7 @@ class BlockPool:
     def _forget(self, block: int, chain_hash: bytes) -> None:
         self.hash_of[block] = None
         del self.block_of[chain_hash]
+        self.doubtful.discard(block)
 
     def _forget_all(self, published: list[tuple[int, bytes]]) -> None:
         for block, chain_hash in published:

@@ -49,7 +49,7 @@ class ChunkSizes:
 
 
 def _nearest(by_class: Mapping[int, _T], num_decoding: int) -> _T | None:
-    """Of so many streams, or of the nearest number of which there is something."""
+    """The entry of so many streams, or of the nearest number of which there is something."""
     wanted = num_decoding.bit_length()
     return by_class[min(by_class, key=lambda num: (abs(num - wanted), num))] if by_class else None
 

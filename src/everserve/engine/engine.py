@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import repeat
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,16 +31,17 @@ from everserve.engine.sequence import Chunk, Sequence
 from everserve.engine.step_times import StepTimes
 from everserve.engine.undo import UndoLog
 from everserve.errors import KvLost, RequestError, StepAbandoned
+from everserve.guides.guide import Guide
 from everserve.kvlog.log import Log
 from everserve.model.choosing import Draw
 from everserve.model.ops import Ops
-from everserve.model.sampling import GREEDY, NOT_A_NUMBER, SamplingRow, draw, sample, token_logprobs
+from everserve.model.sampling import GREEDY, NOT_A_NUMBER, draw, sample, token_logprobs
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import EngineStats, Output, TokenLogprobs
 from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import Masked, RequestSpec
 
-_Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER
+_Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or NOT_A_NUMBER or NONE_ALLOWED
 
 
 # A stream that has one more token, or has ended without one: it, the token's index, the token, why it has ended (or
@@ -48,14 +50,22 @@ _Next = tuple[Sequence, int, TokenLogprobs | None]  # a stream's next token, or 
 _Advanced = tuple[Sequence, int, int | None, str | None, int | None, TokenLogprobs | None, Masked | None]
 
 
+class Failure(NamedTuple):
+    """A stream that cannot go on."""
+
+    id: str
+    reason: str
+    is_dead_end: bool  # no token may come next: the request's own fault
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """What one step produced: streams that advanced, streams that broke (id, reason), streams that were preempted, and
+    """What one step produced: streams that advanced, streams that failed, streams that were preempted, and
     streams whose KV was brought back. `kv_lost`: why the step was abandoned, because KV was not where it was needed;
     then nothing else has happened. `regained`: what became of the KV then, or before this step."""
 
     advanced: list[_Advanced]
-    failed: list[tuple[str, str]]
+    failed: list[Failure]
     preempted: list[Sequence]
     restored: list[Restored]
     kv_lost: str | None = None
@@ -63,7 +73,7 @@ class StepResult:
 
     @cached_property
     def outputs(self) -> list[Output]:
-        """For the streams' clients. Made when they are asked for: the next step need not wait for it."""
+        """Outputs for the streams' clients. Made when they are asked for: the next step need not wait for it."""
         return [_output(*advanced) for advanced in self.advanced]
 
 
@@ -141,7 +151,8 @@ class Engine:
         assert shape.num_records >= 2 * config.max_num_seqs, "a predecessor's records need places too"
         for record in journal.adopted.values():
             pool.put_last(block for block in reversed(record.blocks) if pool.has(block))
-        return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock)
+        visible_keys = self.limits.visible_keys
+        return Restorer(pool, self._undo, journal, config.enable_prefix_caching, self._clock, visible_keys)
 
     def _make_parking(self, journal: Journal | None) -> Parking | None:
         first, num = self.limits.parking
@@ -164,18 +175,20 @@ class Engine:
         return self._queued is not None
 
     def stream_ids(self) -> list[str]:
-        """Of all streams, running and waiting."""
+        """The ids of all streams, running and waiting."""
         return list(self._sequences)
 
-    def add(self, spec: RequestSpec, saved: Saved | None = None) -> None:
+    def add(self, spec: RequestSpec, saved: Saved | None = None, guide: Guide | None = None) -> None:
         """Accept a stream, or say why not. An accepted stream ends by finishing or by `cancel`, never by itself.
 
         `saved`: where a log has KV of it. Only KV: all else that a stream needs to go on is in its spec.
+        `guide`: of the grammar in its spec, after the output that is known.
         """
+        assert (guide is not None) == (spec.params.guided is not None), "a grammar has a guide"
         if spec.id in self._sequences:
             raise RequestError(f"a request with the id {spec.id!r} is running already")
         self._check(spec)
-        sequence = Sequence(spec, self.config.block_size, added_s=self._clock())
+        sequence = Sequence(spec, self.config.block_size, added_s=self._clock(), guide=guide)
         if self._journal is not None and not sequence.wants_prompt_logprobs:
             sequence.saved = saved
         self._sequences[spec.id] = sequence
@@ -296,7 +309,7 @@ class Engine:
 
     @property
     def mask_id(self) -> int:
-        """Of the experts that are masked; 0: none are."""
+        """The number of the set of experts that are masked; 0: none are."""
         return self.scheduler.mask_id
 
     def log_step(self) -> None:
@@ -350,6 +363,7 @@ class Engine:
             num_regained_tokens=regainer.num_kept if regainer is not None else 0,
             num_lost_tokens=regainer.num_lost if regainer is not None else 0,
             num_regained_bytes=regainer.num_bytes if regainer is not None else 0,
+            num_taken_back=scheduler.num_taken_back,
         )
 
     def _count(self, chunks: list[Chunk]) -> None:
@@ -455,7 +469,7 @@ class Engine:
             self._journal.abandon(self.scheduler.waiting, self.scheduler.running)
 
     def _note_preempted(self) -> None:
-        """In the log: streams that were preempted have no blocks, or those in which they are parked."""
+        """Notes in the log that streams that were preempted have no blocks, or those in which they are parked."""
         if self._journal is None:
             return
         for sequence in self.scheduler.preempted:
@@ -512,12 +526,8 @@ class Engine:
         if all([sequence.is_plain for sequence in sequences]):  # noqa: C419 (a list is quicker)
             tokens = self._ops.choose(logits_LV, [GREEDY] * len(sequences))
             return list(zip(sequences, tokens, repeat(None)))
-        rows = [SamplingRow(s.params, s.num_output, s.penalties) for s in sequences]
-        choices = sample(self._ops, logits_LV, rows)
-        return [
-            (sequence, choice.token, choice.logprobs) if choice is not None else (sequence, NOT_A_NUMBER, None)
-            for sequence, choice in zip(sequences, choices, strict=True)
-        ]
+        choices = sample(self._ops, logits_LV, [sequence.sampling_row() for sequence in sequences])
+        return [(sequence, *choice) for sequence, choice in zip(sequences, choices, strict=True)]
 
     def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> None:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""
@@ -527,16 +537,14 @@ class Engine:
         scores = token_logprobs(logits_LV[: len(targets)], targets, sequence.params.prompt_logprobs or 0)
         sequence.prompt_logprobs[first : first + len(scores)] = scores
 
-    def _advance(self, results: list[_Next]) -> tuple[list[_Advanced], list[tuple[str, str]]]:
+    def _advance(self, results: list[_Next]) -> tuple[list[_Advanced], list[Failure]]:
         """Extend streams by what the step found, and end those whose last token this was."""
         advanced: list[_Advanced] = []
-        failed: list[tuple[str, str]] = []
+        failed: list[Failure] = []
         max_model_len = self.limits.max_model_len
         for sequence, token, logprobs in results:
             if token < 0:
-                failed.append(
-                    (sequence.id, "the model's output is not a number: broken weights, or a dtype too narrow")
-                )
+                failed.append(_failure(sequence, token))
                 self.cancel(sequence.id)
                 continue
             params, num_tokens = sequence.params, len(sequence.tokens)
@@ -555,4 +563,14 @@ class Engine:
             advanced.append((sequence, index, token, finish, stop_id, logprobs, sequence.masked))
             if finish is not None:
                 self._end(sequence, is_delivered=False)
+            elif sequence.guide is not None:
+                sequence.guide.advance(token)
         return advanced, failed
+
+
+def _failure(sequence: Sequence, token: int) -> Failure:
+    if token == NOT_A_NUMBER:
+        reason = "the model's output is not a number: broken weights, or a dtype too narrow"
+        return Failure(sequence.id, reason, is_dead_end=False)
+    why = sequence.guide.why_empty if sequence.guide is not None else "bad_words leave no token"
+    return Failure(sequence.id, f"the stream cannot go on after {sequence.num_output} tokens: {why}", is_dead_end=True)

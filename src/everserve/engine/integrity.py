@@ -6,6 +6,7 @@ from everserve.engine.blocks import BlockPool
 from everserve.engine.journal import Journal
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Sequence, Status, is_of_masked
+from everserve.plan.fairness import Places
 
 
 def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str]:
@@ -26,7 +27,9 @@ def violations(scheduler: Scheduler, journal: Journal | None = None) -> list[str
 
 
 def _pool_violations(pool: BlockPool) -> list[str]:
-    """Of tens of thousands of blocks, whenever an engine falls idle: so whole lists are counted, not looked through."""
+    """What is wrong in the pool: tens of thousands of blocks, whenever an engine falls idle: so whole lists are
+    counted, not looked through.
+    """
     found = []
     free, num_unused = pool.free_list(), pool.refs[pool.first_block :].count(0)
     num_distinct = len(set(free))
@@ -40,6 +43,8 @@ def _pool_violations(pool: BlockPool) -> list[str]:
     is_found = all(pool.hash_of[block] == chain_hash for chain_hash, block in pool.block_of.items())
     if num_hashed != len(pool.block_of) or not is_found:
         found.append("the prefix cache's two maps differ")
+    if any(pool.refs[block] or pool.hash_of[block] is None for block in pool.doubtful):
+        found.append("blocks are in use, or not cached, that should be checked before that")
     return found
 
 
@@ -48,11 +53,17 @@ def _queue_violations(scheduler: Scheduler) -> list[str]:
     sequences = [*scheduler.waiting, *scheduler.running]
     if len({sequence.id for sequence in sequences}) != len(sequences):
         found.append("a sequence is queued twice")
+    num_running = Counter(sequence.flow for sequence in scheduler.running)
+    if scheduler.places != Places.of(num_running):
+        found.append(f"places are counted wrongly: {num_running} have some")
     for sequence in scheduler.waiting:
         if sequence.status is not Status.WAITING or sequence.blocks or sequence.num_computed:
             found.append(f"{sequence.id} waits but is {sequence.status.name} with {len(sequence.blocks)} blocks")
     for sequence in scheduler.running:
         capacity = len(sequence.blocks) * scheduler.pool.block_size
+        num_passed = sequence.num_passed_at(sequence.num_computed, scheduler.visible_keys)
+        if sequence.num_passed > num_passed and sequence.saved is None:
+            found.append(f"{sequence.id}: {sequence.num_passed} blocks are given back, and rows see some of them")
         if sequence.status is not Status.RUNNING:
             found.append(f"{sequence.id} runs but is {sequence.status.name}")
         if not sequence.num_computed <= capacity or sequence.num_pending < 1:
@@ -63,7 +74,7 @@ def _queue_violations(scheduler: Scheduler) -> list[str]:
 
 
 def _ref_violations(scheduler: Scheduler) -> list[str]:
-    held = Counter(block for sequence in scheduler.running for block in sequence.blocks)
+    held = Counter(block for sequence in scheduler.running for block in sequence.held_blocks)
     refs = scheduler.pool.refs
     if len(refs) - refs.count(0) == len(held) and all(refs[block] == count for block, count in held.items()):
         return []

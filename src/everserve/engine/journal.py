@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from everserve.engine.batching import Rows
 from everserve.engine.sequence import Chunk, Sequence
-from everserve.kvlog.chains import START, chain_before, chains, key_of, marked_chains
+from everserve.kvlog.chains import START, chain_before, chains, key_of
 from everserve.kvlog.log import Record
 from everserve.kvlog.writer import Commit, Writer
 from everserve.tables.requests import Masked
@@ -44,10 +44,10 @@ class JournalEntry:
     """What the journal knows of one stream."""
 
     key: bytes
+    chain: int  # after `num_chained` tokens. Tokens are never taken back, so this stays true
     index: int | None = None  # its record's place in the log; None: it has none
     num_committed: int = 0  # tokens; what the record says
     num_listed: int = 0  # blocks; what the record's list says
-    chain: int = START  # after `num_chained` tokens. Tokens are never taken back, so this stays true
     num_chained: int = 0
     is_parked: bool = False  # the record is about blocks that only mirrors have (parking.py), and nothing is committed
     chained_for: Masked | None = None  # what the stream's KV was when the chain was computed
@@ -79,7 +79,7 @@ class Journal:
 
     @property
     def entries(self) -> dict[str, JournalEntry]:
-        """By the name of the stream."""
+        """Entries by the name of the stream."""
         self._let_go()
         return self._entries
 
@@ -167,9 +167,9 @@ class Journal:
     # -- one stream ------------------------------------------------------------------------------
 
     def chains(self, sequence: Sequence, end: int) -> NDArray[np.uint64]:
-        """Of the tokens that are not computed, up to this one."""
+        """Chains of the tokens that are not computed, up to this one."""
         if sequence.masked is not None:
-            return marked_chains(sequence.tokens[:end], sequence.masked)[sequence.num_computed :]
+            return sequence.chains(end)[sequence.num_computed :]
         before = self._chain(self._entry(sequence), sequence)
         return chains(sequence.tokens[sequence.num_computed : end], before)
 
@@ -199,11 +199,11 @@ class Journal:
         return entry.num_committed if entry is not None else 0
 
     def count_intact(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of its first tokens are in the log, as they should be."""
-        blocks = sequence.blocks[: sequence.num_blocks_for(num_tokens)]
-        return self.writer.count_intact(
-            blocks, num_tokens, marked_chains(sequence.tokens[:num_tokens], sequence.masked)
-        )
+        """How many of its first tokens are in the log, as they should be. What has passed is."""
+        first = min(sequence.num_passed * self._block_size, num_tokens)
+        blocks = sequence.blocks[sequence.num_passed : sequence.num_blocks_for(num_tokens)]
+        chains = sequence.chains(num_tokens)[first:]
+        return first + self.writer.count_intact(blocks, num_tokens - first, chains)
 
     def lag(self, running: Iterable[Sequence]) -> int:
         """How many tokens are computed and not committed."""
@@ -260,7 +260,7 @@ class Journal:
     def end(self, sequence: Sequence, is_delivered: bool) -> None:
         """This stream has ended. Until its client can know that, another worker may have to continue it: its record
         stays until the next `commit`."""
-        entry = self.entries.pop(sequence.id, None) or JournalEntry(key_of(sequence.id))
+        entry = self.entries.pop(sequence.id, None) or JournalEntry(key_of(sequence.id), chain=START)
         record = self.adopted.pop(entry.key, None)
         for index in (entry.index, record.index if record is not None else None):
             if index is not None and is_delivered:
@@ -329,14 +329,14 @@ class Journal:
     def _entry(self, sequence: Sequence) -> JournalEntry:
         entry = self.entries.get(sequence.id)
         if entry is None:
-            entry = self.entries[sequence.id] = JournalEntry(key_of(sequence.id))
+            entry = self.entries[sequence.id] = JournalEntry(key_of(sequence.id), chain=sequence.chain_start)
         return entry
 
     def _chain(self, entry: JournalEntry, sequence: Sequence) -> int:
         """After the computed tokens."""
         num_computed = sequence.num_computed
         if entry.num_chained != num_computed or entry.chained_for is not sequence.masked:
-            entry.chain = chain_before(sequence.tokens[:num_computed], sequence.masked)
+            entry.chain = chain_before(sequence.tokens[:num_computed], sequence.masked, sequence.chain_start)
             entry.num_chained, entry.chained_for = num_computed, sequence.masked
         return entry.chain
 
@@ -365,7 +365,7 @@ class Journal:
     def _num_in_log(self, sequence: Sequence, num_known: int) -> int:
         """How many of its computed tokens the log has, given that it has the first `num_known`."""
         num_computed, block_size = sequence.num_computed, self._block_size
-        start = num_known - num_known % block_size
+        start = max(num_known // block_size, sequence.num_passed) * block_size
         while start < num_computed:
             num_logged = self._num_logged[sequence.blocks[start // block_size]]
             if num_logged < block_size:

@@ -9,12 +9,13 @@ from everserve.tables.block_ranges import NO_BLOCKS, BlockRange
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """Of one engine."""
+    """The limits of one engine."""
 
     max_model_len: int
     num_blocks: int
     vocab_size: int
     first_block: int = 0  # the number of its first block, where others have other blocks of the same memory
+    visible_keys: int | None = None  # that a row sees at most, its own included; those in front of them are given back
     parking: BlockRange = NO_BLOCKS  # blocks that only mirrors have, for KV of streams that wait
     max_restored_while_serving: int = 2048  # tokens brought back from logs in one step, if others wait for that step
     max_logits_bytes: int = 128 << 20  # in one step

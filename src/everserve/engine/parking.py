@@ -18,7 +18,6 @@ from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
-from everserve.kvlog.chains import marked_chains
 
 
 class Parking:
@@ -49,7 +48,7 @@ class Parking:
         journal = self._journal
         journal.settle()
         blocks, sources = self.pool.allocate_many(num_blocks), sequence.blocks[:num_blocks]
-        chains = marked_chains(sequence.tokens[:num_tokens], None)
+        chains = sequence.chains(num_tokens)
         num_right = journal.writer.copy_in(journal.log, sources, num_tokens, chains, blocks)
         num_kept = sequence.num_blocks_for(num_right)
         for block in blocks[num_kept:]:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Sequence as Stream
 from everserve.errors import FetchFailed, StepAbandoned
-from everserve.kvlog.chains import marked_chains
 
 _LONGEST_REST = 256  # steps, after many failures
 _TO_RUN_AHEAD = 4  # a part has so many times the tokens that streams get in one step: else it would never end
@@ -57,7 +56,7 @@ class _Asked(NamedTuple):
 
 
 class Precopier:
-    """For one engine. `advance` is called between any two steps."""
+    """Copies KV ahead for one engine. `advance` is called between any two steps."""
 
     def __init__(self, kv: MovableKv, scheduler: Scheduler) -> None:
         self._kv = kv
@@ -137,7 +136,7 @@ class Precopier:
         size, copied = self._scheduler.pool.block_size, len(self._copied.get(stream.id, []))
         wanted = _TO_RUN_AHEAD * max(len(self._scheduler.running), size)
         end = min(stream.num_computed // size, copied + self._kv.num_at_once(wanted))
-        chains = marked_chains(stream.tokens[: end * size], stream.masked)[copied * size :]
+        chains = stream.chains(end * size)[copied * size :]
         if self._kv.begin_fetch(stream.blocks[copied:end], chains):
             self._asked = _Asked(stream.id, len(chains), stream.blocks[:end])
 
@@ -146,7 +145,7 @@ class Precopier:
         size, num_right = self._scheduler.pool.block_size, dict[str, int]()
         for stream in self._scheduler.running:
             copied, num_tokens = len(self._copied.get(stream.id, [])), stream.num_computed
-            chains = marked_chains(stream.tokens[:num_tokens], stream.masked)[copied * size :]
+            chains = stream.chains(num_tokens)[copied * size :]
             found = self._kv.fetch(stream.blocks[copied:], len(chains), chains) if len(chains) else 0
             if found < len(chains):
                 raise FetchFailed("KV that is in use was not found where it is")

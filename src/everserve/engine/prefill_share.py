@@ -16,7 +16,9 @@ _MAX_PUBLISHED = 16  # prompts
 
 
 class PrefillShare:
-    """Of one home. `budget`: prompt tokens of all homes that are computed at a time; `portion`: the smallest part."""
+    """The share of one home in the prompts of a step. `budget`: prompt tokens of all homes that are computed at a time;
+    `portion`: the smallest part.
+    """
 
     def __init__(self, cost: TokenCost, budget: int, portion: int) -> None:
         self.cost = cost
@@ -31,7 +33,7 @@ class PrefillShare:
         self._others = {rank: prompts for rank, prompts in others.items() if rank != home and prompts}
 
     def limit(self, own: Iterable[Stream], left: int) -> int:
-        """Of `left` tokens that the step has room for, those that these prompts may have: at least one portion."""
+        """How many of the `left` tokens that the step has room for these prompts may have: at least one portion."""
         if not self._others or left <= self._portion:
             return left
         homes = {**self._others, self._home: self.first_of(pending(own))}
@@ -41,7 +43,7 @@ class PrefillShare:
         return min(left, max(self._portion, batch.tokens.get(self._home, 0)))
 
     def first_of(self, prompts: Iterable[PendingPrompt]) -> tuple[PendingPrompt, ...]:
-        """As many as a batch can hold."""
+        """The first prompts, as many as a batch can hold."""
         found: list[PendingPrompt] = []
         num_left = self._budget
         for prompt in prompts:

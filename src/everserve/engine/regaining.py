@@ -5,11 +5,14 @@ head moves to another worker, the new places fetch the KV from where it still is
 that had the head. Streams wait meanwhile, and then go on where they were; what could not be found, or is not right, is
 computed again. So nothing here can make a stream wrong, and at worst all of it is computed again.
 
+The same is done when a worker was replaced by another process that has its memory: this is another pool until the KV of
+the streams has been checked, and then nothing is copied but what was damaged and is right elsewhere.
+
 A worker may use the slot, and the piece, of a head that routes do not lead to any more for another head, once all homes
 have acknowledged these routes. So a home acknowledges routes after this (`Engine.regain`).
 
 Blocks keep their numbers. A stream keeps its first tokens, up to the first one that is missing at any head. What is
-only cached, and belongs to no running stream, is given up: no process has its tokens to check it with.
+only cached, and belongs to no running stream, is doubtful until a prompt has these tokens, with which it is checked.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +27,6 @@ from everserve.engine.precopying import MovableKv, Precopier
 from everserve.engine.scheduler import Scheduler
 from everserve.engine.sequence import Sequence as Stream
 from everserve.errors import FetchFailed
-from everserve.kvlog.chains import marked_chains
 
 
 class KvElsewhere(MovableKv, Protocol):
@@ -117,7 +119,7 @@ class Regainer:
         return num_right
 
     def _fetch(self, running: Sequence[Stream]) -> dict[str, int]:
-        """By stream, how many leading tokens are where they will be needed."""
+        """Fetches. Returns, by stream, how many leading tokens are where they will be needed."""
         kv, journal = self._kv, self._journal
         if journal is None or not running:
             kv.forget()
@@ -128,7 +130,7 @@ class Regainer:
             kv.look()
             for sequence in running:
                 num_tokens = sequence.num_computed
-                chains = marked_chains(sequence.tokens[:num_tokens], sequence.masked)
+                chains = sequence.chains(num_tokens)
                 num_right[sequence.id] = kv.fetch(sequence.blocks, num_tokens, chains) if num_tokens else 0
             kv.settle()
         except FetchFailed:

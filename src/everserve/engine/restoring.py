@@ -11,7 +11,8 @@ than to bring it. Only blocks that several of these streams had in common are fo
 again.
 
 Where the log is the memory that our own pool lies in (our predecessor's pool), a block that has not been taken since is
-used where it lies. The words of its slots show whether it still holds these tokens.
+used where it lies. The words of its slots show whether it still holds these tokens. So are blocks of the prefix cache
+that have become doubtful (blocks.py).
 """
 
 from collections import Counter, deque
@@ -28,14 +29,14 @@ from everserve.engine.journal import Journal
 from everserve.engine.saved import Saved
 from everserve.engine.sequence import Sequence
 from everserve.engine.undo import UndoLog
-from everserve.kvlog.chains import marked_chains
 from everserve.kvlog.writer import Copy
 
 
 @dataclass
 class _Brought:
-    """A stream's first tokens, from the first one on, in blocks that no sequence has yet."""
+    """A stream's first tokens, from the first one on that a row will see, in blocks that no sequence has yet."""
 
+    num_passed: int  # blocks in front of them
     blocks: list[int]
     chains: NDArray[np.uint64]
     num_right: int | None = None  # None: they are still being copied
@@ -51,6 +52,7 @@ class Restorer:
         journal: Journal,
         enable_prefix_caching: bool,
         clock: Callable[[], float],
+        visible_keys: int | None = None,
     ) -> None:
         self.num_restored = 0  # tokens
         self.num_broken = 0  # tokens that a record promised, and that were not there or not right
@@ -59,6 +61,7 @@ class Restorer:
         self._journal = journal
         self._enable_prefix_caching = enable_prefix_caching
         self._clock = clock
+        self._visible_keys = visible_keys
         self._ahead: dict[str, _Brought] = {}  # by stream: what is brought together with another one
         self._coming: Generator[bool] | None = None  # copies these, and more of them
         self._num_users: Counter[tuple[int, int]] | None = None  # of blocks of logs: streams that wait in this step
@@ -94,9 +97,11 @@ class Restorer:
         Afterwards `sequence.saved` is None, unless there is more.
         """
         self._journal.settle()
-        began_s, saved, first = self._clock(), sequence.saved, sequence.num_computed
-        assert saved is not None and first % self._pool.block_size == 0
+        began_s, saved = self._clock(), sequence.saved
+        assert saved is not None and sequence.num_computed % self._pool.block_size == 0
         num_promised = _num_useful(sequence, saved) if not saved.log.closed else 0
+        self._pass_to(sequence, sequence.num_passed_at(num_promised, self._visible_keys))
+        first = sequence.num_computed
         room = first + self._pool.num_free * self._pool.block_size
         end = min(num_promised, room, first + -(-max_tokens // self._pool.block_size) * self._pool.block_size)
         if self._num_users is None:
@@ -106,6 +111,9 @@ class Restorer:
         else:
             reached = self._bring(sequence, saved, end) if end > first else first
         is_broken = reached < end
+        num_passed = sequence.num_passed
+        if num_passed and first == num_passed * self._pool.block_size:  # any block will do that holds something
+            sequence.blocks[:num_passed] = [sequence.blocks[-1]] * num_passed
         self._undo.assign(
             sequence,
             num_computed=reached,
@@ -120,9 +128,39 @@ class Restorer:
         )
         return reached - first
 
+    def _pass_to(self, sequence: Sequence, num_passed: int) -> None:
+        """Leave out so many blocks, which no row will see: their tokens count as computed. If it does not come further
+        than that, everything is computed again (scheduler.py)."""
+        num_tokens = num_passed * self._pool.block_size
+        if num_tokens <= sequence.num_computed:
+            return
+        self._undo.record(_set, sequence.blocks, list(sequence.blocks))
+        for block in reversed(sequence.held_blocks):
+            self._pool.release(block)
+        sequence.blocks[:] = [self._pool.first_block] * num_passed
+        self._undo.assign(sequence, num_computed=num_tokens, num_passed=num_passed, num_published=num_passed)
+
+    def begin_again(self, sequence: Sequence) -> None:
+        """All of it will be computed. What it has been brought so far may be on record."""
+        self._journal.clear([sequence])
+
+    def check(self, sequence: Sequence, cached: list[int]) -> list[int]:
+        """Those of these cached blocks, which hold its first tokens if nothing has happened to them, that still do."""
+        doubtful, size = self._pool.doubtful, self._pool.block_size
+        first = next(i for i, block in enumerate(cached) if block in doubtful)
+        self._journal.settle()
+        chains = sequence.chains(len(cached) * size)[first * size :]
+        num_right = first + self._journal.writer.count_intact(cached[first:], len(chains), chains) // size
+        doubtful.difference_update(cached[:num_right])
+        if num_right < len(cached):
+            self._pool.withdraw(cached[num_right])
+            self.num_broken += size
+        return cached[:num_right]
+
     def _take_ahead(self, sequence: Sequence, max_tokens: int, next_ones: Iterable[Sequence]) -> _Brought | None:
         """What was brought of this stream together with an earlier one, or is brought now with later ones."""
-        if not self._wait_for(sequence) and not sequence.num_computed and self._journal.writer.is_on_device:
+        has_nothing = sequence.num_computed == sequence.num_passed * self._pool.block_size
+        if not self._wait_for(sequence) and has_nothing and self._journal.writer.is_on_device:
             self._stop_coming()
             self._coming = self._bring_ahead([sequence, *next_ones], max_tokens)
             self._wait_for(sequence)
@@ -146,16 +184,18 @@ class Restorer:
                 saved = sequence.saved
                 if saved is None or saved.log.closed or saved.is_own or sequence.id in self._ahead:
                     return
-                num_tokens = _num_useful(sequence, saved)
-                num_blocks = -(-num_tokens // self._pool.block_size)
-                left -= num_tokens
-                if left < 0 or num_blocks + len(self._ahead) >= self._pool.num_free:  # each may need one more
+                end = _num_useful(sequence, saved)
+                num_passed = sequence.num_passed_at(end, self._visible_keys)
+                sources = saved.blocks[num_passed : -(-end // self._pool.block_size)]
+                begin = num_passed * self._pool.block_size
+                left -= end - begin
+                if left < 0 or len(sources) + len(self._ahead) >= self._pool.num_free:  # each may need one more
                     return
-                blocks = self._pool.allocate_many(num_blocks)
-                chains = marked_chains(sequence.tokens[:num_tokens], sequence.masked)
-                self._ahead[sequence.id] = brought = _Brought(blocks, chains)
+                blocks = self._pool.allocate_many(len(sources))
+                chains = sequence.chains(end)[begin:]
+                self._ahead[sequence.id] = brought = _Brought(num_passed, blocks, chains)
                 coming.append(brought)
-                yield Copy(saved.log, saved.blocks[:num_blocks], num_tokens, chains, blocks)
+                yield Copy(saved.log, sources, end - begin, chains, blocks)
 
         with closing(self._journal.writer.copy_in_many(copies())) as brought_in:
             for num_right in brought_in:
@@ -165,15 +205,16 @@ class Restorer:
     def _use_ahead(self, sequence: Sequence, saved: Saved, brought: _Brought, end: int) -> int:
         """What was brought of this stream before it was asked for; returns up to which token all are right."""
         first, block_size = sequence.num_computed, self._pool.block_size
-        assert brought.num_right is not None
-        reached = max(min(brought.num_right, end), first)
-        used = slice(first // block_size, -(-reached // block_size))
+        begin = brought.num_passed * block_size
+        assert brought.num_right is not None and begin <= first
+        reached = max(min(begin + brought.num_right, end), first)
+        used = slice((first - begin) // block_size, -(-(reached - begin) // block_size))
         self._give_back(brought.blocks[used.stop :])
         self._give_back(brought.blocks[: used.start])  # the prefix cache had these
         if reached > first:
             self._append(sequence, brought.blocks[used], reached - first)
             self._publish(sequence, saved, reached)
-            self._journal.note_chain(sequence, reached, int(brought.chains[reached - 1]))
+            self._journal.note_chain(sequence, reached, int(brought.chains[reached - begin - 1]))
         return reached
 
     def _bring(self, sequence: Sequence, saved: Saved, end: int) -> int:
@@ -287,6 +328,10 @@ def _num_useful(sequence: Sequence, saved: Saved) -> int:
     its last worker computed under a mask is of no use."""
     num_tokens, masked = min(saved.num_tokens, len(sequence.tokens) - 1), sequence.spec.masked
     return num_tokens if masked is None or sequence.masked is not None else min(num_tokens, masked.position)
+
+
+def _set(blocks: list[int], before: list[int]) -> None:
+    blocks[:] = before
 
 
 def _cut(blocks: list[int], length: int) -> None:

@@ -6,6 +6,10 @@ streams decode, prompts get a much smaller budget: each step is a pause between 
 much that is follows from how long steps take (chunk_sizes.py).
 While other homes that use the same workers have prompts too, they get a part of it (prefill_share.py).
 
+Places in the batch are shared by API key and request, not by stream (plan/fairness.py): those that wait are started in
+the order that this gives, and a request without a place gets one from a request with several. The stream that gives its
+place back waits with its KV in the cache, or parked, and goes on later with the same tokens.
+
 When blocks run out, the stream that has advanced least recently, among equals the one admitted last, gives its blocks
 back and waits at the head of the queue; it is never dropped. Its KV is parked in the meantime (parking.py), or computed
 again. The stream admitted first can take all other streams' blocks, and one stream alone always fits (checked when it
@@ -39,8 +43,9 @@ from everserve.engine.restoring import Restorer
 from everserve.engine.saved import Restored, Saved
 from everserve.engine.sequence import Chunk, Sequence, Status, is_of_masked
 from everserve.engine.undo import UndoLog
+from everserve.plan.fairness import FairQueue, Places
 from everserve.tables.prompts import PendingPrompt
-from everserve.tables.requests import Masked
+from everserve.tables.requests import Flow, Masked
 
 
 class Scheduler:
@@ -62,6 +67,9 @@ class Scheduler:
         self.restored: list[Restored] = []  # in the current step
         self.started: list[Sequence] = []  # in the current step
         self.num_preemptions = 0
+        self.num_taken_back = 0  # of these, because another request had no place
+        self.places = Places()  # of running streams
+        self._may_take_back = False  # streams have come or gone since no place could be taken back
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.chunk_sizes = ChunkSizes(config.max_prefill_slowdown, limits.token_cost)
@@ -71,6 +79,7 @@ class Scheduler:
         self._undo = undo
         self._restorer = restorer
         self.parking = parking
+        self.visible_keys = limits.visible_keys
         self._num_steps = 0
         self._restoring_left = 0  # tokens that the current step may still restore, if it serves others too
         self._logits_left = 0  # rows of prompts whose logits the current step may still compute
@@ -83,6 +92,7 @@ class Scheduler:
         """Queue a new sequence."""
         self._expect(sequence)
         self.waiting.append(sequence)
+        self._may_take_back = True
 
     def use_mask(self, mask_id: int) -> list[Sequence]:
         """Between two steps: what is computed from now on is computed under this mask (0: exactly). Returns the streams
@@ -124,8 +134,10 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence between steps: finished or cancelled. Its full blocks stay findable in the cache."""
         assert len(self._undo) == 0, "sequences leave between steps only"
+        self._may_take_back = True
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
+            self.places.give(sequence.flow)
         elif sequence.status is Status.WAITING:
             self.waiting.remove(sequence)
         sequence.status = Status.FINISHED
@@ -152,7 +164,7 @@ class Scheduler:
 
         Blocks that are taken here are their streams' for good when the current step is committed.
         """
-        if self.waiting and len(self.running) < self._config.max_num_seqs:
+        if self.waiting and self._may_start:
             return []
         if len(chunks) != len(self.running) or not all([chunk[2] for chunk in chunks]):  # noqa: C419
             return []
@@ -180,7 +192,7 @@ class Scheduler:
     def _goes_on(self) -> bool:
         """Whether every running stream has one more token to compute, as in the last step, and a slot for it, and no
         other stream may run. (Lists, since this is done between any two tokens of every stream.)"""
-        if not self._round or (self.waiting and len(self.running) < self._config.max_num_seqs):
+        if not self._round or (self.waiting and self._may_start):
             return False
         if [chunk[0] for chunk in self._round] != self.running:
             return False
@@ -190,6 +202,11 @@ class Scheduler:
         short = [s for s in self.running if s.num_computed == len(s.blocks) * block_size]
         return all(self._grow(sequence, 1) for sequence in short)
 
+    @property
+    def _may_start(self) -> bool:
+        """Whether there is a place for a stream that waits, or may be one."""
+        return self._may_take_back or len(self.running) < self._config.max_num_seqs
+
     def _distribute(self) -> list[Chunk]:
         """Divide the budget among running and waiting streams."""
         chunks: list[Chunk] = []
@@ -198,6 +215,9 @@ class Scheduler:
         prefilling: list[Sequence] = []
         for sequence in self.running:
             (decoding if len(sequence.tokens) - sequence.num_computed == 1 else prefilling).append(sequence)
+        if self.waiting and self._may_take_back and not prefilling:
+            self._take_back()
+        num_waiting = len(self.preempted)
         block_size = self.pool.block_size
         for sequence in decoding:
             if budget > 0 and sequence.status is Status.RUNNING:
@@ -214,7 +234,7 @@ class Scheduler:
         for sequence in prefilling:
             if budget > 0 and sequence.status is Status.RUNNING and self._restore(sequence, chunks):
                 budget -= self._extend(sequence, budget, chunks)
-        if not self.preempted:
+        if len(self.preempted) == num_waiting:
             self._admit(budget, chunks)
         self._round = chunks if len(chunks) == len(decoding) == len(self.running) else []
         return chunks
@@ -243,10 +263,23 @@ class Scheduler:
             sequence.num_computed += num_tokens
             if sequence.num_computed // block_size > num_full_before and self._config.enable_prefix_caching:
                 self._publish(sequence)
+            if self.visible_keys is not None:
+                self._give_back_passed(sequence)
         if self.parking is not None:
             for restored in self.restored:
                 self.parking.release(restored.id)
         self._undo.commit()
+
+    def _give_back_passed(self, sequence: Sequence) -> None:
+        """The blocks that no row of this stream sees any more; but one, for its client may not get its last tokens, and
+        then another worker goes on in front of them. The prefix cache may have them as long as they are free: what was
+        not published until now will not be."""
+        num_certain = sequence.num_computed - self.pool.block_size
+        first, end = sequence.num_passed, sequence.num_passed_at(num_certain, self.visible_keys)
+        for block in sequence.blocks[first:end]:
+            self.pool.release(block)
+        if end > first:
+            self._undo.assign(sequence, num_passed=end, num_published=max(sequence.num_published, end))
 
     def _publish(self, sequence: Sequence) -> None:
         """All its full blocks may be shared."""
@@ -270,7 +303,7 @@ class Scheduler:
         for block in overwritten:
             self.pool.withdraw(block)
         for victim, parked in victims:
-            if not overwritten.isdisjoint(victim.blocks):
+            if not overwritten.isdisjoint(victim.held_blocks):
                 self._preempt(victim)
                 if parked is not None and self.parking is not None:
                     self.parking.park_again(victim, parked)
@@ -279,17 +312,20 @@ class Scheduler:
         self.preempted, self.restored, self.started = [], [], []
 
     def keep_kv(self, num_right: Mapping[str, int]) -> tuple[list[Sequence], list[Sequence]]:
-        """KV was lost: of each running stream so many of its first tokens are left (none, if it is not named), and
-        nothing is cached but these. Returns the streams that have nothing left, which wait again in the order in which
-        they were admitted, and those that have lost a part."""
+        """KV was lost, or may be: of each running stream so many of its first tokens are left (none, if it is not
+        named), and all else that is cached is doubtful. Returns the streams that have nothing left, which wait again in
+        the order in which they were admitted, and those that have lost a part."""
         assert len(self._undo) == 0, "KV is lost between steps only"
         self._round, self.preempted = [], []
         cut: list[Sequence] = []
         size = self.pool.block_size
-        right = {block for s in self.running for block in s.blocks[: num_right.get(s.id, 0) // size]}
+        right = {block for s in self.running for block in s.blocks[s.num_passed : num_right.get(s.id, 0) // size]}
         for block in list(self.pool.block_of.values()):
             if block not in right:
-                self.pool.withdraw(block)
+                if self.pool.refs[block] or self._restorer is None:
+                    self.pool.withdraw(block)
+                else:
+                    self.pool.doubtful.add(block)
         for sequence in self.running[::-1]:
             num_kept = self._num_kept(sequence, num_right.get(sequence.id, 0))
             if not num_kept:
@@ -309,12 +345,15 @@ class Scheduler:
         return num_right - num_right % size if is_shared or sequence.saved is not None else num_right
 
     def _cut_to(self, sequence: Sequence, num_kept: int) -> None:
-        """Give up what comes after so many tokens."""
+        """Give up what comes after so many tokens; everything, if the next row would see blocks that have passed."""
+        if sequence.num_passed > sequence.num_passed_at(num_kept, self.visible_keys):
+            num_kept = 0
         num_blocks = sequence.num_blocks_for(num_kept)
-        for block in reversed(sequence.blocks[num_blocks:]):
+        for block in reversed(sequence.blocks[max(num_blocks, sequence.num_passed) :]):
             self.pool.release(block)
         del sequence.blocks[num_blocks:]
         sequence.num_computed = num_kept
+        sequence.num_passed = min(sequence.num_passed, num_blocks)
         sequence.num_published = min(sequence.num_published, num_kept // self.pool.block_size)
         if sequence.masked is not None and sequence.masked.position >= num_kept:
             sequence.masked = None
@@ -353,12 +392,54 @@ class Scheduler:
         """Its KV while it waits, if that is somewhere."""
         return self.parking.find(sequence) if self.parking is not None else None
 
+    def _in_turn(self) -> FairQueue[Sequence]:
+        """The streams that wait, in the order in which they get places."""
+        queue: FairQueue[Sequence] = FairQueue(self.places)
+        for sequence in self.waiting:
+            queue.add(sequence, sequence.flow)
+        return queue
+
+    def _take_back(self) -> None:
+        """A request that has no place gets one of another one, if that has too many (plan/fairness.py): its streams
+        wait, last come first, until there are a place and blocks. For one request in a step."""
+        is_full = len(self.running) >= self._config.max_num_seqs
+        tried: set[str] = set()
+        for flow, sequence in self._in_turn().newcomers():
+            if flow.key in tried:
+                continue  # another request of the key would not get one, either
+            tried.add(flow.key)
+            num_lacking = self._num_lacking(sequence, self._cached_blocks(sequence))
+            if not is_full and num_lacking <= 0:
+                return  # there is room
+            if losers := self._losers(flow, num_lacking):
+                for loser in losers:
+                    self._preempt(loser, parks=True)
+                self._undo.assign(self, num_taken_back=self.num_taken_back + len(losers))
+                return
+        self._may_take_back = False
+
+    def _losers(self, winner: Flow, num_blocks: int) -> list[Sequence]:
+        """Which running streams give back a place and so many blocks for this request; none, if that is not enough."""
+        places, losers = self.places.copy(), list[Sequence]()
+        left = self.running[::-1]
+        while not losers or num_blocks > 0:
+            flow = places.loser(winner)
+            if flow is None:
+                return []
+            loser = next(sequence for sequence in left if sequence.flow == flow)
+            left.remove(loser)
+            losers.append(loser)
+            places.give(flow)
+            num_blocks -= sum(self.pool.refs[block] == 1 for block in loser.held_blocks)
+        return losers
+
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
-        """Start waiting sequences, in order, while budget, places in the batch and blocks last."""
-        if not self.waiting:
+        """Start waiting sequences, in turn, while budget, places in the batch and blocks last."""
+        if not self.waiting or budget <= 0 or len(self.running) >= self._config.max_num_seqs:
             return
         in_flight = self._prefixes_in_flight()
-        for sequence in list(self.waiting):
+        queue = self._in_turn()
+        while (sequence := queue.pop()) is not None:
             if budget <= 0 or len(self.running) >= self._config.max_num_seqs:
                 return
             if sequence.saved is not None and chunks and self._restoring_left <= 0:
@@ -366,19 +447,25 @@ class Scheduler:
             if self._chunk_limit(sequence) == 0:
                 return
             cached = self._cached_blocks(sequence)
+            if self._restorer is not None and not self.pool.doubtful.isdisjoint(cached):
+                cached = self._restorer.check(sequence, cached)
             if self._worth_waiting(sequence, len(cached), in_flight):
                 continue
             num_ahead = self._restorer.num_ahead(sequence) if self._restorer is not None else 0
-            num_needed = sequence.num_blocks_for(len(sequence.tokens)) - max(len(cached), num_ahead)
-            num_free = self.pool.num_free - sum(self.pool.refs[block] == 0 for block in cached)
-            if num_needed > num_free:
+            if self._num_lacking(sequence, cached, num_ahead) > 0:
                 return
             self._start(sequence, cached)
+            queue.moved(sequence.flow)
             if not self._restore(sequence, chunks):
                 return
             budget -= self._extend(sequence, budget, chunks)
             if self._config.enable_prefix_caching and sequence.num_pending > 1:
                 in_flight.update(sequence.block_hashes()[sequence.num_computed // self.pool.block_size :])
+
+    def _num_lacking(self, sequence: Sequence, cached: list[int], num_ahead: int = 0) -> int:
+        """How many blocks there are too few for it; negative if some are left."""
+        num_needed = sequence.num_blocks_for(len(sequence.tokens)) - max(len(cached), num_ahead)
+        return num_needed - self.pool.num_free + sum(self.pool.refs[block] == 0 for block in cached)
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         """waiting -> running, holding the blocks of its cached prefix."""
@@ -387,6 +474,8 @@ class Scheduler:
         self.running.append(sequence)
         self.started.append(sequence)
         self._undo.record(self.running.pop)
+        self.places.take(sequence.flow)
+        self._undo.record(self.places.give, sequence.flow)
         num_computed = len(cached) * self.pool.block_size
         self._undo.assign(
             sequence,
@@ -420,6 +509,11 @@ class Scheduler:
         if sequence.saved is not None and chunks:
             return False
         self._undo.assign(sequence, saved=None)  # alone, and yet there is more: blocks are short, and it must go on
+        num_passed = sequence.num_passed_at(sequence.num_computed, self.visible_keys)
+        if sequence.num_passed > num_passed:  # not far enough: what the next row sees was left out
+            self._restorer.begin_again(sequence)
+            self._release_all(sequence)
+            self._undo.assign(sequence, num_computed=0, num_published=0, num_restored=0, masked=None)
         num_again = max(0, sequence.num_resumed - sequence.num_computed)
         self.restored.append(Restored(sequence.id, sequence.num_restored, num_again, sequence.restoring_s * 1000))
         return True
@@ -435,6 +529,8 @@ class Scheduler:
         index = self.running.index(sequence)
         self.running.pop(index)
         self._undo.record(self.running.insert, index, sequence)
+        self.places.give(sequence.flow)
+        self._undo.record(self.places.take, sequence.flow)
         self.waiting.appendleft(sequence)
         self._undo.record(self.waiting.popleft)
         self._undo.assign(sequence, status=Status.WAITING, num_computed=0, num_published=0, masked=None)
@@ -457,9 +553,11 @@ class Scheduler:
     def _release_all(self, sequence: Sequence) -> None:
         """Give back all blocks, last first: the beginning of a prompt is the part worth keeping longest."""
         self._undo.record(sequence.blocks.extend, list(sequence.blocks))
-        for block in reversed(sequence.blocks):
+        for block in reversed(sequence.held_blocks):
             self.pool.release(block)
         sequence.blocks.clear()
+        if sequence.num_passed:
+            self._undo.assign(sequence, num_passed=0)
 
     def _chunk_limit(self, sequence: Sequence) -> int:
         """How much of a prompt a step can compute.

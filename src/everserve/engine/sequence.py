@@ -14,6 +14,9 @@ what is `saved` of its KV in a log is brought back when it is admitted (restorin
 While experts are *masked* a stream's KV is not exact from some position on, and `masked` says which. When the mask is
 lifted everything from there on becomes pending again: the stream goes on as an exact one would, given its tokens.
 
+Where all layers have windows, blocks in front of what the next row sees have *passed*: they are given back, and their
+numbers stay in the table, where nothing reads what they stand for.
+
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
     (cancel: from anywhere, the sequence is simply forgotten)
@@ -23,9 +26,15 @@ import hashlib
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from everserve.engine.saved import Saved
+from everserve.guides.guide import Guide
+from everserve.kvlog.chains import marked_chains, start_of
+from everserve.model.forbidden import BadWords
 from everserve.model.penalties import Penalties
-from everserve.model.sampling import is_plain, needs_logits
+from everserve.model.sampling import SamplingRow, is_plain, needs_logits
 from everserve.tables.outputs import TokenLogprobs
 from everserve.tables.requests import Masked, RequestSpec, SamplingParams
 
@@ -48,9 +57,17 @@ class Sequence:
     """The engine's state of one stream. Only the scheduler, and the restorer for it, change `status`, `blocks`,
     `num_computed`, `num_published`, `saved` and `masked`."""
 
-    def __init__(self, spec: RequestSpec, block_size: int, added_s: float, saved: Saved | None = None) -> None:
+    def __init__(
+        self,
+        spec: RequestSpec,
+        block_size: int,
+        added_s: float,
+        saved: Saved | None = None,
+        guide: Guide | None = None,
+    ) -> None:
         self.spec = spec
         self.id = spec.id
+        self.flow = spec.flow
         self.params: SamplingParams = spec.params
         self.is_plain = is_plain(spec.params)
         self.needs_logits = needs_logits(spec.params)
@@ -71,10 +88,14 @@ class Sequence:
         self.last_step = 0  # the number of the last step in which it advanced or was admitted
         self.masked: Masked | None = None  # what is computed from there on is not exact; None: all of it is
         self.blocks: list[int] = []
+        self.num_passed = 0  # leading ones of these that are given back: no row sees them any more
         self.num_published = 0  # leading blocks that other streams may find; later full ones will follow
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
         self.penalties = Penalties.of(spec)
+        self.bad_words = BadWords(spec.params.bad_words) if spec.params.bad_words else None
+        self.guide = guide  # of its grammar, if it has one
+        self.chain_start = start_of(spec.cache_salt)
         self._block_size = block_size
         self._hashes: list[bytes] = []  # of exact KV
         self._masked_hashes: list[bytes] = []  # from the block on in which `_hashed_for` begins
@@ -97,8 +118,22 @@ class Sequence:
         is_wanted = self.params.prompt_logprobs is not None and not self.spec.known
         return is_wanted and len(self.prompt_logprobs) < self.num_prompt
 
+    @property
+    def held_blocks(self) -> list[int]:
+        return self.blocks[self.num_passed :] if self.num_passed else self.blocks
+
+    def num_passed_at(self, num_tokens: int, visible_keys: int | None) -> int:
+        """How many blocks lie in front of what the row behind so many tokens sees, and all after it."""
+        if visible_keys is None or num_tokens < visible_keys:
+            return 0
+        return (num_tokens - visible_keys + 1) // self._block_size
+
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)
+
+    def chains(self, num_tokens: int) -> NDArray[np.uint64]:
+        """The chain after each of its first tokens, by which a log certifies their KV."""
+        return marked_chains(self.tokens[:num_tokens], self.masked, self.chain_start)
 
     def block_hashes(self, num_blocks: int | None = None) -> list[bytes]:
         """One hash per full block of tokens, each over everything before it too, and over the mask under which it is
@@ -111,7 +146,9 @@ class Sequence:
             self._masked_hashes, self._hashed_for = [], masked
         hashes = exact[:first] + self._masked_hashes
         for start in range(len(hashes) * block_size, len(exact) * block_size, block_size):
-            marked = (hashes[-1] if hashes else b"") + self.tokens[start : start + block_size].tobytes()
+            marked = (hashes[-1] if hashes else self.spec.cache_salt) + self.tokens[
+                start : start + block_size
+            ].tobytes()
             marked += masked.mask_id.to_bytes(8, "little") + max(masked.position - start, 0).to_bytes(4, "little")
             hashes.append(hashlib.blake2b(marked, digest_size=_HASH_BYTES).digest() + _MASKED)
         self._masked_hashes = hashes[first:]
@@ -123,7 +160,7 @@ class Sequence:
         num_wanted = len(self.tokens) // block_size if num_blocks is None else num_blocks
         assert num_wanted * block_size <= len(self.tokens)
         if num_hashed < num_wanted:
-            parent = self._hashes[-1] if self._hashes else b""
+            parent = self._hashes[-1] if self._hashes else self.spec.cache_salt
             for start in range(num_hashed * block_size, num_wanted * block_size, block_size):
                 tokens = self.tokens[start : start + block_size].tobytes()
                 parent = hashlib.blake2b(parent + tokens, digest_size=_HASH_BYTES).digest()
@@ -144,6 +181,16 @@ class Sequence:
         self.tokens.append(token)
         if self.penalties is not None:
             self.penalties.count(token)
+
+    def sampling_row(self) -> SamplingRow:
+        """What the next token is chosen from."""
+        return SamplingRow(
+            self.params,
+            self.num_output,
+            self.penalties,
+            self.guide.mask() if self.guide is not None else None,
+            self.bad_words.last_tokens(self.tokens, self.num_prompt) if self.bad_words is not None else (),
+        )
 
 
 class Chunk(NamedTuple):

@@ -18,7 +18,7 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class KvSizes:
-    """Of one attention worker."""
+    """The sizes of one attention worker's KV."""
 
     max_model_len: int
     log: LogShape
@@ -58,8 +58,9 @@ class KvSizes:
     def of(cls, model: ModelConfig, engine: EngineConfig, dtype: str) -> "KvSizes":
         """Raises ConfigError if the longest stream would not fit."""
         max_model_len = resolve_max_model_len(engine.max_model_len, model.max_position_embeddings)
-        piece_bytes = model.head_size * _ITEM_BYTES[model.dtype if dtype == "auto" else dtype]
-        num_planes = 2 * model.num_kv_heads
+        kv = model.kv
+        piece_bytes = kv.row_size * _ITEM_BYTES[model.dtype if dtype == "auto" else dtype]
+        num_planes = kv.num_planes * kv.num_heads
         num_blocks = num_kv_blocks(
             budget_bytes=engine.kv_cache_bytes,
             bytes_per_token=model.num_layers * num_planes * piece_bytes,

@@ -1,7 +1,8 @@
 """Hashes: the chain of a stream's tokens, and the key of a stream.
 
 KV that was computed under a mask of experts has another chain than exact KV of the same tokens: where it begins, the
-mask's number is mixed in, so nothing behind that passes for exact.
+mask's number is mixed in, so nothing behind that passes for exact. The KV of streams with a salt has other chains from
+the first token on.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ from everserve.tables.requests import Masked
 
 START = 0x9E3779B97F4A7C15  # the chain before the first token
 KEY_BYTES = 16
+_SALTED = 0x165667B19E3779F9
 _UNDER_MASK = 0xC2B2AE3D27D4EB4F  # no chain of tokens alone comes by here, but one in 2^64
 
 
@@ -29,24 +31,33 @@ def chains(tokens: Sequence[int] | NDArray[np.int32], before: int = START) -> ND
     return chains_T
 
 
-def marked_chains(tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None) -> NDArray[np.uint64]:
+def start_of(salt: bytes) -> int:
+    """The chain before the first token of a stream with this salt."""
+    if not salt:
+        return START
+    return int(chains(np.frombuffer(hashlib.blake2b(salt, digest_size=16).digest(), np.int32), START ^ _SALTED)[-1])
+
+
+def marked_chains(
+    tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None, start: int = START
+) -> NDArray[np.uint64]:
     """The chain after each token, from the first one on."""
     if masked is None or masked.position >= len(tokens):
-        return chains(tokens)
-    exact_T = chains(tokens[: masked.position])
-    return np.concatenate([exact_T, chains(tokens[masked.position :], _under(exact_T, masked))])
+        return chains(tokens, start)
+    exact_T = chains(tokens[: masked.position], start)
+    return np.concatenate([exact_T, chains(tokens[masked.position :], _under(exact_T, masked, start))])
 
 
-def chain_before(tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None) -> int:
+def chain_before(tokens: Sequence[int] | NDArray[np.int32], masked: Masked | None, start: int = START) -> int:
     """The chain from which that of the token after these is computed."""
     if masked is not None and masked.position == len(tokens):
-        return _under(chains(tokens), masked)
-    return int(marked_chains(tokens, masked)[-1]) if len(tokens) else START
+        return _under(chains(tokens, start), masked, start)
+    return int(marked_chains(tokens, masked, start)[-1]) if len(tokens) else start
 
 
-def _under(exact_T: NDArray[np.uint64], masked: Masked) -> int:
-    """Behind these chains a mask begins."""
-    before = int(exact_T[-1]) if len(exact_T) else START
+def _under(exact_T: NDArray[np.uint64], masked: Masked, start: int) -> int:
+    """The chain from which a mask begins, behind these."""
+    before = int(exact_T[-1]) if len(exact_T) else start
     return int(chains([masked.mask_id & 0x7FFFFFFF], before ^ _UNDER_MASK)[0])
 
 

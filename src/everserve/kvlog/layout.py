@@ -19,6 +19,8 @@ import mmap
 from dataclasses import astuple, dataclass
 from struct import Struct
 
+from everserve.native.structs import source
+
 _LINE = 64
 _RECORD_BYTES = 2 * _LINE  # struct record in csrc/log.h
 _INT32_BYTES, _WORD_BYTES = 4, 8
@@ -36,14 +38,7 @@ assert HEADER.size <= _LINE
 class LogLayout(ctypes.Structure):
     """struct log in csrc/log.h: a log's shape, where its regions are, and where it is mapped (0: nowhere)."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("num_blocks", "block_size", "num_layers", "num_planes", "piece_bytes", "num_records", "max_blocks"),
-            *("records_at", "lists_at", "words_at", "blocks_at"),
-            "base",
-        )
-    ]
+    _fields_ = source("kvlog", "log.h").fields("log")
     records_at: int
     lists_at: int
     words_at: int
@@ -58,7 +53,7 @@ class LogShape:
     num_blocks: int
     block_size: int  # tokens
     num_layers: int
-    num_planes: int  # keys and values of each head
+    num_planes: int  # keys and values of each head; 1 with latent attention
     piece_bytes: int
     num_records: int
     max_blocks: int

@@ -2,19 +2,16 @@
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
 from everserve.native import BuildError, library
-
-SOURCES = Path(__file__).parent / "csrc"
 
 
 class Library:
     """`blocking` gives up the interpreter's lock around a call: for what copies. `brief` keeps it."""
 
     def __init__(self) -> None:
-        path = str(library("kvlog", SOURCES))
+        path = str(library("kvlog"))
         try:
             self.blocking = ctypes.CDLL(path)
             self.brief = ctypes.PyDLL(path)

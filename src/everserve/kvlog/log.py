@@ -1,12 +1,17 @@
 """Log: one log, mapped. Which streams are in it, and whether their KV is intact.
 
 A descriptor of the memory is enough to read it, also while its owner writes, and after its owner's death.
+
+Any bit of it may be wrong, in the header too: then it is no log (LogMismatch). A worker that would have restored
+streams from it computes them again, and one whose own log it is begins it anew (`open_own`).
 """
 
 import ctypes
+import itertools
+import logging
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import NamedTuple, Protocol
 
@@ -16,10 +21,13 @@ from numpy.typing import NDArray
 from everserve.kvlog.chains import KEY_BYTES
 from everserve.kvlog.layout import HEADER, HEADER_AT_SHAPE, MAGIC, SHAPE_AT, VERSION, LogShape
 from everserve.kvlog.library import load
+from everserve.native.structs import source
+
+log = logging.getLogger(__name__)
 
 
 class LogMismatch(ValueError):
-    """The memory holds a log of another shape, or something else."""
+    """The memory holds a log of another shape, or something else, or is too small for a log."""
 
 
 class Record(NamedTuple):
@@ -35,14 +43,7 @@ class Record(NamedTuple):
 class _Found(ctypes.Structure):
     """struct found in csrc/log.h."""
 
-    _fields_ = [
-        ("index", ctypes.c_int64),
-        ("seq", ctypes.c_uint64),
-        ("key", ctypes.c_char * KEY_BYTES),
-        ("num_tokens", ctypes.c_int64),
-        ("num_blocks", ctypes.c_int64),
-        ("blocks", ctypes.c_void_p),
-    ]
+    _fields_ = source("kvlog", "log.h").fields("found", {"key": ctypes.c_char * KEY_BYTES, "blocks": ctypes.c_void_p})
 
 
 class BlocksElsewhere(Protocol):
@@ -73,9 +74,10 @@ class Log:
     def __init__(self, fd: int, shape: LogShape, elsewhere: BlocksElsewhere | None = None) -> None:
         memory = os.fstat(fd)
         self.elsewhere = elsewhere
+        self.was_unreadable = False  # and was begun anew
         self._num_bytes = shape.num_bytes if elsewhere is None else shape.head_bytes
         if memory.st_size < self._num_bytes:  # reading beyond the end would be SIGBUS
-            raise ValueError(f"this log has {self._num_bytes} bytes, this memory has {memory.st_size}")
+            raise LogMismatch(f"this log has {self._num_bytes} bytes, this memory has {memory.st_size}")
         base = load().brief.es_log_map(fd, self._num_bytes)
         if base < 0:
             raise OSError(-base, os.strerror(-base))
@@ -134,10 +136,12 @@ class Log:
         return Record(found.index, key, found.seq, found.num_tokens, tuple(self._block_buffer[: found.num_blocks]))
 
     def listed(self, index: int, first: int, end: int) -> list[int]:
-        """Some of the blocks that the record at this index lists, for its writer: as they stand there."""
+        """Some of the blocks that the record at this index lists, for its writer, as far as these are numbers of
+        blocks: not even what we have written ourselves is certainly there."""
         assert self.layout.base and 0 <= index < self.shape.num_records and 0 <= first <= end <= self.shape.max_blocks
         at = self.layout.base + self.layout.lists_at + 4 * (index * self.shape.max_blocks + first)
-        return list((ctypes.c_int32 * (end - first)).from_address(at))
+        blocks = list((ctypes.c_int32 * (end - first)).from_address(at))
+        return list(itertools.takewhile(lambda block: 0 <= block < self.shape.num_blocks, blocks))
 
     def words(self, blocks: Sequence[int], num_tokens: int) -> NDArray[np.uint64]:
         """What stands beside the first `num_tokens` tokens in these blocks, as it is now."""
@@ -160,13 +164,13 @@ class Log:
 
 
 def checked_chains(chains: NDArray[np.uint64], num_tokens: int) -> NDArray[np.uint64]:
-    """As C wants them: contiguous, one per token."""
+    """Chains as C wants them: contiguous, one per token."""
     assert 0 <= num_tokens <= len(chains) and chains.dtype == np.uint64
     return np.ascontiguousarray(chains)
 
 
 def packed_blocks(blocks: Sequence[int], num_tokens: int, shape: LogShape) -> bytes:
-    """As C wants them, if these are blocks of such a log, and enough for so many tokens."""
+    """Blocks as C wants them, if these are blocks of such a log, and enough for so many tokens."""
     assert len(blocks) >= -(-num_tokens // shape.block_size), f"{num_tokens} tokens in {len(blocks)} blocks"
     assert are_blocks(blocks, shape), "no blocks of this log"
     return array("i", blocks).tobytes()
@@ -174,6 +178,21 @@ def packed_blocks(blocks: Sequence[int], num_tokens: int, shape: LogShape) -> by
 
 def are_blocks(blocks: Sequence[int], shape: LogShape) -> bool:
     return not blocks or (min(blocks) >= 0 and max(blocks) < shape.num_blocks)
+
+
+def open_own(open_log: Callable[[], Log], fd: int, shape: LogShape) -> Log:
+    """The log that this process is going to write, in memory where a predecessor may have left one. If that cannot be
+    read it is begun anew: without records nothing is promised, so words and blocks may stay as they are."""
+    try:
+        return open_log()
+    except LogMismatch as error:
+        log.warning("what is left of the KV log of this rank cannot be read, and is begun anew: %s", error)
+    layout = shape.layout()
+    os.pwrite(fd, bytes(HEADER.size), 0)
+    os.pwrite(fd, bytes(layout.lists_at - layout.records_at), layout.records_at)
+    opened = open_log()
+    opened.was_unreadable = True
+    return opened
 
 
 def _sign(base: int, shape: LogShape) -> bool:

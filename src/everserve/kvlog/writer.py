@@ -31,14 +31,16 @@ from numpy.typing import NDArray
 from everserve.kvlog.chains import KEY_BYTES
 from everserve.kvlog.library import load
 from everserve.kvlog.log import Log, checked_chains, packed_blocks
+from everserve.native.structs import source
 
 _FIRST_CAPACITY = 64  # rows, and sequences
-_COMMIT = "q16s3q"  # struct commit in csrc/writer.c
+_c = source("kvlog", "writer.c")
+_commit = _c.packer("commit", as_bytes="key")
 
 
 @functools.lru_cache(64)
 def _commits(num: int) -> Callable[..., bytes]:
-    return Struct(num * _COMMIT).pack
+    return Struct(num * _commit.format).pack
 
 
 class Commit(NamedTuple):
@@ -99,7 +101,7 @@ class Writer(Protocol):
         """The step never happened. Its slots may hold rubbish; words that stand beside it do not fit it."""
 
     def follow(self, commits: Sequence[Commit]) -> None:
-        """In a step that has just begun, with one row for each sequence: these are their records."""
+        """Follows streams in a step that has just begun, with one row for each sequence: these are their records."""
 
     def begin_next(self, tokens_T: NDArray[np.int32], kv_slots_T: NDArray[np.int32]) -> None:
         """The next token of each."""
@@ -141,14 +143,7 @@ class Writer(Protocol):
 class _Writer(ctypes.Structure):
     """struct writer in csrc/writer.c."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            *("log", "pool", "last_seq"),
-            *("num_rows", "num_seqs", "num_layers_done"),
-            *("tokens", "slots", "query_starts", "chains", "checksums", "followed"),
-        )
-    ]
+    _fields_ = _c.fields("writer")
 
 
 def _pack(commits: Sequence[Commit]) -> bytes:
@@ -175,7 +170,9 @@ class LogWriter:
         self._library = load()
         self._finish = self._library.blocking.es_log_finish
         self._begin_next = self._library.brief.es_log_begin_next
-        self._writer = _Writer(log.address, pool_address, self._library.brief.es_log_last_seq(log.address))
+        self._writer = _Writer(
+            log=log.address, pool=pool_address, last_seq=self._library.brief.es_log_last_seq(log.address)
+        )
         self._address = ctypes.addressof(self._writer)
         self._num_seqs = 0
         self._followed = ctypes.create_string_buffer(0)  # struct commit, for each sequence
@@ -241,7 +238,7 @@ class LogWriter:
 
     def let_go(self) -> tuple[list[Followed], list[int]]:
         self._writer.followed = 0
-        records, chains = Struct(_COMMIT).iter_unpack(self._followed), self._chains[: self._num_seqs].tolist()
+        records, chains = _commit.iter_unpack(self._followed), self._chains[: self._num_seqs].tolist()
         followed = [
             Followed(num_tokens, num_blocks, chain)
             for (_, _, num_tokens, num_blocks, _), chain in zip(records, chains, strict=True)

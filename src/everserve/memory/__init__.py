@@ -2,6 +2,7 @@
 
 anchor.py     the process that owns it: one loop over the orchestrator's messages
 owned.py      what it owns (tables/memory.py), of the host and of devices; nothing in the file system
+local.py      memory as a process opens it by its name
 names.py      sizes of memory that backends share, and what to tell a user when there is no room
 kv_pieces.py  the KV of some heads for all streams, and who it belongs to
 pieces/       its layout, its words, its mirror, and fetching it from other memory

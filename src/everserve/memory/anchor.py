@@ -1,8 +1,7 @@
 """`python -m everserve.memory.anchor`: started by the supervisor, never by hand.
 
-Allocate -> memory -> Allocated + its descriptor, or AllocationFailed; until the supervisor is gone. Orchestrators come
-and go: a new one says first what exists (Adopt), so whatever the one before had asked for and never handed out is let
-go.
+Allocate -> memory -> Offer + its descriptor, or Withdraw; until the supervisor is gone. Orchestrators come and go: a
+new one says first what exists (Offer), so whatever the one before had asked for and never handed out is let go.
 """
 
 import argparse
@@ -12,19 +11,19 @@ import socket
 import sys
 
 from everserve.memory.owned import NoMemoryError, OwnedMemory
-from everserve.procs import process
+from everserve.procs import logs, process
 from everserve.procs.device_descriptors import entrust
+from everserve.procs.scarcity import told_as_temporary
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed, Descriptors
 from everserve.wire.messages import (
-    Adopt,
     Allocate,
-    Allocated,
-    AllocationFailed,
     AnyMessage,
+    Offer,
     OrchestratorAttached,
     Ready,
     Release,
     Shutdown,
+    Withdraw,
 )
 
 
@@ -65,7 +64,7 @@ class Anchor:
         self._selector.register(orchestrator, selectors.EVENT_READ, self._read_orchestrator)
 
     def _detach(self) -> None:
-        """Without an orchestrator everything is kept as it is."""
+        """Goes on without an orchestrator: everything is kept as it is."""
         if self._orchestrator is not None:
             self._selector.unregister(self._orchestrator)
             self._orchestrator.close()
@@ -85,14 +84,14 @@ class Anchor:
             try:
                 fd = self._memory.allocate(message.memory)
             except NoMemoryError as error:
-                orchestrator.send(AllocationFailed(memory=message.memory, reason=str(error)))
+                orchestrator.send(Withdraw(memory=message.memory, reason=str(error)))
                 return
             if self._memory.num_devices > self._num_entrusted:
                 self._num_entrusted = self._memory.num_devices
                 # We may be killed while a device still clears memory for us.
                 entrust(self._supervisor, but=self._memory.fds)
-            orchestrator.send(Allocated(memory=message.memory), fds=[fd])
-        elif isinstance(message, Adopt):
+            orchestrator.send(Offer(memory=message.memory), fds=[fd])
+        elif isinstance(message, Offer):
             (fd,) = fds.take()
             self._memory.adopt(message.memory, fd)
             os.close(fd)
@@ -102,13 +101,18 @@ class Anchor:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--supervisor-pid", type=int, required=True)
+    parser.add_argument("--root-pid", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
-    process.die_with(args.supervisor_pid)
+    process.die_with(args.root_pid)
+    process.die_sooner_than_parent()
     process.set_name("es-anchor")
+    logs.configure("anchor")
+    process.raise_open_files()
     try:
-        Anchor(Channel(socket.socket(fileno=args.control_fd))).run()
+        control = Channel(socket.socket(fileno=args.control_fd))
+        with told_as_temporary(control):
+            Anchor(control).run()
     except ChannelClosed:
         return 0  # the supervisor has ended
     return 0

@@ -53,7 +53,7 @@ class CudaError(EverserveError):
 
 
 class MemoryInfo(NamedTuple):
-    """Of one device, in bytes."""
+    """Free and total memory of one device, in bytes."""
 
     free: int
     total: int
@@ -220,7 +220,7 @@ class Driver:
         self.granularity: int = granularity.value  # of sizes and addresses of memory
 
     def make_current(self) -> None:
-        """In every thread that is to use this driver."""
+        """Makes the context current, in every thread that is to use this driver."""
         self._call("cuCtxSetCurrent", self._context)
 
     def close(self) -> None:
@@ -341,7 +341,7 @@ class Driver:
         self._call("cuMemcpyHtoDAsync_v2", address, host_address, num_bytes, stream)
 
     def copy_async(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        """To this device, from it, from a device that it reaches, or from registered host memory."""
+        """Copies to this device, from it, from a device that it reaches, or from registered host memory."""
         self._call("cuMemcpyAsync", target, source, num_bytes, stream)
 
     def register_host(self, address: int, num_bytes: int) -> int:

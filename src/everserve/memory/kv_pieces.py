@@ -5,11 +5,13 @@ The memory certifies itself: beside each token's keys and values in each piece s
 the token's chain (kvlog/chains.py). So what is in a pool, or in its mirror, can be used by a process that knows the
 chains of a stream: what is torn, missing or of another stream only shortens what is believed.
 
-The *id* is a random number. Homes compute streams with the KV of a pool with a certain id; when KV was lost, the id is
-another one, and requests that name the old one are refused. It is new
+The *id* is a random number. Homes compute streams with the KV of a pool with a certain id; when KV was lost, or has to
+be checked, the id is another one, and requests that name the old one are refused. It is new
 
     when the memory is new, or of another shape           everything is lost
     when a piece is given to another (layer, head)        the KV of the one that had it is lost
+    when another process takes the pool over              what its predecessor has left may be damaged: each home has
+                                                          its streams' KV checked where it is (engine/regaining.py)
 
 A process that was stopped, declared gone and replaced would go on to write as soon as it wakes up. So the process that
 uses a pool holds a lock that the kernel gives up when the process ends, and only then: its successor gets the pool when
@@ -68,6 +70,7 @@ class KvPieces:
         if not self.memory.is_signed:
             owners = self.mirror.owners if self.mirror is not None else None
             self.memory.sign(owners or [NO_OWNER] * shape.num_pieces, _new_id())
+        self.memory.id = _new_id()
         if self.mirror is not None:
             self.mirror.note_owners()
         self.parity_shape, self.parity = parity_shape, None

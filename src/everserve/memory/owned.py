@@ -3,6 +3,7 @@
 Host memory is a memfd, device memory a descriptor of the driver; a process that only keeps it need not know which.
 """
 
+import errno
 import mmap
 import os
 import sys
@@ -10,7 +11,7 @@ import tempfile
 
 from everserve.memory.device import CudaError, Driver
 from everserve.tables.ids import NO_DEVICE
-from everserve.tables.memory import Memory
+from everserve.tables.memory import MemoryName
 
 
 class NoMemoryError(Exception):
@@ -21,23 +22,25 @@ class OwnedMemory:
     """The descriptor of each piece. Asking twice for the same piece gives the same memory."""
 
     def __init__(self) -> None:
-        self._fds: dict[Memory, int] = {}
+        self._fds: dict[MemoryName, int] = {}
         self._drivers: dict[int, Driver] = {}  # by device; a context costs memory and time, so only where it is needed
 
-    def allocate(self, memory: Memory) -> int:
+    def allocate(self, memory: MemoryName) -> int:
         """A descriptor of zeroed memory. Pages of the host are only paid for as they are touched. Raises NoMemoryError.
 
         Any other failure of the driver is raised as it is: a context that is broken stays so, and only a new process
-        gets a new one.
+        gets a new one. So is a want of descriptors.
         """
         if memory not in self._fds:
             try:
                 self._fds[memory] = self._create(memory)
             except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise
                 raise NoMemoryError(error.strerror or str(error)) from error
         return self._fds[memory]
 
-    def _create(self, memory: Memory) -> int:
+    def _create(self, memory: MemoryName) -> int:
         if memory.gpu == NO_DEVICE:
             return create_memory(memory.name, memory.num_bytes)
         driver = self._driver(memory.gpu)
@@ -57,12 +60,12 @@ class OwnedMemory:
         self._drivers[device].make_current()
         return self._drivers[device]
 
-    def adopt(self, memory: Memory, fd: int) -> None:
+    def adopt(self, memory: MemoryName, fd: int) -> None:
         """Memory that exists already; the caller keeps its descriptor."""
         self.release(memory)
         self._fds[memory] = os.dup(fd)
 
-    def release(self, memory: Memory) -> None:
+    def release(self, memory: MemoryName) -> None:
         """A process that still maps it keeps it; the anchor does not."""
         fd = self._fds.pop(memory, None)
         if fd is not None:
@@ -74,12 +77,12 @@ class OwnedMemory:
 
     @property
     def num_devices(self) -> int:
-        """On which we have a context."""
+        """The number of devices on which we have a context."""
         return len(self._drivers)
 
     @property
     def fds(self) -> set[int]:
-        """Of all pieces."""
+        """The descriptors of all pieces."""
         return set(self._fds.values())
 
     def __len__(self) -> int:

@@ -32,8 +32,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from everserve.memory.liveness import Cell, PeerState, life_word
-from everserve.tables.ids import MAX_RANKS, Incarnation, Rank, WorkerId
-from everserve.tables.routes import NO_RANK, Routes, Symptom
+from everserve.tables.ids import MAX_RANKS, NO_RANK, Incarnation, Rank, WorkerId
+from everserve.tables.routes import Routes, Symptom
 from everserve.tables.work import Work
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ class Suspicion(NamedTuple):
 
 
 class Peers(ABC):
-    """The expert workers of one attention worker. `num_experts` and `moe_layers` are the model's."""
+    """The expert workers of one attention worker. `calls` are the numbers by which it asks, in the order of the tables;
+    `num_shards` is how many the widest of them has."""
 
     def __init__(
         self,
@@ -85,22 +86,22 @@ class Peers(ABC):
         incarnation: Incarnation,
         cell: Cell,
         warden: Watcher,
-        moe_layers: Sequence[int],
-        num_experts: int,
+        calls: Sequence[int],
+        num_shards: int,
     ) -> None:
         self.rank = rank
         self.incarnation = incarnation
         self.cell = cell
         self.warden = warden
-        self.moe_layers = tuple(moe_layers)
-        self.num_experts = num_experts
+        self.calls = tuple(calls)
+        self.num_shards = num_shards
         self.epoch = 0
         self.mask_id, self.masked = 0, b""  # of the latest routes. A step that runs may have begun under another mask
         cell.position = -1  # no expert worker should wait for us yet
         self._peers: dict[Rank, Peer] = {}
         self._word = life_word(rank, incarnation)
-        # [index of the MoE layer][expert] -> rank and slot, as trusted now. Changed in place: C holds their addresses.
-        self.owner_LN = np.full((len(self.moe_layers), num_experts), NO_RANK, np.int32)
+        # [index of the call][shard] -> rank and slot, as trusted now. Changed in place: C holds their addresses.
+        self.owner_LN = np.full((len(self.calls), num_shards), NO_RANK, np.int32)
         self.slot_LN = np.full_like(self.owner_LN, NO_RANK)
         self.num_changes = 0  # of these two
         # The same without `stick`, where that is used: as if it did not matter where experts were asked before.
@@ -165,7 +166,7 @@ class Peers(ABC):
         self.resolve()
 
     def leave(self, rank: Rank, incarnation: Incarnation) -> None:
-        """That incarnation is gone: nothing of it counts any more."""
+        """This incarnation is gone: nothing of it counts any more."""
         peer = self._peers.get(rank)
         if peer is None or peer.incarnation != incarnation:
             return
@@ -239,7 +240,7 @@ class Peers(ABC):
 
     def note_moved(self, rank: Rank, layer: int, places: Collection[tuple[int, int]]) -> None:
         """These (slot, expert) of a peer are not what our routes say: go to the next candidates of these experts."""
-        index = self.moe_layers.index(layer)
+        index = self.calls.index(layer)
         for slot, expert in places:
             is_there_C = (self._candidates[index, expert] == (rank, slot)).all(axis=1)
             self._is_moved_LNC[index, expert] |= is_there_C

@@ -6,9 +6,9 @@ attention.py       the loop of a worker that owns requests: receive -> handle ->
 expert_service.py  a worker that owns experts, apart from computing: its clients, control messages, exit
 slot_changes.py    expert slots that are filled and cleared while it serves
 background.py      a thread of low priority for copies
-backup_filling.py  the backup of all experts, filled by expert workers
 load_reports.py    how many rows each expert had, once a second
 control.py         the channel to the orchestrator, which may be replaced; SIGTERM
+offered.py         memory of others: what is done with it when it is offered, and when it is withdrawn
 logs.py            logs of other workers, from which their streams are restored here
 loading.py         progress of loading weights
 shortage.py        the reason of a failure in one line, with advice if memory is short

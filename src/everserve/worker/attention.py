@@ -12,10 +12,9 @@ dies. Leaving uses the same log: a worker that is asked to leave gives its strea
 """
 
 import logging
-import os
 import selectors
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import msgspec
@@ -23,10 +22,11 @@ import msgspec
 from everserve.engine.engine import StepResult
 from everserve.engine.regaining import Regained
 from everserve.errors import RequestError, StepAbandoned
-from everserve.memory.liveness import Cell
+from everserve.guides.guide import Guide
 from everserve.memory.liveness.lease import LEAST_S, Lease
 from everserve.seam.trust import Peers
-from everserve.tables.ids import Epoch, Rank, WorkerId
+from everserve.tables.ids import Epoch, Rank
+from everserve.tables.memory import Kind
 from everserve.tables.outputs import EngineStats
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
 from everserve.wire.events import (
@@ -41,15 +41,11 @@ from everserve.wire.messages import (
     AnyMessage,
     Cancel,
     Fenced,
-    GivenBack,
-    KvJoined,
-    KvLeft,
     LanesOpen,
     LanesSent,
     Leave,
     Leaving,
-    LogJoined,
-    LogLeft,
+    Offer,
     PaceReported,
     PeerJoined,
     PeerLeft,
@@ -59,10 +55,15 @@ from everserve.wire.messages import (
     RoutesChanged,
     RoutesUsed,
     Shutdown,
-    StepOutput,
     Submit,
+    Withdraw,
+    WorkerReady,
 )
+from everserve.words import count
 from everserve.worker.control import ControlEnd
+from everserve.worker.gateways import Gateways
+from everserve.worker.guiding import Guiding
+from everserve.worker.offered import OF_HEADS, OF_LOG, HeadsKv, Logs, Offered, User, users
 from everserve.worker.parts import AttentionParts, Surroundings
 
 log = logging.getLogger(__name__)
@@ -81,20 +82,29 @@ class _WasFenced(Exception):
 
 
 class AttentionLoop:
-    """One engine between a gateway and an orchestrator."""
+    """One engine between the gateways and an orchestrator."""
 
-    def __init__(self, around: Surroundings, parts: AttentionParts, gateway: Channel) -> None:
+    def __init__(
+        self,
+        around: Surroundings,
+        parts: AttentionParts,
+        gateways: Sequence[Channel],
+        guiding: Guiding,
+        hello: WorkerReady | None = None,
+    ) -> None:
         self._rank: Rank = around.start.rank
+        self._hello = hello  # what each gateway is told first
         self._engine = parts.engine
         self._seam = parts.seam
         self._logs = parts.logs
         self._kv = parts.kv
+        self._offered = Offered(parts.logs.memory, _users(parts))
         self._sends_late = parts.sends_late
         self._late: Callable[[], None] | None = None  # sends the results of the last step, not called yet
-        self._num_received = 0  # Submits
         self._sources: dict[str, Rank] = {}  # the worker whose log a waiting stream is restored from
         self._takes_over = False  # streams of another worker have come since the last step
-        self._gateway = gateway
+        self._guiding = guiding
+        self._gateways = Gateways(gateways)
         self._control = control = around.control
         self._leave_request = leave = around.leave
         self._lease = lease = Lease(around.warden, LEAST_S[around.start.settings.compute.device])
@@ -108,17 +118,22 @@ class AttentionLoop:
         self._acknowledged = 0  # the latest epoch sent in RoutesUsed
         self._is_behind = False  # newer routes could not be used yet, so no step can be made
         self._selector = selectors.DefaultSelector()
-        self._selector.register(gateway, selectors.EVENT_READ, self._read_gateway)
+        for number in range(len(gateways)):
+            self._register_gateway(number)
         self._selector.register(control, selectors.EVENT_READ, self.read_control)
         self._selector.register(leave, selectors.EVENT_READ, lambda: None)
+        self._selector.register(self._guiding, selectors.EVENT_READ, self._take_guided)
         control.make_report = self._report
 
     def run(self) -> None:
         """Serve until shut down or fenced."""
+        self._guiding.prepare()
         try:
             while not self._is_over():
                 self._lease.renew()
                 self._receive()
+                if self._control.new_gateways:
+                    self._change_gateways()
                 if self._leave_request.was_asked:
                     self._leave()
                     return
@@ -134,20 +149,22 @@ class AttentionLoop:
     def _is_over(self) -> bool:
         if self._control.is_cut:
             return True
-        return self._stop_at is not None and (not self._engine.has_work or time.monotonic() >= self._stop_at)
+        has_work = self._engine.has_work or bool(self._guiding.ids)
+        return self._stop_at is not None and (not has_work or time.monotonic() >= self._stop_at)
 
     def _leave(self) -> None:
         """Between two steps, when all computed KV is in the log. Streams that the gateway sends from now on are lost;
         the end of the channel tells the gateway so."""
         self._do_late()
         self._engine.forget_ahead()
-        ids = self._engine.stream_ids()
-        log.info("leaving: %d streams go on elsewhere", len(ids))
-        self._gateway.send(GivenBack(ids=ids))
+        ids = self._engine.stream_ids() + self._guiding.ids
+        log.info("leaving: %s on elsewhere", count(len(ids), "stream", "go"))
+        self._gateways.give_back(ids)
         self._control.send(Leaving())
         deadline = time.monotonic() + _GIVE_BACK_S
-        while self._gateway.wants_write and time.monotonic() < deadline:
-            self._gateway.wait(0.1)
+        for gateway in self._gateways.channels:
+            while gateway.wants_write and time.monotonic() < deadline:
+                gateway.wait(0.1)
 
     def _acknowledge(self) -> None:
         """Between two steps: use the mask of the latest routes, and report these, if they are new. No request in flight
@@ -168,11 +185,11 @@ class AttentionLoop:
     def _use_mask(self, peers: Peers) -> None:
         if peers.mask_id != self._engine.mask_id:
             self._engine.use_mask(peers.mask_id, peers.masked)
-            log.warning("%d experts are masked (mask %d)", sum(peers.masked), peers.mask_id)
+            log.warning("%s masked (mask %d)", count(sum(peers.masked), "expert", "are"), peers.mask_id)
 
     @property
     def _has_new_routes(self) -> bool:
-        """Which may have been read in the middle of a step that was abandoned: slots that a repair needs are free only
+        """Routes may have been read in the middle of a step that was abandoned: slots that a repair needs are free only
         when they are acknowledged, so this must not wait for the next message."""
         return self._seam is not None and self._seam.peers.epoch > self._acknowledged
 
@@ -184,7 +201,7 @@ class AttentionLoop:
             is_leaving=self._leave_request.was_asked,
             epoch=Epoch(peers.epoch if peers is not None else 0),
             peers=peers.incarnations if peers is not None else [],
-            logs=self._logs.ids,
+            memory=self._offered.names,
         )
 
     # -- receiving -------------------------------------------------------------------------------
@@ -195,7 +212,7 @@ class AttentionLoop:
             timeout_s = _LOOK_AGAIN_S if self._is_behind else _TRY_AGAIN_S
         for key, _ in self._select(timeout_s):
             key.data()
-        self._gateway.flush()
+        self._gateways.flush()
         self._control.flush()
         self._logs.sweep(self._engine)
         if self._kv is not None and not self._engine.is_ahead:
@@ -213,43 +230,68 @@ class AttentionLoop:
             if ready or left_s <= _RING_EVERY_S:
                 return ready
 
-    def _read_gateway(self) -> None:
+    def _register_gateway(self, number: int) -> None:
+        channel = self._gateways.channels[number]
+        self._selector.register(channel, selectors.EVENT_READ, partial(self._read_gateway, number, channel))
+
+    def _read_gateway(self, number: int, channel: Channel) -> None:
         try:
-            for message in receive_together(self._gateway):
-                self._handle_gateway(message)
+            for message in receive_together(channel):
+                self._handle_gateway(number, message)
         except ChannelClosed:
-            self._selector.unregister(self._gateway)
-            self._engine.cancel_all()  # no client is reachable; the supervisor decides whether this worker ends
+            self._lose_gateway(number)
             log.debug("the gateway has closed its channel")  # the supervisor logs why: a signal, or a crash
-        self._mention_bad_bytes(self._gateway)
+        self._mention_bad_bytes(channel)
+
+    def _lose_gateway(self, number: int) -> None:
+        """None of its clients is reachable. The next gateway submits again what goes on; what was computed is in the
+        prefix cache and in the log."""
+        self._selector.unregister(self._gateways.channels[number])
+        ids = self._gateways.lose(number)
+        if ids is None:
+            self._guiding.forget()
+            self._engine.cancel_all()
+            self._sources.clear()
+        else:
+            for id in ids:
+                self._cancel(id)
+
+    def _change_gateways(self) -> None:
+        """There are others, whether the ends of those before have been noticed or not."""
+        self._do_late()
+        assert self._hello is not None
+        while self._control.new_gateways:
+            number, channel = self._control.new_gateways.popitem()
+            if self._gateways.is_open(number):
+                self._lose_gateway(number)
+            self._gateways.replace(number, channel, self._hello, self._stats(num_received=0))
+            self._register_gateway(number)
 
     def read_control(self) -> None:
         """Handle messages of the orchestrator. Also called in the middle of a layer, when the control word changed."""
         self._control.read(self._handle_control)
         self._mention_bad_bytes(self._control)
 
-    def _handle_gateway(self, message: AnyMessage) -> None:
+    def _handle_gateway(self, number: int, message: AnyMessage) -> None:
         if isinstance(message, Submit):
+            self._gateways.note_submit(number, message.spec.id)
             self._submit(message)
         elif isinstance(message, Cancel):
-            self._engine.cancel(message.id)
-            self._sources.pop(message.id, None)
+            self._gateways.forget(message.id)
+            self._cancel(message.id)
         elif isinstance(message, PrefillsPending):
             self._engine.share_prefill(self._rank, message.homes)
         else:
             log.warning("dropped a %s: the gateway does not send it", type(message).__name__)
 
+    def _cancel(self, id: str) -> None:
+        if not self._guiding.cancel(id):
+            self._engine.cancel(id)
+        self._sources.pop(id, None)
+
     def _handle_control(self, message: AnyMessage, fds: Descriptors) -> None:
-        if isinstance(message, LogJoined):
-            fd, *kv = fds.take()
-            self._logs.join(WorkerId(message.rank, message.incarnation), fd, kv[0] if message.has_kv else None)
-        elif isinstance(message, LogLeft):
-            self._logs.leave(WorkerId(message.rank, message.incarnation), self._engine)
-        elif self._kv is not None and isinstance(message, KvJoined):
-            (fd,) = fds.take()
-            self._kv.offer(message.rank, message.kind, fd)
-        elif self._kv is not None and isinstance(message, KvLeft):
-            self._kv.withdraw(message.rank, message.kind)
+        if isinstance(message, Offer | Withdraw):
+            self._offered.take(message, fds)
         elif isinstance(message, Leave):
             self._leave_request.ask()
         elif isinstance(message, Shutdown):
@@ -257,7 +299,7 @@ class AttentionLoop:
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif self._seam is not None and isinstance(message, PeerJoined | PeerLeft | RoutesChanged):
-            self._change_peers(self._seam.peers, message, fds)
+            self._change_peers(self._seam.peers, message)
         elif isinstance(message, LanesSent):
             self._control.send(LanesOpen())
         else:
@@ -265,24 +307,34 @@ class AttentionLoop:
 
     def _submit(self, message: Submit) -> None:
         """A new stream, or one that another worker has run so far."""
-        self._num_received += 1
+        if message.spec.params.guided is not None:
+            self._guiding.begin(message)
+        else:
+            self._add(message, None)
+
+    def _take_guided(self) -> None:
+        """Streams whose grammars were compiled."""
+        for message, made in self._guiding.take():
+            if isinstance(made, RequestError):
+                self._gateways.reject(Rejected(id=message.spec.id, reason=f"the grammar cannot be used: {made}"))
+            else:
+                self._add(message, made)
+
+    def _add(self, message: Submit, guide: Guide | None) -> None:
         spec, source = message.spec, message.source
         saved = self._logs.find(spec, source) if source is not None else None
         try:
-            self._engine.add(spec, saved)
+            self._engine.add(spec, saved, guide)
         except RequestError as error:
-            self._gateway.send(Rejected(id=spec.id, reason=str(error)))
+            self._gateways.reject(Rejected(id=spec.id, reason=str(error)))
             return
         if saved is not None and source is not None:
             self._sources[spec.id] = source[0]
             self._takes_over = True
 
-    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged, fds: Descriptors) -> None:
+    def _change_peers(self, peers: Peers, message: PeerJoined | PeerLeft | RoutesChanged) -> None:
         if isinstance(message, PeerJoined):
-            cell_fd, lane_fd, *bell = fds.take()
-            cell = Cell(cell_fd)
-            os.close(cell_fd)
-            peers.join(message.rank, message.incarnation, cell, lane_fd, bell[0] if message.has_bell else None)
+            peers.join(message.rank, message.incarnation, *self._offered.of_peer(message))
         elif isinstance(message, PeerLeft):
             peers.leave(message.rank, message.incarnation)
         else:
@@ -327,14 +379,15 @@ class AttentionLoop:
             late()
 
     def _tell(self, result: StepResult) -> None:
-        """Publish the results of a step: first to the gateway, then to the log."""
+        """Publish the results of a step: first to the gateways, then to the log."""
         if result.kv_lost is not None:
             log.warning("%s", result.kv_lost)
         if result.regained is not None:
             self._tell_regained(result.regained)
-        for id, reason in result.failed:
-            self._gateway.send(Rejected(id=id, reason=reason, is_server_fault=True))
-        self._gateway.send(StepOutput(outputs=result.outputs, stats=self._stats()))
+        for id, reason, is_dead_end in result.failed:
+            fault = not is_dead_end
+            self._gateways.reject(Rejected(id=id, reason=reason, is_server_fault=fault, is_dead_end=is_dead_end))
+        self._gateways.send_step(result.outputs, self._stats)
         self._engine.log_step()
         self._tell_restored(result)
         for sequence in result.preempted:
@@ -350,9 +403,10 @@ class AttentionLoop:
     def _tell_regained(self, regained: Regained) -> None:
         log.log(
             logging.WARNING if regained.num_lost else logging.INFO,
-            "heads are elsewhere: %d streams keep the KV of %d tokens, that of %d is computed again (%.1f MB, %.1f ms)",
-            regained.num_streams, regained.num_kept, regained.num_lost, regained.num_bytes / 1e6,
-            regained.took_s * 1e3,
+            "heads are elsewhere, or at another process: %s the KV of %d tokens, that of %d is computed again"
+            " (%.1f MB, %.1f ms)",
+            count(regained.num_streams, "stream", "keep"), regained.num_kept, regained.num_lost,
+            regained.num_bytes / 1e6, regained.took_s * 1e3,
         )  # fmt: skip
         self._events.append(
             KvRegained(
@@ -412,13 +466,14 @@ class AttentionLoop:
             self._was_busy = False
         if self._seam is not None:
             self._seam.peers.sweep()  # no step may come for long, and memory of peers that are gone would stay
-        self._gateway.send(StepOutput(outputs=[], stats=self._stats()))
+        self._gateways.send_step([], self._stats)
 
-    def _stats(self) -> EngineStats:
+    def _stats(self, num_received: int) -> EngineStats:
         stats, seam = self._engine.stats(), self._seam
         return msgspec.structs.replace(
             stats,
-            num_received=self._num_received,
+            num_received=num_received,
+            num_unreadable_logs=self._logs.num_unreadable,
             num_replayed_rows=seam.experts.num_replayed_rows if seam is not None else 0,
             num_stale=seam.peers.num_stale if seam is not None else 0,
         )
@@ -449,3 +504,9 @@ def receive_together(gateway: Channel) -> Iterator[AnyMessage]:
         left_s = until_s - time.monotonic()
         if not num_following or left_s <= 0 or not gateway.wait(left_s):
             return
+
+
+def _users(parts: AttentionParts) -> dict[Kind, User]:
+    """What uses memory of others."""
+    found = users(OF_LOG, Logs(parts.logs, parts.engine))
+    return found if parts.kv is None else found | users(OF_HEADS, HeadsKv(parts.logs.memory, parts.kv))

@@ -1,4 +1,4 @@
-"""Background: one job at a time on a thread of its own priority, beside the loop of a worker."""
+"""Background: jobs, one after the other, on a thread of its own priority, beside the loop of a worker."""
 
 import queue
 import threading
@@ -10,34 +10,46 @@ from everserve.memory.weights.copying import be_nice
 T = TypeVar("T")
 
 
-class Background(Generic[T]):
-    """The loop begins a job and polls for its result. The thread ends with the process."""
+class Job(Generic[T]):
+    """What the loop polls for."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._work = work
+        self._result: T | None = None
+        self._error: Exception | None = None
+
+    def poll(self) -> T | None:
+        """The result; None while it runs. Raises what it raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def do(self) -> None:
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+
+
+class Background:
+    """The thread begins with the first job, and ends with the process."""
 
     def __init__(self, name: str, nice: int) -> None:
         self._name = name
         self._nice = nice
-        self._jobs: queue.SimpleQueue[Callable[[], T]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[T | Exception] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job[object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def begin(self, job: Callable[[], T]) -> None:
+    def begin(self, work: Callable[[], T]) -> Job[T]:
+        """The loop drops the job when it has polled its result, and with it what the work needed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, daemon=True, name=self._name)
             self._thread.start()
-        self._jobs.put(job)
-
-    def do(self, job: Callable[[], T]) -> None:
-        """At once, on the caller's thread: its result is there for the next poll."""
-        try:
-            self._results.put(job())
-        except Exception as error:
-            self._results.put(error)
-
-    def poll(self) -> T | Exception | None:
-        """The result of the job, once; what it raised; None while it runs."""
-        return None if self._results.empty() else self._results.get()
+        job = Job(work)
+        self._jobs.put(job)  # type: ignore[arg-type]
+        return job
 
     def _run(self) -> None:
         be_nice(self._nice)
         while True:
-            self.do(self._jobs.get())
+            self._jobs.get().do()

@@ -4,20 +4,27 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from everserve.engine.engine import Engine
 from everserve.errors import UserError
+from everserve.guides.compiling import VERSION
 from everserve.memory.liveness import Cell, Warden
+from everserve.procs.scarcity import is_scarcity
+from everserve.procs.scarcity import last_words as scarcity_words
+from everserve.seam.healing import Reports
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.memory import Kind
 from everserve.tables.routes import Symptom
 from everserve.wire.channel import Channel
-from everserve.wire.events import EventLog, RowsReplayed, SuspectedEvent, WorkerBecameReady
+from everserve.wire.event_log import EventLog
+from everserve.wire.events import RowsReplayed, SuspectedEvent, WorkerBecameReady
 from everserve.wire.messages import EventHappened, Failed, Hello, Ready, StartWorker, Suspected, WorkerReady
+from everserve.words import count
 from everserve.worker.attention import AttentionLoop
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ExpertService
+from everserve.worker.guiding import Guiding
 from everserve.worker.loading import Loading
 from everserve.worker.parts import Backend, Surroundings
 from everserve.worker.shortage import last_words
@@ -28,11 +35,11 @@ _NO_DETECTION_MS = 1000.0  # with --detect-ms 0: how often to check the control 
 
 
 def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
-    """In the worker process: load, report ready, and run the loop. Returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s worker {start.rank} %(levelname)s %(message)s")
+    """Runs the worker process: load, report ready, and run the loop. Returns the exit status."""
     began_s = time.monotonic()
     cell_fd, control_fd, lifeline_fd, *others = fds
-    fds_of_memory = others[len(others) - len(start.memory) :]
+    num_gateways = len(others) - len(start.memory)
+    fds_of_memory = others[num_gateways:]
     memory = {piece.kind: fd for piece, fd in zip(start.memory, fds_of_memory, strict=True)}
     cell = Cell(cell_fd)
     os.close(cell_fd)
@@ -40,7 +47,13 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     leave = LeaveRequest()
     warden = Warden(cell, start.detect_ms or _NO_DETECTION_MS)
     if start.detect_ms:
-        warden.start()
+        try:
+            warden.start()
+        except OSError as error:
+            if not is_scarcity(error):
+                raise
+            control.send(scarcity_words(error))
+            return os.EX_TEMPFAIL
     control.send(Hello())
     events = EventLog(
         f"worker-{start.rank}", start.settings.event_log, lambda event: control.send(EventHappened(event=event))
@@ -48,7 +61,7 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
     worker = Worker(start, backend, memory, cell, warden, control, leave, events, began_s)
     try:
         if Role.ATTENTION in start.roles:
-            worker.run_attention(Channel.of_fd(others[0]))
+            worker.run_attention([Channel.of_fd(fd) for fd in others[:num_gateways]])
         else:
             worker.run_expert()
     except UserError as error:
@@ -56,7 +69,10 @@ def run(start: StartWorker, fds: list[int], backend: Backend) -> int:
         return 1
     except Exception as error:
         reason, is_users = last_words(start.rank, error)
-        control.send(Failed(reason=reason, user_error=is_users))
+        is_temporary = is_scarcity(error) and not is_users
+        control.send(Failed(reason=reason, user_error=is_users, is_temporary=is_temporary))
+        if is_temporary:
+            return os.EX_TEMPFAIL
         raise  # with a traceback
     return 0
 
@@ -91,17 +107,18 @@ class Worker:
             leave,
             events,
             Loading(start, events),
-            self._read_control,
-            self._on_suspect,
-            self._on_replay,
+            Reports(self._read_control, self._on_suspect, self._on_replay),
         )
 
-    def run_attention(self, gateway: Channel) -> None:
+    def run_attention(self, gateways: Sequence[Channel]) -> None:
         """Run as an attention worker: owns requests and their KV."""
         parts = self._backend.build_attention(self._around)
-        loop = AttentionLoop(self._around, parts, gateway)
+        guiding = Guiding(self._start.settings.model.directory, parts.engine.limits.vocab_size)
+        hello = self._hello(parts.engine, shares_workers=parts.seam is not None)
+        loop = AttentionLoop(self._around, parts, gateways, guiding, hello)
         self._on_control = loop.read_control
-        gateway.send(self._hello(parts.engine, shares_workers=parts.seam is not None))
+        for gateway in gateways:
+            gateway.send(hello)
         self._say_ready(parts.ops_name, parts.engine.limits.num_blocks, parts.num_slots)
         loop.run()
 
@@ -150,6 +167,7 @@ class Worker:
             block_size=engine.config.block_size,
             token_cost=engine.limits.token_cost.constant,
             shares_workers=shares_workers,
+            guides=VERSION,
         )
 
     def _say_ready(self, ops_name: str, num_blocks: int, num_slots: int) -> None:
@@ -171,5 +189,5 @@ class Worker:
             self._control.leave_behind()
         self._control.send(Ready())
         roles = " and ".join(self._start.roles)
-        what = f"{num_blocks} KV blocks" if num_blocks else f"{num_slots} expert slots per layer"
+        what = count(num_blocks, "KV block") if num_blocks else f"{count(num_slots, 'expert slot')} per layer"
         log.info("ready as %s in %.2f s: %s ops, %s", roles, load_s, ops_name, what)

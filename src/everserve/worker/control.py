@@ -4,7 +4,9 @@ orchestrator dies  -> the channel ends; the worker continues to serve, and drops
 supervisor         -> sends OrchestratorAttached + a new channel, through the lifeline
 worker             -> reads the rest of the old channel, then sends Report to the new orchestrator
 
-A worker exits when its lifeline ends: the supervisor is gone, or it does not know this process. (A zygote that dies
+A gateway, likewise: TokensAttached + a new channel, which the attention worker's loop takes between two steps.
+
+A worker exits when its lifeline ends: the supervisor does not know this process. (A zygote that dies
 during a fork may leave a worker that was not announced to the supervisor.)
 """
 
@@ -19,7 +21,7 @@ from types import FrameType
 from everserve.errors import ProtocolError
 from everserve.procs.device_descriptors import entrust
 from everserve.wire.channel import Channel, ChannelClosed, Descriptors
-from everserve.wire.messages import AnyMessage, Hang, OrchestratorAttached, Report
+from everserve.wire.messages import AnyMessage, Hang, OrchestratorAttached, Report, TokensAttached
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class ControlEnd:
         self.make_report: Callable[[], Report] | None = None
         self.num_dropped = 0  # frames that were not one of our messages
         self.is_cut = False  # the lifeline has ended
+        self.new_gateways: dict[int, Channel] = {}  # by number: those that have come since the loop last looked
         self._channel: Channel | None = channel
         self._lifeline = lifeline
         self._epoll = select.epoll()
@@ -82,6 +85,11 @@ class ControlEnd:
                 if isinstance(message, OrchestratorAttached):
                     (fd,) = fds.take()
                     self._replace(Channel.of_fd(fd), handle)
+                elif isinstance(message, TokensAttached):
+                    (fd,) = fds.take()
+                    if (older := self.new_gateways.pop(message.gateway, None)) is not None:
+                        older.close()
+                    self.new_gateways[message.gateway] = Channel.of_fd(fd)
         except ChannelClosed:
             self.is_cut = True
 

@@ -7,18 +7,18 @@ orchestrator adds and removes these. Without an orchestrator it continues to ser
 """
 
 import logging
-import os
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from everserve.memory.liveness import Cell, PeerState, Warden, life_word
 from everserve.memory.liveness.lease import LEAST_S, Lease
+from everserve.memory.local import LocalMemory
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
-from everserve.tables.memory import Kind
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.channel import Descriptors
-from everserve.wire.events import EventLog, StaleDropped
+from everserve.wire.event_log import EventLog
+from everserve.wire.events import StaleDropped
 from everserve.wire.messages import (
     AnyMessage,
     ClearSlots,
@@ -26,12 +26,11 @@ from everserve.wire.messages import (
     Fenced,
     FillSlots,
     KvGrouped,
-    KvJoined,
-    KvLeft,
     LanesOpen,
     LanesSent,
     Leave,
     Leaving,
+    Offer,
     PeerJoined,
     PeerLeft,
     Report,
@@ -40,11 +39,12 @@ from everserve.wire.messages import (
     SlotsReported,
     StartWorker,
     StopChanges,
-    WeightsJoined,
-    WeightsLeft,
+    Withdraw,
 )
+from everserve.words import count
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.load_reports import LoadReports
+from everserve.worker.offered import OF_HEADS, OF_WEIGHTS, FetchesKv, HeadsKv, Offered, Weights, users
 from everserve.worker.slot_changes import ChangeableSlots, SlotChanges
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,14 @@ class ExpertService(ABC):
         control: ControlEnd,
         leave: LeaveRequest,
         events: EventLog,
+        kv: FetchesKv | None = None,
     ) -> None:
         self._start = start
         self.slots = slots
         self._changes = SlotChanges(slots, control.send)
+        memory = LocalMemory()
+        of_heads = users(OF_HEADS, HeadsKv(memory, kv)) if kv is not None else {}
+        self._offered = Offered(memory, users(OF_WEIGHTS, Weights(memory, slots, self._changes)) | of_heads)
         self._cell = cell
         self._warden = warden
         self._lease = Lease(warden, LEAST_S[start.settings.compute.device])
@@ -143,14 +147,7 @@ class ExpertService(ABC):
     def _note_health(self, rank: Rank, state: PeerState) -> None:
         """A customer has died, has become silent, or is alive again."""
 
-    def _offer_kv(self, rank: Rank, kind: Kind, fd: int) -> None:
-        """Memory that KV can be fetched from. Takes over the descriptor."""
-        os.close(fd)
-
-    def _withdraw_kv(self, rank: Rank, kind: Kind) -> None:  # noqa: B027 (only where heads are divided)
-        """That memory is lost."""
-
-    def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:  # noqa: B027 (likewise)
+    def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:  # noqa: B027 (only where heads are divided)
         """The parity kept here is that of these heads, by home and group."""
 
     def report_slots(self) -> None:
@@ -201,7 +198,7 @@ class ExpertService(ABC):
             is_leaving=self._leave_at is not None,
             epoch=Epoch(0),
             peers=[WorkerId(rank, customer.incarnation) for rank, customer in self._customers.items()],
-            logs=[],
+            memory=self._offered.names,
             slots=self.slots.held,
         )
 
@@ -222,7 +219,7 @@ class ExpertService(ABC):
 
     def _handle(self, message: AnyMessage, fds: Descriptors) -> None:
         if isinstance(message, PeerJoined):
-            self._join(message, fds)
+            self._join(message)
         elif isinstance(message, PeerLeft):
             self._leave(message.rank, message.incarnation)
         elif isinstance(message, LanesSent):
@@ -231,15 +228,8 @@ class ExpertService(ABC):
             self._changes.add(message)
         elif isinstance(message, StopChanges):
             self._changes.stop()
-        elif isinstance(message, WeightsJoined):
-            self.slots.offer(message.rank, message.weights, fds.take())
-        elif isinstance(message, WeightsLeft):
-            self._changes.withdraw(message.rank)
-        elif isinstance(message, KvJoined):
-            (fd,) = fds.take()
-            self._offer_kv(message.rank, message.kind, fd)
-        elif isinstance(message, KvLeft):
-            self._withdraw_kv(message.rank, message.kind)
+        elif isinstance(message, Offer | Withdraw):
+            self._offered.take(message, fds)
         elif isinstance(message, KvGrouped):
             self._regroup_kv(message.groups)
         elif isinstance(message, Fenced):
@@ -251,10 +241,8 @@ class ExpertService(ABC):
         elif not isinstance(message, RoutesChanged):  # routes are for attention workers
             log.warning("dropped a %s: not for an expert worker", type(message).__name__)
 
-    def _join(self, message: PeerJoined, fds: Descriptors) -> None:
-        cell_fd, lane_fd = fds.take()
-        cell = Cell(cell_fd)
-        os.close(cell_fd)
+    def _join(self, message: PeerJoined) -> None:
+        cell, lane_fd, _ = self._offered.of_peer(message)
         if message.rank in self._customers:
             self._leave(message.rank, self._customers[message.rank].incarnation)
         self._open(message.rank, cell, lane_fd)
@@ -281,9 +269,9 @@ class ExpertService(ABC):
 
     def _report_fenced(self, reason: str) -> None:
         """This worker was declared gone while it could not read messages. Its lanes are no longer read."""
-        count, what = self._num_pending, "requests to an expert worker that was declared gone"
-        log.warning("declared gone (%s): exiting with %d requests not computed", reason, count)
+        num_pending, what = self._num_pending, "requests to an expert worker that was declared gone"
+        log.warning("declared gone (%s): exiting; not computed: %s", reason, count(num_pending, "request"))
         rank, incarnation = self._start.rank, self._start.incarnation
         self._events.append(
-            StaleDropped(process=self._events.process, rank=rank, incarnation=incarnation, count=count, what=what)
+            StaleDropped(process=self._events.process, rank=rank, incarnation=incarnation, count=num_pending, what=what)
         )

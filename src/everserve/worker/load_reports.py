@@ -6,7 +6,7 @@ from everserve.wire.messages import LoadReported
 
 
 class LoadReports:
-    """From cumulative counters to differences. Experts and layers without new rows are left out."""
+    """Makes differences of cumulative counters. Experts and layers without new rows are left out."""
 
     def __init__(self) -> None:
         self._told: list[list[int]] = []

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from everserve.wire.events import EventLog, WorkerLoading
+from everserve.wire.event_log import EventLog
+from everserve.wire.events import WorkerLoading
 from everserve.wire.messages import StartWorker
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,18 @@
 """The components of a worker: what every worker has, and what a backend builds for its role."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from everserve.engine.engine import Engine
 from everserve.memory.liveness import Cell, Warden
 from everserve.seam.experts import Experts
+from everserve.seam.healing import Reports
 from everserve.seam.trust import Peers
-from everserve.tables.ids import Incarnation, Rank
+from everserve.tables.ids import Rank
 from everserve.tables.memory import Kind
-from everserve.tables.routes import Symptom
 from everserve.wire.channel import Channel
-from everserve.wire.events import EventLog
+from everserve.wire.event_log import EventLog
 from everserve.wire.messages import StartWorker
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ExpertService
@@ -34,9 +34,7 @@ class Surroundings:
     leave: LeaveRequest
     events: EventLog
     loading: Loading
-    on_control: Callable[[], None]
-    on_suspect: Callable[[Rank, Incarnation, Symptom], None]
-    on_replay: Callable[[Rank, int, int], None]
+    reports: Reports
 
     @property
     def detect_ms(self) -> float:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from everserve.tables.ids import Rank
-from everserve.tables.memory import Memory
+from everserve.tables.memory import MemoryName
 from everserve.tables.slots import FailedFill, Fill, Filled, HeldSlots, Place
 from everserve.wire.messages import ClearSlots, FillSlots, SlotsReported
+from everserve.words import count
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ class ChangeableSlots(Protocol):
     def held(self) -> HeldSlots:
         """A slot that is being filled is empty."""
 
-    def num_experts(self, layer_index: int) -> int:
+    def num_experts(self, call_index: int) -> int:
         """Experts, or other shards, that this layer of the model has."""
 
     def begin(self, fill: Fill) -> None:
@@ -47,12 +48,12 @@ class ChangeableSlots(Protocol):
     def clear(self, place: Place) -> None:
         """Empty the slot; never called for a slot that is being filled."""
 
-    def offer(self, rank: Rank | None, weights: Memory, fds: Sequence[int]) -> None:
+    def offer(self, rank: Rank | None, weights: MemoryName, fds: Sequence[int]) -> None:
         """Memory of a peer (None: the backup) that experts can be copied from, and its slot table: two descriptors,
         which are taken over. Replaces what this rank had offered."""
 
     def withdraw(self, rank: Rank | None) -> None:
-        """That memory is not to be used any more: slots that map it are empty."""
+        """This memory is not to be used any more: slots that map it are empty."""
 
     def tend(self) -> None:
         """Called a few times a second: end what can be ended now."""
@@ -128,8 +129,8 @@ class SlotChanges:
         if failed:  # e.g. a missing file, no memory: other workers can serve these experts
             num, last = len(failed), failed[-1]
             log.error(
-                "%d experts could not be loaded; the last, expert %d of layer index %d: %s",
-                *(num, last.expert, last.layer_index, last.reason),
+                "could not load %s; the last, expert %d of call %d: %s",
+                *(count(num, "expert"), last.expert, last.call_index, last.reason),
             )
         self._report(SlotsReported(slots=self._slots.held, failed=failed, filled=filled, num_done=self._num_done))
 
@@ -152,7 +153,7 @@ class SlotChanges:
         self._filling = None
         if self._is_given_up:
             self._is_given_up = False
-            self._slots.clear(Place(fill.layer_index, fill.slot))
+            self._slots.clear(Place(fill.call_index, fill.slot))
             return
         self._num_done += 1
         if isinstance(result, FailedFill):
@@ -161,6 +162,6 @@ class SlotChanges:
             self._filled.append(result)
 
     def _is_there(self, change: Fill | Place) -> bool:
-        index = change.layer_index
+        index = change.call_index
         is_slot = 0 <= index < len(self._num_slots) and 0 <= change.slot < self._num_slots[index]
         return is_slot and (isinstance(change, Place) or 0 <= change.expert < self._slots.num_experts(index))

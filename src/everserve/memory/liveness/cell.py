@@ -18,26 +18,27 @@ other memory (doorbell, control, ring, wait) is an atomic operation in C.
 import ctypes
 import functools
 import os
-from pathlib import Path
-from struct import Struct
 from typing import Any
 
 from everserve.native import BuildError, library
+from everserve.native.structs import source
+from everserve.procs import process
 from everserve.tables.ids import MAX_RANKS
 
-SOURCES = Path(__file__).parent / "csrc"
 NUM_LIFE_WORDS = 4 * MAX_RANKS + 4  # csrc/cell.h
 CELL_BYTES = 4 * 64 + 16 * NUM_LIFE_WORDS
 ORCHESTRATOR_WORD = 4 * MAX_RANKS  # behind those of all seats
 _OWNER_DIED = 1 << 30  # FUTEX_OWNER_DIED in linux/futex.h
 
 # Where the words are, counted in words of their size.
-_POSITION, _PROGRESS, _IDLE = 32, 33, 34
-_PULSE = 24  # of 8 bytes
-_LEASE_OVER = 50
-_FIRST_LIFE_WORD, _LIFE_WORD_STRIDE = 66, 4
+_c = source("liveness", "cell.h")
+_POSITION, _PROGRESS, _IDLE = (_c.offset("cell", name) // 4 for name in ("position", "progress", "idle"))
+_PULSE = _c.offset("cell", "pulse") // 8
+_LEASE_OVER, _OWNER_PID = (_c.offset("cell", name) // 4 for name in ("lease_over", "owner_pid"))
+_FIRST_LIFE_WORD = (_c.offset("cell", "life") + _c.offset("life", "word")) // 4
+_LIFE_WORD_STRIDE = _c.struct("life").size // 4
 
-_wait_args = Struct("Pqdd").pack
+_wait_args = source("liveness", "liveness.c").packer("wait_args").pack
 
 
 def life_word(rank: int, incarnation: int) -> int:
@@ -50,7 +51,7 @@ class Library:
     """The functions in csrc/liveness.c."""
 
     def __init__(self) -> None:
-        path = str(library("liveness", SOURCES))
+        path = str(library("liveness"))
         try:
             self.blocking = ctypes.CDLL(path)  # gives up the interpreter's lock around a call
             self.brief = ctypes.PyDLL(path)  # keeps it: nothing here waits, and getting it back may take milliseconds
@@ -149,6 +150,12 @@ class Cell:
     def lease_is_over(self) -> bool:
         """The owner's warden runs, and does not pulse because the main thread has been away for too long."""
         return bool(self._uint32[_LEASE_OVER])
+
+    @property
+    def is_starved(self) -> bool:
+        """The owner's main thread waits for a core, as far as this host's kernel knows."""
+        pid = self._uint32[_OWNER_PID]
+        return pid != 0 and process.state_of(pid) == "R"
 
     def is_dead(self, word: int) -> bool:
         """Whether the kernel has marked the owner as dead in that life word."""

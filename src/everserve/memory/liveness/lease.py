@@ -30,7 +30,7 @@ class Renewable(Protocol):
 
 
 class Lease:
-    """Of one main thread. Times are those of any clock."""
+    """The lease of one main thread. Times are those of any clock."""
 
     def __init__(self, warden: Renewable, least_s: float) -> None:
         self._renew = warden.renew

@@ -9,32 +9,33 @@
 How the three states follow from each other is drawn in csrc/warden.c. A change advances `alarm`, rings the own cell
 and writes to `event_fd`: a thread that waits on any of the three wakes up.
 
-A peer that has not started its warden is SILENT after detect_ms like any other, and one that stops its warden in order
-falls SILENT too. One that ends, by whatever cause, while its warden runs has DIED. All wardens of a cluster must be
-given the same detect_ms.
+A peer whose thread is not stopped, but only waits for a core, is SILENT after ten times detect_ms. One that has not
+started its warden is SILENT after detect_ms, and one that stops its warden in order falls SILENT too. One that ends, by
+whatever cause, while its warden runs has DIED. All wardens of a cluster must be given the same detect_ms.
 """
 
 import ctypes
 import os
 from enum import Enum
-from struct import Struct
 
 from everserve.memory.liveness.cell import NUM_LIFE_WORDS, Cell, load, words_at
+from everserve.native.structs import source
 
 PERIODS_PER_DETECTION = 5  # NUM_STILL_LOOKS in csrc/warden.c
 MAX_PEERS = 120  # csrc/warden.h
 _MAX_CHANGES = 1024  # csrc/warden.h
 
-_warden_args = Struct("P3q").pack
-_watch_args = Struct("PqPq").pack
-_key_args = Struct("Pq").pack
+_c = source("liveness", "liveness.c")
+_warden_args = _c.packer("warden_args").pack
+_watch_args = _c.packer("watch_args").pack
+_key_args = _c.packer("key_args").pack
 
 
 class PeerState(Enum):
     """What this process has seen of a peer. The drawing is in csrc/warden.c."""
 
     ALIVE = 0
-    SILENT = 1  # stopped, stuck or starved; may come back
+    SILENT = 1  # stopped, stuck, or starved for long; may come back
     DIED = 2  # its process has ended; final
 
 
@@ -68,7 +69,7 @@ class Warden:
         self._alarm = words_at(self.alarm_address, 4, "I")
         self._lease = words_at(self._lib.brief.es_warden_lease(self._handle), 16, "q")
         self._changes = (ctypes.c_int64 * (2 * _MAX_CHANGES))()  # key, state, key, state, ...
-        self._changes_args = Struct("PP").pack(self._handle, ctypes.addressof(self._changes))
+        self._changes_args = _c.packer("changes_args").pack(self._handle, ctypes.addressof(self._changes))
 
     def start(self) -> None:
         """Start the thread; when this returns, the life words are taken and the pulse has begun."""

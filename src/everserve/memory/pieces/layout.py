@@ -41,7 +41,7 @@ class KvShape:
 
     @property
     def mirrored(self) -> "KvShape":
-        """Of its mirror: as many blocks again, for streams that wait (engine/parking.py)."""
+        """The shape of its mirror: as many blocks again, for streams that wait (engine/parking.py)."""
         return replace(self, num_blocks=2 * self.num_blocks)
 
     @property

@@ -2,22 +2,16 @@
 
 import ctypes
 import functools
-from pathlib import Path
 from typing import Any
 
-from everserve.kvlog.library import SOURCES as LOG_SOURCES
 from everserve.native import BuildError, library
-
-SOURCES = Path(__file__).parent / "csrc"
+from everserve.native.structs import source
 
 
 class PoolAt(ctypes.Structure):
     """struct pool in csrc/pieces.c: addresses, and the shape."""
 
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("blocks", "words", "owners", "num_blocks", "num_pieces", "block_size", "row_bytes")
-    ]
+    _fields_ = source("pieces", "pieces.c").fields("pool")
     blocks: int
     words: int
     owners: int
@@ -26,14 +20,14 @@ class PoolAt(ctypes.Structure):
 class ParityAt(ctypes.Structure):
     """struct parity in csrc/pieces.c."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("pool", "members", "max_members", "blocks_per_home")]
+    _fields_ = source("pieces", "pieces.c").fields("parity")
 
 
 class Library:
     """Words of a step are written at once (`brief`); what copies gives up the interpreter's lock (`blocking`)."""
 
     def __init__(self) -> None:
-        path = str(library("pieces", SOURCES, headers=[LOG_SOURCES]))
+        path = str(library("pieces"))
         try:
             self.blocking = ctypes.CDLL(path)
             self.brief = ctypes.PyDLL(path)

@@ -24,7 +24,9 @@ class _Rows:
 
 
 class Mirror:
-    """Of the pool in `own`, in `memory` of the same shape, but for more blocks: into these only `fetch` copies."""
+    """The mirror of the pool in `own`, in `memory` of the same shape, but for more blocks: into these only `fetch`
+    copies.
+    """
 
     def __init__(self, own: KvMemory, memory: KvMemory) -> None:
         self._own = own

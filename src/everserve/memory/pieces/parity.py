@@ -44,7 +44,7 @@ class _Rows(NamedTuple):
 
 
 class Parity:
-    """In memory of this worker. What a predecessor may have left to do is done again."""
+    """The parity of groups, in memory of this worker. What a predecessor may have left to do is done again."""
 
     def __init__(self, memory: ParityMemory, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory = memory
@@ -75,7 +75,7 @@ class Parity:
             self._wait(slots[is_new], self._clock() + _REST_S)
 
     def regroup(self, groups: Sequence[Groups]) -> None:
-        """By home. Groups that stay are left as they are; others are written behind the steps."""
+        """Takes new groups, by home. Groups that stay are left as they are; others are written behind the steps."""
         for home, wanted in enumerate(groups):
             if self._regroup(home, {tuple(members) for members in wanted if members}):
                 self._note_all(home)

@@ -20,7 +20,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True)
 class ParityShape:
-    """Beside pools of `pool`'s shape, whose blocks belong to so many homes in equal parts."""
+    """A parity beside pools of `pool`'s shape, whose blocks belong to so many homes in equal parts."""
 
     pool: KvShape
     num_homes: int

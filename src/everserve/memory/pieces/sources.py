@@ -44,7 +44,7 @@ class Got(NamedTuple):
 
 
 class KvSources:
-    """Of the worker that has this pool."""
+    """The sources of KV of the worker that has this pool."""
 
     def __init__(self, own: KvPieces) -> None:
         self._own = own

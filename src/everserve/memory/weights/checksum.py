@@ -15,7 +15,7 @@ WORD_BYTES = 8
 
 
 def checksum(data: bytes | memoryview, first_word: int = 0) -> int:
-    """Of these bytes, which begin at this word of the expert."""
+    """The checksum of these bytes, which begin at this word of the expert."""
     raw = bytes(data)
     words = np.frombuffer(raw + bytes(-len(raw) % WORD_BYTES), dtype="<u8")
     factors = 2 * np.arange(first_word, first_word + len(words), dtype=np.uint64) + np.uint64(1)

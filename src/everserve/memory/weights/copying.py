@@ -10,11 +10,9 @@ import ctypes
 import functools
 import os
 import threading
-from pathlib import Path
 
 from everserve.native import BuildError, library
 
-SOURCES = Path(__file__).parent / "csrc"
 FILL_NICE, BACKUP_NICE = 10, 19
 BACKUP_REST_PERCENT = 100
 
@@ -23,7 +21,7 @@ BACKUP_REST_PERCENT = 100
 def load() -> ctypes.CDLL:
     """Compiled on first use. A call gives up the interpreter's lock."""
     try:
-        lib = ctypes.CDLL(str(library("weights", SOURCES)))
+        lib = ctypes.CDLL(str(library("weights")))
     except OSError as e:
         raise BuildError(f"cannot load the library that copies weights: {e}") from e
     pointer, int64, uint64 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64

@@ -4,8 +4,7 @@ Any process that has the two descriptors can copy an expert out of it, while its
 
     find the expert in the table -> copy and sum -> read its entry again -> compare entry and checksum
 
-What fails the comparison was changed during the copy, or is damaged; the copy is not used. Or it computes with the
-expert where it is: then it borrows the slot, which its owner cannot change meanwhile.
+What fails the comparison was changed during the copy, or is damaged; the copy is not used.
 """
 
 import mmap
@@ -30,7 +29,6 @@ class ExpertMemory:
             if size < plan.num_bytes:
                 raise ValueError(f"these weights have {plan.num_bytes} bytes, this memory has {size}")
             self.plan = plan
-            self.inode = os.fstat(weights_fd).st_ino
             self.table = SlotTable(state_fd, plan.num_layers, plan.num_slots, read_only=read_only)
             access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
             # Kept alive by every array of it.
@@ -45,23 +43,11 @@ class ExpertMemory:
     def address(self, place: Place) -> int:
         return int(self.data.ctypes.data) + self.plan.offset(place)
 
-    def copy_out(self, layer_index: int, expert: int, to: int, num_bytes: int, *, rest_percent: int = 0) -> int | None:
+    def copy_out(self, call_index: int, expert: int, to: int, num_bytes: int, *, rest_percent: int = 0) -> int | None:
         """Copy an expert to this address. Returns its checksum; None if it is not here, or changed meanwhile."""
-        found = self.table.find(layer_index, expert)
+        found = self.table.find(call_index, expert)
         if found is None:
             return None
         place, entry = found
         checksum = copying.copy(to, self.address(place), num_bytes, rest_percent=rest_percent)
         return checksum if checksum == entry.checksum and self.table.read(place) == entry else None
-
-    def borrow(self, layer_index: int, expert: int, num_bytes: int) -> Place | None:
-        """The slot that holds this expert, which does not change until it is given back; None if it is not here, or
-        damaged."""
-        found = self.table.find(layer_index, expert)
-        if found is None or not self.table.borrow(*found):
-            return None
-        place, entry = found
-        if copying.sum_at(self.address(place), num_bytes) == entry.checksum:
-            return place
-        self.table.give_back(place)
-        return None

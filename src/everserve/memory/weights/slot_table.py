@@ -4,7 +4,7 @@ Host memory beside the weights (Kind.WEIGHTS_STATE), sized by the capacity of th
 
     page 0      of the backend: the state of the weights that are not experts (on a GPU)
     page 1      magic | owner | identity (SHA-256)
-    page 2 ...  [layer index][slot]:  expert | generation | checksum | seal
+    page 2 ...  [call][slot]:  expert | generation | checksum | seal
 
 A *seal* is a hash of the three words before it and of the place. It is erased before a slot is changed and written
 last, when all weights are there: a slot whose writer died has none, and a torn entry has a wrong one.
@@ -107,17 +107,17 @@ class SlotTable:
             return None
         return Entry(expert, generation, checksum)
 
-    def find(self, layer_index: int, expert: int) -> tuple[Place, Entry] | None:
+    def find(self, call_index: int, expert: int) -> tuple[Place, Entry] | None:
         """A slot that holds this expert."""
-        for slot in np.flatnonzero(self._entries[layer_index, :, _EXPERT] == expert):
-            place = Place(layer_index, int(slot))
+        for slot in np.flatnonzero(self._entries[call_index, :, _EXPERT] == expert):
+            place = Place(call_index, int(slot))
             entry = self.read(place)
             if entry is not None and entry.expert == expert:
                 return place, entry
         return None
 
     def experts(self) -> list[list[int]]:
-        """[layer index][slot] -> expert, or EMPTY."""
+        """[call][slot] -> expert, or EMPTY."""
         entries = [[self.read(Place(i, slot)) for slot in range(self.num_slots)] for i in range(self.num_layers)]
         return [[entry.expert if entry is not None else EMPTY for entry in slots] for slots in entries]
 
@@ -172,12 +172,12 @@ class SlotTable:
         if self._owner is not None and int(self._header[_OWNER_AT]) != self._owner:
             self.end(place)
             raise NotOwnerError("another incarnation has this seat's weights by now")
-        self._entries[place.layer_index, place.slot, _SEAL] = 0
+        self._entries[place.call_index, place.slot, _SEAL] = 0
         return True
 
     def complete(self, place: Place, expert: int, checksum: int) -> None:
         """All weights of this expert are there."""
-        words = self._entries[place.layer_index, place.slot]
+        words = self._entries[place.call_index, place.slot]
         generation = (int(words[_GENERATION]) + 1) & _WORD
         words[_EXPERT], words[_GENERATION], words[_CHECKSUM] = expert, generation, checksum
         words[_SEAL] = self._seal(place, expert, generation, checksum)
@@ -196,7 +196,7 @@ class SlotTable:
 
     def _seal(self, place: Place, expert: int, generation: int, checksum: int) -> int:
         """Never 0."""
-        mixed = place.layer_index * self.num_slots + place.slot + 1
+        mixed = place.call_index * self.num_slots + place.slot + 1
         for word in (expert, generation, checksum):
             mixed = ((mixed ^ word) * 0x9E3779B97F4A7C15) & _WORD
             mixed ^= mixed >> 29
@@ -212,5 +212,5 @@ class SlotTable:
         return True
 
     def _set_lock(self, place: Place, kind: int) -> None:
-        start = 2 * _PAGE + (place.layer_index * self.num_slots + place.slot) * _ENTRY_WORDS * 8
+        start = 2 * _PAGE + (place.call_index * self.num_slots + place.slot) * _ENTRY_WORDS * 8
         fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _flock.pack(kind, os.SEEK_SET, start, 1, 0))

@@ -5,7 +5,7 @@
        line 0   doorbell, sleeping           rung by any peer; the owner sleeps here
        line 1   control                      counts the control messages sent to the owner
        line 2   position, progress, idle     written by the owner's main thread, for peers to look at
-       line 3   pulse, lease_over            written by the owner's warden thread
+       line 3   pulse, lease_over, owner     written by the owner's warden thread
        then     life entries                 held by the owner's warden thread for as long as it lives
 
    Each line is written by different threads, so each has a cache line of its own. cell.py knows these offsets too.
@@ -47,6 +47,7 @@ struct cell {
     _Atomic uint32_t idle;                        /* 1 while the main thread blocks for work */
     _Alignas(CELL_LINE) _Atomic uint64_t pulse;   /* one more every period */
     _Atomic uint32_t lease_over;                  /* 1 while there is no pulse because the main thread is away */
+    _Atomic uint32_t owner_pid, owner_tid;        /* whose pulse it is, for watchers on this host; 0: cannot be asked */
     _Alignas(CELL_LINE) struct life life[NUM_LIFE_WORDS];
 };
 

@@ -9,12 +9,18 @@
 
    Judging a peer, at every look (one per period, and one whenever the thread is woken):
 
-                      pulse still for NUM_STILL_LOOKS timely looks
+                      pulse still for NUM_STILL_LOOKS timely looks,
+                   or NUM_STARVED_LOOKS while its thread is not stopped
                ALIVE ------------------------------------------> SILENT
                  |   <------------------------------------------    |
                  |                  pulse moves                     |
                  +------------------->  DIED  <---------------------+
                           FUTEX_OWNER_DIED, and that is final
+
+   A thread that only waits for a core is not silent: on a busy host that may take longer than the detection of a stop,
+   and a peer without its shadows is worse than one that is late. So when a pulse stands still the kernel is asked for
+   the state of the thread that should have advanced it. Only this host's kernel knows it: a cell without an owner is
+   judged by its pulse alone.
 
    The main thread's lease is counted in the same way: time between two looks counts up to two periods. Where the host
    leaves this process little CPU time its warden looks late, and the lease is longer in the same proportion.
@@ -26,6 +32,9 @@
 #include "warden.h"
 
 #include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #ifndef SYS_futex_waitv
@@ -33,6 +42,7 @@
 #endif
 
 #define NUM_STILL_LOOKS 5
+#define NUM_STARVED_LOOKS (10 * NUM_STILL_LOOKS)
 #define POLL_NS 1000000 /* between looks at the life words, where we cannot wait for several at once */
 
 enum { WAITER_32_BITS = 2, WAITER_PRIVATE = 128 }; /* flags of futex_waitv */
@@ -65,6 +75,29 @@ static void release_life_words(struct warden *w) {
     w->holds_life_words = false;
 }
 
+/* The state of a thread as ps shows it; 0 if it cannot be read. */
+static char state_of(uint32_t pid, uint32_t tid) {
+    char path[64], text[128];
+    snprintf(path, sizeof path, "/proc/%u/task/%u/stat", pid, tid);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t length = read(fd, text, sizeof text - 1);
+    close(fd);
+    text[length < 0 ? 0 : length] = 0;
+    const char *name_end = strrchr(text, ')'); /* a name may contain anything, but it is short */
+    return name_end && name_end[1] == ' ' ? name_end[2] : 0;
+}
+
+/* Whether the thread that should pulse is runnable, or sleeps beyond its time because its processor is away (a virtual
+   one may be). A thread that is stopped (T, t), in the kernel for long (D) or without its main thread's lease is not
+   waiting for a core. */
+static bool may_be_starved(struct cell *cell) {
+    uint32_t pid = atomic_load(&cell->owner_pid), tid = atomic_load(&cell->owner_tid);
+    if (!pid || atomic_load(&cell->lease_over)) return false;
+    char state = state_of(pid, tid);
+    return state == 'R' || state == 'S';
+}
+
 /* Looking. All with the mutex held. */
 
 static int judge(struct peer *peer, bool at_pulse, bool timely) {
@@ -78,8 +111,9 @@ static int judge(struct peer *peer, bool at_pulse, bool timely) {
         return ALIVE;
     }
     if (!timely) peer->num_still = 0;
-    else if (peer->num_still < NUM_STILL_LOOKS) peer->num_still++;
-    return peer->num_still == NUM_STILL_LOOKS ? SILENT : peer->state;
+    else if (peer->num_still < NUM_STARVED_LOOKS) peer->num_still++;
+    if (peer->num_still < NUM_STILL_LOOKS || peer->state == SILENT) return peer->state;
+    return peer->num_still < NUM_STARVED_LOOKS && may_be_starved(peer->cell) ? ALIVE : SILENT;
 }
 
 /* Keep only the last change of each peer: never more than there are peers. */
@@ -188,13 +222,18 @@ bool warden_has_waitv(void) {
 
 void *warden_main(void *argument) {
     struct warden *w = argument;
-    if (w->cell) take_life_words(w);
+    if (w->cell) {
+        take_life_words(w);
+        atomic_store(&w->cell->owner_tid, (uint32_t)syscall(SYS_gettid));
+        atomic_store(&w->cell->owner_pid, (uint32_t)getpid());
+    }
     for (;;) {
         uint32_t wake = atomic_load(&w->wake); /* before anything that a poke is about */
         if (atomic_load(&w->stopping)) break;
         look(w, wake);
         rest(w);
     }
+    if (w->cell) atomic_store(&w->cell->owner_pid, 0);
     release_life_words(w);
     return NULL;
 }

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from everserve.memory.weights.copying import BACKUP_NICE, be_nice
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.tables.slots import Place
+from everserve.words import count
 
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_S = 0.2  # while other workers copy the rest
 
-# Copy an expert (layer index, expert) to this address, and return its checksum; None if that is not possible now. The
+# Copy an expert (call, expert) to this address, and return its checksum; None if that is not possible now. The
 # last argument: only if this worker holds it.
 CopyOut = Callable[[int, int, int, bool], int | None]
 
@@ -51,12 +52,12 @@ class BackupFilling:
             num_copied += self._pass(is_held=False)
             if self._missing():
                 self._is_over.wait(_LOOK_AGAIN_S)
-        log.info("copied %d experts to the backup in %.1f s", num_copied, time.monotonic() - began_s)
+        log.info("copied %s to the backup in %.1f s", count(num_copied, "expert"), time.monotonic() - began_s)
 
     def _missing(self) -> list[Place]:
-        """In the order in which this worker copies them."""
+        """What is missing, in the order in which this worker copies them."""
         missing = [place for place in self._backup.table.missing() if self._backup.plan.has(place)]
-        return sorted(missing, key=lambda place: (place.layer_index < self._first_layer, place))
+        return sorted(missing, key=lambda place: (place.call_index < self._first_layer, place))
 
     def _pass(self, is_held: bool) -> int:
         num_copied = 0
@@ -67,16 +68,16 @@ class BackupFilling:
         return num_copied
 
     def _copy(self, place: Place, is_held: bool) -> bool:
-        table, (layer_index, expert) = self._backup.table, place
+        table, (call_index, expert) = self._backup.table, place
         if not table.begin(place):
             return False
         try:
-            checksum = self._copy_out(layer_index, expert, self._backup.address(place), is_held)
+            checksum = self._copy_out(call_index, expert, self._backup.address(place), is_held)
             if checksum is not None:
                 table.complete(place, expert, checksum)
             return checksum is not None
         except Exception:
-            log.exception("expert %d of layer index %d could not be copied to the backup", expert, layer_index)
+            log.exception("expert %d of call %d could not be copied to the backup", expert, call_index)
             return False
         finally:
             table.end(place)
