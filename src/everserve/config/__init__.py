@@ -7,6 +7,7 @@ model.py     which weights, and in which dtype (for model/)
 engine.py    batching and the KV cache (for engine/)
 kvlog.py     where KV outlives its worker (for kvlog/)
 compute.py   the device and its threads (for backends/)
+events.py    where events are written, and how many are kept (for wire/event_log.py)
 launch.py    what only the process of `everserve serve` needs
 
 A config is made once, by `everserve serve` (cli/serve.py), travels whole inside the messages that start processes, and

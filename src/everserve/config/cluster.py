@@ -6,6 +6,7 @@ import msgspec
 
 from everserve.config.base import Config, Flag
 from everserve.errors import ConfigError
+from everserve.words import count
 
 MAX_RANKS = 64  # of an instance: C and kernels keep sets of ranks in one word (backends/cpu/csrc/lanes/lane.h)
 
@@ -42,15 +43,21 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         int | None,
         Flag("Most workers that `everserve scale` may ask for. Default: those at the start.", min=1, max=MAX_RANKS),
     ] = None
+    survive_losses: Annotated[  # cli/survive_losses.py
+        int | None,
+        Flag("So many workers or devices may be lost at once without a stream that waits for weights: sets"
+             " --shadow-experts, --shadow-shards and --max-lost-devices where they are not given. Default: 1 without"
+             " -tp.", min=0),
+    ] = None  # fmt: skip
     shadow_experts: Annotated[
         int | None,
         Flag("Inactive copies per expert worker and layer. Default: enough to survive the death of any one.", min=0),
     ] = None
     shadow_shards: Annotated[
-        int,
+        int | None,
         Flag("With -tp: so many further places of the weights of every head, slice and expert, on other devices. Then a"
-             " loss leaves none without a place, and of heads only KV has to be fetched.", min=0),
-    ] = 0  # fmt: skip
+             " loss leaves none without a place, and of heads only KV has to be fetched. Default: 0.", min=0),
+    ] = None  # fmt: skip
     max_lost_devices: Annotated[
         int | None,
         Flag("With -tp on GPUs: so many devices can be lost at once, and the others have room for what they had."
@@ -98,23 +105,23 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         if self.max_masked_experts > 1 and not float(self.max_masked_experts).is_integer():
             raise ConfigError(f"--max-masked-experts {self.max_masked_experts:g}: a whole number, or a share below 1")
         if self.num_workers > MAX_RANKS:
-            raise ConfigError(f"{self.num_workers} workers: an instance has at most {MAX_RANKS}")
+            raise ConfigError(f"{count(self.num_workers, 'worker')}: an instance has at most {MAX_RANKS}")
         if self.shadow_shards and self.tensor_parallel_size is None:
             raise ConfigError(f"--shadow-shards {self.shadow_shards} needs -tp: elsewhere say --shadow-experts")
         if self.max_lost_devices and (self.tensor_parallel_size or 0) <= self.max_lost_devices:
             raise ConfigError(f"--max-lost-devices {self.max_lost_devices}: with -tp, and fewer than its devices")
         is_resolved = self.data_parallel_size is None and self.tensor_parallel_size is None
         if self.devices is not None and is_resolved and self.devices > self.num_workers:
-            raise ConfigError(f"--devices {self.devices}: there are only {self.num_workers} workers to put on them")
+            raise ConfigError(f"--devices {self.devices}: only {count(self.num_workers, 'worker')} to put on them")
         if self.max_workers is not None and self.max_workers < self.num_workers:
-            raise ConfigError(f"--max-workers {self.max_workers}: the instance starts with {self.num_workers} workers")
+            raise ConfigError(f"--max-workers {self.max_workers}: it starts with {count(self.num_workers, 'worker')}")
         if self.detect_ms and not _MIN_DETECT_MS <= self.detect_ms <= _MAX_DETECT_MS:
             raise ConfigError(f"--detect-ms {self.detect_ms:g}: choose 0 or {_MIN_DETECT_MS} to {_MAX_DETECT_MS}")
         if 0 < self.slow_factor < _MIN_SLOW_FACTOR:
             raise ConfigError(f"--slow-factor {self.slow_factor:g}: choose 0 or at least {_MIN_SLOW_FACTOR:g}")
 
     def resolved(self) -> "ClusterConfig":
-        """With the workers that data, expert and tensor parallelism stand for."""
+        """The same configuration with the workers that data, expert and tensor parallelism stand for."""
         if self.tensor_parallel_size is not None:
             return self._resolved_tensor_parallel(self.tensor_parallel_size)
         size = self.data_parallel_size

@@ -40,6 +40,4 @@ class EngineConfig(Config, frozen=True, kw_only=True):
         Flag("Size of the KV cache; overrides --gpu-memory-utilization.", name="kv_cache_memory_bytes", min=1),
     ]
     enable_prefix_caching: Annotated[bool, Flag("Reuse the KV of equal prefixes.")] = True
-    launch_ahead: Annotated[
-        bool, Flag("On a GPU: launch the next step before the current one has ended, where all streams decode.")
-    ] = True
+    launch_ahead: bool = True  # on a GPU (engine/ahead.py); False in tests and benchmarks of steps one by one

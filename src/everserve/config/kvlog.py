@@ -47,5 +47,5 @@ class LogConfig(Config, frozen=True, kw_only=True):
 
     @property
     def kv_shadow(self) -> str:
-        """Of heads' KV."""
+        """The kind of shadow of heads' KV."""
         return self.shadow or ("mirror" if self.mode == "mirror" else "off")

@@ -10,6 +10,13 @@ from everserve.errors import ConfigError
 class LaunchConfig(Config, frozen=True, kw_only=True):
     """Files, and the share of a machine that an instance takes."""
 
+    revision: Annotated[
+        str | None, Flag("Of a MODEL that is a name of the hub: a branch, a tag or a commit (default: main).")
+    ] = None
+    hf_token: Annotated[
+        str | None,
+        Flag("Token for models of the hub that need one; better in HF_TOKEN.", envvar="HF_TOKEN"),
+    ] = None
     chat_template: Annotated[Path | None, Flag("Jinja file to use instead of the model's own template.")] = None
     share_device: Annotated[
         bool | None,
@@ -18,9 +25,21 @@ class LaunchConfig(Config, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float | None,
         Flag("Share of a GPU's memory to use; the KV cache gets what weights and buffers leave (default 0.9)."
-             " On a CPU: share of the free RAM for the KV cache (default 0.25)."),
+             " On a CPU: share of the available RAM for the KV cache (default 0.25)."),
     ] = None  # fmt: skip
-    event_log: Annotated[Path | None, Flag("Directory for typed events, a file per process.")] = None
+    log_format: Annotated[
+        str,
+        Flag("How log lines look: text, or json: one JSON object per line, of every process.", choices=("text", "json"),
+             envvar="EVERSERVE_LOG_FORMAT"),
+    ] = "text"  # fmt: skip
+    log_level: Annotated[
+        str,
+        Flag(
+            "The least that is logged: debug, info, warning or error.",
+            choices=("debug", "info", "warning", "error"),
+            envvar="EVERSERVE_LOG_LEVEL",
+        ),
+    ] = "info"
     otlp_traces_endpoint: Annotated[
         str | None,
         Flag("Send a trace of each request there, as OTLP over HTTP: http://localhost:4318/v1/traces."),

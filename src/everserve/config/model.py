@@ -4,6 +4,8 @@ from typing import Annotated
 
 from everserve.config.base import Config, Flag
 
+_SHORT_DTYPES = {"float": "float32", "half": "float16"}  # as vLLM's users may write them
+
 
 class ModelSource(Config, frozen=True, kw_only=True):
     """A model's directory, and how to read it."""
@@ -12,8 +14,9 @@ class ModelSource(Config, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         Flag(
-            "auto, float32, bfloat16 or float16: of weights and KV cache.",
-            choices=("auto", "float32", "bfloat16", "float16"),
+            "auto, float32 (float), bfloat16 or float16 (half): of weights and KV cache.",
+            choices=("auto", "float32", "bfloat16", "float16", *_SHORT_DTYPES),
+            parse=lambda name: _SHORT_DTYPES.get(name, name),
         ),
     ] = "auto"
     load_format: Annotated[
@@ -39,13 +42,10 @@ class ModelSource(Config, frozen=True, kw_only=True):
             choices=("off", "host"),
         ),
     ] = "off"
-    divide_heads: Annotated[  # None: nothing was said; told to workers it is never None
-        bool | None,
-        Flag(
-            "On a GPU, with --tensor-parallel-size: divide attention heads and their KV too. On CPUs they always are."
-            " Default: if the model's can be divided.",
-        ),
-    ] = None
     tensor_parallel: bool = False  # of --tensor-parallel-size: how the model is cut (model/cut.py)
+    divide_heads: bool = (
+        False  # on a GPU: one head is computed at a time, as where they are divided, so in one process too
+    )
     divides_heads: bool = False  # attention heads and their KV are at expert workers too (seam/heads.py)
+    own_head: bool | None = None  # a tied head has weights of its own in the files (model/tied_head.py); None: look
     fingerprint: str = ""  # of the files when the instance was started (model/fingerprint.py); "": any will do

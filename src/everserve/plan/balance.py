@@ -18,11 +18,14 @@ import msgspec
 
 from everserve.plan.dealing import Dealing, Loads, work_of
 from everserve.plan.moves import Have, given_up, next_moves
-from everserve.plan.repair import Room, replan
+from everserve.plan.repair import Room, repair
 from everserve.plan.weights import ITEM_BYTES, ModelSizes
 from everserve.tables.calls import ShardKind
 from everserve.tables.placement import Placement, SeatExperts
 from everserve.tables.slots import HeldSlots
+from everserve.words import count
+
+MIN_ROWS = 20.0  # per second and expert worker in a layer; below, loads are mostly chance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +36,14 @@ class BalancePolicy:
     pace_bytes_per_s: float = 1e9  # at which slots are filled while streams run: a thread that yields to steps
     every_s: float = 5.0
     min_gain: float = 0.1  # of the busiest worker of a layer
-    min_rows: float = 20.0  # per second and expert worker in a layer; below, loads are mostly chance
+    min_rows: float = MIN_ROWS
     horizon_s: float = 60.0  # how long loads are expected to stay like this
     max_layers: int = 4  # planned at once: for 32 workers with 256 experts that takes some 0.2 s
 
     @classmethod
     def of(cls, model: ModelSizes) -> "BalancePolicy":
-        """For weights as they are stored: gate, up and down."""
-        return cls(expert_bytes=3 * model.hidden_size * max(cut.shard_size for cut in model.cuts) * ITEM_BYTES)
+        """The policy for weights as they are stored: gate, up and down."""
+        return cls(expert_bytes=max(cut.num_weights(model.hidden_size) for cut in model.cuts) * ITEM_BYTES)
 
 
 class Verdict(NamedTuple):
@@ -84,7 +87,7 @@ def decide(
     worst = sorted(uneven, key=lambda layer: (-layer.excess, layer.number))[: policy.max_layers]
     if not worst:
         return Verdict(None, f"balanced: max/mean is {now:.2f}", now, now)
-    plan = replan(before, rooms, loads, dealing, balanced=[layer.number for layer in worst])
+    plan = repair(before, rooms, loads, dealing, balanced=[layer.number for layer in worst])
     kept, num_moves, saved, why_not = [], 0, 0.0, ""
     for layer in worst:
         gain = layer.busiest - _measure(plan, layer.number, loads[layer.number], dealing).busiest
@@ -94,16 +97,15 @@ def decide(
         elif num_fills is None:
             why_not = "there is no free slot and no second place to move experts through"
         elif gain / total * policy.horizon_s < num_fills * policy.expert_bytes / policy.pace_bytes_per_s:
-            why_not = f"copying {num_fills} experts would take longer than it saves in {policy.horizon_s:g} s"
+            why_not = f"copying {count(num_fills, 'expert')} would take longer than it saves in {policy.horizon_s:g} s"
         else:
             kept.append(layer.number)
             num_moves, saved = num_moves + num_fills, saved + gain
     if not kept:
         return Verdict(None, f"{why_not}; max/mean is {now:.2f}", now, now)
     expected = (total - saved) / means
-    what = f"{num_moves} experts" if num_moves != 1 else "one expert"
-    moved = f"{what} into other slots" if num_moves else "only other active places"
-    reason = f"max/mean {now:.2f} -> {expected:.2f} by {len(kept)} of {len(layers)} layers: {moved}"
+    moved = f"{count(num_moves, 'expert')} into other slots" if num_moves else "only other active places"
+    reason = f"max/mean {now:.2f} -> {expected:.2f} by {len(kept)} of {count(len(layers), 'layer')}: {moved}"
     return Verdict(_merged(before, plan, kept), reason, now, expected, num_moves)
 
 

@@ -41,7 +41,7 @@ def affordable(times: Mapping[float, float], decode_s: float, slowdown: float) -
 
 
 def _rising(times: Mapping[float, float], decode_s: float) -> list[tuple[float, float]]:
-    """By size. Nothing takes less time than something smaller, but by chance."""
+    """Times by size. Nothing takes less time than something smaller, but by chance."""
     points: list[tuple[float, float]] = []
     least_s = decode_s
     for size in sorted(times):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from everserve.errors import ConfigError
 from everserve.tables.ids import Rank, Role
+from everserve.words import count
 
 # A context with the code of its kernels. On an H200: 524 MiB for one that only allocates memory, as the anchor's on
 # every device, 716 MiB with torch and its libraries; the same under MPS.
@@ -60,7 +61,7 @@ def kv_bytes_per_worker(
 def _share(
     index: int, device: DeviceMemory, workers: Sequence[WorkerNeeds], utilization: float, num_spares: int
 ) -> int | None:
-    """For each attention worker on this device; None if there is none."""
+    """The KV's share for each attention worker on this device; None if there is none."""
     usable = int(device.total_bytes * utilization)
     others = device.total_bytes - device.free_bytes
     parts = {
@@ -76,8 +77,8 @@ def _share(
         needs = ", ".join(f"{_gib(size)} for {what}" for what, size in parts.items())
         raise ConfigError(
             f"device {index} has {_gib(device.total_bytes)}, of which --gpu-memory-utilization {utilization:g} allows"
-            f" {_gib(usable)} and others use {_gib(others)}, but its {len(workers)} workers need {needs}, and some for"
-            f" KV: {_advice(parts, usable, device.free_bytes)}"
+            f" {_gib(usable)} and others use {_gib(others)}, but its {count(len(workers), 'worker', 'need')} {needs},"
+            f" and some for KV: {_advice(parts, usable, device.free_bytes)}"
         )
     return left // num_attention if num_attention else None
 

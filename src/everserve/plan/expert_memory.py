@@ -1,7 +1,7 @@
 """Where each expert slot lies in host memory: the weights of an expert worker on CPUs (`--weights memory`), and the
 backup of all experts.
 
-    [layer index][slot]:  gate | up | down | padding to a multiple of 64 bytes
+    [call][slot]:  gate | up | down | biases | padding to a multiple of 64 bytes
 
 All slots of a layer have the same size, for the widest dtype that an expert may have. Experts whose file is narrower
 leave the end of their slot unused. Layers may differ: slices of a dense FFN are not as large as experts.
@@ -29,7 +29,7 @@ class ExpertMemoryPlan:
     @classmethod
     def of(cls, model: ModelSizes, dtype: str, num_slots: int | Sequence[int]) -> "ExpertMemoryPlan":
         """`dtype`: the widest that weights are kept in. `num_slots`: of every layer, or of each."""
-        weights = (3 * model.hidden_size * cut.shard_size for cut in model.cuts)
+        weights = (cut.num_weights(model.hidden_size) for cut in model.cuts)
         slot_bytes = tuple(-(-num * _ITEM_BYTES[dtype] // ALIGNMENT) * ALIGNMENT for num in weights)
         return cls((), slot_bytes).with_slots(num_slots)
 
@@ -50,7 +50,7 @@ class ExpertMemoryPlan:
 
     @property
     def num_slots(self) -> int:
-        """Of the layer with the most: tables of slots are as wide as that."""
+        """The slots of the layer with the most: tables of slots are as wide as that."""
         return max(self.slots, default=0)
 
     @property
@@ -58,11 +58,11 @@ class ExpertMemoryPlan:
         return self._first[-1]
 
     def has(self, place: Place) -> bool:
-        return 0 <= place.layer_index < self.num_layers and 0 <= place.slot < self.slots[place.layer_index]
+        return 0 <= place.call_index < self.num_layers and 0 <= place.slot < self.slots[place.call_index]
 
     def offset(self, place: Place) -> int:
         assert self.has(place), place
-        return self._first[place.layer_index] + place.slot * self.slot_bytes[place.layer_index]
+        return self._first[place.call_index] + place.slot * self.slot_bytes[place.call_index]
 
     @cached_property
     def _first(self) -> tuple[int, ...]:

@@ -17,9 +17,14 @@ _WORD_BYTES = 8
 Head = tuple[int, int]  # layer, number
 
 
-def can_divide_heads(model: ModelSizes) -> bool:
-    """Whether a GPU's kernels can: they add no biases, and an answer is a row of a lane at most."""
-    return not model.attention_bias and model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
+def can_divide_heads(model: ModelSizes, device: str = "cuda") -> bool:
+    """Whether heads can be computed apart, which norms over all of them forbid. A GPU's kernels know heads of one kind
+    and of sizes that are powers of two, and an answer is a row of a lane at most."""
+    if device != "cuda":
+        return model.has_heads_of_their_own
+    is_tile = model.head_size & (model.head_size - 1) == 0
+    fits = model.num_heads * model.head_size <= model.num_kv_heads * model.hidden_size
+    return model.has_plain_heads and is_tile and fits
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class HeadMemoryPlan:
 
     @property
     def weights_bytes(self) -> int:
-        """With the header: everything but KV."""
+        """Bytes of weights, with the header: everything but KV."""
         return self.blocks_at
 
     @property
@@ -83,7 +88,7 @@ class HeadMemoryPlan:
 
 
 def kv_share(model: ModelSizes) -> float:
-    """Of the memory of a token, what is keys and values: the rest is its words."""
+    """The part of a token's memory that is keys and values: the rest is its words."""
     kv_bytes = 2 * model.head_size * ITEM_BYTES
     return kv_bytes / (kv_bytes + _WORD_BYTES)
 

@@ -31,18 +31,17 @@ class _Change(NamedTuple):
     put: tuple[tuple[int, Rank], ...] = ()
 
 
-def lower_the_busiest(plan: LayerPlan, *, may_move: bool) -> None:
-    """Change `plan`. Without `may_move` only which place of an expert is active, and not how many are."""
-    search = _Search(plan, may_move)
+def lower_the_busiest(plan: LayerPlan) -> None:
+    """Change `plan`."""
+    search = _Search(plan)
     for _ in range(4 * len(plan.places)):
         if not search.change_one():
             return
 
 
 class _Search:
-    def __init__(self, plan: LayerPlan, may_move: bool) -> None:
+    def __init__(self, plan: LayerPlan) -> None:
         self.plan = plan
-        self.may_move = may_move
         self.work = plan.work()
         self.mean = sum(self.work.values()) / max(len(self.work), 1)
 
@@ -51,8 +50,14 @@ class _Search:
         if not self.work:
             return False
         busiest = max(self.work, key=lambda rank: (self.work[rank], rank))
-        kinds = (self._dealt, self._copied, self._swapped) if self.may_move else (self._dealt,)
-        change = next((best for kind in kinds if (best := min(kind(busiest), default=None)) is not None), None)
+        change = next(
+            (
+                best
+                for kind in (self._dealt, self._copied, self._swapped)
+                if (best := min(kind(busiest), default=None)) is not None
+            ),
+            None,
+        )
         if change is None:
             return False
         self.work |= self._work_after(change.homes)
@@ -72,9 +77,8 @@ class _Search:
             rest = tuple(rank for rank in homes if rank != busiest)
             others = sorted((r for r in self.plan.places[expert] if r not in homes), key=self._idlest_first)
             choices = [(*rest, rank) for rank in others]
-            if self.may_move:
-                choices += [(*homes, *others[:num]) for num in range(1, len(others) + 1)]
-                choices += [rest] if rest else []
+            choices += [(*homes, *others[:num]) for num in range(1, len(others) + 1)]
+            choices += [rest] if rest else []
             for choice in choices:
                 yield from self._if_better(limit, 0, ((expert, choice),))
 
@@ -166,7 +170,7 @@ class _Search:
             yield _Change(after, num_fills, homes, take, put)
 
     def _work_after(self, homes: tuple[tuple[int, tuple[Rank, ...]], ...]) -> dict[Rank, float]:
-        """Of the workers that these new active places concern."""
+        """The work of the workers that these new active places concern."""
         work: dict[Rank, float] = {}
         for expert, choice in homes:
             for rank, part in self.plan.parts(expert, self.plan.homes[expert]).items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from everserve.tables.ids import Rank, Role
+from everserve.words import agree, count
 
 LayerExpert = tuple[int, int]  # index of the layer, expert
 
@@ -56,11 +57,14 @@ def choose_mask(lost: Collection[LayerExpert], masked: Sequence[LayerExpert], po
     if not missing:
         return MaskChoice((), "every masked expert has a place again" if masked else "")
     if masked and set(missing) <= set(masked):
-        return MaskChoice(tuple(masked), f"{len(missing)} of {len(masked)} masked experts still have no place")
+        still = f"{len(missing)} of {count(len(masked), 'masked expert')}"
+        return MaskChoice(tuple(masked), f"still without a place: {still}")
     num_lost = max(Counter(layer for layer, _ in missing).values())
     if num_lost <= policy.max_masked:
-        return MaskChoice(missing, f"{len(missing)} experts without a place are masked")
-    why = f"{num_lost} experts of one layer have no place, more than the {policy.max_masked} that may be masked"
+        are = agree("are", len(missing))
+        return MaskChoice(missing, f"{count(len(missing), 'expert')} without a place {are} masked")
+    why = f"{count(num_lost, 'expert')} of one layer {agree('have', num_lost)} no place"
+    why = f"{why}, more than the {policy.max_masked} that may be masked"
     return MaskChoice((), f"{why}: streams that need them wait")
 
 
@@ -106,10 +110,11 @@ def choose_role(staff: Staff, policy: LostExpertPolicy) -> RoleChoice:
     num_lacking = staff.num_needed - staff.num_present
     if num_lacking <= 0:
         if staff.stand_ins and staff.num_away < len(staff.stand_ins) and num_lacking < 0:
-            reason = f"{staff.num_present - 1} expert workers have room for all experts without it"
+            reason = f"{count(staff.num_present - 1, 'expert worker', 'have')} room for all experts without it"
             return RoleChoice(staff.stand_ins[-1], Role.ATTENTION, reason)
         return RoleChoice(None, Role.EXPERT, "every expert has a slot")
-    why = f"{staff.num_present} expert workers have {staff.slots_per_layer} slots each for {staff.num_experts} experts"
+    slots = count(staff.slots_per_layer, "slot") + (" each" if staff.num_present != 1 else "")
+    why = f"{count(staff.num_present, 'expert worker', 'have')} {slots} for {staff.num_experts} experts"
     if not policy.may_switch:
         return RoleChoice(None, Role.EXPERT, f"{why}; no worker may change its role for that")
     able = [one for one in staff.candidates if not one.refusal]
@@ -117,7 +122,8 @@ def choose_role(staff: Staff, policy: LostExpertPolicy) -> RoleChoice:
     num_able = num_still + min(len(able) - num_still, max(staff.num_attention - 1, 0))
     if num_able < num_lacking:
         refusals = "; ".join(one.refusal for one in staff.candidates if one.refusal)
-        short = f"{num_lacking} more are needed, and {num_able} attention workers can become one"
+        able_to = count(num_able, "attention worker")
+        short = f"{num_lacking} more {agree('are', num_lacking)} needed, and {able_to} can become one"
         return RoleChoice(None, Role.EXPERT, "; ".join(filter(None, [why, short, refusals])))
     best = min(able, key=lambda one: (one.num_streams, one.rank))
     return RoleChoice(best.rank, Role.EXPERT, f"{why}; it has the fewest streams ({max(best.num_streams, 0)})")

@@ -88,11 +88,11 @@ def next_mappings(
     lender_LE = {rank: _count(shape, [held.own(i) for i in range(shape[0])]) > 0 for rank, held in left.items()}
     served_LE = sum((_count(shape, held.experts) for held in have.values()), np.zeros(shape, np.int64))
     for rank, (fills, places) in told.items():
-        for layer, slot in [(fill.layer_index, fill.slot) for fill in fills] + [*places]:
+        for layer, slot in [(fill.call_index, fill.slot) for fill in fills] + [*places]:
             expert = have[rank].experts[layer][slot]
             served_LE[layer, expert] -= expert != EMPTY
         for fill in fills:
-            served_LE[fill.layer_index, fill.expert] += 1
+            served_LE[fill.call_index, fill.expert] += 1
     missing_LE = np.logical_or.reduce([*lender_LE.values(), np.zeros(shape, bool)]) & (served_LE == 0)
     layers = [index for index in calls if missing_LE[index].any()]
     if not layers:
@@ -129,7 +129,7 @@ def in_vain(told: Mapping[Rank, Collection[Fill]], have: Have, left: Have, reach
     for rank, fills in told.items():
         lenders, by_call = tuple(lender for lender in left if reaches(rank, lender)), dict[int, set[int]]()
         for fill in fills:
-            by_call.setdefault(fill.layer_index, set()).add(fill.expert)
+            by_call.setdefault(fill.call_index, set()).add(fill.expert)
         if any(experts & served(index) or experts - lent(index, lenders) for index, experts in by_call.items()):
             found.append(rank)
     return found
@@ -143,6 +143,6 @@ def _free(held: HeldSlots, index: int, fills: Collection[Fill], places: Collecti
     """Mapped slots of a call that are empty, or will be, and that no fill is for."""
     if not held.num_mapped:
         return []
-    cleared = {place.slot for place in places if place.layer_index == index}
-    filled = {fill.slot for fill in fills if fill.layer_index == index}
+    cleared = {place.slot for place in places if place.call_index == index}
+    filled = {fill.slot for fill in fills if fill.call_index == index}
     return [s for s, e in held.mapped(index).items() if (e == EMPTY or s in cleared) and s not in filled]

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
+from everserve.tables.remembered import remembered
 from everserve.tables.slots import EMPTY, Fill, HeldSlots, Place
 
 Have = Mapping[Rank, HeldSlots]
@@ -64,9 +65,12 @@ def left_over(placement: Placement, have: Have, serving: Collection[Rank], calls
     """Slots whose expert should not be there, and is wherever it should be. `calls`: only in these."""
     planned = {seat.rank: seat for seat in placement.seats}
     staying = [rank for rank in serving if rank in have and rank in planned]
+    extras = {rank: _extra(planned[rank], have[rank]) for rank in staying}
+    if not any(extras.values()):
+        return {}
     found: dict[Rank, set[Place]] = {}
     for layer in calls:
-        extra = {rank: set(have[rank].own(layer)).difference(planned[rank].experts(layer), [EMPTY]) for rank in staying}
+        extra = {rank: found.get(layer, frozenset()) for rank, found in extras.items()}
         if not any(extra.values()):
             continue
         own = {rank: set(have[rank].own(layer)) for rank in staying}
@@ -83,14 +87,26 @@ def left_over(placement: Placement, have: Have, serving: Collection[Rank], calls
 
 def _unfinished(placement: Placement, have: Have, ranks: Collection[Rank]) -> Iterable[tuple[SeatExperts, int, int]]:
     """Where workers do not hold all that they should: (seat, layer, how many are missing)."""
+    counted = frozenset(ranks)
     for seat in placement.seats:
-        held = have.get(seat.rank) if seat.rank in ranks else None
-        if held is None:
-            continue
-        for layer in range(len(held.experts)):
-            num_missing = len(set(seat.experts(layer)).difference(held.own(layer)))
-            if num_missing:
-                yield seat, layer, num_missing
+        held = have.get(seat.rank) if seat.rank in counted else None
+        for layer, num_missing in missing(seat, held) if held is not None else ():
+            yield seat, layer, num_missing
+
+
+@remembered
+def missing(planned: SeatExperts, held: HeldSlots) -> tuple[tuple[int, int], ...]:
+    """Layers in which a worker does not hold all that it should, and how many are missing there."""
+    numbers = (len(set(planned.experts(i)).difference(held.own(i))) for i in range(len(held.experts)))
+    return tuple((layer, number) for layer, number in enumerate(numbers) if number)
+
+
+@remembered
+def _extra(planned: SeatExperts, held: HeldSlots) -> dict[int, frozenset[int]]:
+    """By layer what a worker holds and should not; only layers with any."""
+    layers = range(len(held.experts))
+    found = {i: frozenset(held.own(i)).difference(planned.experts(i), [EMPTY]) for i in layers}
+    return {layer: experts for layer, experts in found.items() if experts}
 
 
 def next_moves(
@@ -120,7 +136,7 @@ def _moves_of(
     slots, active = held.own(layer), set(seat.active[layer])
     missing = [expert for expert in seat.experts(layer) if expert not in slots]
     free = [slot for slot, expert in enumerate(slots) if expert == EMPTY]
-    here = [place.slot for place in leaving if place.layer_index == layer and place.slot < len(slots)]
+    here = [place.slot for place in leaving if place.call_index == layer and place.slot < len(slots)]
     given = sorted(here) if len(free) < len(missing) else ()
     wanted = set(seat.experts(layer))
     free += [slot for slot in given if slots[slot] not in wanted and is_free(seat.rank, Place(layer, slot))]

@@ -7,6 +7,7 @@ from everserve.errors import ConfigError
 from everserve.tables.calls import expert_calls
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
+from everserve.words import count
 
 
 def place_experts(
@@ -31,7 +32,7 @@ def place_experts(
         shadow_experts = num_active if num_seats > 1 else 0
     if not 0 <= shadow_experts <= most_useful:
         raise ConfigError(
-            f"--shadow-experts {shadow_experts}: with {num_experts} experts on {num_seats} expert workers "
+            f"--shadow-experts {shadow_experts}: with {num_experts} experts on {count(num_seats, 'expert worker')} "
             f"it must be between 0 and {most_useful}"
         )
     shares = even_shares(num_experts, num_seats)
@@ -98,6 +99,8 @@ class _Sent:
         growing = set(range(len(sizes)))  # if there is no path for an owner now, there will never be one
         for _copy in range(1, len(sizes)):
             for turn in range(max(sizes)):
+                if sum(self.load) == capacity * len(sizes):
+                    return  # no host has room: to look for paths would find none
                 for owner in sorted(growing):
                     if turn < sizes[owner] and not self._send_one(owner, set()):
                         growing.remove(owner)

@@ -41,7 +41,7 @@ class TokenCost:
         return cls(max(1, round(work.per_token / work.per_key)))
 
     def of(self, first: int, num_tokens: int) -> int:
-        """Of so many tokens from position `first` on."""
+        """The cost of so many tokens from position `first` on."""
         return num_tokens * (self.constant + first) + num_tokens * (num_tokens + 1) // 2
 
     def of_all(self, prompts: Sequence[PendingPrompt]) -> int:
@@ -52,7 +52,7 @@ KEYS_ONLY = TokenCost(1)  # while no model is known
 
 
 class Batch(NamedTuple):
-    """By home, without those that have nothing in it."""
+    """The parts of a batch by home, without those that have nothing in it."""
 
     tokens: dict[Rank, int]
     costs: dict[Rank, int]
@@ -81,7 +81,7 @@ def balanced_batch(
     portion: int = 1,
     step_cost: int = 0,
 ) -> Batch:
-    """At most `budget` tokens. The same for the same input, whatever the order of `homes`."""
+    """A balanced batch of at most `budget` tokens. The same for the same input, whatever the order of `homes`."""
     portions = _fill(homes, budget, cost, portion)
     return _batch(portions[: _best(portions, step_cost)])
 

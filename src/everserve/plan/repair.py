@@ -2,13 +2,14 @@
 
 One planner with one objective, in this order:
 
-    1. every expert has a place
-    2. every expert has as many places as the slots allow, on different devices
-    3. workers have about as much to compute
+    1. every expert has a place                                                       `repair`
+    2. every expert has as many places as the slots allow, on different devices       `repair`
+    3. workers have as much to compute                                                `even` (evening.py)
     4. the fewest experts are moved: what is planned somewhere stays there, unless one of the first three needs it
 
-After a loss or a return the third only chooses among places that there are anyway. To move experts for their load
-alone is decided elsewhere (plan/balance.py), layer by layer, with the same planner.
+Streams may wait for the first two, so after a loss these come at once, and the third soon after, in the background
+(control/decide/moving.py). How experts should move because their load has changed is decided elsewhere
+(plan/balance.py), layer by layer, with the same planner.
 
 Layers are planned one by one, because they do not share slots. A layer whose places and loads look like those of
 another one is planned like it. Of workers that have as little to do, whole experts go to the lowest rank: every layer
@@ -25,13 +26,16 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import msgspec
 
 from everserve.plan.dealing import Dealing, Loads
-from everserve.plan.layer_plan import LayerPlan, Room
+from everserve.plan.evening import even
+from everserve.plan.layer_plan import LayerPlan, Room, loads_of, numbers_dealt
 from everserve.plan.load_search import lower_the_busiest
 from everserve.tables.calls import ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
 
-__all__ = ["Loads", "Room", "replan"]
+_MOST_ROUNDS = 4
+
+__all__ = ["Loads", "Room", "repair", "replan"]
 
 
 def replan(
@@ -39,30 +43,55 @@ def replan(
     rooms: Sequence[Room],
     loads: Mapping[int, Loads] | None = None,
     dealing: Dealing | None = None,
-    balanced: Collection[int] | None = None,
+    measured: Mapping[int, Loads] | None = None,
 ) -> Placement:
-    """The placement for these workers. `loads`: by index of the layer; a layer without any is taken as evenly loaded.
-    `dealing`: which attention workers send rows. `balanced`: change only these layers, and move experts for load too.
+    """The whole plan for these workers. `loads`: by index of the layer; a layer without any is taken as evenly loaded.
+    `dealing`: which attention workers send rows. `measured`: loads by which work should be even (evening.py).
 
     Where there are fewer slots than experts, the least loaded ones get no place.
     """
+    placement = repair(before, rooms, loads, dealing)
+    for _ in range(_MOST_ROUNDS):
+        made_even = even(placement, rooms, measured)
+        if made_even == placement:
+            break
+        placement = repair(made_even, rooms, loads, dealing)  # copies that made room, or were left, have other places
+        if placement == made_even:
+            break
+    else:
+        placement = even(placement, rooms, measured)
+    return placement
+
+
+def repair(
+    before: Placement,
+    rooms: Sequence[Room],
+    loads: Mapping[int, Loads] | None = None,
+    dealing: Dealing | None = None,
+    balanced: Collection[int] | None = None,
+) -> Placement:
+    """Places for all, and as many as there should be. `balanced`: change only these layers, and move experts for load
+    too."""
     if not rooms:
         return msgspec.structs.replace(before, seats=())
     planned: dict[object, LayerPlan] = {}
     layers: dict[int, LayerPlan] = {}
     num_homeless = dict.fromkeys(ShardKind, 0)  # so far
     pieces = _Pieces(before, rooms)
+    dealt = numbers_dealt(before, rooms)
     for index in range(len(before.calls)) if balanced is None else balanced:
         num_experts = before.calls[index].num_shards
-        load = tuple((loads or {}).get(index, ()))[:num_experts] or (1.0,) * num_experts
+        load = loads_of(loads, index, num_experts)
         places = tuple((seat.rank, seat.active[index], seat.shadows[index]) for seat in before.seats)
         kind = before.calls[index].kind
         here = tuple(room for room in (one.of_layer(index) for one in rooms) if room.num_slots)
         here = pieces.limit(index, here) if kind is ShardKind.HEAD else here
         if not here:
             continue
-        num_dealt = before.num_dealt(index, len(here))
-        turn = num_homeless[kind] % len(here) if before.deals_remainder or kind is not ShardKind.EXPERT else 0
+        num_dealt = dealt[index]
+        is_in_turn = before.deals_remainder or kind is not ShardKind.EXPERT
+        is_in_turn &= kind is not ShardKind.HEAD or not pieces.are_counted
+        turn = num_homeless[kind] % len(here) if is_in_turn else 0
         most_places = 1 + before.head_copies if kind is ShardKind.HEAD else None
         num_shadows = before.num_shadows if kind is ShardKind.EXPERT and not before.deals_remainder else None
         key = places, load, here, num_dealt, most_places, turn, num_shadows
@@ -89,9 +118,15 @@ class _Pieces:
             if room.num_pieces
         }
 
+    @property
+    def are_counted(self) -> bool:
+        return bool(self._num_left)
+
     def limit(self, index: int, rooms: Sequence[Room]) -> tuple[Room, ...]:
-        """The same workers, with slots for what they hold in this layer and as many more as they have pieces left."""
-        return tuple(room._replace(num_slots=min(room.num_slots, self._most(room, index))) for room in rooms)
+        """The same workers, with slots for what they hold in this layer and as many more as they have pieces left.
+        First the one with the most, so that the last layers find pieces on more than one."""
+        limited = (room._replace(num_slots=min(room.num_slots, self._most(room, index))) for room in rooms)
+        return tuple(sorted(limited, key=lambda room: -self._num_left.get(room.rank, 0)))
 
     def _most(self, room: Room, index: int) -> int:
         num_left = self._num_left.get(room.rank, room.num_slots)
@@ -123,7 +158,7 @@ class _Layer(LayerPlan):
         if self.most_places is not None:
             self._drop_copies(self.most_places)
         self._drop_what_does_not_fit()
-        self._cover()
+        self.cover()
         self._separate()
         if not may_move:
             self._drop_what_was_not_asked_for()
@@ -131,11 +166,9 @@ class _Layer(LayerPlan):
         self._even_out()
         self._level()
         self._deal()
-        is_disturbed = any(ranks and not homes for ranks, homes in zip(self.places, self.homes, strict=True))
-        is_disturbed &= self.most_places is None  # another home of a head would have to get its KV
         self._choose_homes()
-        if may_move or is_disturbed or not all(map(self.active_on, self.held)):
-            lower_the_busiest(self, may_move=may_move)  # else it stays as it was balanced: loads may not be known
+        if may_move:
+            lower_the_busiest(self)
 
     def _drop_copies(self, most: int) -> None:
         """So many places for each: where it is served, then where there is least. What is held beyond the plan stays
@@ -143,7 +176,7 @@ class _Layer(LayerPlan):
         for expert, places in enumerate(self.places):
             homes = self.homes[expert]
             while expert not in self.dealt and len(places) > most:
-                worst = max(places, key=lambda rank: (rank not in homes, self._how_full(rank)))
+                worst = max(places, key=lambda rank: (rank not in homes, self.how_full(rank)))
                 self.take(expert, worst)
 
     def _drop_what_does_not_fit(self) -> None:
@@ -153,29 +186,10 @@ class _Layer(LayerPlan):
                 expert = max(self.held[room.rank], key=lambda e: (len(self.places[e]), -self.loads[e], -e))
                 self.take(expert, room.rank)
 
-    def _cover(self) -> None:
-        """Experts without a place, the most loaded first, where there is least to do. Where no slot is free, a shadow
-        that has another place makes room."""
-        lost = [expert for expert, ranks in enumerate(self.places) if not ranks]
-        for expert in sorted(lost, key=lambda e: (-self.loads[e], e)):
-            free = [rank for rank in self.held if self.room_on(rank) > 0] or self._make_room()
-            if not free:
-                return
-            self.put(expert, min(free, key=self._how_full))
-
-    def _make_room(self) -> list[Rank]:
-        """Drop a copy of the expert that has the most; of those, the least loaded. Returns where that was."""
-        copied = [expert for expert, ranks in enumerate(self.places) if len(ranks) > 1]
-        if not copied:
-            return []
-        expert = max(copied, key=lambda e: (len(self.places[e]), -self.loads[e], -e))
-        idle = [r for r in self.places[expert] if r not in self.homes[expert]] or self.places[expert]
-        rank = max(idle, key=self._how_full)
-        self.take(expert, rank)
-        return [rank]
-
     def _separate(self) -> None:
-        """Of two copies on one device one is given up, if there is a device without any: that is where `_copy` goes."""
+        """Separates copies: of two on one device one is given up, if there is a device without any: that is where
+        `_copy` goes.
+        """
         devices = {room.device for room in self.rooms}
         for expert, places in enumerate(self.places):
             seen: set[int] = set()
@@ -200,7 +214,7 @@ class _Layer(LayerPlan):
             homes = self.homes[expert]
             worst = max(
                 self.places[expert],
-                key=lambda r: (devices[self.by_rank[r].device] > 1, r not in homes, self._how_full(r)),
+                key=lambda r: (devices[self.by_rank[r].device] > 1, r not in homes, self.how_full(r)),
             )
             self.take(expert, worst)
 
@@ -219,14 +233,14 @@ class _Layer(LayerPlan):
             free = [r for r in self.held if self.room_on(r) > 0 and self.by_rank[r].device not in devices]
             free = free or self._shift(expert, devices)
             if free:
-                self.put(expert, min(free, key=self._how_full))
+                self.put(expert, min(free, key=self.how_full))
             if not free or len(self.places[expert]) == most:
                 growing.discard(expert)
 
     def _shift(self, expert: int, devices: set[int]) -> list[Rank]:
         """Room is left only where this expert is already: a copy of another one moves there, and leaves its slot."""
         roomy = [rank for rank in self.held if self.room_on(rank) > 0]
-        for rank in sorted(self.held, key=self._how_full, reverse=True):
+        for rank in sorted(self.held, key=self.how_full, reverse=True):
             if self.by_rank[rank].device in devices:
                 continue
             for other in sorted(self.held[rank], key=lambda e: (rank in self.homes[e], e)):
@@ -248,7 +262,7 @@ class _Layer(LayerPlan):
             self.put(poor, rank)
 
     def _swaps(self) -> Iterator[tuple[int, int, Rank]]:
-        placed = [expert for expert, ranks in enumerate(self.places) if ranks]
+        placed = [expert for expert, ranks in enumerate(self.places) if ranks and expert not in self.dealt]
         most = self.num_copies
         by_copies = sorted(placed, key=lambda e: (len(self.places[e]), -self.loads[e], e))
         for poor in (expert for expert in by_copies if len(self.places[expert]) < most):
@@ -263,7 +277,7 @@ class _Layer(LayerPlan):
     def _level(self) -> None:
         """Move copies from the fullest worker to the emptiest until they differ by at most one."""
         while True:
-            fullest, emptiest = max(self.held, key=self._how_full), min(self.held, key=self._how_full)
+            fullest, emptiest = max(self.held, key=self.how_full), min(self.held, key=self.how_full)
             if len(self.held[fullest]) - len(self.held[emptiest]) < 2 or self.room_on(emptiest) == 0:
                 return
             movable = [e for e in self.held[fullest] if self.may_go(e, fullest, emptiest)]
@@ -288,6 +302,3 @@ class _Layer(LayerPlan):
             rank = min(self.places[expert], key=lambda r: (work[r], self.order[r]))
             self.homes[expert].append(rank)
             work[rank] += self.loads[expert]
-
-    def _how_full(self, rank: Rank) -> tuple[int, float, int]:
-        return len(self.held[rank]), sum(self.loads[expert] for expert in self.held[rank]), self.order[rank]

@@ -20,6 +20,7 @@ from everserve.errors import ConfigError
 from everserve.plan.dealing import Dealing, work_of
 from everserve.plan.placement import even_shares, place_shadows
 from everserve.tables.calls import Call, ShardKind
+from everserve.tables.dealing import Dealer
 from everserve.tables.ids import Rank
 from everserve.tables.placement import Placement, SeatExperts
 
@@ -116,7 +117,7 @@ class Evenness(NamedTuple):
 
 
 def evenness(
-    placement: Placement, dealers: Sequence[Rank], costs: Mapping[ShardKind, float], sizes: Mapping[ShardKind, float]
+    placement: Placement, dealers: Sequence[Dealer], costs: Mapping[ShardKind, float], sizes: Mapping[ShardKind, float]
 ) -> Evenness:
     """`costs`: of one shard for one row; `sizes`: of its weights. `dealers`: homes, which send as many rows each."""
     work, memory = work_per_worker(placement, dealers, costs), memory_per_worker(placement, sizes)
@@ -129,9 +130,11 @@ def evenness(
 
 
 def work_per_worker(
-    placement: Placement, dealers: Sequence[Rank], costs: Mapping[ShardKind, float]
+    placement: Placement, dealers: Sequence[Dealer], costs: Mapping[ShardKind, float]
 ) -> dict[Rank, float]:
-    """Of a step with one row of each home. With the cost of a head's KV per token it is KV memory."""
+    """The work of each worker in a step with one row of each home. With the cost of a head's KV per token it is KV
+    memory.
+    """
     work = {seat.rank: 0.0 for seat in placement.seats}
     for index, call in enumerate(placement.calls):
         loads = (costs[call.kind],) * call.num_shards

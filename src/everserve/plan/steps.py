@@ -34,14 +34,8 @@ class StepWork:
 
     @classmethod
     def of(cls, model: ModelSizes, num_sharing: int) -> "StepWork":
-        """For one of `num_sharing` workers that compute on the same device at the same time."""
-        heads, hidden = model.num_heads * model.head_size, model.hidden_size
-        attention = hidden * (2 * heads + 2 * model.num_kv_heads * model.head_size)
-        num_moe = len(model.moe_layers)
-        dense = (model.num_layers - num_moe) * 3 * hidden * model.intermediate_size
-        experts = num_moe * model.experts_per_token * 3 * hidden * model.expert_intermediate_size
-        num_weights = model.num_layers * attention + dense + experts
-        return cls(2.0 * num_weights, 4.0 * heads * model.num_layers, _MAX_STEP_FLOP / num_sharing)
+        """The work of a step for one of `num_sharing` workers that compute on the same device at the same time."""
+        return cls(2.0 * model.weights_per_token, 4.0 * model.values_per_key, _MAX_STEP_FLOP / num_sharing)
 
     def cost(self, first: int, num_tokens: int) -> float:
         """The cost of `num_tokens` tokens from position `first` on."""

@@ -24,12 +24,15 @@ from everserve.tables.goal import Capacity, Goal, SeatGoal, Wanted
 from everserve.tables.ids import Role
 from everserve.tables.placement import Placement
 from everserve.tables.survival import Kv, Survival, Weights
+from everserve.words import any_of
 
-_NUMBERS = {1: "one", 2: "two"}
+_NUMBERS = (1, 2)  # of losses at once
 
 
 def survivals(goal: Goal, capacity: Capacity, log: LogConfig) -> tuple[Survival, ...]:
-    """Of the workers that there should be now. `log`: where KV outlives its worker, and its device."""
+    """What the instance survives, with the workers that there should be now. `log`: where KV outlives its worker, and
+    its device.
+    """
     seats = [s for s in goal.seats if s.wanted is not Wanted.RETIRE and s.device not in goal.absent]
     domains = {"process": len(seats), "device": len({seat.device for seat in seats})}
     found = []
@@ -39,7 +42,7 @@ def survivals(goal: Goal, capacity: Capacity, log: LogConfig) -> tuple[Survival,
             weights = _weights(goal, seats, capacity, num, is_device=is_device)
             found.append(
                 Survival(
-                    failure=f"any {_NUMBERS[num]} {name if num == 1 else _plural(name)}",
+                    failure=any_of(num, name),
                     weights=weights,
                     kv=_kv(_has_heads(goal.placement), log, num, is_device=is_device),
                 )
@@ -120,7 +123,3 @@ def _can_map(placement: Placement, seats: list[SeatGoal], mapped_slots: int, num
 def _devices(goal: Goal, placement: Placement) -> set[int]:
     device_of = {seat.rank: seat.device for seat in goal.seats}
     return {device_of[seat.rank] for seat in placement.seats}
-
-
-def _plural(name: str) -> str:
-    return f"{name}es" if name.endswith("s") else f"{name}s"

@@ -5,12 +5,13 @@
 Where heads are divided, an attention worker has not their weights (plan/head_memory.py).
 
 The orchestrator allocates by this plan, and every incarnation of the seat reads and writes by it: it depends on its
-inputs only. Everything is bfloat16. The experts are one tensor, [layer, slot] by [gate, up, down]: an expert is one
-piece of memory, which is copied and checked as a whole, and kernels address all of them from one beginning.
+inputs only. Everything is bfloat16, but for a few small weights that must not be narrowed. The experts are one tensor,
+[layer, slot] by [gate, up, down, biases]: an expert is one piece of memory, which is copied and checked as a whole, and
+kernels address all of them from one beginning.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -21,16 +22,14 @@ from everserve.tables.ids import Role
 
 ALIGNMENT = 256  # bytes; every tensor begins at a multiple: more than any kernel requires
 PAGE_BYTES = 2 << 20  # granularity of device memory
-ITEM_BYTES = 2
+ITEM_BYTES, EXACT_BYTES = 2, 4
+_MATRICES = 3  # of an expert: gate and up [F, D], down [D, F]
 _BOX_ROWS = 128  # a multiple of what any kernel reads at once
-MATRICES_PER_EXPERT = 3  # gate and up [F, D], down [D, F]
 
 
 class ModelSizes(Protocol):
     """What a plan must know of a model; `ModelConfig` is one."""
 
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -42,21 +41,26 @@ class ModelSizes(Protocol):
     @property
     def head_size(self) -> int: ...
     @property
-    def intermediate_size(self) -> int: ...
-    @property
     def num_experts(self) -> int: ...
     @property
     def experts_per_token(self) -> int: ...
     @property
-    def expert_intermediate_size(self) -> int: ...
-    @property
     def moe_layers(self) -> tuple[int, ...]: ...
     @property
-    def qk_norm(self) -> bool: ...
+    def outer_weights(self) -> Mapping[str, tuple[int, ...]]: ...
+    def home_weights(self, layer: int) -> Mapping[str, tuple[int, ...]]: ...
     @property
-    def attention_bias(self) -> bool: ...
+    def exact_weights(self) -> frozenset[str]: ...
     @property
-    def tie_word_embeddings(self) -> bool: ...
+    def weights_per_token(self) -> int: ...
+    @property
+    def values_per_key(self) -> int: ...
+    @property
+    def has_plain_heads(self) -> bool: ...
+    @property
+    def has_heads_of_their_own(self) -> bool: ...
+    @property
+    def has_latent_attention(self) -> bool: ...
     @property
     def cuts(self) -> tuple[FfnCut, ...]: ...
     @property
@@ -71,10 +75,11 @@ class PlannedTensor:
     layer: int | None  # None: not of a single layer
     shape: tuple[int, ...]
     offset: int
+    is_exact: bool = False  # float32
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES
+        return math.prod(self.shape) * (EXACT_BYTES if self.is_exact else ITEM_BYTES)
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,7 @@ class WeightsPlan:
         tensors: list[PlannedTensor] = []
         end = 0
         for weight in weights:
-            tensor = PlannedTensor(*weight, offset=_up(end, ALIGNMENT))
+            tensor = PlannedTensor(*weight, offset=_up(end, ALIGNMENT), is_exact=weight[0] in model.exact_weights)
             tensors.append(tensor)
             end = tensor.offset + tensor.num_bytes
         return cls(tuple(tensors), _up(max(end + overhang, 1), PAGE_BYTES))
@@ -120,43 +125,20 @@ class WeightsPlan:
 
 
 def _around_layers(model: ModelSizes) -> Iterator[tuple[str, None, tuple[int, ...]]]:
-    yield "embedding", None, (model.vocab_size, model.hidden_size)
-    yield "final_norm", None, (model.hidden_size,)
-    if not model.tie_word_embeddings:
-        yield "lm_head", None, (model.vocab_size, model.hidden_size)
+    for name, shape in model.outer_weights.items():
+        yield name, None, shape
 
 
 def _attention_half(model: ModelSizes, layer: int) -> Iterator[tuple[str, int, tuple[int, ...]]]:
-    crosses_seam = any(cut.layer == layer for cut in model.cuts)
-    for name, shape in _one_layer(model, layer in model.moe_layers, crosses_seam):
+    for name, shape in model.home_weights(layer).items():
         yield name, layer, shape
 
 
-def _one_layer(model: ModelSizes, is_moe: bool, crosses_seam: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """With the names of model/attention_half.py. `gate_up`, `down`: an FFN that does not cross the seam."""
-    hidden, head = model.hidden_size, model.head_size
-    q_size, qkv_size = model.num_heads * head, (model.num_heads + 2 * model.num_kv_heads) * head
-    yield "input_norm", (hidden,)
-    if not model.divides_heads:
-        yield "qkv", (qkv_size, hidden)
-        if model.attention_bias:
-            yield "qkv_bias", (qkv_size,)
-        if model.qk_norm:
-            yield "q_norm", (head,)
-            yield "k_norm", (head,)
-    yield "output", (hidden, q_size)
-    if model.attention_bias:
-        yield "output_bias", (hidden,)
-    yield "post_norm", (hidden,)
-    if is_moe:
-        yield "router", (model.num_experts, hidden)
-    if not crosses_seam:
-        yield "gate_up", (2 * model.intermediate_size, hidden)
-        yield "down", (hidden, model.intermediate_size)
-
-
 def _experts(model: ModelSizes, num_slots: int) -> Iterator[tuple[str, None, tuple[int, ...]]]:
-    yield "experts", None, (len(model.cuts) * num_slots, MATRICES_PER_EXPERT, _shard_size(model), model.hidden_size)
+    num, size, hidden = len(model.cuts) * num_slots, _shard_size(model), model.hidden_size
+    numbers = model.cuts[0].num_weights(hidden)
+    is_plain = numbers == _MATRICES * size * hidden
+    yield "experts", None, (num, _MATRICES, size, hidden) if is_plain else (num, numbers)
 
 
 def _overhang(model: ModelSizes) -> int:

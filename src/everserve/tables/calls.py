@@ -5,6 +5,7 @@ never of the number of workers. Calls differ in their kind of shards, and in how
 calls are as wide as the widest one: numbers beyond a call's `num_shards` stand for nothing, and need no place.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -33,6 +34,14 @@ def expert_calls(num_experts: int, layers: Iterable[int]) -> tuple[Call, ...]:
     return tuple(Call(layer=layer, num_shards=num_experts) for layer in layers)
 
 
+def num_biases(hidden_size: int, shard_size: int) -> int:
+    """The biases of gate, up and down, and zeros behind them: where shards follow each other, all begin at a row of
+    either matrix.
+    """
+    unit = math.lcm(hidden_size, shard_size)
+    return -(-(2 * shard_size + hidden_size) // unit) * unit
+
+
 @dataclass(frozen=True)
 class FfnCut:
     """The FFN of one layer as shards (model/cut.py)."""
@@ -43,6 +52,12 @@ class FfnCut:
     shards_per_token: int
     shard_size: int  # columns of gate and up, rows of down
     slices_per_expert: int = 1
+    has_bias: bool = False
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers of one shard: gate and up [F, D], down [D, F], and the biases of these three behind them."""
+        biases = num_biases(hidden_size, self.shard_size) if self.has_bias else 0
+        return 3 * hidden_size * self.shard_size + biases
 
     @property
     def call(self) -> Call:

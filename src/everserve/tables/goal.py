@@ -5,12 +5,15 @@ orchestrator continues with it. The current state may differ: see members.py and
 """
 
 from enum import StrEnum
+from functools import cached_property
 
 import msgspec
 
 from everserve.tables.health import Diagnosis, Level
-from everserve.tables.ids import MAX_RANKS, NO_DEVICE, Rank, Role
+from everserve.tables.ids import NO_DEVICE, Rank, Role
 from everserve.tables.placement import Placement
+
+_MOST_RANKS = 1 << 15  # routes have 16 bits for one; what workers can do today is less (config/cluster.py)
 
 
 class Wanted(StrEnum):
@@ -38,12 +41,12 @@ class SeatGoal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def role(self) -> Role:
-        """Of its process now. A worker with both roles counts as an attention worker."""
+        """The role of its process now. A worker with both roles counts as an attention worker."""
         return Role.ATTENTION if Role.ATTENTION in self.roles else Role.EXPERT
 
     @property
     def next_role(self) -> Role:
-        """That it should have."""
+        """The role that the seat should have."""
         if self.wanted is not Wanted.SWITCH:
             return self.role
         return Role.EXPERT if self.role is Role.ATTENTION else Role.ATTENTION
@@ -53,15 +56,15 @@ class Mask(msgspec.Struct, frozen=True, kw_only=True):
     """Experts that are masked while they have no place."""
 
     last_id: int = 0  # the highest number that any set of masked experts has had
-    experts: tuple[tuple[int, int], ...] = ()  # (layer index, expert) in order
+    experts: tuple[tuple[int, int], ...] = ()  # (call, expert) in order
 
     @property
     def id(self) -> int:
-        """Of this set, as routes name it."""
+        """The number of this set, as routes name it."""
         return self.last_id if self.experts else 0
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
+class Goal(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """One version of the plan. Without expert workers there is no placement: every worker has both roles."""
 
     version: int
@@ -77,20 +80,29 @@ class Goal(msgspec.Struct, frozen=True, kw_only=True):
         ranks = [seat.rank for seat in self.seats]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"two seats share a rank: {sorted(ranks)}")
-        if not all(0 <= rank < MAX_RANKS for rank in ranks):
-            raise ValueError(f"ranks must be below {MAX_RANKS}: {sorted(ranks)}")
+        if not all(0 <= rank < _MOST_RANKS for rank in ranks):
+            raise ValueError(f"ranks must be below {_MOST_RANKS}: {sorted(ranks)}")
         placed = {seat.rank for seat in self.placement.seats} if self.placement is not None else set()
         experts = {seat.rank for seat in self.seats if Role.ATTENTION not in seat.roles}
         if not placed <= experts:
             raise ValueError(f"experts are placed on ranks that are no expert workers: {sorted(placed - experts)}")
 
     def seat(self, rank: Rank) -> SeatGoal | None:
-        return next((seat for seat in self.seats if seat.rank == rank), None)
+        return self._by_rank.get(rank)
 
-    @property
+    @cached_property
+    def _by_rank(self) -> dict[Rank, SeatGoal]:
+        return {seat.rank: seat for seat in self.seats}
+
+    @cached_property
     def absent(self) -> frozenset[int]:
         """Devices on which no worker should be."""
         return frozenset(self.gone).union(self.away)
+
+    @cached_property
+    def are_all_staying(self) -> bool:
+        """Whether no worker should leave."""
+        return not self.absent and all(seat.wanted is Wanted.STAY for seat in self.seats)
 
     def level(self, device: int) -> Level:
         return max((said.level for said in self.health if said.device == device), default=Level.HEALTHY)
@@ -117,7 +129,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int = 0  # of each KV cache in device memory that outlives its worker, beside the log; 0: none
 
     def slots(self, num_calls: int) -> tuple[int, ...]:
-        """Of every expert worker, in each call."""
+        """The slots of every expert worker, in each call."""
         assert len(self.slots_by_call) in (0, num_calls), f"slots for {len(self.slots_by_call)} of {num_calls} calls"
         return self.slots_by_call or (self.slots_per_layer,) * num_calls
 

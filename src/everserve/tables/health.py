@@ -10,8 +10,8 @@
     6      isolate                    counts as lost at once, with all that is on it
 
 To *empty* a device is to give its experts other places and its streams other workers before its own workers leave
-(control/health.py). Workers come back when the level is lower. A device that was isolated is gone until its level is
-lower, or an operator returns it.
+(control/decide/health.py). Workers come back when the level is lower. A device that was isolated is gone until its
+level is lower, or an operator returns it.
 """
 
 from enum import IntEnum

@@ -5,11 +5,12 @@ from typing import NamedTuple, NewType
 
 from everserve.config.cluster import MAX_RANKS
 
-__all__ = ["MAX_RANKS", "NO_DEVICE", "Epoch", "Incarnation", "Rank", "Role", "SlotId", "WorkerId"]
+__all__ = ["MAX_RANKS", "NO_DEVICE", "NO_RANK", "Epoch", "Incarnation", "Rank", "Role", "SlotId", "WorkerId"]
 
 NO_DEVICE = -1  # instead of the number of a device: computed on CPUs, or in the host's memory
 
 Rank = NewType("Rank", int)  # a numbered seat, never renumbered
+NO_RANK = Rank(-1)  # where a table has no worker
 Incarnation = NewType("Incarnation", int)  # counts the processes in that seat, from 1
 Epoch = NewType("Epoch", int)  # the version of the tables
 SlotId = NewType("SlotId", int)  # a physical place for one expert's weights in one layer of one worker

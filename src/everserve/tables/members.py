@@ -51,3 +51,12 @@ class Members(msgspec.Struct, frozen=True, kw_only=True):
         ranks = [worker.rank for worker in self.workers]
         if len(set(ranks)) != len(ranks):
             raise ValueError(f"two workers share a rank: {sorted(ranks)}")
+
+
+def gateway_name(number: int) -> str:
+    """The name of a gateway's process; that of the first is what it is where there are no others."""
+    return f"gateway-{number}" if number else "gateway"
+
+
+def keeper_name(number: int) -> str:
+    return f"keeper-{number}" if number else "keeper"

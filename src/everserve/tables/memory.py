@@ -17,7 +17,8 @@
     backup          none                               every expert once, in host memory (--expert-backup host)
     backup-state    none                               what is in the backup
 
-The memory itself is a descriptor, sent with the message that names it: all workers are on one host today.
+A process that is offered memory gets a descriptor with the name, and opens the memory by the name (memory/local.py). It
+must be on the same host.
 """
 
 from enum import StrEnum
@@ -44,8 +45,13 @@ class Kind(StrEnum):
     BACKUP_STATE = "backup-state"
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """The name of one piece of memory: all fields together identify it."""
+class MemoryName(msgspec.Struct, frozen=True, kw_only=True):
+    """The name of one piece of memory: all fields together identify it.
+
+    Memory of a seat may be lost, and made again for the next worker there, while others still have what was lost. So it
+    has a generation, which no other memory for the same purpose has: the incarnation of the worker that it was made
+    for, whose number is never used again.
+    """
 
     kind: Kind
     owners: tuple[WorkerId, ...]
@@ -53,12 +59,23 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     host: int = 0
     device: int = NO_DEVICE  # it is lost with this device; NO_DEVICE: it survives the loss of any
     gpu: int = NO_DEVICE  # whose memory it is; NO_DEVICE: the host's
+    generation: int = 0  # 0: its owners have only one such memory ever; in what a worker needs: any
 
     @property
     def name(self) -> str:
-        """For display: "lane-0.1-2.3" is between incarnation 1 of rank 0 and incarnation 3 of rank 2."""
+        """The name for display: "lane-0.1-2.3" is between incarnation 1 of rank 0 and incarnation 3 of rank 2."""
         owners = (f"{o.rank}.{o.incarnation}" if o.incarnation else f"{o.rank}" for o in self.owners)
         return "-".join([self.kind, *owners])
+
+    @property
+    def need(self) -> "MemoryName":
+        """What it is for, whichever generation it is."""
+        return msgspec.structs.replace(self, generation=0) if self.generation else self
+
+    def made_for(self, worker: WorkerId) -> "MemoryName":
+        """New memory for this need, of this worker."""
+        is_of_seat = any(owner == seat_owner(owner.rank) for owner in self.owners)
+        return msgspec.structs.replace(self, generation=worker.incarnation) if is_of_seat else self
 
 
 def seat_owner(rank: Rank) -> WorkerId:

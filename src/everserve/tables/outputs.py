@@ -18,6 +18,13 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     top_ids: tuple[int, ...]
     top_logprobs: tuple[float, ...]
 
+    def best(self, num: int) -> "TokenLogprobs":
+        """The same with only its first alternatives."""
+        if num >= len(self.top_ids):
+            return self
+        ids, logprobs = self.top_ids[:num], self.top_logprobs[:num]
+        return TokenLogprobs(logprob=self.logprob, rank=self.rank, top_ids=ids, top_logprobs=logprobs)
+
 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one stream produced in one step.
@@ -55,6 +62,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_stale: int = 0  # answers dropped because their sender is no longer trusted
     num_restored_tokens: int = 0  # whose KV came from a log
     num_broken_tokens: int = 0  # missing in a log: it had a gap, or a wrong checksum
+    num_unreadable_logs: int = 0  # of other workers, or a predecessor's: nothing was restored from them
     log_lag_tokens: int = 0  # gauge: computed, and not in this worker's log yet
     num_captures: int = 0  # gauge: graphs captured by this process; does not grow once it serves
     num_masked_tokens: int = 0  # sampled under a mask of experts
@@ -66,6 +74,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_regained_tokens: int = 0  # of running streams, kept when heads had to be computed elsewhere
     num_lost_tokens: int = 0  # of running streams, computed again because heads had to be computed elsewhere
     num_regained_bytes: int = 0  # of KV, copied for that
+    num_taken_back: int = 0  # of the preemptions: places that streams gave to requests which had none
 
 
 class AttentionLoad(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

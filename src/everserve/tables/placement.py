@@ -1,12 +1,14 @@
 """Which worker should hold which shards. A plan: routes follow what workers really hold (slots.py).
 
-Where a name says *expert*, any kind of shard is meant, and where it says *layer index*, the index of a call (calls.py):
-in a model whose shards are whole experts these are the experts, and the layers that have some.
+Tables are indexed by calls (calls.py). Where a name says *expert*, any kind of shard is meant: in a model whose shards
+are whole experts these are the experts.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import msgspec
+import numpy as np
 
 from everserve.tables.calls import Call
 from everserve.tables.ids import Rank
@@ -15,7 +17,7 @@ from everserve.tables.slots import EMPTY, SeatSlots
 PerLayer = tuple[tuple[int, ...], ...]  # [index of the call] -> experts
 
 
-class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
+class SeatExperts(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The experts that one seat should hold: it serves the active ones, and takes over the shadows when another worker
     cannot serve them."""
 
@@ -31,6 +33,12 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
             if len(set(experts)) != len(experts):
                 raise ValueError(f"rank {self.rank} should hold an expert twice in one layer")
 
+    @cached_property
+    def served(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """[call, expert][active expert]: index of the call and expert of each active one."""
+        experts = [(index, expert) for index, active in enumerate(self.active) for expert in active]
+        return np.array(experts, np.int64).reshape(len(experts), 2).T
+
     def experts(self, layer: int) -> tuple[int, ...]:
         """All of them, active ones first."""
         return self.active[layer] + self.shadows[layer]
@@ -44,7 +52,7 @@ class SeatExperts(msgspec.Struct, frozen=True, kw_only=True):
         return SeatSlots(rank=self.rank, experts=tuple(padded))
 
 
-class Placement(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All expert seats. `deals_remainder`: shards that cannot be shared evenly, the last ones of each call, should have
     an active place on every seat, so that their rows are dealt among all. `head_copies`: further places of each head;
     other shards have as many as there are slots for. `num_shadows`: of whole experts, further places per seat and layer
@@ -67,7 +75,11 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     def seat(self, rank: Rank) -> SeatExperts | None:
         """None: this rank should hold no experts."""
-        return next((seat for seat in self.seats if seat.rank == rank), None)
+        return self._by_rank.get(rank)
+
+    @cached_property
+    def _by_rank(self) -> dict[Rank, SeatExperts]:
+        return {seat.rank: seat for seat in reversed(self.seats)}
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -86,7 +98,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def slots_by_call(self) -> tuple[int, ...]:
-        """Of each call, the slots of the seat that needs the most."""
+        """For each call the slots of the seat that needs the most."""
         num_calls = range(len(self.calls))
         return tuple(max((len(seat.experts(index)) for seat in self.seats), default=0) for index in num_calls)
 

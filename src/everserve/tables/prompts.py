@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class PendingPrompt(NamedTuple):
-    """Of one stream: tokens that are computed already, and those that are not."""
+    """The prompt of one stream: tokens that are computed already, and those that are not."""
 
     first: int
     num_tokens: int

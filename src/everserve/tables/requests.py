@@ -8,7 +8,7 @@ A spec does not depend on the worker that runs it: every worker produces the sam
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -24,6 +24,22 @@ MAX_STOP_IDS = 64
 def as_tokens(ids: Iterable[int] = ()) -> Tokens:
     """Four bytes each, that can be copied without a look at them."""
     return array("i", ids)
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The output begins with reasoning, up to a token that ends it."""
+
+    end_id: int
+    max_tokens: int | None = None  # then the end is forced
+    start_id: int | None = None  # it only begins if this is the first token; None: it has begun in the prompt
+
+
+class Guided(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What the output must look like (guides/): first reasoning, if there is any, then what the grammar says."""
+
+    grammar: str | None = None  # as llguidance reads it
+    end_ids: tuple[int, ...] = ()  # they end an answer, where the grammar may end
+    thinking: Thinking | None = None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -43,6 +59,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_ids: tuple[int, ...] = ()  # the model's end-of-sequence ids included, unless ignore_eos
     logprobs: int | None = None  # how many alternatives beside the chosen token; None = no logprobs
     prompt_logprobs: int | None = None  # the same for each prompt token (`echo`)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens in a row that the output must not contain
+    guided: Guided | None = None
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -56,6 +74,16 @@ class Masked(msgspec.Struct, frozen=True, array_like=True, gc=False):
     mask_id: int
 
 
+class Flow(NamedTuple):
+    """The request and the API key that a stream belongs to, and the key's weight, where places are shared
+    (plan/fairness.py)."""
+
+    key: str = ""
+    request: int = 0  # counted by the gateway
+    weight: float = 1.0  # of the key; the same for all of its requests
+    priority: int = 0  # among the requests of its key: those with a lower one come first
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One token stream: its id, its prompt, what it has produced so far and how to continue it."""
 
@@ -64,6 +92,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     params: SamplingParams
     known: Tokens = msgspec.field(default_factory=as_tokens)  # that the client has; never sampled again
     masked: Masked | None = None  # what its last worker has said of its KV
+    flow: Flow = Flow()
+    cache_salt: bytes = b""  # streams share KV only with those that have the same
 
     def after(self, known: Iterable[int], masked: Masked | None = None) -> "RequestSpec":
         """The same stream, when its client has these output tokens."""

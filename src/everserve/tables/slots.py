@@ -4,9 +4,11 @@ A *generation* counts the changes of one slot: two reports with the same generat
 """
 
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from everserve.tables.ids import Rank
 
@@ -14,16 +16,16 @@ EMPTY = -1
 
 
 class Place(NamedTuple):
-    """One slot of one layer of a worker."""
+    """One slot of a worker, in one call."""
 
-    layer_index: int  # the index of the call
+    call_index: int
     slot: int
 
 
 class Fill(NamedTuple):
     """An expert for a slot."""
 
-    layer_index: int
+    call_index: int
     slot: int
     expert: int
 
@@ -31,7 +33,7 @@ class Fill(NamedTuple):
 class FailedFill(msgspec.Struct, frozen=True, kw_only=True):
     """A slot that is empty because its expert could not be loaded."""
 
-    layer_index: int
+    call_index: int
     slot: int
     expert: int
     reason: str
@@ -70,11 +72,11 @@ class SeatSlots(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_slots(self) -> int:
-        """Of the call with the most."""
+        """The slots of the call with the most."""
         return max(map(len, self.experts), default=0)
 
 
-class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
+class HeldSlots(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """All slots of one incarnation, [index of the call][slot]. Calls may have different numbers of slots. The last
     `num_mapped` ones of each call have no memory of their own: what they hold lies in the memory of another seat."""
 
@@ -94,8 +96,14 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_slots(self) -> int:
-        """Of the call with the most."""
+        """The slots of the call with the most."""
         return max(map(len, self.experts), default=0)
+
+    @cached_property
+    def filled(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
+        """[call, slot or expert][filled slot]: index of the call, slot and expert of each slot that is not empty."""
+        places = [(i, s, e) for i, slots in enumerate(self.experts) for s, e in enumerate(slots) if e != EMPTY]
+        return np.array(places, np.int64).reshape(len(places), 3).T
 
     def num_own(self, index: int) -> int:
         """Slots of a call with memory of their own: the first ones."""
@@ -111,4 +119,4 @@ class HeldSlots(msgspec.Struct, frozen=True, kw_only=True):
         return {first + i: expert for i, expert in enumerate(self.experts[index][first:])}
 
     def is_mapped(self, place: Place) -> bool:
-        return place.slot >= self.num_own(place.layer_index)
+        return place.slot >= self.num_own(place.call_index)

@@ -9,7 +9,7 @@ class Weights(StrEnum):
     """How what was lost of the model is served again."""
 
     AT_ONCE = "no stream waits for weights"
-    SUCCESSOR = "streams wait until its successor has started"
+    SUCCESSOR = "streams wait until replacements have started"
     MAPPED = "streams wait until survivors have mapped what is missing"
     LOADED = "streams wait until survivors have loaded what is missing"
     RETURN = "streams wait until a device returns"

@@ -16,18 +16,19 @@ All functions return sentences for operators; an empty result means that all is 
 both roles has no expert workers: its placement and routes are None.
 """
 
-import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from everserve.tables.ids import Epoch, Rank, Role
+from everserve.tables.ids import NO_RANK, Epoch, Rank, Role
 from everserve.tables.members import Members, Worker, WorkerState
 from everserve.tables.placement import Placement
-from everserve.tables.routes import NO_RANK, Routes
+from everserve.tables.remembered import remembered
+from everserve.tables.routes import Routes
 from everserve.tables.slots import EMPTY, HeldSlots
+from everserve.words import plural
 
 _MAX_LISTED = 8
 
@@ -71,20 +72,35 @@ def conditions(
         coverage.append("there are expert workers but no routes to them")
     elif routes is not None:
         coverage.append("there are routes but no expert workers")
-    epochs = behind(members, acknowledged) if routes is not None else ()
+    epochs = Behind(members, acknowledged).sentences() if routes is not None else ()
     return Conditions(peers=tuple(peers), coverage=tuple(coverage), epochs=epochs)
 
 
-def behind(members: Members, acknowledged: Mapping[Rank, Epoch]) -> tuple[str, ...]:
-    """The third condition alone: it changes more often than the tables."""
-    ready = [worker.rank for worker in members.workers if _serves(worker, Role.ATTENTION)]
-    late = [rank for rank in ready if acknowledged.get(rank) != members.epoch]
-    return tuple(
-        f"rank {rank} uses routes of epoch {acknowledged[rank]}, published is {members.epoch}"
-        if rank in acknowledged
-        else f"rank {rank} has not said which routes it uses; published is epoch {members.epoch}"
-        for rank in late
-    )
+class Behind:
+    """The third condition alone. It changes more often than the tables, by one attention worker at a time."""
+
+    def __init__(self, members: Members, acknowledged: Mapping[Rank, Epoch]) -> None:
+        self._published = members.epoch
+        ready = [worker.rank for worker in members.workers if _serves(worker, Role.ATTENTION)]
+        self._late = {rank: self._words(rank, acknowledged.get(rank)) for rank in ready}  # "" if it is not
+
+    def note(self, rank: Rank, epoch: Epoch) -> bool:
+        """This worker uses the routes of this epoch. Returns whether that changes the condition."""
+        words = self._words(rank, epoch)
+        if self._late.get(rank, words) == words:
+            return False
+        self._late[rank] = words
+        return True
+
+    def sentences(self) -> tuple[str, ...]:
+        return tuple(filter(None, self._late.values()))
+
+    def _words(self, rank: Rank, epoch: Epoch | None) -> str:
+        if epoch == self._published:
+            return ""
+        if epoch is None:
+            return f"rank {rank} has not said which routes it uses; published is epoch {self._published}"
+        return f"rank {rank} uses routes of epoch {epoch}, published is {self._published}"
 
 
 def degraded(members: Members, placement: Placement | None, routes: Routes | None) -> tuple[str, ...]:
@@ -160,7 +176,7 @@ def _wrong_places(placement: Placement, have: Have, routes: Routes) -> list[str]
 
 
 def _exists(placement: Placement) -> Bools:
-    """[layer index][expert]: whether there is such an expert."""
+    """[call][expert]: whether there is such an expert."""
     num_experts_L = np.array([call.num_shards for call in placement.calls], np.int64)
     exists_LE: Bools = np.arange(placement.num_experts) < num_experts_L[:, None]
     return exists_LE
@@ -181,11 +197,12 @@ def _held(placement: Placement, have: Have, rank_LEC: Ints, slot_LEC: Ints) -> I
     """What the named slots hold; EMPTY where there is no such slot."""
     num_seats, num_slots = len(have), max((held.num_slots for held in have.values()), default=0)
     experts_NLS = np.full((num_seats + 1, len(placement.moe_layers), num_slots + 1), EMPTY, np.int64)
-    seat_LEC = np.full(rank_LEC.shape, num_seats)  # the last seat and the last slot stand for none
+    seat_R = np.full(2 + max([*have, rank_LEC.max(initial=NO_RANK)]), num_seats)  # the last seat and slot: none
     for index, (rank, held) in enumerate(have.items()):
-        for layer, experts in enumerate(held.experts):
-            experts_NLS[index, layer, : len(experts)] = experts
-        seat_LEC[rank_LEC == rank] = index
+        layer_F, slot_F, expert_F = held.filled
+        experts_NLS[index, layer_F, slot_F] = expert_F
+        seat_R[rank] = index
+    seat_LEC = seat_R[rank_LEC]
     slot_LEC = np.where((slot_LEC >= 0) & (slot_LEC < num_slots), slot_LEC, num_slots)
     layer_LEC = np.arange(len(placement.moe_layers))[:, None, None]
     held_LEC: Ints = experts_NLS[seat_LEC, layer_LEC, slot_LEC]
@@ -193,19 +210,19 @@ def _held(placement: Placement, have: Have, rank_LEC: Ints, slot_LEC: Ints) -> I
 
 
 def _num_held(placement: Placement, have: Have, ranks: Collection[Rank]) -> Ints:
-    """[layer index][expert]: how many slots of these workers hold it."""
+    """[call][expert]: how many slots of these workers hold it."""
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
+    counted = frozenset(ranks)
     for rank, held in have.items():
-        if rank in ranks:
-            for layer, slots in enumerate(held.experts):
-                experts_S = np.array(slots, np.int64)
-                num_LE[layer, experts_S[experts_S != EMPTY]] += 1  # a worker holds an expert once per layer
+        if rank in counted:
+            layer_F, _, expert_F = held.filled
+            num_LE[layer_F, expert_F] += 1  # a worker holds an expert once per layer
     return num_LE
 
 
-@functools.lru_cache(maxsize=2)
+@remembered
 def _num_planned(placement: Placement) -> Ints:
-    """[layer index][expert]: how many places it should have."""
+    """[call][expert]: how many places it should have."""
     num_LE = np.zeros((len(placement.moe_layers), placement.num_experts), np.int64)
     for seat in placement.seats:
         for layer in range(len(placement.moe_layers)):
@@ -225,7 +242,7 @@ def _sentences(placement: Placement, which_LE: Bools, what: str) -> list[str]:
         one = len(experts) == 1
         words = {"have": "has", "are": "is", "them": "it", "their": "its"}
         said = what.format(**(words if one else {word: word for word in words}))
-        of = f"of layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
+        of = f"of {plural('layer', len(layers))} {_ranges(layers)}"
         if one:
             sentences.append(f"{kind} {experts[0]} {of} {said}")
         else:

@@ -12,10 +12,16 @@ socket's buffer (200 KiB), and routes or prompts may not. On a stream Linux work
 
 That needs no counting, and a lost or dropped frame does not shift the descriptors of other frames. If the receiver has
 too many open files, the kernel discards descriptors (MSG_CTRUNC) and their frame is useless: the channel ends there
-with a ProtocolError.
+with DescriptorsLost, the process ends, and its successor is told anew. A process without a successor (supervisor,
+gateway) looks first (MSG_PEEK) and leaves such a frame in the socket until there is room: `waits_for_room`.
 
 The kernel also limits the descriptors that a user has in flight, sent and not read yet (ETOOMANYREFS beyond
 RLIMIT_NOFILE). Such a frame waits as if the buffer were full, but no event says when to try again: see `is_held_back`.
+
+Channels that must outlive one of their processes are packets (SOCK_SEQPACKET): lifelines, and the supervisor's to the
+gateway. The next supervisor goes on with the same socket, in which there can be no half frame: the kernel takes all of
+a packet, or nothing. A frame that is too large for one (the goal of a model with many experts) lies in memory of its
+own, whose descriptor is the last that goes with the packet.
 
 Two interfaces: `Channel` for loops that poll (worker, supervisor), `AsyncChannel` for asyncio (gateway).
 """
@@ -33,13 +39,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from everserve.errors import ProtocolError
+from everserve.errors import DescriptorsLost, ProtocolError
 from everserve.wire.messages import AnyMessage, decode, encode
 
 MAX_FRAME_BYTES = 256 << 20
+MAX_PACKET_BYTES = 160 << 10  # what a socket with the buffer that every system has takes at once
 MAX_FDS = 253  # with one frame: the kernel's SCM_MAX_FD
-RETRY_S = 0.01  # after this time a frame that is held back is tried again
+RETRY_S = 0.01  # after this time a frame that is held back, or for which there is no room, is tried again
 _LENGTH = struct.Struct("<I")
+_IN_MEMORY = 0xFFFFFFFF  # instead of a length: the message is in the packet's last descriptor
+_FD = struct.Struct("i")
 _READ_BYTES = 1 << 16  # a larger buffer costs more to allocate than a second read
 
 
@@ -58,10 +67,18 @@ class Descriptors:
     def __len__(self) -> int:
         return len(self._fds)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Those that were not taken."""
+        return tuple(self._fds)
+
     def take(self) -> list[int]:
         """All of them. The caller must close them."""
         fds, self._fds = self._fds, []
         return fds
+
+    def take_last(self) -> int:
+        return self._fds.pop()
 
     def close(self) -> None:
         for fd in self.take():
@@ -87,34 +104,38 @@ class _Batch(NamedTuple):
 
 
 class Channel:
-    """One end of a socket pair. Only `wait` and `receive` block."""
+    """One end of a socket pair. Only `wait` and `receive` block. `waits_for_room`: see above."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, waits_for_room: bool = False) -> None:
         sock.setblocking(False)
         self.sock = sock
+        self._are_packets = sock.type == socket.SOCK_SEQPACKET
+        self._read_bytes = MAX_PACKET_BYTES if self._are_packets else _READ_BYTES
+        self.has_no_room = False  # for descriptors that have come: the socket stays readable; read again after RETRY_S
         self.num_dropped = 0  # frames that were not one of our messages
-        self.is_held_back = False  # too many descriptors are in flight: flush again after RETRY_S
+        self.is_held_back = False  # too many descriptors are in flight, or no memory: flush again after RETRY_S
         self._incoming = bytearray()
         self._parsed = 0  # bytes of `_incoming` whose frames were delivered
         self._origin = 0  # where in the stream `_incoming` begins
         self._batches: deque[_Batch] = deque()
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._eof = False
+        self._waits_for_room = waits_for_room
 
     @classmethod
-    def pair(cls, buffer_bytes: int | None = None) -> tuple[socket.socket, socket.socket]:
+    def pair(cls, buffer_bytes: int | None = None, are_packets: bool = False) -> tuple[socket.socket, socket.socket]:
         """Two connected unnamed sockets: nothing is left behind when both are closed. `buffer_bytes`: what each may
         send before the other reads; less if the kernel does not allow it (net.core.wmem_max)."""
-        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET if are_packets else socket.SOCK_STREAM)
         if buffer_bytes is not None:
             for end in pair:
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
         return pair
 
     @classmethod
-    def of_fd(cls, fd: int) -> "Channel":
+    def of_fd(cls, fd: int, waits_for_room: bool = False) -> "Channel":
         """A channel over a socket that was received as a descriptor."""
-        return cls(socket.socket(fileno=fd))
+        return cls(socket.socket(fileno=fd), waits_for_room)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -122,14 +143,50 @@ class Channel:
     # -- sending ---------------------------------------------------------------------------------
 
     def send(self, message: AnyMessage, fds: Sequence[int] = ()) -> None:
-        """Queue a message and write what the kernel takes. Descriptors are duplicated for the receiver."""
-        assert len(fds) <= MAX_FDS, f"{len(fds)} descriptors with one {type(message).__name__}"
+        """Queue a message and write what the kernel takes. Descriptors are duplicated for the receiver; OSError, and
+        nothing is queued, if they have to wait here and there is no room for duplicates."""
+        frame, memory = self._frame(message, fds)
+        try:
+            num_sent = self._begin(frame, [*fds, *memory])
+            if num_sent < len(frame):
+                self._outgoing.append((frame[num_sent:], [] if num_sent else _duplicates([*fds, *memory])))
+        finally:
+            _close_all(memory)
+
+    def give(self, message: AnyMessage, fds: list[int]) -> None:
+        """Send, and give the descriptors away: they belong to the channel from now on, so it needs no room for them."""
+        num_sent = -1
+        try:
+            frame, memory = self._frame(message, fds)
+            fds = [*fds, *memory]
+            num_sent = self._begin(frame, fds)
+            if num_sent < len(frame):
+                self._outgoing.append((frame[num_sent:], [] if num_sent else fds))
+        finally:
+            if num_sent:
+                _close_all(fds)
+
+    def try_send(self, message: AnyMessage, fds: Sequence[int]) -> bool:
+        """On packets: send all of it, or nothing. Nothing waits here, so that who sends it knows where it is."""
+        frame, memory = self._frame(message, fds)
+        try:
+            return self._begin(frame, [*fds, *memory]) == len(frame)
+        finally:
+            _close_all(memory)
+
+    def _frame(self, message: AnyMessage, fds: Sequence[int]) -> tuple[memoryview, list[int]]:
+        """What is sent, and the memory that the message is in if it does not fit into a packet."""
         payload = encode(message)
-        frame = memoryview(_LENGTH.pack(len(payload)) + payload)
+        is_elsewhere = self._are_packets and _LENGTH.size + len(payload) > MAX_PACKET_BYTES
+        assert len(fds) + is_elsewhere <= MAX_FDS, f"{len(fds)} descriptors with one {type(message).__name__}"
+        if is_elsewhere:
+            return memoryview(_LENGTH.pack(_IN_MEMORY)), [_in_memory(payload)]
+        return memoryview(_LENGTH.pack(len(payload)) + payload), []
+
+    def _begin(self, frame: memoryview, fds: Sequence[int]) -> int:
+        """How many bytes of it the kernel takes behind all that waits already."""
         self.flush()
-        num_sent = 0 if self._outgoing else self._write(frame, fds)
-        if num_sent < len(frame):
-            self._outgoing.append((frame[num_sent:], [] if num_sent else [os.dup(fd) for fd in fds]))
+        return 0 if self._outgoing else self._write(frame, fds)
 
     @property
     def wants_write(self) -> bool:
@@ -159,7 +216,7 @@ class Channel:
         except (BrokenPipeError, ConnectionResetError):
             return len(frame)  # the peer is gone; the next receive raises ChannelClosed
         except OSError as error:
-            if error.errno != errno.ETOOMANYREFS:
+            if error.errno not in (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS):
                 raise
             self.is_held_back = True
             return 0
@@ -181,7 +238,7 @@ class Channel:
             raise ChannelClosed
 
     def receive_all(self) -> list[AnyMessage]:
-        """As `receive_frames`, where no message comes with descriptors that are needed."""
+        """Receives as `receive_frames`, where no message comes with descriptors that are needed."""
         return [message for message, _ in self.receive_frames()]
 
     def wait(self, timeout_s: float | None) -> bool:
@@ -204,7 +261,7 @@ class Channel:
             nap_s = min(RETRY_S, timeout_s)
         elif self._outgoing:
             events |= selectors.EVENT_WRITE
-        with selectors.DefaultSelector() as selector:
+        with selectors.PollSelector() as selector:  # which needs no descriptor
             selector.register(self.sock, events)
             return bool(selector.select(None if nap_s == math.inf else max(0.0, nap_s)))
 
@@ -221,7 +278,7 @@ class Channel:
             self._read_available()
 
     def receive(self, timeout_s: float | None = None) -> AnyMessage | None:
-        """As `receive_frame`, for a message whose descriptors are not needed."""
+        """Receives as `receive_frame`, for a message whose descriptors are not needed."""
         frame = self.receive_frame(timeout_s)
         return frame.message if frame is not None else None
 
@@ -236,23 +293,39 @@ class Channel:
             self._batches.popleft().fds.close()
 
     def abandon(self) -> None:
-        """As `close`, but the socket's descriptor is left as it is: by now it may be another file's."""
+        """Closes as `close`, but the socket's descriptor is left as it is: by now it may be another file's."""
         self.sock.detach()
         self.close()
 
+    @property
+    def undelivered(self) -> frozenset[int]:
+        """The descriptors of frames that have been read, and not asked for yet."""
+        return frozenset(fd for batch in self._batches for fd in batch.fds.numbers)
+
     def _read_available(self) -> None:
+        self.has_no_room = False
         while not self._eof:
             try:
-                data, fds, flags, _ = socket.recv_fds(self.sock, _READ_BYTES, MAX_FDS)
+                data, fds, flags = _receive(self.sock, self._read_bytes, socket.MSG_PEEK if self._waits_for_room else 0)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                data, fds, flags = b"", [], 0
+                continue  # said once: the peer has not read all; of packets its own last ones come after this
+            if self._waits_for_room:
+                if flags & socket.MSG_CTRUNC:
+                    _close_all(fds)
+                    self.has_no_room = True
+                    return
+                self._consume(len(data))  # the descriptors that we have stay, those in the socket are closed
             self._incoming += data
             self._eof = not data  # a short read is not the end: one stops at each frame that carries descriptors
             is_complete = not flags & socket.MSG_CTRUNC
             if fds or not is_complete:
                 self._batches.append(_Batch(self._origin + len(self._incoming), Descriptors(fds), is_complete))
+
+    def _consume(self, num_bytes: int) -> None:
+        while num_bytes:
+            num_bytes -= len(self.sock.recv(num_bytes))
 
     def _next(self) -> Frame | None:
         """The next complete frame that is one of our messages; None if there is none yet."""
@@ -261,7 +334,7 @@ class Channel:
             fds = self._descriptors_before(self._origin + end)
             self._parsed = end
             try:
-                return Frame(decode(payload), fds)
+                return Frame(decode(payload or (_from_memory(fds) if self._are_packets else b"")), fds)
             except ProtocolError:
                 self.num_dropped += 1
                 fds.close()
@@ -276,6 +349,8 @@ class Channel:
         if num_bytes < _LENGTH.size:
             return None
         (length,) = _LENGTH.unpack_from(self._incoming, self._parsed)
+        if length == _IN_MEMORY and self._are_packets:
+            return self._parsed + _LENGTH.size
         if length > MAX_FRAME_BYTES:
             raise ProtocolError(f"a frame of {length} bytes: the stream is out of step")
         return self._parsed + _LENGTH.size + length if num_bytes >= _LENGTH.size + length else None
@@ -284,8 +359,38 @@ class Channel:
         """The descriptors of the frame that ends there."""
         batches = list(takewhile(lambda batch: batch.end <= end, self._batches))
         if not all(batch.is_complete for batch in batches):
-            raise ProtocolError("descriptors of a message were lost: too many open files (ulimit -n)")
+            raise DescriptorsLost("descriptors of a message were lost: too many open files (ulimit -n)")
         return Descriptors([fd for _ in batches for fd in self._batches.popleft().fds.take()])
+
+
+def _receive(sock: socket.socket, num_bytes: int, flags: int) -> tuple[bytes, list[int], int]:
+    """Bytes, descriptors and flags. (`socket.recv_fds` takes flags, and does not use them.)"""
+    data, ancillary, returned, _ = sock.recvmsg(num_bytes, socket.CMSG_SPACE(MAX_FDS * _FD.size), flags)
+    fds: list[int] = []
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds += [fd for (fd,) in _FD.iter_unpack(content[: len(content) - len(content) % _FD.size])]
+    return data, fds, returned
+
+
+def _in_memory(payload: bytes) -> int:
+    fd = os.memfd_create("message")
+    try:
+        with os.fdopen(fd, "wb", closefd=False) as file:
+            file.write(payload)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _from_memory(fds: Descriptors) -> bytes:
+    """The message that is in the last of them; the others stay. ProtocolError if there is none."""
+    if not fds:
+        raise ProtocolError("an empty frame")
+    with os.fdopen(fds.take_last(), "rb") as file:
+        file.seek(0)
+        return file.read(MAX_FRAME_BYTES)
 
 
 def _close_all(fds: Iterable[int]) -> None:
@@ -293,22 +398,50 @@ def _close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
+def _duplicates(fds: Iterable[int]) -> list[int]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))
+    except OSError:
+        _close_all(made)
+        raise
+    return made
+
+
 class AsyncChannel:
     """The same for asyncio: `await receive()` yields messages one by one."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self.channel = Channel(sock)
+    def __init__(self, sock: socket.socket | Channel, waits_for_room: bool = False, reads: bool = True) -> None:
+        """`reads`: otherwise what comes stays in the socket until `begin_to_read`."""
+        self._was_used = isinstance(sock, Channel)  # and may have read more than its user has taken
+        self.channel = sock if isinstance(sock, Channel) else Channel(sock, waits_for_room)
         self._inbox: deque[Frame] = deque()
         self._failure: Exception | None = None  # why no more frames will come
         self._waiter: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
         self._writing = False
-        self._loop.add_reader(sock, self._on_readable)
+        if reads:
+            self.begin_to_read()
+
+    def begin_to_read(self) -> None:
+        self._loop.add_reader(self.channel.sock, self._on_readable)
+        if self._was_used:
+            self._loop.call_soon(self._on_readable)
 
     def send(self, message: AnyMessage) -> None:
         """Queue and write; never blocks."""
         self.channel.send(message)
         self._watch_writable()
+
+    def give(self, message: AnyMessage, fds: list[int]) -> None:
+        """Send; the descriptors belong to the channel from now on."""
+        self.channel.give(message, fds)
+        self._watch_writable()
+
+    def descriptors(self) -> frozenset[int]:
+        """Those of messages that have come, and were not asked for yet."""
+        return self.channel.undelivered | {fd for frame in self._inbox for fd in frame.fds.numbers}
 
     async def receive_frame(self) -> Frame:
         """The next message and its descriptors; ChannelClosed at the end."""
@@ -320,7 +453,7 @@ class AsyncChannel:
         return self._inbox.popleft()
 
     async def receive(self) -> AnyMessage:
-        """As `receive_frame`, where no message comes with descriptors that are needed."""
+        """Receives as `receive_frame`, where no message comes with descriptors that are needed."""
         return (await self.receive_frame()).message
 
     def close(self) -> None:
@@ -329,13 +462,22 @@ class AsyncChannel:
         self.channel.close()
 
     def _on_readable(self) -> None:
+        if self.channel.fileno() == -1:
+            return  # it was closed in this turn
         try:
             self._inbox.extend(self.channel.receive_frames())
         except (ChannelClosed, ProtocolError, OSError) as error:
             self._failure = error
             self._loop.remove_reader(self.channel.sock)
+        if self.channel.has_no_room:
+            self._loop.remove_reader(self.channel.sock)
+            self._loop.call_later(RETRY_S, self._read_again)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def _read_again(self) -> None:
+        if self.channel.fileno() != -1:
+            self._loop.add_reader(self.channel.sock, self._on_readable)
 
     def _watch_writable(self) -> None:
         if self.channel.wants_write and not self._writing:

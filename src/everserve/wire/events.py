@@ -1,20 +1,15 @@
 """Typed events: what happened, where and when. Tests, benchmarks and the dashboard read these, never log text.
 
-Each process appends to its own file `DIR/<process>-<pid>.jsonl` when `--event-log DIR` is given, and always sends its
-events to the gateway, through the orchestrator or the supervisor, for `/events`. The files contain client-chosen ids,
-with which streams can be resumed, so only their owner can read them.
+Each process sends its events to the gateway, through the orchestrator or the supervisor, for `/events`, and writes them
+to files if `--event-log` says so (event_log.py). What happened is said where it is known; where and when is added as an
+event is recorded, so that a pure function can return events.
 """
 
-import io
-import logging
-import os
-import time
-from collections.abc import Callable
-from pathlib import Path
+import functools
+import operator
+from typing import TYPE_CHECKING
 
 import msgspec
-
-log = logging.getLogger(__name__)
 
 
 def _snake(name: str) -> str:
@@ -23,12 +18,13 @@ def _snake(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
-    """Base of all events. `at_s` is the machine's monotonic clock, comparable between its processes."""
+    """Base of all events. These four are filled in by `EventLog.append`, unless they are given. `at_s` is the
+    computer's monotonic clock, comparable between its processes."""
 
-    at_s: float = msgspec.field(default_factory=time.monotonic)
-    unix_s: float = msgspec.field(default_factory=time.time)
-    process: str
-    pid: int = msgspec.field(default_factory=os.getpid)
+    at_s: float = 0.0
+    unix_s: float = 0.0
+    process: str = ""
+    pid: int = 0
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -195,7 +191,7 @@ class SwitchDone(Event, frozen=True):
 # -- faults --------------------------------------------------------------------------------------
 
 
-class FaultInjectedEvent(Event, frozen=True, tag="fault_injected"):
+class FaultInjected(Event, frozen=True):
     """An operator's signal was sent."""
 
     rank: int
@@ -357,7 +353,7 @@ class PlacementMade(Event, frozen=True):
     repairable_devices: int = 0  # beyond that with a pause: so many may be lost, and every expert finds a place again
 
 
-class DeviceLostEvent(Event, frozen=True):
+class DeviceLost(Event, frozen=True, tag="device_lost_event"):
     """A device was lost, with its workers and everything in its memory. `gone`: it does not return by itself."""
 
     device: int
@@ -365,14 +361,14 @@ class DeviceLostEvent(Event, frozen=True):
     ranks: list[int]
 
 
-class DeviceReturnedEvent(Event, frozen=True):
+class DeviceReturned(Event, frozen=True, tag="device_returned_event"):
     """A device that was gone can be used again; workers start on it."""
 
     device: int
     ranks: list[int]
 
 
-class DeviceHealthEvent(Event, frozen=True, tag="device_health"):
+class DeviceHealthChanged(Event, frozen=True, tag="device_health"):
     """A device has another health level (tables/health.py), because of `reason`. `done`: what follows from it."""
 
     device: int
@@ -435,104 +431,7 @@ class RequestPreempted(Event, frozen=True):
     num_tokens: int
 
 
-AnyEvent = (
-    ProcessStarted
-    | ProcessEnded
-    | Serving
-    | ShutdownBegan
-    | BadBytes
-    | WorkerProvisioned
-    | WorkerStartedEvent
-    | WorkerLoading
-    | WorkerBecameReady
-    | WorkerBackedOff
-    | WorkerSlow
-    | WorkerRecovered
-    | WorkerLeaving
-    | WorkerLeft
-    | WorkerExitedEvent
-    | ScaleBegan
-    | ScaleDone
-    | SwitchBegan
-    | SwitchDone
-    | ExpertsMasked
-    | MaskLifted
-    | FaultInjectedEvent
-    | SuspectedEvent
-    | FaultDetected
-    | RowsReplayed
-    | StreamsPaused
-    | StreamsContinued
-    | RequestResumed
-    | StreamMoved
-    | StreamRestored
-    | KvRegained
-    | StreamDiverged
-    | StreamBroke
-    | ClientResumed
-    | StaleDropped
-    | OrchestratorRecovered
-    | EpochPublished
-    | PlacementMade
-    | DeviceLostEvent
-    | DeviceReturnedEvent
-    | DeviceHealthEvent
-    | RepairPhase
-    | ExpertsMoved
-    | BalanceDecided
-    | RequestPreempted
-)
-
-
-class EventLog:
-    """Where one process writes its events: its own file, if configured, and the `tell` callback."""
-
-    def __init__(self, process: str, directory: str | None, tell: Callable[[AnyEvent], None] | None = None) -> None:
-        self.process = process
-        self.num_lost = 0  # events that could not be written
-        self._tell = tell
-        self._file = _open(directory, process) if directory is not None else None
-        self._is_torn = False  # the last line is half a line
-
-    def append(self, event: AnyEvent) -> None:
-        """Record an event of this process, or forward one of another process. A full disk only loses the record."""
-        if self._file is not None and event.process == self.process:
-            self._write(self._file, msgspec.json.encode(event) + b"\n")
-        if self._tell is not None:
-            self._tell(event)
-
-    def _write(self, file: io.FileIO, line: bytes) -> None:
-        line = b"\n" + line if self._is_torn else line
-        try:
-            num_written = file.write(line)
-        except OSError as error:
-            num_written, reason = 0, error.strerror
-        else:
-            reason = "no space left"
-        if num_written == len(line):
-            self._is_torn = False
-            return
-        self._is_torn |= num_written > 0
-        self.num_lost += 1
-        if self.num_lost == 1:
-            log.warning("events cannot be written to %s: %s", file.name, reason)
-
-
-def _open(directory: str, process: str) -> io.FileIO | None:
-    path = Path(directory) / f"{process}-{os.getpid()}.jsonl"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return open(path, "ab", buffering=0, opener=_open_private)
-    except OSError as error:
-        log.warning("events are not written: %s: %s", path, error.strerror)
-        return None
-
-
-def _open_private(path: str, flags: int) -> int:
-    fd = os.open(path, flags | os.O_NOFOLLOW, 0o600)
-    try:
-        os.fchmod(fd, 0o600)  # the file may have existed
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
+if TYPE_CHECKING:
+    AnyEvent = Event
+else:  # what can be decoded
+    AnyEvent = functools.reduce(operator.or_, Event.__subclasses__())

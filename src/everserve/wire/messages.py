@@ -3,60 +3,61 @@
     gateway -> attention worker    Submit, Cancel, PrefillsPending
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
-    orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, LogJoined, LogLeft, FillSlots,
-                                   ClearSlots, StopChanges, WeightsJoined, WeightsLeft, KvJoined, KvLeft, KvGrouped,
-                                   Leave, Hang, Fenced, Shutdown
+    orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, Offer, Withdraw, FillSlots,
+                                   ClearSlots, StopChanges, KvGrouped, Leave, Hang, Fenced, Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, LanesOpen,
                                    Leaving, Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
                                    SlotsReported, EventHappened
 
-    orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, FaultInjected, DrainAnswered,
-                                   DeviceAnswered, HealthAnswered, ScaleAnswered, SwitchAnswered, EventHappened
-    gateway -> orchestrator        GatewayReport (first), InjectFault, DrainWorker, LoseDevice, ReturnDevice,
-                                   SayHealth, ScaleCluster, SwitchWorker, StreamsReported, LogSettled
+    orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, Answered, EventHappened
+    gateway -> orchestrator        GatewayReport (first), Ask, StreamsReported, LogSettled
 
-    orchestrator -> anchor         Allocate, Adopt, Release
-    anchor -> orchestrator         Allocated, AllocationFailed
+    orchestrator -> anchor         Allocate, Offer, Release
+    anchor -> orchestrator         Offer, Withdraw
 
     supervisor -> zygote           StartZygote (first), ForkWorker, Shutdown
-    zygote -> supervisor           Ready, WorkerForked, SparesChanged
+    zygote -> supervisor           Ready, WorkerForked, SpareForked, SparesChanged
     zygote -> spare                ForkWorker
     spare -> zygote                Ready
 
-    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, WorkerStarted, MemoryKept, WorkerExited,
-                                   Signalled, Shutdown
-    orchestrator -> supervisor     KeepGoal (first), Provision, DropMemory, SignalWorker, Ready, Failed
+    supervisor -> orchestrator     StartOrchestrator (first), AnchorAttached, GatewayAttached, WorkerStarted,
+                                   Offer, WorkerExited, Signalled, Shutdown
+    orchestrator -> supervisor     KeepGoal (first), Provision, Release, SignalWorker, Ready, Failed
 
-    supervisor -> gateway          StartGateway (first), OrchestratorAttached, Attach, ProcessesChanged,
-                                   ProcessSignalled, EventHappened, Shutdown
-    gateway -> supervisor          Ready, Failed, SignalProcess
+    supervisor -> gateway          StartGateway (first), GatewayKnown, OrchestratorAttached, Attach, ProcessesChanged,
+                                   Succeed, Answered, EventHappened, HandedOver, TakenIn, Shutdown
+    gateway -> supervisor          GatewayBegun (first), Ready, Failed, Ask, EventHappened, HandedOver, TakenIn
 
     supervisor -> anchor           OrchestratorAttached, Shutdown
     anchor -> supervisor           Ready
-    supervisor -> worker           OrchestratorAttached
+    supervisor -> worker           OrchestratorAttached, TokensAttached
     worker -> supervisor           DeviceDescriptors
 
 Tensors are never sent in messages: they go through lanes (backends/cpu/lane.py), so tensors and messages never wait for
 each other. "+ fds" lists the descriptors that are sent with a message.
 """
 
+import functools
+import operator
 from array import array
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from everserve.config.cluster import ClusterConfig
 from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
+from everserve.config.events import EventLogConfig
 from everserve.config.gateway import GatewayConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
 from everserve.errors import ProtocolError
 from everserve.tables.calls import ShardKind
 from everserve.tables.goal import Capacity, Goal
-from everserve.tables.health import DeviceHealth, Level
+from everserve.tables.health import DeviceHealth
 from everserve.tables.ids import NO_DEVICE, Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.members import Members, Process
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import MemoryName
 from everserve.tables.outputs import AttentionLoad, EngineStats, ExpertStats, Output
 from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec, Tokens, as_tokens
@@ -66,6 +67,7 @@ from everserve.tables.survival import Survival
 from everserve.tables.validity import Conditions
 from everserve.tables.work import Work
 from everserve.wire.events import AnyEvent
+from everserve.wire.operators import AnyRequest
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -112,6 +114,7 @@ class WorkerReady(Message, frozen=True):
     max_num_seqs: int  # streams in one step; the gateway queues streams far beyond this
     token_cost: int = 1  # what a token costs besides the keys that it attends to (plan/prefill.py)
     shares_workers: bool = False  # with other homes: expert workers
+    guides: str = ""  # the version of what follows grammars: guided streams run where it is the gateway's (guides/)
 
 
 class StepOutput(Message, frozen=True):
@@ -127,6 +130,7 @@ class Rejected(Message, frozen=True):
     id: str
     reason: str
     is_server_fault: bool = False  # False: the request is invalid (HTTP 400); True: HTTP 500
+    is_dead_end: bool = False  # what it may say next is nothing: its own fault, though its client may have tokens
 
 
 class GivenBack(Message, frozen=True):
@@ -143,13 +147,13 @@ class Hello(Message, frozen=True):
 
 
 class PeerJoined(Message, frozen=True):
-    """Orchestrator to worker: there is a peer of the other role. + fds: its cell, the lane between the two, and its
-    bell if it has one."""
+    """Orchestrator to worker: there is a peer of the other role. `memory`, which was offered just before: its cell, the
+    lane between the two, and its bell if it has one."""
 
     rank: Rank
     incarnation: Incarnation
     roles: tuple[Role, ...]
-    has_bell: bool = False
+    memory: tuple[MemoryName, ...]
 
 
 class LanesSent(Message, frozen=True):
@@ -173,32 +177,16 @@ class RoutesChanged(Message, frozen=True):
     routes: Routes
 
 
-class LogJoined(Message, frozen=True):
-    """Orchestrator to attention worker: the log of another incarnation of an attention worker. Keep it: streams that
-    lose that worker may continue here. + fds: the log's memory, and that of its blocks if separate."""
-
-    rank: Rank
-    incarnation: Incarnation
-    has_kv: bool = False  # its blocks are in separate device memory
-
-
-class LogLeft(Message, frozen=True):
-    """Orchestrator to attention worker: that incarnation is gone, and no stream needs its log any more."""
-
-    rank: Rank
-    incarnation: Incarnation
-
-
 class FillSlots(Message, frozen=True):
     """Orchestrator to expert worker: load these experts into these slots, one by one, replacing what the slots hold."""
 
-    fills: list[Fill]
+    fills: tuple[Fill, ...]
 
 
 class ClearSlots(Message, frozen=True):
     """Orchestrator to expert worker: empty these slots."""
 
-    places: list[Place]
+    places: tuple[Place, ...]
 
 
 class StopChanges(Message, frozen=True):
@@ -216,36 +204,6 @@ class SlotsReported(Message, frozen=True):
     failed: list[FailedFill] = []
     filled: list[Filled] = []
     num_done: int = 0
-
-
-class WeightsJoined(Message, frozen=True):
-    """Orchestrator to expert worker: the weights of another expert seat, or the backup of all experts (`rank` None), to
-    copy experts from. Replaces what was announced for that rank before. + fds: the weights, and their slot table."""
-
-    rank: Rank | None
-    weights: Memory
-
-
-class WeightsLeft(Message, frozen=True):
-    """Orchestrator to expert worker: that memory is gone; do not use it any more."""
-
-    rank: Rank | None
-
-
-class KvJoined(Message, frozen=True):
-    """Orchestrator to expert worker, on a GPU to attention worker: the pool of another expert seat's heads, its mirror
-    (on a GPU that of another home), or its parity, to fetch KV from. Replaces what was announced as that before. + fd:
-    the memory."""
-
-    rank: Rank
-    kind: Kind
-
-
-class KvLeft(Message, frozen=True):
-    """Orchestrator to expert worker, on a GPU to attention worker: this memory is lost."""
-
-    rank: Rank
-    kind: Kind
 
 
 class KvGrouped(Message, frozen=True):
@@ -281,7 +239,7 @@ class Report(Message, frozen=True):
     is_leaving: bool
     epoch: Epoch  # of the routes that it uses; 0: none
     peers: list[WorkerId]  # workers of the other role that it has a lane to
-    logs: list[WorkerId]  # of other workers, that it keeps
+    memory: list[MemoryName]  # of others, that it can open
     slots: HeldSlots | None = None  # of an expert worker
 
 
@@ -347,8 +305,9 @@ class ClusterChanged(Message, frozen=True):
 class ExpertsChanged(Message, frozen=True):
     """Orchestrator to gateway, at most once a second: how much experts are used, and where they are.
 
-    `load` is float32 [layer index][expert], in rows per second. `routes`: None if they are those of the last such
-    message to this gateway. `kinds`: what the experts of each layer are; empty: experts.
+    `load` is float32 [call][expert], in rows per second. `routes`: None if they are those of the last such
+    message to this gateway. `kinds`: what the experts of each layer are; empty: experts. `balance`: of each kind, the
+    work of the busiest device over the mean.
     """
 
     moe_layers: tuple[int, ...]
@@ -357,6 +316,7 @@ class ExpertsChanged(Message, frozen=True):
     worst_layer: int  # the number of the layer with the largest max over mean
     routes: Routes | None
     kinds: tuple[ShardKind, ...] = ()
+    balance: dict[ShardKind, float] = {}  # msgspec copies it
 
 
 class WorkerLost(Message, frozen=True):
@@ -383,158 +343,63 @@ class LogSettled(Message, frozen=True):
     incarnation: Incarnation
 
 
-class DrainWorker(Message, frozen=True):
-    """Gateway to orchestrator: an operator wants this worker to give its streams back, leave, and be replaced."""
-
-    id: str
-    rank: Rank
-
-
-class DrainAnswered(Message, frozen=True):
-    """Orchestrator to gateway: the incarnation that was asked to leave; 0 if none was. `reason` says why."""
-
-    id: str
-    incarnation: Incarnation
-    reason: str
-
-
-class ScaleCluster(Message, frozen=True):
-    """Gateway to orchestrator: an operator wants this many workers (None: as many as before), or devices."""
-
-    id: str
-    attention: int | None = None
-    expert: int | None = None
-    devices: int | None = None
-
-
-class ScaleAnswered(Message, frozen=True):
-    """Orchestrator to gateway: the workers that there will be, or why there will not (`refused`)."""
-
-    id: str
-    refused: str = ""
-    attention: int = 0
-    expert: int = 0
-    devices: int = 0
-    added: list[Rank] = []
-    retired: list[Rank] = []
-
-
-class SwitchWorker(Message, frozen=True):
-    """Gateway to orchestrator: an operator wants the worker in this seat to have this role."""
-
-    id: str
-    rank: Rank
-    role: Role
-
-
-class SwitchAnswered(Message, frozen=True):
-    """Orchestrator to gateway: the role will change, or why it will not (`refused`)."""
-
-    id: str
-    refused: str = ""
-
-
 class StreamsReported(Message, frozen=True):
     """Gateway to orchestrator, about once a second while something changes: what the attention workers have."""
 
     loads: dict[Rank, AttentionLoad]
 
 
-class InjectFault(Message, frozen=True):
-    """Gateway to orchestrator: an operator asks for this signal, or for a main thread that hangs (`signal` None); only
-    with --enable-chaos."""
+class Ask(Message, frozen=True):
+    """Gateway to orchestrator, or to supervisor (signals to processes that are not workers): an operator's request."""
 
     id: str
-    rank: Rank
-    signal: int | None
+    request: AnyRequest
 
 
-class LoseDevice(Message, frozen=True):
-    """Gateway to orchestrator: an operator takes a device away (only with --enable-chaos). `gone`: for good, until
-    ReturnDevice."""
-
-    id: str
-    device: int
-    gone: bool
-
-
-class ReturnDevice(Message, frozen=True):
-    """Gateway to orchestrator: a device that was gone can be used again."""
+class Answered(Message, frozen=True):
+    """Orchestrator or supervisor to gateway: what follows from an Ask, as the JSON of its view (wire/operators.py); or
+    why nothing was done."""
 
     id: str
-    device: int
-
-
-class DeviceAnswered(Message, frozen=True):
-    """Orchestrator to gateway: the ranks on the device, or why nothing was done (`reason`)."""
-
-    id: str
-    ranks: list[Rank]
-    reason: str
-
-
-class SayHealth(Message, frozen=True):
-    """Gateway to orchestrator: an operator says how healthy a device is (tables/health.py)."""
-
-    id: str
-    device: int
-    level: Level
-    reason: str
-
-
-class HealthAnswered(Message, frozen=True):
-    """Orchestrator to gateway: the level that the device has now, and what follows; or why nothing was done
-    (`refused`)."""
-
-    id: str
-    level: Level = Level.HEALTHY
-    reason: str = ""
-    done: str = ""
     refused: str = ""
+    view: bytes = b""
 
 
-class FaultInjected(Message, frozen=True):
-    """Orchestrator to gateway: the answer. `pid` is None if there was no such process; `reason` says why."""
-
-    id: str
-    pid: int | None
-    incarnation: Incarnation
-    reason: str
-
-
-# -- orchestrator <-> anchor ---------------------------------------------------------------------
+# -- memory, by its name (tables/memory.py) ------------------------------------------------------
 
 
 class Allocate(Message, frozen=True):
-    """Orchestrator to anchor: allocate this memory, zeroed, and own it."""
+    """Orchestrator to anchor: allocate this memory, zeroed, and own it. The answer is Offer, or Withdraw."""
 
-    memory: Memory
-
-
-class Allocated(Message, frozen=True):
-    """Anchor to orchestrator: this memory is allocated. + fds: the memory."""
-
-    memory: Memory
+    memory: MemoryName
 
 
-class AllocationFailed(Message, frozen=True):
-    """Anchor to orchestrator: this memory could not be allocated; `reason` is one line."""
+class Offer(Message, frozen=True):
+    """This memory exists, and the receiver can open it. + fd: the memory.
 
-    memory: Memory
-    reason: str
+    anchor -> orchestrator         it was allocated
+    supervisor -> orchestrator     a worker that has exited has left it, before this orchestrator began
+    orchestrator -> anchor         own it from now on: one of the two is new
+    orchestrator -> worker         memory of another worker, to continue its streams, to copy experts or to fetch KV.
+                                   The blocks of a log come before the log. Or what PeerJoined is about
+    """
+
+    memory: MemoryName
 
 
-class Adopt(Message, frozen=True):
-    """Orchestrator to a new anchor, or a new orchestrator to its anchor: this memory exists; own it. + fds: the
-    memory."""
+class Withdraw(Message, frozen=True):
+    """Orchestrator to worker: this memory is not to be used any more. Anchor to orchestrator: it cannot be had;
+    `reason` is one line."""
 
-    memory: Memory
+    memory: MemoryName
+    reason: str = ""
 
 
 class Release(Message, frozen=True):
-    """Orchestrator to anchor: this memory is not needed any more."""
+    """Orchestrator to anchor, and to supervisor: this memory is not needed any more, or not after its worker has ended.
+    No later orchestrator is offered it."""
 
-    memory: Memory
+    memory: MemoryName
 
 
 # -- supervisor <-> zygote -----------------------------------------------------------------------
@@ -542,14 +407,14 @@ class Release(Message, frozen=True):
 
 class ForkWorker(Message, frozen=True):
     """Supervisor to zygote: fork this worker; zygote to spare: become this worker. + fds: its cell, its control
-    channel, its lifeline (to the supervisor); its gateway channel if it has the attention role; its memory, in the
-    order of `start.memory`."""
+    channel, its lifeline (to the supervisor); its channels to the gateways, by number, if it has the attention role;
+    its memory, in the order of `start.memory`."""
 
     start: "StartWorker"
 
 
 class WorkerForked(Message, frozen=True):
-    """Zygote to supervisor: the new process, which is a child of the supervisor already."""
+    """Zygote to supervisor: the new process, which is a child of root already."""
 
     rank: Rank
     incarnation: Incarnation
@@ -595,6 +460,7 @@ class StartOrchestrator(Message, frozen=True):
     found: tuple["FoundProcess", ...] | None = None  # None: this is the first orchestrator
     goal: Goal | None = None  # of the previous orchestrator; None: make the first goal
     is_serving: bool = False  # all seats were ready once
+    num_gateways: int = 1
 
 
 class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -609,18 +475,6 @@ class FoundProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 class AnchorAttached(Message, frozen=True):
     """Supervisor to orchestrator: a (new) anchor. + fds: the channel to it."""
-
-
-class MemoryKept(Message, frozen=True):
-    """Supervisor to a new orchestrator: memory of a worker that has exited. + fds: the memory."""
-
-    memory: Memory
-
-
-class DropMemory(Message, frozen=True):
-    """Orchestrator to supervisor: this memory of a worker is not needed after that worker has ended."""
-
-    memory: Memory
 
 
 class KeepGoal(Message, frozen=True):
@@ -641,7 +495,7 @@ class WorkerStarted(Message, frozen=True):
 
     start: "StartWorker"
     pid: int
-    dropped: tuple[Memory, ...] = ()
+    dropped: tuple[MemoryName, ...] = ()
 
 
 class WorkerExited(Message, frozen=True):
@@ -658,30 +512,11 @@ class SignalWorker(Message, frozen=True):
     rank: Rank
     incarnation: Incarnation
     signal: int
-    id: str | None  # of the InjectFault to answer
+    id: str | None  # of the Ask to answer
 
 
 class Signalled(Message, frozen=True):
     """Supervisor to orchestrator: the answer to a SignalWorker that has an id."""
-
-    id: str
-    pid: int | None
-    reason: str
-
-
-# -- supervisor <-> gateway, about the other processes -------------------------------------------
-
-
-class SignalProcess(Message, frozen=True):
-    """Gateway to supervisor: an operator asks for this signal to a process that is not a worker."""
-
-    id: str
-    name: str
-    signal: int
-
-
-class ProcessSignalled(Message, frozen=True):
-    """Supervisor to gateway: the answer. `pid` is None if there was no such process; `reason` says why."""
 
     id: str
     pid: int | None
@@ -710,7 +545,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     log: LogConfig
     compute: ComputeConfig
-    event_log: str | None = None
+    event_log: EventLogConfig = EventLogConfig()
 
 
 class StartWorker(Message, frozen=True):
@@ -724,16 +559,19 @@ class StartWorker(Message, frozen=True):
     slots: SeatSlots | None  # what the slots of an expert worker hold at first
     detect_ms: float
     capacity: Capacity = Capacity()  # of the instance; the default is for a single worker
-    memory: tuple[Memory, ...] = ()  # that it gets besides its cell
+    memory: tuple[MemoryName, ...] = ()  # that it gets besides its cell
+    host: int = 0
     device: int = NO_DEVICE  # workers on one device are lost together
     gpu: int = NO_DEVICE  # which it computes on, alone or shared
     num_attention_on_gpu: int = 1  # attention workers on that GPU, itself included
 
 
 class StartGateway(Message, frozen=True):
-    """Supervisor to gateway, first message: its config. The listening socket is an inherited descriptor."""
+    """Supervisor to gateway, first message: its config, and its number among the gateways. The listening socket is an
+    inherited descriptor."""
 
     config: GatewayConfig
+    number: int = 0
 
 
 class Attach(Message, frozen=True):
@@ -741,6 +579,58 @@ class Attach(Message, frozen=True):
 
     rank: Rank
     incarnation: Incarnation
+
+
+class TokensAttached(Message, frozen=True):
+    """Supervisor to attention worker, through its lifeline: there is another gateway of this number, which knows no
+    stream of the worker. + fds: the channel to it."""
+
+    gateway: int = 0
+
+
+class GatewayAttached(Message, frozen=True):
+    """Supervisor to orchestrator: there is another gateway of this number. + fds: the channel to it."""
+
+    gateway: int = 0
+
+
+class GatewayBegun(Message, frozen=True):
+    """Gateway to supervisor, first message: a process that goes on where the one before it died, if this is not the
+    first generation. It has none of what its predecessor was told, and drops everything up to GatewayKnown."""
+
+    pid: int
+    generation: int
+
+
+class GatewayKnown(Message, frozen=True):
+    """Supervisor to gateway: from here on it is told for this generation what exists."""
+
+    generation: int
+
+
+class Succeed(Message, frozen=True):
+    """Supervisor to gateway: another keeper is being started; it says when it is ready, and gets all connections then
+    (gateway/succession.py). + fds: the channel to it."""
+
+
+class HandedOver(Message, frozen=True):
+    """Gateway to supervisor, and from there to the gateway of this number: a client's connection, whose request is for
+    that one. Sent again until it says that it has it. + fds: the connection."""
+
+    gateway: int
+    by: int  # the gateway that it comes from
+    cookie: int  # the kernel's number of the connection
+    begin: int  # where in what the client has sent the request begins ...
+    data: bytes  # ... and all that was received from there on
+    sent: int  # how much was sent before
+
+
+class TakenIn(Message, frozen=True):
+    """Gateway to supervisor, and from there to the gateway of this number: a connection that it had handed over has
+    come, or had come before."""
+
+    gateway: int
+    cookie: int
 
 
 class ProcessesChanged(Message, frozen=True):
@@ -765,105 +655,24 @@ class Ready(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Sent before exiting: the reason in one line, and whether it is an error of the user."""
+    """Sent before exiting: the reason in one line, and whether it is an error of the user. `is_temporary`: for want of
+    processes, descriptors or memory (procs/scarcity.py), so a successor may succeed a moment later."""
 
     reason: str
     user_error: bool
+    is_temporary: bool = False
 
 
 class EventHappened(Message, frozen=True):
-    """Any process, through the orchestrator or the supervisor, to the gateway: an event for `/events`."""
+    """Any process, through the orchestrator or the supervisor, to the gateways: an event for `/events`."""
 
     event: AnyEvent
 
 
-AnyMessage = (
-    Submit
-    | Cancel
-    | PrefillsPending
-    | WorkerReady
-    | StepOutput
-    | Rejected
-    | GivenBack
-    | Hello
-    | PeerJoined
-    | LanesSent
-    | LanesOpen
-    | PeerLeft
-    | RoutesChanged
-    | LogJoined
-    | LogLeft
-    | FillSlots
-    | ClearSlots
-    | StopChanges
-    | SlotsReported
-    | WeightsJoined
-    | WeightsLeft
-    | KvJoined
-    | KvLeft
-    | KvGrouped
-    | Leave
-    | Hang
-    | Fenced
-    | Leaving
-    | Report
-    | Suspected
-    | ExpertReport
-    | LoadReported
-    | PaceReported
-    | RoutesUsed
-    | ClusterChanged
-    | ExpertsChanged
-    | WorkerLost
-    | GatewayReport
-    | LogSettled
-    | DrainWorker
-    | DrainAnswered
-    | ScaleCluster
-    | ScaleAnswered
-    | SwitchWorker
-    | SwitchAnswered
-    | StreamsReported
-    | InjectFault
-    | FaultInjected
-    | LoseDevice
-    | ReturnDevice
-    | DeviceAnswered
-    | SayHealth
-    | HealthAnswered
-    | Allocate
-    | Allocated
-    | AllocationFailed
-    | Adopt
-    | Release
-    | ForkWorker
-    | WorkerForked
-    | StartZygote
-    | SpareForked
-    | SparesChanged
-    | StartOrchestrator
-    | AnchorAttached
-    | MemoryKept
-    | DropMemory
-    | KeepGoal
-    | Provision
-    | WorkerStarted
-    | WorkerExited
-    | SignalWorker
-    | Signalled
-    | SignalProcess
-    | ProcessSignalled
-    | OrchestratorAttached
-    | DeviceDescriptors
-    | StartWorker
-    | StartGateway
-    | Attach
-    | ProcessesChanged
-    | Shutdown
-    | Ready
-    | Failed
-    | EventHappened
-)
+if TYPE_CHECKING:
+    AnyMessage = Message
+else:  # what can be decoded
+    AnyMessage = functools.reduce(operator.or_, Message.__subclasses__())
 
 
 def _pack(tokens: object) -> bytes:
