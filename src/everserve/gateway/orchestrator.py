@@ -15,41 +15,29 @@ from everserve.errors import ProtocolError
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.questions import Questions, Unanswered
 from everserve.gateway.streams.fleet import Fleet
-from everserve.tables.health import Level
-from everserve.tables.ids import Epoch, Rank, Role, WorkerId
+from everserve.tables.ids import Epoch, Rank, WorkerId
 from everserve.tables.outputs import AttentionLoad
 from everserve.wire.channel import AsyncChannel, ChannelClosed
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import (
+    Answered,
     AnyMessage,
+    Ask,
     ClusterChanged,
-    DeviceAnswered,
-    DrainAnswered,
-    DrainWorker,
     EventHappened,
     ExpertsChanged,
-    FaultInjected,
     GatewayReport,
-    HealthAnswered,
-    InjectFault,
     LogSettled,
-    LoseDevice,
-    ReturnDevice,
-    SayHealth,
-    ScaleAnswered,
-    ScaleCluster,
     StreamsReported,
-    SwitchAnswered,
-    SwitchWorker,
     WorkerLost,
 )
+from everserve.wire.operators import AnyRequest
 
 _COUNT_S = 1.0  # between two reports of what attention workers have
 
 
 class OrchestratorLink:
-    """Reads what the orchestrator says, tells it what is settled, and asks it for faults, drains, other sizes and other
-    roles."""
+    """Reads what the orchestrator says, tells it what is settled, and asks it for what operators want."""
 
     def __init__(self, fleet: Fleet, cluster: Cluster, publish: Callable[[AnyEvent], None]) -> None:
         self._fleet = fleet
@@ -58,12 +46,7 @@ class OrchestratorLink:
         self._channel: AsyncChannel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._counting: asyncio.Task[None] | None = None
-        self._faults: Questions[FaultInjected] = Questions("orchestrator")
-        self._drains: Questions[DrainAnswered] = Questions("orchestrator")
-        self._scales: Questions[ScaleAnswered] = Questions("orchestrator")
-        self._switches: Questions[SwitchAnswered] = Questions("orchestrator")
-        self._devices: Questions[DeviceAnswered] = Questions("orchestrator")
-        self._healths: Questions[HealthAnswered] = Questions("orchestrator")
+        self._questions = Questions("orchestrator", self._ask)
 
     def attach(self, sock: socket.socket) -> None:
         """A new orchestrator is there."""
@@ -92,50 +75,15 @@ class OrchestratorLink:
         self._cluster.orchestrator_is_gone = True
         self._fleet.has_orchestrator = False
         self._fleet.logs.report_to(None)
-        self._faults.give_up()
-        self._drains.give_up()
-        self._scales.give_up()
-        self._switches.give_up()
-        self._devices.give_up()
-        self._healths.give_up()
+        self._questions.give_up()
 
-    async def inject(self, rank: Rank, signal: int | None) -> FaultInjected:
-        """Have a signal sent to the worker in this seat (None: have its main thread hang); returns when it was sent, or
-        could not be."""
-        return await self._faults.ask(lambda id: self._send(InjectFault(id=id, rank=rank, signal=signal)))
+    async def ask(self, request: AnyRequest, id: str = "") -> Answered:
+        """What an operator asks for; returns when that is decided, or raises Unanswered."""
+        return await self._questions.ask(request, id)
 
-    async def drain(self, rank: Rank) -> DrainAnswered:
-        """Have the worker in this seat give its streams to other workers and leave; returns when it was asked to."""
-        return await self._drains.ask(lambda id: self._send(DrainWorker(id=id, rank=rank)))
-
-    async def scale(self, attention: int | None, expert: int | None, devices: int | None) -> ScaleAnswered:
-        """Have another number of workers; returns when that was accepted or refused."""
-
-        def send(id: str) -> None:
-            self._send(ScaleCluster(id=id, attention=attention, expert=expert, devices=devices))
-
-        return await self._scales.ask(send)
-
-    async def switch(self, rank: Rank, role: Role) -> SwitchAnswered:
-        """Have the worker in this seat get another role; returns when that was accepted or refused."""
-        return await self._switches.ask(lambda id: self._send(SwitchWorker(id=id, rank=rank, role=role)))
-
-    async def lose_device(self, device: int, gone: bool) -> DeviceAnswered:
-        """Have a device lost, with its workers and its memory; returns when that is decided."""
-        return await self._devices.ask(lambda id: self._send(LoseDevice(id=id, device=device, gone=gone)))
-
-    async def return_device(self, device: int) -> DeviceAnswered:
-        """A device that was gone can be used again."""
-        return await self._devices.ask(lambda id: self._send(ReturnDevice(id=id, device=device)))
-
-    async def say_health(self, device: int, level: Level, reason: str) -> HealthAnswered:
-        """An operator says how healthy a device is; returns what follows."""
-
-        def send(id: str) -> None:
-            self._send(StreamsReported(loads=self._loads()))  # what follows may depend on them: no old count
-            self._send(SayHealth(id=id, device=device, level=level, reason=reason))
-
-        return await self._healths.ask(send)
+    def _ask(self, ask: Ask) -> None:
+        self._send(StreamsReported(loads=self._loads()))  # what is decided may depend on them: no old count
+        self._send(ask)
 
     async def _count_streams(self) -> None:
         """What attention workers have, now and then: by this the orchestrator chooses one for another role, and knows
@@ -170,18 +118,8 @@ class OrchestratorLink:
             self._cluster.experts.on_changed(message)
         elif isinstance(message, EventHappened):
             self._publish(message.event)
-        elif isinstance(message, FaultInjected):
-            self._faults.answer(message.id, message)
-        elif isinstance(message, DrainAnswered):
-            self._drains.answer(message.id, message)
-        elif isinstance(message, ScaleAnswered):
-            self._scales.answer(message.id, message)
-        elif isinstance(message, SwitchAnswered):
-            self._switches.answer(message.id, message)
-        elif isinstance(message, DeviceAnswered):
-            self._devices.answer(message.id, message)
-        elif isinstance(message, HealthAnswered):
-            self._healths.answer(message.id, message)
+        elif isinstance(message, Answered):
+            self._questions.on_answer(message)
         else:
             raise AssertionError(f"the orchestrator does not send {type(message).__name__} to the gateway")
 

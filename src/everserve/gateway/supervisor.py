@@ -1,23 +1,12 @@
-"""What the gateway asks the supervisor for: signals to the processes that are not workers."""
+"""The processes that operators may signal through the supervisor, itself included; the death of root would end the
+instance."""
 
-from collections.abc import Callable
+from everserve.tables.members import gateway_name, keeper_name
 
-from everserve.gateway.questions import Questions
-from everserve.wire.messages import ProcessSignalled, SignalProcess
-
-PROCESSES = ("orchestrator", "anchor", "zygote")  # may be killed; the gateway's death would end the instance
+_OTHERS = ("supervisor", "orchestrator", "anchor", "zygote")
 
 
-class SupervisorLink:
-    """Questions on the control channel; `__main__.py`, which reads that channel, passes the answers on."""
-
-    def __init__(self, send: Callable[[SignalProcess], None]) -> None:
-        self._send = send
-        self._signals: Questions[ProcessSignalled] = Questions("supervisor")
-
-    async def signal(self, name: str, signal: int) -> ProcessSignalled:
-        """Have a signal sent to this process; returns when it was sent, or could not be."""
-        return await self._signals.ask(lambda id: self._send(SignalProcess(id=id, name=name, signal=signal)))
-
-    def on_answer(self, message: ProcessSignalled) -> None:
-        self._signals.answer(message.id, message)
+def processes_of(num_gateways: int) -> tuple[str, ...]:
+    """Their names, where there are so many gateways."""
+    edge = [name(number) for number in range(num_gateways) for name in (gateway_name, keeper_name)]
+    return (*edge, *_OTHERS)

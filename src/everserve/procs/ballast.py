@@ -7,6 +7,7 @@ copy.) Such a number may be the channel to a child, or memory that is handed on.
 workers have for their devices, are taken by descriptors of /dev/null, and taken again when they are gone.
 """
 
+import contextlib
 import os
 import resource
 
@@ -33,9 +34,10 @@ class Ballast:
             os.close(self._numbers.pop())
 
     def _take(self) -> set[int]:
-        """All that are free: the kernel gives the lowest one first."""
+        """All that are free: the kernel gives the lowest one first. None when it gives none."""
         taken = set()
-        while (number := os.open(os.devnull, os.O_RDONLY)) < self._end:
-            taken.add(number)
-        os.close(number)
+        with contextlib.suppress(OSError):
+            while (number := os.open(os.devnull, os.O_RDONLY)) < self._end:
+                taken.add(number)
+            os.close(number)
         return taken

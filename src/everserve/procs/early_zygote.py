@@ -1,21 +1,19 @@
 """The first zygote of an instance, started before anything else is done.
 
 Its imports are the longest part of a start, and need nothing of what `everserve serve` does first: import its own
-modules, read flags and the model's config, look at devices, start MPS. So it starts as soon as the command is known,
-and the rest it is told by the supervisor, with its first message (StartZygote).
+modules, read flags and the model's config, look at devices, start MPS. So root starts it as soon as the command is
+known, and the rest it is told by the supervisor, with its first message (StartZygote).
 
-    everserve serve ... ──> early zygote: imports ....................... StartZygote, ForkWorker ──> workers
-                      └───> flags, model, devices ──> supervisor: takes it over ──┘
+    root ──> early zygote: imports ............................ StartZygote, ForkWorker ──> workers
+      └────> supervisor: flags, model, devices ──> takes it over ──┘
 
-A command that ends without a supervisor (flags that are refused, Ctrl-C) ends it; if the command is killed, the kernel
-does, as with every process of an instance.
+If the command ends before (flags that are refused, Ctrl-C), root ends it, as every process that it has started.
 """
 
 import os
 import socket
-import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from everserve.procs.launching import ENVIRONMENT, Launch, launch
@@ -23,37 +21,31 @@ from everserve.procs.launching import ENVIRONMENT, Launch, launch
 
 @dataclass(frozen=True)
 class EarlyZygote:
-    """A process, and this end of its control channel."""
+    """A process, and this end of its control channel, by number: root and supervisor both have the object."""
 
-    process: "subprocess.Popen[bytes]"
-    control: socket.socket
+    pid: int
+    control_fd: int
 
 
 _waiting: list[EarlyZygote] = []  # at most one, which no supervisor has taken
 
 
-@contextmanager
-def early_zygote(arguments: Sequence[str], launch: Launch = launch) -> Iterator[None]:
-    """Within the context `take` has a zygote, if the command with these arguments needs one. One that was not taken is
-    killed in the end."""
-    if is_needed(arguments):
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            process = launch("zygote", {"--control-fd": theirs}, os.environ | ENVIRONMENT)
-        _waiting.append(EarlyZygote(process, ours))
-    try:
-        yield
-    finally:
-        left = take()
-        if left is not None:
-            left.process.kill()
-            left.process.wait()
-            left.control.close()
+def begin(launch: Launch = launch) -> None:
+    """From now on there is one to `take`, if it can be had: without it the supervisor starts one, when it can."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs, ours, suppress(OSError):
+        pid = launch("zygote", {"--control-fd": theirs.fileno()}, os.environ | ENVIRONMENT)
+        _waiting.append(EarlyZygote(pid, ours.detach()))
 
 
 def is_needed(arguments: Sequence[str]) -> bool:
     """Whether this looks like the start of a server. If it turns out not to be, nothing but time was spent."""
     return len(arguments) > 1 and arguments[0] == "serve" and "--help" not in arguments
+
+
+def descriptors() -> frozenset[int]:
+    """The descriptors of the zygote that can be taken."""
+    return frozenset(early.control_fd for early in _waiting)
 
 
 def take() -> EarlyZygote | None:

@@ -1,11 +1,10 @@
-"""How the processes of an instance are started: an interpreter, its module, and sockets by descriptor.
+"""How root starts the processes of an instance: an interpreter, its module, and sockets by descriptor.
 
 Imports nothing but the standard library: the first process is started before anything else is imported
 (procs/early_zygote.py).
 """
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,18 +18,19 @@ _MODULES = {
     "zygote": "everserve.zygote",
 }
 
-Launch = Callable[[str, Mapping[str, socket.socket], Mapping[str, str]], "subprocess.Popen[bytes]"]
+Launch = Callable[[str, Mapping[str, int], Mapping[str, str]], int]
 
 
-def launch(
-    name: str, sockets: Mapping[str, socket.socket], environment: Mapping[str, str]
-) -> "subprocess.Popen[bytes]":
-    """Start this process with these sockets, each passed by descriptor with its flag."""
-    arguments = [text for flag, sock in sockets.items() for text in (flag, str(sock.fileno()))]
-    return subprocess.Popen(
-        [sys.executable, "-m", _MODULES[name], "--supervisor-pid", str(os.getpid()), *arguments],
-        pass_fds=[sock.fileno() for sock in sockets.values()],
+def launch(name: str, fds: Mapping[str, int], environment: Mapping[str, str]) -> int:
+    """Start this process with these descriptors, each passed with its flag. Returns its pid, to wait for it."""
+    arguments = [text for flag, fd in fds.items() for text in (flag, str(fd))]
+    module = _MODULES[name.partition("-")[0]]  # a gateway besides the first has a number behind its name
+    child = subprocess.Popen(
+        [sys.executable, "-m", module, "--root-pid", str(os.getpid()), *arguments],
+        pass_fds=list(fds.values()),
         stdin=subprocess.DEVNULL,
         env=environment,
-        process_group=0,  # Ctrl-C reaches only the supervisor, which then stops all processes in order
+        process_group=0,  # Ctrl-C reaches only root, and the supervisor then stops all processes in order
     )
+    child.returncode = 0  # or the module would wait for it, some time after the object is gone
+    return child.pid

@@ -5,8 +5,8 @@
 The daemon would outlive the instance, and must run before any process of the instance uses the device and until none
 does. So a *watcher* owns it: a separate process that only waits for the end of its lifeline, which comes when the
 supervisor closes it or dies in any way. The watcher adopts the daemon and its servers (they detach themselves from
-their parent), so it can find, end and reap them. The watcher itself is not a child of the supervisor, because that
-treats every child that it does not know as a stray worker.
+their parent), so it can find, end and reap them. The watcher itself becomes root's child; the process table names it,
+because the supervisor takes every process that it does not know for a stray worker.
 
 Each instance has a daemon of its own, in a directory of its own. A daemon that runs already (it answers at
 CUDA_MPS_PIPE_DIRECTORY) is used and never stopped.
@@ -38,14 +38,17 @@ _KILL_S = 5.0  # then the rest is killed; a process inside the driver may die sl
 class Mps:
     """A daemon that answers: of this instance, or an existing one."""
 
-    def __init__(self, environment: dict[str, str], lifeline: int | None = None, report: int | None = None) -> None:
+    def __init__(
+        self, environment: dict[str, str], lifeline: int | None = None, report: int | None = None, watcher: int = 0
+    ) -> None:
         self.environment = environment  # for every process that uses the device through the daemon
-        self._lifeline = lifeline
-        self._report = report
+        self.watcher = watcher  # its pid
+        self.lifeline = lifeline
+        self.report = report
 
     @classmethod
     def start(cls) -> "Mps":
-        """Raises ConfigError with the reason in one line. Call it before `adopt_orphans`, without threads."""
+        """Raises ConfigError with the reason in one line. Call it without threads."""
         if os.environ.get(_PIPES) and _answers(os.environ):
             return cls({})
         if shutil.which(_CONTROL) is None:
@@ -62,20 +65,22 @@ class Mps:
         os.close(report_end)
         daemon = cls(environment_of(Path(directory)), lifeline, report)
         said = _read_line(report, _START_S + _ANSWER_S)
-        if said != "ok":
+        is_ok, _, watcher = said.partition(" pid ")
+        if is_ok != "ok":
             daemon.stop()
             raise ConfigError(f"{_CONTROL} could not be started: {said or 'it does not answer'}")
+        daemon.watcher = int(watcher)
         return daemon
 
     def stop(self) -> None:
         """End the instance's own daemon within a bounded time. All processes that used it must have ended before."""
-        if self._lifeline is None or self._report is None:
+        if self.lifeline is None or self.report is None:
             return
-        os.close(self._lifeline)
-        while _read_line(self._report, _QUIT_S + _ANSWER_S + _KILL_S):
+        os.close(self.lifeline)
+        while _read_line(self.report, _QUIT_S + _ANSWER_S + _KILL_S):
             pass  # until end of file
-        os.close(self._report)
-        self._lifeline = self._report = None
+        os.close(self.report)
+        self.lifeline = self.report = None
 
 
 def environment_of(directory: Path) -> dict[str, str]:
@@ -133,7 +138,7 @@ def watch(directory: Path) -> None:
     failure = _start_daemon(directory, environment)
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)  # only the end of the lifeline ends the watcher
-    os.write(sys.stdout.fileno(), f"{failure or 'ok'}\n".encode())
+    os.write(sys.stdout.fileno(), f"{failure or f'ok pid {os.getpid()}'}\n".encode())
     if not failure:
         while os.read(sys.stdin.fileno(), 1):
             pass
@@ -181,8 +186,7 @@ def _kill_children(timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while (children := _reap()) and time.monotonic() < deadline:
         for pid in children:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            process.kill(pid)
         time.sleep(0.02)
 
 
@@ -195,7 +199,8 @@ def _reap() -> list[int]:
 
 
 def main() -> int:
-    """Fork the watcher and exit, so that the supervisor, which waits for this process, is not the watcher's parent."""
+    """Fork the watcher and exit: the supervisor, which waits for this process, must not be its parent, or it would hear
+    of the watcher's end instead of root."""
     if os.fork() == 0:
         watch(Path(sys.argv[1]))
     return 0

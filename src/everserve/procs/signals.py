@@ -21,13 +21,23 @@ class SignalPipe:
         self._previous: dict[signal.Signals, Any] = {s: signal.signal(s, lambda *_: None) for s in signals}
         selector.register(self._reader, selectors.EVENT_READ, self)
 
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        return self._reader.fileno(), self._writer.fileno()
+
     def read(self) -> bytes:
         return self._reader.recv(4096)
 
     def close(self) -> None:
         self._selector.unregister(self._reader)
+        self.leave_to_parent()
+        self._reader.close()
+        self._writer.close()
+
+    def leave_to_parent(self) -> None:
+        """Leaves signals to the parent, in a child that has the same descriptors: its own signals are handled as
+        before.
+        """
         signal.set_wakeup_fd(-1)
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
-        self._reader.close()
-        self._writer.close()

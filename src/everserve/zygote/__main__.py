@@ -2,31 +2,37 @@
 
 It imports what workers need (imports.py), has no threads when it is done, and forks:
 
-    ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes the supervisor's child
+    ForkWorker + descriptors -> fork twice -> the worker, orphaned on purpose, becomes root's child
 
 or sends the message to a waiting spare (spares.py), which was forked in the same way.
 
 A fork of a process with threads inherits their locks but not the threads; so the zygote has none.
+
+A fork may fail because there is no process or descriptor to be had (procs/scarcity.py). The zygote keeps the order,
+with its descriptors, and tries again.
 """
 
 import argparse
 import contextlib
+import errno
 import logging
 import os
 import selectors
-import signal
 import socket
 import struct
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 
-from everserve.procs import process
+from everserve.procs import logs, process
+from everserve.procs.scarcity import Retry, told_as_temporary
 from everserve.wire.channel import RETRY_S, Channel, ChannelClosed
 from everserve.wire.messages import ForkWorker, Ready, Shutdown, SpareForked, SparesChanged, StartZygote, WorkerForked
 from everserve.zygote import imports
 from everserve.zygote.spares import Like, Spare, Spares
+
+log = logging.getLogger(__name__)
 
 _PID = struct.Struct("<i")
 _STDERR = 2
@@ -34,16 +40,19 @@ _STDERR = 2
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--supervisor-pid", type=int, required=True)
+    parser.add_argument("--root-pid", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
     args = parser.parse_args()
-    process.die_with(args.supervisor_pid)
+    process.die_with(args.root_pid)
+    process.die_sooner_than_parent()
     process.set_name("es-zygote")
+    logs.configure("zygote")
     control = Channel(socket.socket(fileno=args.control_fd))
     process.raise_open_files()
     try:
-        start = _prepare(control)
-        return Zygote(control, args.supervisor_pid, start).run()
+        with told_as_temporary(control):
+            start = _prepare(control)
+            return Zygote(control, args.root_pid, start).run()
     except ChannelClosed:
         return 0
 
@@ -71,6 +80,7 @@ def _receive_start(control: Channel) -> StartZygote:
     frame = control.receive_frame()
     assert frame is not None and isinstance(frame.message, StartZygote), frame
     os.environ.update(frame.message.environment)
+    logs.configure("zygote")
     for stderr in frame.fds.take():
         os.dup2(stderr, _STDERR)
         os.close(stderr)
@@ -80,24 +90,49 @@ def _receive_start(control: Channel) -> StartZygote:
 class Zygote:
     """Forks workers on demand and spares in advance."""
 
-    def __init__(self, control: Channel, supervisor_pid: int, start: StartZygote) -> None:
+    def __init__(self, control: Channel, root_pid: int, start: StartZygote) -> None:
         self._control = control
-        self._supervisor_pid = supervisor_pid
-        self._spares = Spares(self._fork_spare, process.state_of, _kill)
+        self._root_pid = root_pid
+        self._spares = Spares(self._fork_spare, process.state_of, process.kill)
         self._spares.prepare(start.num_spares, start.like, time.monotonic())
         self._told = SparesChanged(pids=(), num_wanted=0)
+        self._orders: deque[tuple[ForkWorker, list[int]]] = deque()  # workers that have still to be forked
+        self._retry = Retry(log)
 
     def run(self) -> int:
         """Until Shutdown."""
         while True:
             for message, fds in self._control.receive_frames():  # some may have come with the first message
                 if isinstance(message, ForkWorker):
-                    self._start_worker(message, fds.take())
+                    self._orders.append((message, fds.take()))
+                    self._fork_ordered()
                 elif isinstance(message, Shutdown):
                     return 0
-            self._spares.tend(time.monotonic())
+            self._fork_ordered()
             self._tell()
             self._wait()
+
+    def _fork_ordered(self) -> None:
+        """Workers, then spares."""
+        self._retry.tend(time.monotonic())
+        if not self._retry.is_due(time.monotonic()):
+            return
+        what = "fork a spare"
+        try:
+            while self._orders:
+                what = f"fork worker {self._orders[0][0].start.rank}"
+                self._start_worker(*self._orders[0])
+            what = "fork a spare"
+            self._spares.tend(time.monotonic())
+        except OSError as error:
+            self._retry.fail(what, error, time.monotonic())
+
+    def _timeout_s(self) -> float | None:
+        now = time.monotonic()
+        spares_s, retry_s = self._spares.timeout_s(now), self._retry.timeout_s(now)
+        if retry_s is None:
+            return spares_s
+        return retry_s if self._orders or spares_s is None else max(spares_s, retry_s)
 
     def _wait(self) -> None:
         """Uses poll, because forked workers would inherit an epoll descriptor."""
@@ -106,7 +141,7 @@ class Zygote:
             selector.register(self._control, selectors.EVENT_READ | writes)
             for channel in self._spares.channels:
                 selector.register(channel, selectors.EVENT_READ)
-            selector.select(self._spares.timeout_s(time.monotonic()))
+            selector.select(self._timeout_s())
         self._control.flush()
 
     def _tell(self) -> None:
@@ -120,66 +155,75 @@ class Zygote:
         self._spares.learn(start, time.monotonic())
         pid = self._spares.become(message, fds, time.monotonic())
         if pid is None:
-            pid = self._fork_orphan(lambda: _be_worker(message, fds))
+            pid = self._fork_orphan(lambda: _be_worker(message, fds), keep=fds)
+        self._orders.popleft()
         for fd in fds:
             os.close(fd)
         self._control.send(WorkerForked(rank=start.rank, incarnation=start.incarnation, pid=pid))
 
     def _fork_spare(self, device: int, like: Like) -> Spare:
-        ours, theirs = Channel.pair()
-        lifeline, supervisors = Channel.pair()
+        with contextlib.ExitStack() as made:
+            ours, theirs = map(made.enter_context, Channel.pair())
+            lifeline, supervisors = map(made.enter_context, Channel.pair(are_packets=True))
 
-        def live() -> int:
-            ours.close()
-            supervisors.close()
-            return _be_spare(Channel(theirs), Channel(lifeline), like)
+            def live() -> int:
+                ours.close()
+                supervisors.close()
+                return _be_spare(Channel(theirs), Channel(lifeline), like)
 
-        pid = self._fork_orphan(live)
-        self._control.send(SpareForked(pid=pid), fds=[supervisors.fileno()])  # before it has opened its device
-        for end in (theirs, lifeline, supervisors):
-            end.close()
-        return Spare(pid, device, Channel(ours))
+            pid = self._fork_orphan(live)
+            self._control.give(SpareForked(pid=pid), [supervisors.detach()])  # before it has opened its device
+            return Spare(pid, device, Channel(socket.socket(fileno=ours.detach())))
 
-    def _fork_orphan(self, live: Callable[[], int]) -> int:
-        """Fork a process that forks the orphan and exits, so that the supervisor becomes the orphan's parent. The
-        orphan runs `live` and exits. Returns its pid."""
+    def _fork_orphan(self, live: Callable[[], int], keep: Collection[int] = ()) -> int:
+        """Fork a process that forks the orphan and exits, so that root becomes the orphan's parent. The
+        orphan runs `live` and exits. Returns its pid. OSError if either fork fails: then there is no new process."""
         reader, writer = os.pipe()
-        child = os.fork()
+        try:
+            child = os.fork()
+        except OSError:
+            os.close(reader)
+            os.close(writer)
+            raise
         if child == 0:
             middle = os.getpid()
-            orphan = os.fork()
+            try:
+                orphan = os.fork()
+            except OSError as error:
+                os._exit(error.errno or errno.EAGAIN)  # it must not go on as a second zygote
             if orphan == 0:
                 os.close(reader)
                 os.close(writer)
                 for end in (self._control, *self._spares.channels):
                     end.close()  # or a spare would not see end of file when the zygote dies
-                _live(live, middle, self._supervisor_pid)
+                for fd in {fd for _, fds in self._orders for fd in fds}.difference(keep):
+                    os.close(fd)  # nor would other workers
+                _live(live, middle, self._root_pid)
             os.write(writer, _PID.pack(orphan))
             os._exit(0)
         os.close(writer)
-        os.waitpid(child, 0)
+        _, status = os.waitpid(child, 0)
         with os.fdopen(reader, "rb") as pipe:
-            return int(_PID.unpack(pipe.read(_PID.size))[0])
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
+            pid = pipe.read(_PID.size)
+        if code := max(0, os.waitstatus_to_exitcode(status)):
+            raise OSError(code, os.strerror(code))
+        return int(_PID.unpack(pid)[0])
 
 
 # -- in the new process --------------------------------------------------------------------------
 
 
-def _live(live: Callable[[], int], middle_pid: int, supervisor_pid: int) -> None:
+def _live(live: Callable[[], int], middle_pid: int, root_pid: int) -> None:
     """Never returns."""
     status = 70
     try:
         while os.getppid() == middle_pid:
             os.sched_yield()  # the process in between is about to exit
-        process.die_with(supervisor_pid)
+        process.die_with(root_pid)
+        process.die_sooner_than_parent()
         status = live()
-    except BaseException:  # the process boundary: print the traceback and exit
-        traceback.print_exc()
+    except BaseException:  # the process boundary
+        log.critical("this process ends", exc_info=True)
     finally:
         logging.shutdown()
         sys.stderr.flush()
@@ -191,6 +235,7 @@ def _be_spare(zygote: Channel, lifeline: Channel, like: Like) -> int:
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name("es-spare")
+    logs.configure("spare")
     backend_for(like[0].settings.compute.device).rehearse(like, lifeline)
     while lifeline.wants_write:
         lifeline.wait(RETRY_S)
@@ -211,10 +256,14 @@ def _be_worker(message: ForkWorker, fds: list[int]) -> int:
     from everserve.zygote.backend import backend_for  # noqa: PLC0415
 
     process.set_name(f"es-worker-{message.start.rank}")
+    logs.configure(f"worker-{message.start.rank}")
     return boot.run(message.start, fds, backend_for(message.start.settings.compute.device))
 
 
 if __name__ == "__main__":
-    status = main()
+    try:
+        status = main()
+    except SystemExit as end:
+        status = int(end.code or 0)
     sys.stderr.flush()
     os._exit(status)  # taking torch's modules apart would be half a second of work for nothing

@@ -46,7 +46,9 @@ def nothing_to_trace() -> Iterator[None]:
 
 
 def num_threads() -> int:
-    """Of this process, when those that were joined have ended for the kernel too: that may be a moment later."""
+    """The number of threads of this process, when those that were joined have ended for the kernel too: that may be a
+    moment later.
+    """
     tasks, deadline = Path("/proc/self/task"), time.monotonic() + _THREADS_END_S
     while tasks.exists() and len(list(tasks.iterdir())) > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -54,7 +56,7 @@ def num_threads() -> int:
 
 
 def has_gpu() -> bool:
-    """As far as files say. The driver's library must not be loaded yet: the environment may not be complete."""
+    """Whether files say so. The driver's library must not be loaded yet: the environment may not be complete."""
     return any(Path("/dev").glob("nvidia[0-9]*"))
 
 

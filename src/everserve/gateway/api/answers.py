@@ -6,6 +6,7 @@ same id and `Last-Event-ID` (streams/resumable.py).
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 from starlette.requests import Request
@@ -16,10 +17,14 @@ from everserve.gateway.api.depends import gateway_of
 from everserve.gateway.api.generation import Generation, Renderer
 from everserve.gateway.gateway import Gateway
 from everserve.gateway.http import sse
-from everserve.gateway.http.access import audience
+from everserve.gateway.http.access import Owner, audience
 from everserve.gateway.http.errors import HttpError
-from everserve.gateway.http.exchange import JsonPieces, check_json, watch_disconnect
+from everserve.gateway.http.exchange import JsonPieces, check_json, held_by, watch_disconnect
+from everserve.gateway.http.handing_over import hand_over
+from everserve.gateway.http.recorded import Birth, Position, Recorded
 from everserve.gateway.http.requests import ChatRequest, CompletionRequest
+from everserve.gateway.http.transport import LedgerTransport
+from everserve.gateway.streams.journal import Journal
 from everserve.gateway.streams.outbox import KeptOutbox, Outbox
 from everserve.gateway.streams.resumable import Kept, name_of
 from everserve.gateway.text.prompts import Prompt
@@ -31,6 +36,9 @@ class Answer(Protocol):
     @property
     def outbox(self) -> Outbox: ...
 
+    @property
+    def journal(self) -> Journal: ...
+
     def open(self, arrived_s: float) -> None:
         """The client is there: begin, or go on. Raises if that is impossible."""
         ...
@@ -40,17 +48,26 @@ class Answer(Protocol):
         ...
 
 
-def resume(http_request: Request) -> Response | None:
+async def resume(http_request: Request) -> Response | None:
     """The rest of an answer, if that is what the client wants. What its body says does not matter."""
+    gateway, state = gateway_of(http_request), http_request.state
+    if state.has_own_id and "recorded" not in http_request.scope["state"]:
+        await gateway.keeper.all_expected(state.request_id)  # also with a new request: the older one is to be known
     last_event_id = http_request.headers.get("last-event-id")
     if last_event_id is None:
         return None
     check_json(http_request)
-    if not http_request.state.has_own_id:
+    if not state.has_own_id:
         message = "Last-Event-ID resumes the stream that had the same X-Request-Id, but there is no X-Request-Id."
         raise HttpError(400, message, param="X-Request-Id")
-    gateway = gateway_of(http_request)
-    return AnswerResponse(gateway, gateway.keeper.find(name_of(http_request), last_event_id))
+    exchange = HttpExchange(http_request, is_return=True)
+    if exchange.has_head and exchange.position.num_events:  # it had begun to get the rest from an earlier gateway
+        last_event_id = str(exchange.position.num_events - 1)
+    name = name_of(http_request)
+    if not exchange.has_head and (number := gateway.kept_elsewhere(name)) is not None:
+        return await hand_over(http_request, gateway, number)
+    rest = gateway.keeper.find(name, last_event_id)
+    return AnswerResponse(gateway, rest, state.owner, exchange)
 
 
 def respond(
@@ -64,13 +81,75 @@ def respond(
     gateway = gateway_of(http_request)
     trace = gateway.tracing.request(http_request)
     state = http_request.state
-    may_see = audience(state.owner, state.has_own_id)
-    if request.stream and gateway.keeper.is_on and _wants_event_ids(http_request):
-        outbox = KeptOutbox()
-        generation = Generation(gateway, request, renderer, id, may_see, prompts, outbox, trace)
-        return AnswerResponse(gateway, Kept(gateway.keeper, name_of(http_request), generation, outbox))
-    generation = Generation(gateway, request, renderer, id, may_see, prompts, Outbox(), trace)
-    return AnswerResponse(gateway, generation, None if request.stream else generation.whole)
+    may_see, flow = audience(state.owner, state.has_own_id), gateway.flow(state.owner, request.priority or 0)
+    held = held_by(http_request)
+    is_kept = bool(request.stream) and gateway.keeper.is_on and _wants_event_ids(http_request)
+    exchange, outbox = HttpExchange(http_request, is_kept=is_kept), KeptOutbox() if is_kept else Outbox()
+    generation = Generation(gateway, request, renderer, id, may_see, flow, held, prompts, outbox, exchange, trace)
+    if isinstance(outbox, KeptOutbox):
+        outbox.again = generation.events_again
+        kept = Kept(gateway.keeper, name_of(http_request), generation, outbox)
+        return AnswerResponse(gateway, kept, state.owner, exchange)
+    whole = None if request.stream else generation.whole
+    return AnswerResponse(gateway, generation, state.owner, exchange, whole)
+
+
+class HttpExchange:
+    """One request of a client and its connection, if it came through one of ours."""
+
+    def __init__(self, http_request: Request, is_kept: bool = False, is_return: bool = False) -> None:
+        state = http_request.scope["state"]
+        self.recorded: Recorded | None = state.get("recorded")
+        self._connection = state.get("connection")
+        self._request_id, self._created_s, self._unique = state["request_id"], state["created_s"], state["unique"]
+        self.is_kept = is_kept
+        self._is_return = is_return
+        ledger = self._ledger
+        self.position = ledger.position if ledger is not None else Position()
+        self.has_head = ledger is not None and ledger.has_head
+        if self.recorded is not None and is_kept and (ledger is None or ledger.is_loose):  # its client is away
+            self.position = Position(*self.recorded.request.rendered)  # and may have got so much
+
+    @property
+    def _ledger(self) -> LedgerTransport | None:
+        return self._connection.ledger if self._connection is not None else None
+
+    def birth(self, seed: int, arrived_s: float) -> Birth:
+        raw = self._connection.raw_request() if self.is_kept and self._connection is not None else b""
+        return Birth(self._request_id, self._created_s, arrived_s, seed, self._unique, raw)
+
+    def begin(self, reference: int) -> None:
+        """The connection's commit names the record from now on."""
+        if self._ledger is not None and reference:
+            self._ledger.begin_request(reference, self._is_return)
+
+    def cut(self) -> None:
+        """The client has another connection now."""
+        if self._ledger is not None:
+            self._ledger.abort()
+
+    def handle(self) -> None:
+        if self._ledger is not None:
+            self._ledger.handle()
+
+    def mark(self, outbox: Outbox, journal: Journal) -> None:
+        """What is written next is all that was taken so far."""
+        position = Position(outbox.num_taken, 0 if outbox.has_pending else journal.length)
+        if (self.is_kept or self._is_return) and journal.request is not None:
+            most = journal.request.rendered
+            journal.request.rendered = max(most, (position.num_events, position.journal))
+        if self._ledger is not None:
+            self._ledger.mark(position)
+
+    def pour(self, outbox: Outbox, journal: Journal) -> bool:
+        """Writes what is ready, past the layers of the response, if its client reads."""
+        ledger = self._ledger
+        if ledger is None or not ledger.takes_chunks:
+            return False
+        chunk = outbox.take()
+        self.mark(outbox, journal)
+        ledger.write_chunk(chunk)
+        return True
 
 
 def _wants_event_ids(http_request: Request) -> bool:
@@ -87,9 +166,16 @@ class AnswerResponse(sse.EventStream):
     """Writes an answer to one connection."""
 
     def __init__(
-        self, gateway: Gateway, answer: Answer, whole: Callable[[], Awaitable[list[bytes]]] | None = None
+        self,
+        gateway: Gateway,
+        answer: Answer,
+        owner: Owner,
+        exchange: HttpExchange,
+        whole: Callable[[], Awaitable[list[bytes]]] | None = None,
     ) -> None:
         super().__init__()
+        self.owner = owner
+        self._exchange = exchange
         self._gateway = gateway
         self._answer = answer
         self._whole = whole  # None: as a stream
@@ -105,10 +191,11 @@ class AnswerResponse(sse.EventStream):
         self._gateway.answers.add(self)
         try:
             self._answer.open(arrived_s=scope["state"]["arrived_s"])
-            outbox.attach(writer)
+            self._exchange.begin(self._answer.journal.reference)
+            outbox.attach(writer, self._exchange.cut)
             with watch_disconnect(receive, lambda: outbox.leave(writer)):
                 if self._whole is None:
-                    await self._stream(send, send_body=scope["state"]["send_body"])
+                    await self._stream(scope, send)
                 elif await outbox.ready():
                     if outbox.error:
                         raise outbox.error
@@ -118,7 +205,7 @@ class AnswerResponse(sse.EventStream):
             if outbox.detach(writer):
                 self._answer.close()
 
-    async def _stream(self, send: Send, send_body: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         """The status line waits for the first event, so that a request that cannot run gets its true status."""
         outbox = self._answer.outbox
         if not outbox.has_begun:
@@ -127,8 +214,11 @@ class AnswerResponse(sse.EventStream):
             if outbox.error:
                 raise outbox.error
         await self.start(send)
+        outbox.pour_by(partial(self._exchange.pour, outbox, self._answer.journal))
+        send_body: Send = scope["state"]["send_body"]
         is_last = False
         while not is_last and await outbox.ready():
             await outbox.encode_large(self._gateway.slices)
             body, is_last = outbox.take(), outbox.is_empty
+            self._exchange.mark(outbox, self._answer.journal)
             await send_body({"type": "http.response.body", "body": body, "more_body": not is_last})

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from everserve.gateway.gateway import Gateway
+from everserve.gateway.observe import prometheus_text
+from everserve.gateway.observe.counted import Sum
 from everserve.gateway.streams.metrics import Histogram
+from everserve.tables.ids import Rank
 from everserve.tables.members import WorkerState
 
 _HISTOGRAMS = (
@@ -21,9 +24,16 @@ _HISTOGRAMS = (
     ),
     ("queue_s", "request_queue_time_seconds", "Time a stream waited before it was first scheduled."),
     ("latency_s", "e2e_request_latency_seconds", "Time from arrival to the end of a stream."),
+    ("prefill_s", "request_prefill_time_seconds", "Time from being scheduled to the first token of a stream."),
+    ("inference_s", "request_inference_time_seconds", "Time from being scheduled to the end of a stream."),
     ("decode_s", "request_decode_time_seconds", "Time from the first to the last token of a stream."),
     ("prompt_tokens", "request_prompt_tokens", "Prompt tokens by request."),
+    ("computed_tokens", "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached, by request."),
     ("generation_tokens", "request_generation_tokens", "Generated tokens by request."),
+    ("most_generation_tokens", "request_max_num_generation_tokens", "Generated tokens of a request's longest choice."),
+    ("max_tokens", "request_params_max_tokens", "The max_tokens of each stream."),
+    ("num_choices", "request_params_n", "How many choices a request has."),
+    ("step_tokens", "iteration_tokens_total", "Tokens computed in a step, of prompts and outputs."),
 )
 _ENGINE_GAUGES = (
     ("num_running", "num_requests_running", "Streams in the running batch."),
@@ -39,10 +49,12 @@ _LOG_COUNTERS = (
     ("num_restored_tokens", "tokens_restored", "Tokens of resumed streams whose KV came from a log."),
     ("num_known_tokens", "tokens_recomputed", "Tokens of resumed streams that were computed a second time."),
     ("num_broken_tokens", "log_broken_tokens", "Tokens that a log should have had: a gap, or a wrong checksum."),
+    ("num_unreadable_logs", "unreadable_logs", "Logs of dead workers that could not be read, by each that tried."),
     ("num_masked_tokens", "masked_tokens", "Tokens sampled while experts were masked: they are not exact."),
     ("num_unmasked_tokens", "unmasked_tokens", "Tokens whose KV was computed again because a mask was lifted."),
     ("num_regained_tokens", "kv_regained_tokens", "Tokens of running streams that kept their KV when heads moved."),
     ("num_lost_tokens", "kv_lost_tokens", "Tokens of running streams computed again because heads moved."),
+    ("num_taken_back", "places_taken_back", "Places in batches that streams gave to requests which had none."),
     ("num_regained_bytes", "kv_regained_bytes", "Bytes of KV that were copied because heads or streams moved."),
 )
 
@@ -53,14 +65,18 @@ class Metrics(Collector):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._model = gateway.config.served_model_names[0]
+        self._sum = Sum()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def exposition(self) -> bytes:
-        return generate_latest(self._registry)
+    def pieces(self) -> Iterator[bytes]:
+        """The text, some lines at a time."""
+        yield from prometheus_text.pieces(self._registry.collect())
+        self._gateway.save_counts()  # what was shown never becomes less
 
     def collect(self) -> Iterator[Metric]:
+        self._sum = Sum(self._gateway.counted_elsewhere())
         yield from self._engines()
         yield from self._cluster()
         yield from self._survival()
@@ -69,6 +85,7 @@ class Metrics(Collector):
         labels = ["model_name", "engine"]
         fleet = self._gateway.fleet
         engines = {str(rank): engine for rank, engine in fleet.engines.items()}
+        sums = {str(rank): self._sum.engine(rank, engine) for rank, engine in fleet.engines.items()}
         stats = {str(rank): fleet.stats(rank) for rank in fleet.engines}
         present = [str(rank) for rank in fleet.engines if self._gateway.cluster.has_streams(rank)]
         for field, name, text in _ENGINE_GAUGES:
@@ -76,6 +93,7 @@ class Metrics(Collector):
             for rank in present:
                 gauge.add_metric([self._model, rank], getattr(stats[rank], field, 0))
             yield gauge
+        yield self._caches(present)
         captures = GaugeMetricFamily(
             "everserve_graph_captures",
             "Graphs that the rank's process has captured: none once it serves, whatever happens around it.",
@@ -102,19 +120,42 @@ class Metrics(Collector):
             yield counter
         prompt = CounterMetricFamily("vllm:prompt_tokens", "Prompt tokens processed.", labels=labels)
         generated = CounterMetricFamily("vllm:generation_tokens", "Tokens generated.", labels=labels)
+        cached = CounterMetricFamily("vllm:prompt_tokens_cached", "Those that were cached.", labels=labels)
+        sources = CounterMetricFamily(
+            "vllm:prompt_tokens_by_source", "Prompt tokens by where their KV came from.", labels=[*labels, "source"]
+        )
         success = CounterMetricFamily("vllm:request_success", "Ended streams.", labels=[*labels, "finished_reason"])
-        for rank, engine in engines.items():
+        for rank, engine in sums.items():
             prompt.add_metric([self._model, rank], engine.num_prompt_tokens)
             generated.add_metric([self._model, rank], engine.num_generation_tokens)
+            cached.add_metric([self._model, rank], engine.num_cached_tokens)
+            num_computed = engine.num_prompt_tokens - engine.num_cached_tokens
+            sources.add_metric([self._model, rank, "local_compute"], num_computed)
+            sources.add_metric([self._model, rank, "local_cache_hit"], engine.num_cached_tokens)
             for reason, count in engine.num_finished.items():
                 success.add_metric([self._model, rank, reason], count)
-        yield from (prompt, generated, success)
+        yield from (prompt, cached, sources, generated, success)
         for field, name, text in _HISTOGRAMS:
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=labels)
-            for rank, engine in engines.items():
+            for rank, engine in sums.items():
                 histogram: Histogram = getattr(engine, field)
                 family.add_metric([self._model, rank], buckets=histogram.cumulative(), sum_value=histogram.total)
             yield family
+
+    def _caches(self, ranks: list[str]) -> Metric:
+        """Always 1: its labels are what it says."""
+        names = ("block_size", "num_gpu_blocks", "enable_prefix_caching")
+        family = GaugeMetricFamily(
+            "vllm:cache_config_info", "The KV cache of a worker, in labels.", labels=["model_name", "engine", *names]
+        )
+        for rank in ranks:
+            link = self._gateway.fleet.link(Rank(int(rank)))
+            if link is not None and link.ready is not None:
+                caches = link.stats is not None and link.stats.prefix_cache_queries > 0
+                ready = link.ready
+                values = [str(ready.block_size), str(ready.num_blocks), str(caches)]
+                family.add_metric([self._model, rank, *values], 1)
+        return family
 
     def _cluster(self) -> Iterator[Metric]:
         cluster = self._gateway.cluster
@@ -142,6 +183,14 @@ class Metrics(Collector):
         if cluster.experts.max_over_mean:
             balance.add_metric([], cluster.experts.max_over_mean)
         yield balance
+        work = GaugeMetricFamily(
+            "everserve_balance_max_over_mean",
+            "Work of the busiest device over the mean of all that should serve, by kind of shards.",
+            labels=["kind"],
+        )
+        for kind, ratio in cluster.experts.balance.items():
+            work.add_metric([kind], ratio)
+        yield work
         slowness = GaugeMetricFamily(
             "everserve_worker_slowness",
             "How many times as long as its peers a worker takes for the same work, lately.",
@@ -238,7 +287,7 @@ class Metrics(Collector):
     def _losses(self) -> Iterator[Metric]:
         """What losing workers has cost."""
         fleet = self._gateway.fleet
-        totals = fleet.totals
+        totals, stall_s = fleet.totals, self._sum.stall_s(fleet.totals.stall_s)
         failovers = CounterMetricFamily("everserve_failovers", "Workers that were lost.", labels=["role", "cause"])
         for (role, cause), count in totals.failovers.items():
             failovers.add_metric([role, cause], count)
@@ -246,26 +295,28 @@ class Metrics(Collector):
         yield HistogramMetricFamily(
             "everserve_stall_seconds",
             "Time from noticing that a stream's worker is lost to the stream's next token.",
-            buckets=totals.stall_s.cumulative(),
-            sum_value=totals.stall_s.total,
+            buckets=stall_s.cumulative(),
+            sum_value=stall_s.total,
         )
         yield GaugeMetricFamily(
-            "everserve_requests_queued", "Streams that wait in the gateway for a worker.", value=fleet.num_waiting
+            "everserve_requests_queued",
+            "Streams that wait in the gateway for a worker.",
+            value=self._sum.of("num_waiting", fleet.num_waiting),
         )
         yield CounterMetricFamily(
             "everserve_requests_resumed",
             "Streams that lost their worker and were given to another one.",
-            value=totals.num_resumed,
+            value=self._sum.of_fleet("num_resumed", totals.num_resumed),
         )
         yield CounterMetricFamily(
             "everserve_streams_moved",
             "Streams that were given to another worker because theirs was asked to leave.",
-            value=totals.num_moved,
+            value=self._sum.of_fleet("num_moved", totals.num_moved),
         )
         yield CounterMetricFamily(
             "everserve_stream_divergences",
             "Outputs that contradicted what clients had already; they were dropped.",
-            value=totals.num_diverged,
+            value=self._sum.of_fleet("num_diverged", totals.num_diverged),
         )
         yield CounterMetricFamily(
             "everserve_replayed_rows",
@@ -275,7 +326,9 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "everserve_stale_messages",
             "Dropped because their sender is no longer trusted, or because they had been received before.",
-            value=totals.num_stale + self._engine_total("num_stale") + self._gateway.cluster.num_stale_elsewhere,
+            value=self._sum.of_fleet("num_stale", totals.num_stale)
+            + self._engine_total("num_stale")
+            + self._gateway.cluster.num_stale_elsewhere,
         )
 
     def _logs(self) -> Iterator[Metric]:
@@ -294,38 +347,50 @@ class Metrics(Collector):
         """Clients that lost their connection."""
         keeper = self._gateway.keeper
         yield CounterMetricFamily(
-            "everserve_client_resumes", "Clients that came back for the rest of their stream.", value=keeper.num_resumes
+            "everserve_client_resumes",
+            "Clients that came back for the rest of their stream.",
+            value=self._sum.of("num_resumes", keeper.num_resumes),
         )
         evicted = CounterMetricFamily(
             "everserve_resume_evictions",
             "Streams that were forgotten before their time because memory (--resume-memory-bytes) was short.",
             labels=["state"],
         )
-        for state, count in keeper.num_evicted.items():
+        for state, count in self._sum.by_label("evicted", keeper.num_evicted).items():
             evicted.add_metric([state], count)
         yield evicted
         yield GaugeMetricFamily(
-            "everserve_suspended_streams", "Streams whose client may come back.", value=keeper.num_suspended
+            "everserve_suspended_streams",
+            "Streams whose client may come back.",
+            value=self._sum.of("num_suspended", keeper.num_suspended),
         )
 
     def _http(self) -> Iterator[Metric]:
-        """As vLLM's servers have it."""
+        """Metrics of HTTP as vLLM's servers have it."""
         responses = CounterMetricFamily("http_requests", "HTTP responses.", labels=["handler", "method", "status"])
-        for labels, count in self._gateway.responses.items():
+        for labels, count in self._sum.responses(self._gateway.responses).items():
             responses.add_metric(list(labels), count)
         yield responses
         connections = self._gateway.connections
         yield GaugeMetricFamily(
-            "everserve_connections", "Connections of clients, idle ones included.", value=connections.num_open
+            "everserve_connections",
+            "Connections of clients, idle ones included.",
+            value=self._sum.of("num_open", connections.num_open),
         )
         closed = CounterMetricFamily(
             "everserve_connections_closed",
-            "Connections closed before their request had arrived, or while idle, because of a limit.",
+            "Requests refused before they were answered, and idle connections closed, because of a limit.",
             labels=["limit"],
         )
-        for limit, count in connections.closed.items():
-            closed.add_metric([limit], count)
+        num_refused = self._sum.of("num_refused", connections.memory.num_refused)
+        for limit, count in self._sum.by_label("closed", connections.closed).items():
+            closed.add_metric([limit], count + (num_refused if limit == "memory" else 0))
         yield closed
+        yield GaugeMetricFamily(
+            "everserve_request_memory_bytes",
+            "Memory that requests hold: bodies, and what is made of them (--request-memory-bytes).",
+            value=self._sum.of("num_bytes", connections.memory.num_bytes),
+        )
 
     def _engine_total(self, field: str) -> int:
         fleet = self._gateway.fleet

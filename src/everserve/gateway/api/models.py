@@ -31,6 +31,6 @@ def _model(gateway: Gateway, name: str) -> Model:
     return Model(
         id=name,
         created=gateway.started_unix_s,
-        root=Path(gateway.config.model).name,
+        root=gateway.config.root or Path(gateway.config.model).name,
         max_model_len=gateway.limits().max_total_tokens,
     )

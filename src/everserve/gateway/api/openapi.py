@@ -11,9 +11,10 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from everserve.gateway.api.depends import NEEDS_ADMIN, NEEDS_HEALTH, NEEDS_KEY, NEEDS_LIMITS
+from everserve.gateway.api.depends import NEEDS_ADMIN, NEEDS_HEALTH, NEEDS_KEY, NEEDS_LIMITS, NEEDS_ORIGIN
 from everserve.gateway.http.access import Access
 from everserve.gateway.http.errors import ErrorResponse
+from everserve.wire import operators
 
 _REFERENCE = "#/components/schemas/{name}"
 _REQUEST_ID = {"type": "string", "minLength": 1, "maxLength": 128, "pattern": "^[!-~]{1,128}$"}
@@ -33,17 +34,26 @@ def describe(
     status: int = 200,
     request: type[msgspec.Struct] | None = None,
     stream: type[msgspec.Struct] | None = None,
+    resumes: bool = True,
+    error: type[msgspec.Struct] = ErrorResponse,
     errors: tuple[int, ...] = (),
+    parameters: tuple[dict[str, Any], ...] = (),
+    form: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A route's `openapi_extra`, with the schemas that it refers to under "components".
 
     `response` is the type of the JSON of a success, or the media type of a body that is not JSON; `stream` is the type
-    of one event, where the client may ask for a stream; `errors` are statuses that no other route has.
+    of one event, where the client may ask for a stream (to which it may come back, if it `resumes`); `errors` are
+    statuses that no other route has; `parameters` those of the query; `error` is the body of
+    errors; `form` the schema of a body that is a form.
     """
     components: dict[str, Any] = {}
 
     def schema(kind: Any) -> dict[str, Any]:
         (found,), parts = msgspec.json.schema_components([kind], ref_template=_REFERENCE)
+        if issubclass(kind, operators.Request):  # its tag is not for HTTP
+            del parts[kind.__name__]["properties"][kind.__struct_config__.tag_field]
+            parts[kind.__name__]["required"].remove(kind.__struct_config__.tag_field)
         components.update(parts)
         return found
 
@@ -54,16 +64,27 @@ def describe(
     statuses = [400, *errors]
     if stream is not None:
         content["text/event-stream"] = {"itemSchema": _event_schema(schema(stream))}
-        statuses += [409, 500]
+        statuses += [409, 500] if resumes else [500]
     success = {"description": HTTPStatus(status).phrase, "content": content}
     extra: dict[str, Any] = {"components": components, "responses": {str(status): success}}
-    if stream is not None:
+    if stream is not None and resumes:
         extra["parameters"] = [_LAST_EVENT_ID]
+    extra["parameters"] = [*extra.get("parameters", ()), *parameters]
     if request is not None:
         extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema(request)}}}
         statuses += [404, 413]
-    extra["responses"].update(_errors(statuses))
+    if form is not None:
+        extra["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": form}}}
+        statuses += [413]
+    schema(error)
+    extra["error"] = error.__name__
+    extra["responses"].update(_errors(statuses, error.__name__))
     return extra
+
+
+def query_parameters(**schemas: dict[str, Any]) -> tuple[dict[str, Any], ...]:
+    """What may stand in the query of a path."""
+    return tuple({"name": name, "in": "query", "schema": schema} for name, schema in schemas.items())
 
 
 def _event_schema(chunk: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +108,9 @@ def document(app: FastAPI, access: Access) -> dict[str, Any]:
             for method in sorted((route.methods or set()) - {"HEAD"}):
                 operation = _operation(route, method.lower(), access)
                 paths.setdefault(route.path_format, {})[method.lower()] = operation
-            components["schemas"].update(route.openapi_extra["components"])
+            for name, schema in route.openapi_extra["components"].items():
+                known = components["schemas"].setdefault(name, schema)
+                assert known == schema, f"two structs are called {name}"
     components["schemas"].update(msgspec.json.schema_components([ErrorResponse], ref_template=_REFERENCE)[1])
     if access.has_keys:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -108,9 +131,11 @@ def _operation(route: APIRoute, method: str, access: Access) -> dict[str, Any]:
         errors = [404]
     if is_guarded:
         errors.append(401)
+    if NEEDS_ORIGIN in route.dependencies:
+        errors.append(403)
     if NEEDS_LIMITS in route.dependencies or NEEDS_HEALTH in route.dependencies:
         errors.append(503)
-    responses = {**route.openapi_extra["responses"], **_errors(errors)}
+    responses = {**route.openapi_extra["responses"], **_errors(errors, route.openapi_extra["error"])}
     operation: dict[str, Any] = {
         "operationId": f"{method}_{route.path_format.strip('/').translate(_TO_NAME)}",
         "parameters": parameters,
@@ -126,6 +151,6 @@ def _operation(route: APIRoute, method: str, access: Access) -> dict[str, Any]:
     return operation
 
 
-def _errors(statuses: list[int]) -> dict[str, Any]:
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name="ErrorResponse")}}}
+def _errors(statuses: list[int], error: str) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(name=error)}}}
     return {str(status): {"description": HTTPStatus(status).phrase, "content": content} for status in statuses}

@@ -13,13 +13,12 @@ from everserve.gateway.api.openapi import describe
 from everserve.gateway.http.exchange import JsonPieces, JsonResponse, read_json
 from everserve.gateway.http.requests import DetokenizeRequest, TokenizeRequest
 from everserve.gateway.http.responses import DetokenizeResponse, TokenizeResponse, encode_around, encode_list
-from everserve.gateway.text.prompts import chat_prompt
+from everserve.gateway.text.prompts import chat_prompt, check_tokenizable
 from everserve.gateway.text.sampling import check_token_ids
 
 router = APIRouter(dependencies=[NEEDS_KEY, NEEDS_LIMITS])
 _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-_MAX_CHARACTERS = 1 << 20  # about a second of work; more only if the model itself can read more
 _MAX_TOKENS = 1 << 20
 
 
@@ -33,16 +32,10 @@ async def tokenize(http_request: Request) -> Response:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", "prompt")
     if request.messages is not None:
-        tokens = (await chat_prompt(request, tokenizer, gateway.limits())).ids
+        tokens = (await chat_prompt(request, tokenizer, gateway.limits())).ids.tolist()
     else:
         assert request.prompt is not None
-        max_characters = max(_MAX_CHARACTERS, tokenizer.max_characters(max_model_len))
-        if len(request.prompt) > max_characters:
-            raise RequestError(
-                f"The prompt has {len(request.prompt)} characters; this server tokenizes at most {max_characters} "
-                "at a time.",
-                "prompt",
-            )
+        check_tokenizable(len(request.prompt), tokenizer, gateway.limits(), "prompt")
         max_tokens = max(_MAX_TOKENS, max_model_len)
         tokens = await tokenizer.encode(request.prompt, request.add_special_tokens is not False, max_tokens)
     names = await tokenizer.token_names(tokens) if request.return_token_strs else None

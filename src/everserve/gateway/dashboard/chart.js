@@ -1,6 +1,6 @@
 // Tokens per second above, times between tokens below, one time axis; faults and recoveries as marks across both.
 
-import { ms, number, time } from "./words.js";
+import { explain, ms, number, time } from "./words.js";
 
 const SERIES = [
   { name: "rate", label: "tokens/s", color: "--rate", plot: 0, width: 1.75, format: number },
@@ -180,7 +180,10 @@ export class Chart {
       const swatch = document.createElement("i");
       swatch.className = `swatch ${series.name}`;
       const value = document.createElement("b");
-      item.append(swatch, `${series.label} `, value);
+      const label = document.createElement("span");
+      label.textContent = series.label;
+      explain(label, series.name);
+      item.append(swatch, label, " ", value);
       legend.append(item);
       this.values.push(value);
       if (series.name === "waiting") this.waitingItem = item;
@@ -236,7 +239,8 @@ export class Chart {
 /** Every point that there is; by default crowded ones are left out. */
 const allOf = (u, series) => u.data[series].flatMap((value, index) => (value === null ? [] : [index]));
 const withAlpha = (color, alpha) => color.replace(/^rgb\((.*)\)$/, `rgba($1, ${alpha})`);
-const decade = (value) => (value >= 1000 ? `${value / 1000} s` : `${value} ms`);
+/** Where there is no room for a label the value is null. */
+const decade = (value) => (value === null ? "" : value >= 1000 ? `${value / 1000} s` : `${value} ms`);
 const top10 = (max) => 10 ** Math.ceil(Math.log10(Math.max(100, (max ?? 0) * 1.05)));
 
 function niceTop(max) {

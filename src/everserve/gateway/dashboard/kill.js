@@ -3,7 +3,7 @@
 import { ask, setAdminKey } from "./api.js";
 
 const EFFECTS = {
-  orchestrator: "Tokens need nobody who decides. The next one takes over what it finds.",
+  orchestrator: "Tokens do not need it. The next one takes over what it finds.",
   anchor: "It owns shared memory, which stays good for those who use it. The next one is handed everything.",
   zygote: "Workers are forked from it. The next one is started.",
 };

@@ -6,6 +6,7 @@
 import { ask, dataOf } from "./api.js";
 
 const SILENCE_MS = 5000; // news come every 250 ms
+const QUIET_MS = 2500; // from then on what is shown is not called live
 const RETRY_MS = [250, 500, 1000, 2000, 4000];
 
 export class Live {
@@ -16,13 +17,22 @@ export class Live {
     this.abort = null;
     this.failures = 0;
     this.retry = 0;
+    this.heard = -Infinity; // when the last news came, by performance.now()
+    this.began = 0; // when this page began to listen
     document.addEventListener("visibilitychange", () => (document.hidden ? this.stop() : this.start()));
     window.addEventListener("pagehide", () => this.stop());
     window.addEventListener("pageshow", () => document.hidden || this.start());
   }
 
   start() {
-    if (!this.abort) this.run();
+    if (this.abort) return;
+    this.began = performance.now();
+    this.run();
+  }
+
+  /** Whether what is shown may be of the past: the connection is lost, or nothing has come for a while. */
+  isStale(isLost) {
+    return isLost || performance.now() - Math.max(this.heard, this.began) > QUIET_MS;
   }
 
   stop() {
@@ -44,6 +54,7 @@ export class Live {
       const response = await ask(`cluster/live${since >= 0 ? `?since=${since}` : ""}`, { signal: abort.signal });
       for await (const data of dataOf(response)) {
         alive();
+        this.heard = performance.now();
         this.onState("connected");
         this.#show(data);
         this.failures = 0;

@@ -9,7 +9,7 @@ import { Live } from "./live.js";
 import { ClusterMap } from "./map.js";
 import { Prompt } from "./prompt.js";
 import { Store } from "./state.js";
-import { ms, number, say, setGlyph } from "./words.js";
+import { ago, explainAll, ms, number, say, setGlyph } from "./words.js";
 
 const GAP_TICKS = 40; // ten seconds
 const $ = (id) => document.getElementById(id);
@@ -44,7 +44,8 @@ function showFigures() {
 /** Is the cluster whole? One word, one shape, one reason. */
 function judge() {
   const { cluster } = store;
-  if (connection === "lost") return ["gone", "No answer", "from the server; trying again. What is shown is the last that was known."];
+  if (cluster && live.isStale(connection === "lost")) return ["gone", "No answer", "from the server; trying again."];
+  if (connection === "lost") return ["gone", "No answer", "from the server; trying again. Nothing is known of it yet."];
   if (!cluster) return ["unknown", "Connecting", ""];
   const { workers, violations, degraded } = cluster;
   if (violations.length) return ["trouble", "Not valid", violations.join("; ")];
@@ -61,12 +62,20 @@ function showVerdict() {
   setGlyph(verdict.querySelector("svg"), state);
   say($("verdict-word"), word);
   say($("verdict-why"), why);
+  showSeen();
   if (store.cluster) {
     const { epoch, violations, experts_without_place: lost } = store.cluster;
-    say($("validity"), `epoch ${epoch}, ${violations.length ? `${violations.length} violation${violations.length > 1 ? "s" : ""}` : "valid"}${lost ? `, ${lost} experts without a place` : ""}`);
+    say($("validity"), `epoch ${epoch}, ${violations.length ? `${violations.length} violation${violations.length > 1 ? "s" : ""}` : "valid"}${lost ? `, ${lost} expert${lost > 1 ? "s" : ""} without a place` : ""}`);
   }
   const title = `${word} · Everserve${store.hello ? ` · ${store.hello.models[0]}` : ""}`;
   if (document.title !== title) document.title = title;
+}
+
+/** What is no longer live looks so, and says from when it is. */
+function showSeen() {
+  const isStale = store.cluster !== null && live.isStale(connection === "lost");
+  document.body.classList.toggle("stale", isStale);
+  say($("verdict-seen"), isStale ? `Last seen ${ago((performance.now() - live.heard) / 1000)}; what is shown is from then.` : "");
 }
 
 // -- the connection ------------------------------------------------------------------------------
@@ -118,6 +127,8 @@ for (const button of document.querySelectorAll("[data-window]")) {
   });
 }
 
+explainAll();
+setInterval(() => document.hidden || !store.cluster || showVerdict(), 500);
 document.fonts.ready.then(() => chart.rebuild());
 setInterval(() => document.hidden || chart.describe(), 5000);
 if (!document.hidden) live.start();

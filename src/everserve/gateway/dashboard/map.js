@@ -2,7 +2,7 @@
 //
 // Cards are made once per seat and changed in place, so that the focus stays where it is while workers come and go.
 
-import { glyph, make, makeSvg, say, setGlyph } from "./words.js";
+import { explain, glyph, make, makeSvg, say, setGlyph } from "./words.js";
 
 const MAX_SQUARES = 64; // slots of a worker that are drawn one by one; beyond, a square stands for several
 const MAX_LANES = 20; // beyond, lanes are drawn as one trunk
@@ -72,6 +72,7 @@ export class ClusterMap {
     card.root.dataset.key = key;
     card.kill.addEventListener("click", () => this.onKill(card.subject, card.name.textContent, card.pid));
     if (HELPERS.includes(key)) card.root.classList.add("helper");
+    explain(card.name, subject.process ?? ["", "attention", "expert"][column]);
     this.cards.set(key, card);
     this.columns[column].append(card.root);
     return card;
@@ -115,19 +116,20 @@ function fillHelper(card, name, process) {
 function fillWorker(card, worker, standIn) {
   const isBoth = worker.roles.length > 1;
   const name = isBoth ? `worker ${worker.rank}` : `${worker.roles[0]} ${worker.rank}`;
-  fillHead(card, name, worker.state, worker.pid, worker.state, worker.incarnation > 1 ? `life ${worker.incarnation}` : "");
+  fillHead(card, name, worker.state, worker.pid, worker.state, worker.incarnation > 1 ? `incarnation\u00a0${worker.incarnation}` : "");
   if (worker.roles.includes("attention")) fillLoad(card, worker);
   if (worker.slots > 0) fillSlots(card, worker, standIn);
   say(card.note, worker.note);
   if (card.note.title !== worker.note) card.note.title = worker.note;
 }
 
-function fillHead(card, name, state, pid, word, life = "") {
+function fillHead(card, name, state, pid, word, incarnation = "") {
   setGlyph(card.glyph, state);
   card.root.dataset.state = state;
   say(card.name, name);
   say(card.state, word);
-  say(card.meta, [pid ? `pid ${pid}` : "no process", life].filter(Boolean).join(" · "));
+  say(card.meta, [pid ? `pid ${pid}` : "no process", incarnation].filter(Boolean).join(" · "));
+  if (incarnation) explain(card.meta, "incarnation");
   card.pid = pid;
   const label = `Kill ${name}`;
   if (card.kill.getAttribute("aria-label") !== label) card.kill.setAttribute("aria-label", label);

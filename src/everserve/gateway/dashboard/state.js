@@ -1,4 +1,4 @@
-// What the page knows, in bounded arrays. Only this file writes it; whoever shows it is told when it has changed.
+// What the page knows, in bounded arrays. Only this file writes it; views are told when it has changed.
 
 const MAX_ENTRIES = 60;
 const COLUMNS = ["time", "rate", "p50", "p99", "largest", "waiting"];

@@ -20,6 +20,8 @@ from everserve.gateway.http.errors import HttpError
 Owner = str  # the name of the key that a request brought
 ANYONE: Owner = ""  # the request has no key, and none is needed
 _ADMIN: Owner = "admin"
+_BATCH = "/batch"  # behind the name of a key: its batches, for which no client waits
+_BATCH_WEIGHT = 0.01  # beside the key's other requests
 
 
 class Access:
@@ -31,8 +33,24 @@ class Access:
         self.has_admin_key = config.admin_key is not None
         if config.admin_key is not None:
             names[_digest(config.admin_key.encode())] = _ADMIN
+        weights = zip(config.api_keys, config.key_weights or [1.0] * len(config.api_keys), strict=True)
+        self.weights = {names[_digest(key.encode())]: weight for key, weight in weights}  # by owner; others have 1
         self._names = names
+        self._identities = {name: digest.hex()[:32] for digest, name in names.items()}
         self._is_on_loopback = is_loopback(config.listen_host)
+
+    def identity(self, owner: Owner) -> str:
+        """The same for the same key in every instance, whatever its name here: what is kept in files belongs to it."""
+        return self._identities.get(owner, "")
+
+    def owner_of(self, identity: str) -> Owner:
+        """The name of this key, which may have been taken out of the configuration."""
+        return next((name for name, known in self._identities.items() if known == identity), identity)
+
+    def weight(self, owner: Owner) -> float:
+        """How large its part is where requests share places."""
+        weight = self.weights.get(owner.removesuffix(_BATCH), 1.0)
+        return weight * _BATCH_WEIGHT if owner.endswith(_BATCH) else weight
 
     @property
     def has_keys(self) -> bool:
@@ -75,6 +93,17 @@ class Access:
         digest = _digest(given.strip())
         found = [name for known, name in self._names.items() if hmac.compare_digest(digest, known)]  # all, always
         return found[0] if found and scheme.lower() == b"bearer" else None
+
+
+def owners(config: GatewayConfig) -> list[Owner]:
+    """All that there can be, in an order that is the same in every gateway."""
+    names = [ANYONE, _ADMIN, *(f"key{n}" for n, _ in enumerate(config.api_keys, 1))]
+    return [*names, *map(batch_owner, names)]
+
+
+def batch_owner(owner: Owner) -> Owner:
+    """For whom the batches of this key run: places are shared with its clients' requests, by weights."""
+    return owner + _BATCH
 
 
 def is_loopback(host: str) -> bool:

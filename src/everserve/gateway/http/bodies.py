@@ -30,7 +30,7 @@ class Weight:
         self.at_most = 0
 
     def add(self, part: bytes) -> None:
-        """In a text, quotes are escaped, so every text has one quote at least that is not."""
+        """Counts quotes: in a text they are escaped, so every text has one quote at least that is not."""
         num_quotes = part.count(b'"') - part.count(b'\\"')
         self.at_most += _PER_TEXT * max(num_quotes, 0) + _outside_weight(part)
 

@@ -7,6 +7,8 @@ explain_bad_json     what is wrong with a request body, in words that name the f
 
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Literal
 
 import msgspec
 from starlette.responses import Response
@@ -16,7 +18,7 @@ from everserve.errors import EverserveError, OverloadedError, RequestError
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(?P<field>.*?)`( - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(?P<field>.*?)`( - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _NAMES = re.compile(r"[^.\[\]]+")
-_CONTENT_PART = re.compile(r"^messages\[.*\]\.content\[")
+_PART_TYPE = re.compile(r"^messages\[.*\]\.content\[.*\]\.type$")
 _AT_PATH = re.compile(r"(?P<problem>.*) - at `(?P<key>key` in `)?\$\.?(?P<path>.*)`$", re.DOTALL)
 
 
@@ -31,6 +33,28 @@ class ErrorResponse(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every response whose status is not 2xx, and of an error event in a stream."""
 
     error: ErrorBody
+
+
+MESSAGES = "/v1/messages"  # below this path errors have the form that Anthropic's clients read
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+
+
+class MessageErrorBody(msgspec.Struct, frozen=True, kw_only=True):
+    type: str
+    message: str
+
+
+class MessageError(msgspec.Struct, frozen=True, kw_only=True):
+    """The same for Anthropic's clients."""
+
+    type: Literal["error"] = "error"
+    error: MessageErrorBody
 
 
 class HttpError(Exception):
@@ -61,8 +85,25 @@ class HttpError(Exception):
         )
         return msgspec.json.encode(ErrorResponse(error=error))
 
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers, media_type="application/json")
+    def raw_response(self) -> bytes:
+        """The response as bytes, for clients that the application does not hear of."""
+        body = self.body()
+        headers = {"content-type": "application/json", "content-length": str(len(body)), "connection": "close"}
+        lines = [f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}"]
+        lines += [f"{name}: {value}" for name, value in (headers | (self.headers or {})).items()]
+        return "\r\n".join([*lines, "", ""]).encode() + body
+
+    def message_error(self) -> MessageError:
+        """The error in Anthropic's form, which has no field for the parameter."""
+        kind = _KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        names_it = self.param is None or self.param in str(self)
+        message = str(self) if names_it else f"{self.param}: {self}"
+        return MessageError(error=MessageErrorBody(type=kind, message=message))
+
+    def response(self, path: str = "") -> Response:
+        """The error in the form that clients of this path read."""
+        body = msgspec.json.encode(self.message_error()) if path.startswith(MESSAGES) else self.body()
+        return Response(body, self.status, self.headers, media_type="application/json")
 
 
 def unavailable(message: str, retry_after_s: int = 1) -> HttpError:
@@ -115,10 +156,10 @@ def not_supported(name: str, accepted: str, param: str | None = None) -> Request
 
 def _unsupported(path: str, unsupported: Mapping[str, str]) -> RequestError | None:
     """An error about something inside, say, `tools` is an error about tools."""
-    name = next((name for name in _NAMES.findall(path) if name in unsupported), None)
-    if name is not None:
-        return not_supported(name, unsupported[name], path)
-    if _CONTENT_PART.search(path):
+    for match in _NAMES.finditer(path):
+        if (name := match.group()) in unsupported:
+            return not_supported(name, unsupported[name], path[: match.end()])
+    if _PART_TYPE.search(path):
         return RequestError("Only text is supported as message content.", param=path)
     return None
 

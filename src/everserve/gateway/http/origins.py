@@ -6,18 +6,20 @@ Origin,          what changes the cluster is not done for a page of another orig
 Sec-Fetch-Site   cannot change them, and clients that are no browsers do not send them.
 
 That bodies must be declared as JSON (exchange.py) is part of this: a page cannot send JSON to another origin without a
-CORS preflight, and this server answers none.
+CORS preflight, and this server answers them only to the origins in `--allowed-origins`.
 """
 
 from collections.abc import Iterable
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http.access import is_loopback
 from everserve.gateway.http.errors import HttpError
 
-ANY_HOST = "*"
+_ANY = "*"
 _LOOPBACK_NAME = "localhost"
 _OWN_SITES = ("same-origin", "none")  # a page of this server; no page at all
 
@@ -32,11 +34,11 @@ class AllowedHosts:
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
         self._app = app
         self._names = {_LOOPBACK_NAME, *(_host_of(name) for name in names)}
-        self._allows_any = ANY_HOST in self._names
+        self._allows_any = _ANY in self._names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = None if self._allows_any or scope["type"] != "http" else self._check(scope)
-        await (self._app if refusal is None else refusal.response())(scope, receive, send)
+        await (self._app if refusal is None else refusal.response(scope["path"]))(scope, receive, send)
 
     def _check(self, scope: Scope) -> HttpError | None:
         given = [value for name, value in scope["headers"] if name == b"host"]
@@ -52,13 +54,27 @@ class AllowedHosts:
         return HttpError(403, message, param="Host", code="host_not_allowed")
 
 
-def check_same_origin(request: Request) -> None:
-    """403 if the request comes from a page that is not this server's own."""
+def cross_origin(app: ASGIApp, config: GatewayConfig) -> ASGIApp:
+    """Middleware: pages of these origins may send requests, and read the answers."""
+    return CORSMiddleware(
+        app,
+        allow_origins=config.allowed_origins,
+        allow_credentials=config.allow_credentials,
+        allow_methods=config.allowed_methods or [_ANY],
+        allow_headers=config.allowed_headers or [_ANY],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+
+
+def check_same_origin(request: Request, allowed: Iterable[str] = ()) -> None:
+    """403 if the request comes from a page that is not this server's own, and of no allowed origin either."""
+    if not {_ANY, request.headers.get("origin", "")}.isdisjoint(allowed):
+        return
     site, origin = request.headers.get("sec-fetch-site", "none"), request.headers.get("origin")
     host = request.headers.get("host", "?").lower()
     is_own = origin is None or origin.lower().partition("://")[2] == host
     if not is_own or site not in _OWN_SITES:
-        message = "This changes the cluster, and pages of other origins may not do that."
+        message = "This changes what the server does or keeps, and pages of other origins may not do that."
         raise HttpError(403, message, param="Origin", code="cross_origin")
 
 

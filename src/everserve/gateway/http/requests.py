@@ -2,8 +2,8 @@
 
 Names are OpenAI's, then vLLM's. Unknown fields are errors. Fields that OpenAI or vLLM know and this server does not act
 on are of two kinds. Where ignoring a value changes nothing that the client would notice, it is accepted: `user`,
-`metadata`, `store: false`, no tools. Everything else gets a 400 that says so (see UNSUPPORTED). A field of
-type `None` accepts null alone.
+`metadata`, `store: false`, tools of which none may be called. Everything else gets a 400 that says so (see
+UNSUPPORTED). A field of type `None` accepts null alone.
 """
 
 from typing import Annotated, Any, Literal
@@ -17,9 +17,14 @@ INT64_MAX = 2**63 - 1
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_LOGIT_BIAS = 1024
+MAX_TOOLS = 512
+MAX_BAD_WORDS = 256
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+CacheSalt = Annotated[str, Meta(min_length=1, max_length=1024)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 NumChoices = Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
 NumTokens = Annotated[int, Meta(ge=1, le=INT64_MAX)]
@@ -49,7 +54,9 @@ LogitBias = Annotated[
 # What a client may say although the server cannot do it: the value that asks for nothing.
 Empty = Annotated[list[None], Meta(max_length=0)]
 OnlyFalse = Annotated[bool, Meta(extra_json_schema={"const": False})]  # sampling.py refuses true
-NoTool = Literal["none", "auto"]  # of no tools none is called
+NoFunction = Literal["none", "auto"]  # of no functions none is called; sampling.py refuses "auto" where there are some
+Functions = list[dict[str, Any]]  # what a model that calls none of them need not see
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MetadataKey = Annotated[str, Meta(max_length=64)]
 MetadataValue = Annotated[str, Meta(max_length=512)]
 
@@ -58,6 +65,99 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: OnlyFalse | None = None
+
+
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ToolFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a tool is called with."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON schema
+    strict: bool | None = None
+
+
+class FunctionTool(msgspec.Struct, kw_only=True):
+    """A tool that the client runs."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ChosenFunction(msgspec.Struct, kw_only=True):
+    name: ToolName
+
+
+class ChosenTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCallInput(msgspec.Struct, kw_only=True):
+    """A call that the assistant made earlier."""
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """Whatever the model writes."""
+
+
+class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
+    """A JSON object."""
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None  # the schema is kept in any case
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+    """JSON of a schema."""
+
+    json_schema: JsonSchema
+
+
+class StructuralTagFormat(
+    msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="type", tag="structural_tag"
+):
+    """Text with tags of a certain form in it: `structures` and `triggers`, or `format`."""
+
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+    format: dict[str, Any] | None = None
+
+
+ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=4096)]
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """vLLM's: one of the first six."""
+
+    json: str | dict[str, Any] | bool | None = None
+    regex: Annotated[str, Meta(min_length=1)] | None = None
+    choice: Choices | None = None
+    grammar: Annotated[str, Meta(min_length=1)] | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_fallback: bool | None = None  # there is one backend
+    disable_additional_properties: None = None
 
 
 class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -97,26 +197,32 @@ class GenerationRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=INT64_MAX)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     # vLLM's further options
     allowed_token_ids: None = None
-    bad_words: Empty | None = None
-    cache_salt: None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
+    cache_salt: CacheSalt | None = None
     kv_transfer_params: None = None
-    length_penalty: None = None
+    length_penalty: float | None = None  # of beams, which there are none of
     logits_processors: None = None
-    priority: Literal[0] | None = None
-    prompt_logprobs: None = None
+    priority: Priority | None = None
+    prompt_logprobs: NumLogprobs | None = None
     request_id: None = None
     return_tokens_as_token_ids: OnlyFalse | None = None
-    structured_outputs: None = None
-    truncate_prompt_tokens: None = None
+    structured_outputs: StructuredOutputs | None = None
     use_beam_search: OnlyFalse | None = None
     vllm_xargs: None = None
 
-
-class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
+    # What the answer must look like (structured.py); and vLLM's older names
+    response_format: ResponseFormat | None = None
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: Annotated[str, Meta(min_length=1)] | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Annotated[str, Meta(min_length=1)] | None = None
+    guided_whitespace_pattern: str | None = None
+    guided_decoding_backend: str | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -127,22 +233,23 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     echo: bool | None = None
     logprobs: NumLogprobs | None = None
     best_of: NumChoices | None = None
-    response_format: TextFormat | None = None
     suffix: Annotated[str, Meta(max_length=0)] | None = None
 
 
-class TextPart(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class TextPart(msgspec.Struct, kw_only=True):
+    """A text, and marks that other servers understand (`cache_control`): here they change nothing."""
+
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class InputMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, tag_field="role"):
     """A message as the client sends it, or as a response had it: null for what only other servers fill in."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None
     name: str | None = None
-    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name
     annotations: Empty | None = None
     audio: None = None
     function_call: None = None
@@ -150,8 +257,38 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_call_id: None = None
     tool_calls: Empty | None = None
 
+    @property
+    def role(self) -> str:
+        return str(self.__struct_config__.tag)
 
-ChatMessages = Annotated[list[ChatMessage], Meta(min_length=1)]
+
+class SystemInput(InputMessage, kw_only=True, tag="system"):
+    content: str | list[TextPart]
+
+
+class DeveloperInput(InputMessage, kw_only=True, tag="developer"):
+    content: str | list[TextPart]
+
+
+class UserInput(InputMessage, kw_only=True, tag="user"):
+    content: str | list[TextPart]
+
+
+class AssistantInput(InputMessage, kw_only=True, tag="assistant"):
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCallInput] | None = None  # type: ignore[assignment]  # here there may be some
+
+
+class ToolInput(InputMessage, kw_only=True, tag="tool"):
+    """The result of a call."""
+
+    content: str | list[TextPart] | None = None
+    tool_call_id: str | None = None  # type: ignore[assignment]
+
+
+ChatMessages = Annotated[
+    list[SystemInput | DeveloperInput | UserInput | AssistantInput | ToolInput], Meta(min_length=1)
+]
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -165,13 +302,16 @@ class ChatRequest(GenerationRequest, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: TextFormat | None = None
     modalities: list[Literal["text"]] | None = None
-    tools: Empty | None = None
-    tool_choice: NoTool | None = None
-    functions: Empty | None = None
-    function_call: NoTool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
+    functions: Functions | None = None
+    function_call: NoFunction | None = None
+    include_reasoning: bool | None = None
+    max_thinking_tokens: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None  # vLLM's name for it
     verbosity: Literal["medium"] | None = None
 
     audio: None = None
@@ -180,7 +320,6 @@ class ChatRequest(GenerationRequest, kw_only=True):
     mm_processor_kwargs: None = None
     moderation: None = None
     prediction: None = None
-    reasoning_effort: None = None
     web_search_options: None = None
 
 
@@ -196,7 +335,7 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     chat_template: None = None
-    tools: Empty | None = None
+    tools: Annotated[list[FunctionTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -206,24 +345,19 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     tokens: list[TokenId]
 
 
-_EMPTY, _FALSE, _NO_TOOL = "an empty list", "false", '"none" or "auto"'
+_EMPTY, _FALSE, _NO_TOOL = "an empty list", "false", '"none"'
 _ASK_FOR_NOTHING = {
     "annotations": _EMPTY,
-    "bad_words": _EMPTY,
     "function_call": _NO_TOOL,
     "functions": _EMPTY,
     "include_obfuscation": _FALSE,
     "modalities": '["text"]',
-    "priority": "0",
     "prompt_cache_retention": '"in_memory"',
-    "response_format": '{"type": "text"}',
     "return_tokens_as_token_ids": _FALSE,
     "service_tier": '"auto" or "default"',
     "store": _FALSE,
     "suffix": "an empty text",
     "tool_calls": _EMPTY,
-    "tool_choice": _NO_TOOL,
-    "tools": _EMPTY,
     "use_beam_search": _FALSE,
     "verbosity": '"medium"',
 }
@@ -234,7 +368,7 @@ def _null_fields(struct: type[msgspec.Struct]) -> set[str]:
 
 
 _NULL_FIELDS = set[str]().union(
-    *(_null_fields(t) for t in (CompletionRequest, ChatRequest, ChatMessage, TokenizeRequest))
+    *(_null_fields(t) for t in (CompletionRequest, ChatRequest, InputMessage, TokenizeRequest))
 )
 # What this server cannot do, by the field that asks for it, and what that field may be besides null.
 UNSUPPORTED = dict.fromkeys(sorted(_NULL_FIELDS), "") | _ASK_FOR_NOTHING

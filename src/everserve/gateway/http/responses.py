@@ -8,7 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from everserve.gateway.http.slices import batches
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length"]  # of a choice
+ChatFinishReason = Literal["stop", "length", "tool_calls"]  # as a chat says it
 _ITEMS_PER_PIECE = 1 << 13
 encode = msgspec.json.Encoder().encode
 
@@ -16,16 +17,21 @@ encode = msgspec.json.Encoder().encode
 def encode_around(body: msgspec.Struct, empty: bytes) -> tuple[bytes, bytes]:
     """The JSON of a body before and after the first field that is so empty (b'"choices":[]'), for what is written there
     in pieces. A text in front of it cannot contain that: its quotes are escaped."""
-    before, found, after = encode(body).partition(empty)
+    return split_around(encode(body), empty)
+
+
+def split_around(encoded: bytes, empty: bytes) -> tuple[bytes, bytes]:
+    """The same of JSON."""
+    before, found, after = encoded.partition(empty)
     assert found, "the field is there, and empty"
     name, _, _ = empty.partition(b":")
     return before + name + b":", after
 
 
-def encode_list(items: Iterable[Any]) -> Iterator[bytes]:
-    """The JSON of a list of numbers or short texts, in pieces."""
+def encode_list(items: Iterable[Any], num_per_piece: int = _ITEMS_PER_PIECE) -> Iterator[bytes]:
+    """The JSON of a list, in pieces: of numbers or short texts by default."""
     start = b"["
-    for batch in batches(items, _ITEMS_PER_PIECE):
+    for batch in batches(items, num_per_piece):
         yield start + encode(batch)[1:-1]
         start = b","
     yield b"[]" if start == b"[" else b"]"
@@ -59,10 +65,23 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
 
 
+class PromptLogprob(msgspec.Struct, kw_only=True):
+    """One token's entry in `prompt_logprobs`."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id: of the prompt's own token first, and of the likeliest. Nothing comes before the first token.
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+
+
 class CompletionChoice(msgspec.Struct, kw_only=True):
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string that ended the text, if it was one
     token_ids: list[int] | UnsetType = UNSET
@@ -95,16 +114,34 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     content: list[TokenLogprob]
 
 
+class FunctionCall(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class AssistantMessage(msgspec.Struct, kw_only=True):
+    """A message of the assistant, without content if it only calls tools. `reasoning`: the newer name of
+    `reasoning_content`.
+    """
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     degraded: Degraded | UnsetType = UNSET
@@ -118,18 +155,36 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The beginning of a call, with its id and name, or more of its arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class Delta(msgspec.Struct, kw_only=True):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | UnsetType = UNSET
     degraded: Degraded | UnsetType = UNSET
@@ -232,15 +287,6 @@ class DeviceView(msgspec.Struct, kw_only=True):
     workers: list[int]  # ranks
 
 
-class HealthView(msgspec.Struct, kw_only=True):
-    """The level that a device has now, why, and what follows from it."""
-
-    device: int
-    level: int
-    reason: str
-    done: str
-
-
 class MoveView(msgspec.Struct, kw_only=True):
     """An expert that is being loaded into a slot."""
 
@@ -259,6 +305,15 @@ class SurvivalView(msgspec.Struct, kw_only=True):
     kv: str
 
 
+class BalanceView(msgspec.Struct, kw_only=True):
+    """The work of the busiest device over the mean of all that should serve, in all layers together, of the kind of
+    shards where that is most; null without expert workers. `kinds`: of each. The load of experts is what was measured,
+    if there was enough; else all count the same."""
+
+    max_over_mean: float | None
+    kinds: dict[str, float]
+
+
 class ClusterView(msgspec.Struct, kw_only=True):
     """`/cluster`: processes and workers; no violations = valid."""
 
@@ -273,6 +328,7 @@ class ClusterView(msgspec.Struct, kw_only=True):
     devices: list[DeviceView]
     moves: list[MoveView]  # in progress
     survives: list[SurvivalView]
+    balance: BalanceView
     recent: list[str]  # what happened lately, in words, newest first
 
 
@@ -327,44 +383,3 @@ class ExpertsMapView(msgspec.Struct, kw_only=True):
     moving: list[tuple[int, int]]  # index of the layer, expert
     masked: list[tuple[int, int]]  # likewise
     imbalance: ImbalanceView
-
-
-class FaultView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/fault`: the process that got the signal, a worker or not."""
-
-    rank: int | UnsetType = UNSET
-    incarnation: int | UnsetType = UNSET
-    process: str | UnsetType = UNSET
-    pid: int
-    signal: str
-
-
-class DeviceChangeView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/fault` with a device, `POST /cluster/return`: the device and the ranks on it."""
-
-    device: int
-    ranks: list[int]
-
-
-class DrainView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/drain`: the worker that was asked to leave."""
-
-    rank: int
-    incarnation: int
-
-
-class SwitchView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/switch`: the worker that changes its role."""
-
-    rank: int
-    role: str
-
-
-class ScaleView(msgspec.Struct, kw_only=True):
-    """`POST /cluster/scale`: the workers that there will be, and the ranks that come and go."""
-
-    attention: int
-    expert: int
-    devices: int
-    added: list[int]
-    retired: list[int]

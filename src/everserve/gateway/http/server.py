@@ -3,12 +3,11 @@
 A process has a limit of open descriptors. If clients could use all of them, the gateway could not receive the channel
 of the next worker, or of the next orchestrator. So connections are accepted one at a time, and only while enough
 descriptors are left; beyond that, one that is idle or slow is closed for each new one, and if there is none, the new
-one gets a 503.
+one gets a 503. Some of the reserved descriptors are for refused connections, until their clients have read why.
 """
 
 import asyncio
 import contextlib
-import functools
 import os
 import resource
 import socket
@@ -17,23 +16,37 @@ from typing import Any
 
 import uvicorn
 
-from everserve.gateway.http.connections import Connections, HttpProtocol, raw_response
-from everserve.gateway.http.errors import unavailable
+from everserve.gateway.http.connections import Connections, HttpProtocol
+from everserve.gateway.http.transport import LedgerTransport
 
 _SWEEP_TICKS = 10  # of uvicorn's tenths of a second
 _BATCH = 32  # connections accepted before the event loop's other tasks run
 _PAUSE_S = 0.1  # after the kernel had no descriptor, or no memory
+_LEAVE_S = 0.005  # for a gateway that has less to do to accept a connection
 _WANTED_DESCRIPTORS = 65536
 _RESERVED_DESCRIPTORS = 256  # for channels to workers, the orchestrator and the supervisor, for files and exporters ...
 _RESERVED_SHARE = 0.25  # ... but no more than this, where the limit is low
-_TURNED_AWAY = raw_response(unavailable("The server has as many connections as it can have. Please try again."))
+_REFUSED_SHARE = 0.25  # of the reserved ones that refused connections may have
 
 
 def max_connections(num_other: int) -> int:
     """How many clients may be connected while so many other descriptors are open. The limit may change any time."""
+    limit = _limit()
+    return max(1, limit - num_other - _num_reserved(limit))
+
+
+def max_refused() -> int:
+    """How many refused clients may be connected besides."""
+    return int(_num_reserved(_limit()) * _REFUSED_SHARE)
+
+
+def _limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = _WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
-    return max(1, limit - num_other - min(_RESERVED_DESCRIPTORS, int(limit * _RESERVED_SHARE)))
+    return _WANTED_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+
+
+def _num_reserved(limit: int) -> int:
+    return min(_RESERVED_DESCRIPTORS, int(limit * _RESERVED_SHARE))
 
 
 def _num_descriptors() -> int:
@@ -51,7 +64,6 @@ class ListeningSocket:
         self._connections = connections
         self._create = create
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self._num_other = _num_descriptors()
         sock.setblocking(False)
@@ -69,40 +81,53 @@ class ListeningSocket:
             self._loop.add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:
-        num_allowed = max_connections(self._num_other)
         for _ in range(_BATCH):
-            try:
-                sock, _ = self._sock.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            if not self._connections.should_accept():
+                self._leave_to_others()
                 return
-            except OSError:  # no descriptor, no memory: trying again at once would only be busy
-                self._loop.remove_reader(self._sock)
-                self._loop.call_later(_PAUSE_S, self._listen)
+            if not self._accept_one():
                 return
-            if self._connections.num_open >= num_allowed and not self._connections.make_room():
-                self._turn_away(sock)
-                continue
-            self._connections.num_accepted += 1
-            task = self._loop.create_task(self._open(sock))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
 
-    async def _open(self, sock: socket.socket) -> None:
+    def _leave_to_others(self) -> None:
+        """All gateways of this address are told of a connection. If no other takes it, this one does."""
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(_LEAVE_S, self._accept_left)
+
+    def _accept_left(self) -> None:
+        if not self._is_closed:
+            self._listen()
+            self._accept_one()
+
+    def _accept_one(self) -> bool:
+        """False: there is none, or it cannot be had now."""
+        try:
+            sock, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return False
+        except OSError:  # no descriptor, no memory: trying again at once would only be busy
+            self._loop.remove_reader(self._sock)
+            self._loop.call_later(_PAUSE_S, self._listen)
+            return False
+        num_allowed, self._connections.num_extra = max_connections(self._num_other), max_refused()
+        while self._connections.num_open >= num_allowed and self._connections.make_room():
+            pass
+        has_room = self._connections.num_open < num_allowed
+        self._connections.num_accepted += 1
+        self._open(sock, has_room)
+        return True
+
+    def _open(self, sock: socket.socket, has_room: bool) -> None:
         try:
             sock.setblocking(False)
-            await self._loop.connect_accepted_socket(self._create, sock)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:  # it is gone already
             self._connections.num_accepted -= 1
             sock.close()
-
-    def _turn_away(self, sock: socket.socket) -> None:
-        self._connections.closed["refused"] += 1
-        with contextlib.suppress(OSError):
-            sock.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                sock.recv(1 << 16)  # what is left unread would make the kernel discard our answer
-            sock.send(_TURNED_AWAY)
-        sock.close()
+            return
+        connection, custody = self._create(), self._connections.custody
+        LedgerTransport(sock, connection, custody, custody.open(sock)).start()
+        if not has_room:
+            self._connections.turn_away(connection)
 
 
 class Server(uvicorn.Server):
@@ -113,15 +138,18 @@ class Server(uvicorn.Server):
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        create = functools.partial(
-            HttpProtocol,
+        create = self.create_protocol
+        self.servers: list[Any] = [ListeningSocket(sock, self._connections, create) for sock in sockets or []]
+        self.started = True
+
+    def create_protocol(self) -> HttpProtocol:
+        """The protocol for one connection."""
+        return HttpProtocol(
             connections=self._connections,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
         )
-        self.servers: list[Any] = [ListeningSocket(sock, self._connections, create) for sock in sockets or []]
-        self.started = True
 
     async def on_tick(self, counter: int) -> bool:
         if counter % _SWEEP_TICKS == 0:

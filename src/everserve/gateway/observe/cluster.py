@@ -1,6 +1,7 @@
 """The cluster now: the latest tables, as the orchestrator and the supervisor sent them."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 
 from everserve.gateway.http.responses import (
     ClusterView,
@@ -11,6 +12,8 @@ from everserve.gateway.http.responses import (
     SparesView,
     SurvivalView,
     WorkerView,
+    encode_around,
+    encode_list,
 )
 from everserve.gateway.observe.experts import Experts
 from everserve.gateway.observe.timeline import Timeline
@@ -25,6 +28,7 @@ from everserve.tables.validity import Conditions
 from everserve.wire.messages import ClusterChanged, ProcessesChanged
 
 _NUM_RECENT = 5
+_MOVES_PER_PIECE = 512
 
 
 class Cluster:
@@ -61,6 +65,22 @@ class Cluster:
     def num_stale_elsewhere(self) -> int:
         counters = (self._stale_at_orchestrator, *self._stale_at_experts.values())
         return sum(counter.total for counter in counters)
+
+    def restarting(self) -> dict[str, tuple[int, int]]:
+        """The counters of other processes."""
+        return {name: counter.state for name, counter in self._restarting()}
+
+    def _restarting(self) -> list[tuple[str, RestartingCounter]]:
+        experts = [(f"stale {rank}", counter) for rank, counter in self._stale_at_experts.items()]
+        return [("health", self._health_troubles), ("stale", self._stale_at_orchestrator), *experts]
+
+    def go_on(self, counted: dict[str, tuple[int, int]]) -> None:
+        """Begin with what an earlier gateway has known of them."""
+        for name in counted:
+            if name.startswith("stale "):
+                _ = self._stale_at_experts[Rank(int(name.removeprefix("stale ")))]
+        for name, counter in self._restarting():
+            counter.state = counted.get(name, (0, 0))
 
     def on_changed(self, change: ClusterChanged) -> None:
         """Tables of the same epoch come again when only counters changed."""
@@ -115,7 +135,17 @@ class Cluster:
         workers = self.members.workers if self.members is not None else ()
         return Counter((role.value, worker.state.value) for worker in workers for role in worker.roles)
 
+    def pieces(self) -> Iterator[bytes]:
+        """The JSON of the view. There may be thousands of moves."""
+        start, end = encode_around(self._view(moves=[]), b'"moves":[]')
+        yield start
+        yield from encode_list(self._view_moves(), _MOVES_PER_PIECE)
+        yield end
+
     def view(self) -> ClusterView:
+        return self._view(moves=list(self._view_moves()))
+
+    def _view(self, moves: list[MoveView]) -> ClusterView:
         workers = self.members.workers if self.members is not None else ()
         return ClusterView(
             epoch=self.epoch,
@@ -131,14 +161,18 @@ class Cluster:
             spares=SparesView(ready=self.num_spares, wanted=self._num_spares_wanted),
             workers=[self._view_worker(worker) for worker in workers],
             devices=self.view_devices(),
-            moves=[self._view_move(rank, fill) for rank, fills in self.moves.items() for fill in fills],
+            moves=moves,
             survives=[SurvivalView(failure=one.failure, weights=one.weights, kv=one.kv) for one in self._survivals],
+            balance=self.experts.view_balance(),
             recent=self._timeline.sentences(_NUM_RECENT),
         )
 
+    def _view_moves(self) -> Iterator[MoveView]:
+        return (self._view_move(rank, fill) for rank, fills in self.moves.items() for fill in fills)
+
     def _view_move(self, rank: Rank, fill: Fill) -> MoveView:
         source = Source.MAPPED if rank in self._mapping else None
-        return MoveView(rank=rank, layer=fill.layer_index, slot=fill.slot, expert=fill.expert, source=source)
+        return MoveView(rank=rank, layer=fill.call_index, slot=fill.slot, expert=fill.expert, source=source)
 
     @property
     def num_moves(self) -> int:
@@ -188,7 +222,7 @@ class Cluster:
             pid=worker.pid,
             roles=[role.value for role in worker.roles],
             state=worker.state.value,
-            requests=len(link.streams) if link is not None else 0,
+            requests=len(link.streams) + self._fleet.others.given(link.log) if link is not None else 0,
             running=stats.num_running if stats else 0,
             waiting=stats.num_waiting if stats else 0,
             kv_cache_usage=stats.kv_usage if stats else 0.0,

@@ -1,20 +1,23 @@
 """Experts now: how much each is used, and where it is, as the orchestrator sent it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from everserve.gateway.http.responses import (
+    BalanceView,
     ExpertPlaceView,
     ExpertsMapView,
     ExpertsView,
     ExpertView,
     ImbalanceView,
     LayerView,
+    encode_around,
+    encode_list,
 )
 from everserve.tables.calls import ShardKind
-from everserve.tables.ids import Rank
-from everserve.tables.routes import NO_RANK, Routes
+from everserve.tables.ids import NO_RANK, Rank
+from everserve.tables.routes import Routes
 from everserve.tables.slots import Fill
 from everserve.wire.messages import ExpertsChanged
 
@@ -37,16 +40,33 @@ class Experts:
     def max_over_mean(self) -> float:
         return self._change.max_over_mean if self._change is not None else 0.0
 
-    def view(self, moves: Moves) -> ExpertsView:
+    @property
+    def balance(self) -> dict[str, float]:
+        """How even work is, by kind of shards."""
+        change = self._change
+        return {str(kind): ratio for kind, ratio in change.balance.items()} if change is not None else {}
+
+    def view_balance(self) -> BalanceView:
+        kinds = {kind: round(ratio, 3) for kind, ratio in self.balance.items()}
+        return BalanceView(max_over_mean=max(kinds.values(), default=None), kinds=kinds)
+
+    def pieces(self, moves: Moves) -> Iterator[bytes]:
+        """The JSON of an `ExpertsView`, layer by layer."""
+        start, end = encode_around(ExpertsView(layers=[], imbalance=self._imbalance()), b'"layers":[]')
+        yield start
+        yield from encode_list(self._layers(moves), num_per_piece=1)
+        yield end
+
+    def _layers(self, moves: Moves) -> Iterator[LayerView]:
         """Expert by expert."""
         change, routes = self._change, self._routes
         if change is None or routes is None:
-            return ExpertsView(layers=[], imbalance=self._imbalance())
+            return
         load_LE, num_active_LE = self._load(change, routes), routes.num_active().tolist()
         kinds, widths = self._kinds(change), _widths(routes)
-        moving = {(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}
+        moving = {(fill.call_index, fill.expert) for fills in moves.values() for fill in fills}
         masked = set(routes.masked_experts())
-        layers = []
+        places_LECR = routes.array()
         for index, number in enumerate(change.moe_layers):
             experts = [
                 ExpertView(
@@ -60,10 +80,9 @@ class Experts:
                         if rank != NO_RANK
                     ],
                 )
-                for expert, places in enumerate(routes.array()[index, : widths[index]].tolist())
+                for expert, places in enumerate(places_LECR[index, : widths[index]].tolist())
             ]
-            layers.append(LayerView(layer=number, kind=kinds[index], experts=experts))
-        return ExpertsView(layers=layers, imbalance=self._imbalance())
+            yield LayerView(layer=number, kind=kinds[index], experts=experts)
 
     def map(self, moves: Moves) -> ExpertsMapView:
         """The same as tables of numbers, for the dashboard: large models have thousands of experts."""
@@ -81,7 +100,7 @@ class Experts:
             load=[row[:width] for row, width in zip(self._load(change, routes), widths, strict=True)],
             places=[row[:width] for row, width in zip(places_LE, widths, strict=True)],
             active=[row[:width] for row, width in zip(active_LE, widths, strict=True)],
-            moving=sorted({(fill.layer_index, fill.expert) for fills in moves.values() for fill in fills}),
+            moving=sorted({(fill.call_index, fill.expert) for fills in moves.values() for fill in fills}),
             masked=list(routes.masked_experts()),
             imbalance=self._imbalance(),
         )

@@ -5,6 +5,7 @@ readers that may see its name, and once for all other readers.
 """
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import msgspec
 
 from everserve.gateway.http import sse
 from everserve.gateway.http.access import ANYONE, Owner, audience_of, seen_by
+from everserve.gateway.http.turns import Turns
 from everserve.gateway.observe.readers import ReaderStream
 from everserve.wire.events import AnyEvent
 
@@ -52,6 +54,7 @@ class EventFeed:
         self._recent: deque[_Item] = deque(maxlen=_NUM_RECENT)
         self._readers: set[_Reader] = set()
         self.listeners: list[Callable[[AnyEvent], None]] = []  # in this process
+        self.tell_others: Callable[[AnyEvent], None] = lambda event: None  # the other gateways of this address
 
     @property
     def num_readers(self) -> int:
@@ -65,6 +68,11 @@ class EventFeed:
             reader.put(item)
         for listen in self.listeners:
             listen(event)
+
+    def publish_own(self, event: AnyEvent) -> None:
+        """What has happened in this gateway, for all."""
+        self.publish(event)
+        self.tell_others(event)
 
     def open_reader(self, owner: Owner = ANYONE) -> "_Reader":
         """A reader that begins with the recent events, as the owner of this key may see them."""
@@ -101,17 +109,18 @@ class _Reader:
         self._ended = True
         self._changed.set()
 
-    async def take(self) -> bytes | None:
-        """Everything that waits (a heartbeat if nothing happens for long), or None at the end."""
+    async def wait(self) -> None:
+        """Until something has happened, or nothing has for long."""
         if not self._waiting and not self._ended:
             self._changed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), _HEARTBEAT_S)
-            except TimeoutError:
-                return sse.HEARTBEAT
+
+    async def take(self) -> bytes | None:
+        """Everything that waits (a heartbeat if nothing does), or None at the end."""
         if self._ended:
             return None
-        data = b"".join(self._waiting)
+        data = b"".join(self._waiting) or sse.HEARTBEAT
         self._waiting.clear()
         return data
 
@@ -119,5 +128,5 @@ class _Reader:
 class EventsResponse(ReaderStream):
     """The recent events, and then each as it happens."""
 
-    def __init__(self, feed: EventFeed, owner: Owner) -> None:
-        super().__init__(lambda: feed.open_reader(owner), feed.close_reader)
+    def __init__(self, feed: EventFeed, owner: Owner, turns: Turns) -> None:
+        super().__init__(turns, lambda: feed.open_reader(owner), feed.close_reader)

@@ -12,6 +12,8 @@ from collections import Counter
 
 import msgspec
 
+from everserve.words import count, plural
+
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
     """An incident as it stands now, for people."""
@@ -195,9 +197,7 @@ class WorkerIncident(Incident):
         if not self.moved_to:
             return []
         where = ", ".join(str(rank) for rank in sorted(self.moved_to))
-        words = (
-            f"{count(self.moved_to.total(), 'stream')} moved to worker{'s' if len(self.moved_to) > 1 else ''} {where}"
-        )
+        words = f"{count(self.moved_to.total(), 'stream')} moved to {plural('worker', len(self.moved_to))} {where}"
         if self.num_restored or self.num_recomputed:
             words += f", {count(self.num_restored, 'token')} of KV from its log"
             words += f", {self.num_recomputed:,} computed again" if self.num_recomputed else ""
@@ -221,15 +221,11 @@ class ProcessIncident(Incident):
 
 
 def signal_name(exit_status: int) -> str:
-    """Of the signal that ended a process, if one did."""
+    """The name of the signal that ended a process, if one did."""
     try:
         return signal.Signals(-exit_status).name.removeprefix("SIG") if exit_status < 0 else ""
     except ValueError:
         return ""
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def span(seconds: float) -> str:

@@ -1,14 +1,16 @@
 """What the dashboard watches: `/cluster/live`, one stream of everything that changes, four times a second.
 
-A reader has no queue, only a position: the last tick and the last timeline version that it was sent. What is newer
-is taken from rings that all readers share, so a slow reader costs nothing and misses what is older than the ring; one
-that comes back says with `since` where it was.
+A reader has no queue, only a position: the last tick, timeline version and cluster that it was sent. What is newer is
+taken from rings that all readers share, so a slow reader costs nothing and misses what is older than the ring; one that
+comes back says with `since` where it was. Readers with the same position get the same bytes, written once.
 """
 
 import asyncio
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -18,11 +20,13 @@ from everserve.config.gateway import GatewayConfig
 from everserve.gateway.http import sse
 from everserve.gateway.http.access import Access
 from everserve.gateway.http.responses import ClusterView
+from everserve.gateway.http.slices import Slices
+from everserve.gateway.http.turns import Turns
 from everserve.gateway.observe.cluster import Cluster
 from everserve.gateway.observe.incidents import Entry
 from everserve.gateway.observe.readers import ReaderStream
 from everserve.gateway.observe.timeline import Timeline
-from everserve.gateway.streams.cadence import TICK_S, Tick
+from everserve.gateway.streams.cadence import TICK_S, Tick, together
 from everserve.gateway.streams.fleet import Fleet
 
 NUM_TICKS = 1200  # five minutes
@@ -52,7 +56,13 @@ class Live:
     """The last minutes, and their readers."""
 
     def __init__(
-        self, config: GatewayConfig, access: Access, fleet: Fleet, cluster: Cluster, timeline: Timeline
+        self,
+        config: GatewayConfig,
+        access: Access,
+        fleet: Fleet,
+        cluster: Cluster,
+        timeline: Timeline,
+        slices: Slices,
     ) -> None:
         self.hello = InstanceInfo(
             gateway=uuid.uuid4().hex,
@@ -66,9 +76,16 @@ class Live:
         self.ticks: deque[Tick] = deque(maxlen=NUM_TICKS)
         self._fleet = fleet
         self._cluster = cluster
-        self._view: ClusterView | None = None  # of this tick, made when the first reader asks
+        self._view = cluster.view()
+        self._view_number = 1  # counts changes
+        self._is_viewed = False  # in this tick
+        self._written: dict[_Position, tuple[bytes, _Position]] = {}  # in this tick
+        self._slices = slices
         self._ticked_s = fleet.clock()
         self._readers: set[_Reader] = set()
+        self.on_tick: Callable[[], None] = lambda: None
+        self.own_tick: Tick | None = None  # of this gateway's streams
+        self.ticks_elsewhere: Callable[[], list[Tick]] = list  # the last ones of the other gateways
 
     async def run(self) -> None:
         """Tick for ever. A tick that comes late is longer, and none is made up for it."""
@@ -84,15 +101,46 @@ class Live:
         cadence = fleet.totals.cadence
         self.timeline.measure(now_s, cadence.pause_across, waiting_s)
         elapsed_s = max(now_s - self._ticked_s, 1e-3)
-        self.ticks.append(cadence.close(n, elapsed_s, unix_s, waiting_s, fleet.num_streams))
-        self._ticked_s, self._view = now_s, None
+        self.own_tick = cadence.close(n, elapsed_s, unix_s, waiting_s, fleet.num_streams)
+        self.ticks.append(together(self.own_tick, self.ticks_elsewhere()))
+        self._ticked_s, self._is_viewed = now_s, False
+        self._written.clear()
         for reader in self._readers:
             reader.wake()
+        self.on_tick()
 
-    def view(self) -> ClusterView:
-        if self._view is None:
-            self._view = self._cluster.view()
-        return self._view
+    async def news_after(self, position: "_Position") -> tuple[bytes, "_Position"]:
+        """The event that brings a reader from this position up to date, and where that is."""
+        if position.is_new and position not in self._written:
+            return await self._slices.call(lambda: self._write(position))  # minutes of ticks
+        return self._write(position)
+
+    def _write(self, position: "_Position") -> tuple[bytes, "_Position"]:
+        if position not in self._written:
+            self._look()
+            last = self.ticks[-1].n if self.ticks else -1
+            event = sse.named_event("news", self._news(position, last))
+            self._written[position] = event, _Position(last, self.timeline.version, self._view_number, is_new=False)
+        return self._written[position]
+
+    def _look(self) -> None:
+        if not self._is_viewed:
+            self._is_viewed = True
+            if (view := self._cluster.view()) != self._view:
+                self._view, self._view_number = view, self._view_number + 1
+
+    def _news(self, position: "_Position", last: int) -> News:
+        since = position.since if position.since <= last else -1  # it remembers another gateway
+        ticks = [tick for tick in self.ticks if tick.n > since] if last - since > 1 else []
+        if last - since == 1:
+            ticks = [self.ticks[-1]]
+        has_entries = self.timeline.version > position.version
+        return News(
+            hello=self.hello if position.is_new else UNSET,
+            ticks=ticks,
+            entries=self.timeline.entries(position.version) if has_entries else UNSET,
+            cluster=self._view if position.view_number != self._view_number else UNSET,
+        )
 
     def open_reader(self, since: int | None) -> "_Reader":
         reader = _Reader(self, since)
@@ -108,15 +156,21 @@ class Live:
             reader.end()
 
 
+class _Position(NamedTuple):
+    """What a reader has been sent: the last tick, timeline version and cluster."""
+
+    since: int
+    version: int = 0
+    view_number: int = 0
+    is_new: bool = True
+
+
 class _Reader:
     """One client: where it is."""
 
     def __init__(self, live: Live, since: int | None) -> None:
         self._live = live
-        self._since = -1 if since is None else since
-        self._version = 0
-        self._view: ClusterView | None = None
-        self._is_new = True
+        self._position = _Position(-1 if since is None else since)
         self._ended = False
         self._changed = asyncio.Event()
 
@@ -127,31 +181,22 @@ class _Reader:
         self._ended = True
         self._changed.set()
 
+    async def wait(self) -> None:
+        """Until the next tick. It may have been woken while it was sending."""
+        if not self._position.is_new:
+            await self._changed.wait()
+            self._changed.clear()
+
     async def take(self) -> bytes | None:
         """The next event, or None at the end."""
-        if not self._is_new:
-            await self._changed.wait()  # it may have been woken while it was sending
-            self._changed.clear()
-        return None if self._ended else sse.named_event("news", self._news())
-
-    def _news(self) -> News:
-        live = self._live
-        hello = live.hello if self._is_new else UNSET
-        last = live.ticks[-1].n if live.ticks else -1
-        if self._since > last:
-            self._since = -1  # it remembers another gateway
-        ticks = [tick for tick in live.ticks if tick.n > self._since] if last - self._since > 1 else []
-        if last - self._since == 1:
-            ticks = [live.ticks[-1]]
-        entries = live.timeline.entries(self._version) if live.timeline.version > self._version else UNSET
-        view = live.view()
-        cluster = view if view != self._view else UNSET
-        self._since, self._version, self._view, self._is_new = last, live.timeline.version, view, False
-        return News(hello=hello, ticks=ticks, entries=entries, cluster=cluster)
+        if self._ended:
+            return None
+        event, self._position = await self._live.news_after(self._position)
+        return event
 
 
 class LiveResponse(ReaderStream):
     """Everything, and then what changes."""
 
-    def __init__(self, live: Live, since: int | None) -> None:
-        super().__init__(lambda: live.open_reader(since), live.close_reader)
+    def __init__(self, live: Live, since: int | None, turns: Turns) -> None:
+        super().__init__(turns, lambda: live.open_reader(since), live.close_reader)

@@ -29,6 +29,7 @@ from everserve import __version__
 from everserve.errors import EverserveError
 from everserve.gateway.http.requests import ChatRequest, CompletionRequest
 from everserve.gateway.streams.tracing import RequestTrace, Tracing
+from everserve.gateway.text.sampling import num_generated
 from everserve.tables.outputs import Output
 from everserve.wire.events import (
     AnyEvent,
@@ -195,7 +196,7 @@ class OtelTrace(RequestTrace):
             self._attributes["gen_ai.request.stop_sequences"] = tuple(stops)
         if len(choices) > 1:
             self._attributes["gen_ai.request.choice.count"] = len(choices)
-        self._num_siblings = request.n or 1
+        self._num_siblings = num_generated(request)
         self._num_prompt_tokens = sum(len(choice.prompt.ids) for choice in choices[:: self._num_siblings])
         self._follow()
         self._mark("queued", {"gen_ai.usage.input_tokens": self._num_prompt_tokens})

@@ -14,12 +14,12 @@ from everserve.gateway.observe.incidents import (
     Incident,
     ProcessIncident,
     WorkerIncident,
-    count,
     signal_name,
     span,
 )
 from everserve.tables.members import Worker, WorkerState
 from everserve.wire import events as ev
+from everserve.words import any_of, count, size
 
 _NUM_KEPT = 100
 _MEASURED_S = 5.0  # after its end an incident's cost is still looked for
@@ -47,9 +47,9 @@ class Timeline:
             ev.ProcessEnded: self._process_ended,
             ev.OrchestratorRecovered: self._orchestrator_recovered,
             ev.PlacementMade: self._placement_made,
-            ev.DeviceLostEvent: self._device_lost,
-            ev.DeviceReturnedEvent: self._device_returned,
-            ev.DeviceHealthEvent: self._device_health,
+            ev.DeviceLost: self._device_lost,
+            ev.DeviceReturned: self._device_returned,
+            ev.DeviceHealthChanged: self._device_health,
             ev.RepairPhase: self._repaired,
             ev.EpochPublished: self._epoch_published,
             ev.BalanceDecided: self._balance_decided,
@@ -66,7 +66,7 @@ class Timeline:
             ev.SwitchDone: self._switch_done,
             ev.ExpertsMasked: self._masked,
             ev.MaskLifted: self._mask_lifted,
-            ev.FaultInjectedEvent: self._injected,
+            ev.FaultInjected: self._injected,
             ev.SuspectedEvent: self._suspected,
             ev.FaultDetected: self._detected,
             ev.RowsReplayed: self._rows_replayed,
@@ -124,10 +124,10 @@ class Timeline:
         note = self._note(event, f"serving at {event.url}")
         roles = Counter(self._role(rank) for rank in self._seats)
         if roles["expert"]:
-            note.facts.append(f"{roles['attention']} attention and {roles['expert']} expert workers")
+            workers = (count(roles[role], f"{role} worker") for role in ("attention", "expert"))
+            note.facts.append(" and ".join(workers))
         if self._placement is not None and (deaths := self._placement.survivable_deaths):
-            who = "one expert worker" if deaths == 1 else f"{deaths} expert workers"
-            note.facts.append(f"any {who} may die without a pause")
+            note.facts.append(f"{any_of(deaths, 'expert worker')} may die without a pause")
 
     def _shutdown(self, event: ev.ShutdownBegan) -> None:
         self._note(event, f"shutting down: {event.reason}")
@@ -160,14 +160,14 @@ class Timeline:
 
     # -- devices ---------------------------------------------------------------------------------
 
-    def _device_lost(self, event: ev.DeviceLostEvent) -> None:
+    def _device_lost(self, event: ev.DeviceLost) -> None:
         what = "is gone until it is returned" if event.gone else "was lost"
         self._note(event, f"device {event.device} {what}, with {count(len(event.ranks), 'worker')}", "trouble")
 
-    def _device_returned(self, event: ev.DeviceReturnedEvent) -> None:
-        self._note(event, f"device {event.device} is back: {count(len(event.ranks), 'worker')} start on it")
+    def _device_returned(self, event: ev.DeviceReturned) -> None:
+        self._note(event, f"device {event.device} is back: {count(len(event.ranks), 'worker', 'start')} on it")
 
-    def _device_health(self, event: ev.DeviceHealthEvent) -> None:
+    def _device_health(self, event: ev.DeviceHealthChanged) -> None:
         what = f"at health level {event.level} ({event.reason})" if event.level else "healthy"
         self._note(event, f"device {event.device} is {what}: {event.done}", "trouble" if event.level else "note")
 
@@ -204,7 +204,8 @@ class Timeline:
     def _backed_off(self, event: ev.WorkerBackedOff) -> None:
         incident = self._at_seat.get(event.rank)
         if incident is not None and incident.is_open:
-            incident.backed_off = f"ended {event.num_crashes} times while starting, next try in {event.delay_s:.1f} s"
+            times = count(event.num_crashes, "time")
+            incident.backed_off = f"ended {times} while starting, next try in {event.delay_s:.1f} s"
             self._touch(incident)
 
     def _slow(self, event: ev.WorkerSlow) -> None:
@@ -246,13 +247,13 @@ class Timeline:
         self._note(event, f"rank {event.rank} is an {event.role} worker after {event.took_s:.1f} s")
 
     def _masked(self, event: ev.ExpertsMasked) -> None:
-        note = self._note(event, f"{len(event.experts)} experts are masked")
+        note = self._note(event, f"{count(len(event.experts), 'expert', 'are')} masked")
         note.facts.append(event.reason)
 
     def _mask_lifted(self, event: ev.MaskLifted) -> None:
         self._note(event, "the mask is lifted").facts.append(event.reason)
 
-    def _injected(self, event: ev.FaultInjectedEvent) -> None:
+    def _injected(self, event: ev.FaultInjected) -> None:
         if event.signal == "CONT":
             return
         suspicion = self._at_seat.get(event.rank)
@@ -338,10 +339,10 @@ class Timeline:
                 self._touch(incident)
 
     def _client_resumed(self, event: ev.ClientResumed) -> None:
-        self._tally(event, "came back for the rest of their streams", "client")
+        self._tally(event, "came back for the rest of a stream", "client")
 
     def _preempted(self, event: ev.RequestPreempted) -> None:
-        self._tally(event, f"gave their KV blocks back: worker {event.rank} has no more", "stream")
+        self._tally(event, f"gave KV blocks back: worker {event.rank} has no more", "stream")
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -412,7 +413,7 @@ class Timeline:
 
 
 def _size(event: ev.ScaleBegan | ev.ScaleDone) -> str:
-    return f"{event.attention} attention and {event.expert} expert workers on {event.devices} devices"
+    return size(event.attention, event.expert, event.devices)
 
 
 def _fits(incident: WorkerIncident, event: ev.Event, incarnation: int | None) -> bool:

@@ -27,7 +27,7 @@ def is_asked_for() -> bool:
 
 
 def make_tracing() -> Tracing:
-    """As the environment has it."""
+    """Tracing as the environment has it."""
     if not is_asked_for():
         return Tracing()
     from everserve.gateway.observe.spans import OtelTracing  # noqa: PLC0415 (the extra, and only where it is asked for)

@@ -7,6 +7,7 @@ waiting.py         streams without a worker, in order
 poison.py          streams that may be what kills their workers
 log_references.py  KV logs that streams still need
 choices.py         one choice: tokens in, text out
+journal.py         what an answer is made of, written down in the ledger first
 outbox.py          from the callbacks that make events to the task that writes them
 resumable.py       streams of clients that may lose their connections and come back
 metrics.py         what is counted and measured

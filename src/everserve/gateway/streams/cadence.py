@@ -1,10 +1,14 @@
 """How the streams do right now: tokens, and the times between them, in ticks of a quarter of a second.
 
-    streams.py, at each step --note--> Cadence --close, at each tick--> Tick --> live.py
+    stream.py, at each step --note--> Cadence --close, at each tick--> Tick --> live.py
 
-A *gap* is the time between two tokens of one stream as the gateway sees them. It counts in the tick in which it ends,
-so a stall is a spike when it is over; while it lasts, `waiting_ms` shows how long it has lasted.
+A *gap* is the time that one stream has waited for tokens, as the gateway sees it. Tokens of several steps that come
+together, because the gateway or the worker had to wait for a core, end one gap: each of them for itself would have
+waited for nothing, and half of all gaps would be 0 ms beside a large p99. A gap counts in the tick in which it ends, so
+a stall is a spike when it is over; while it lasts, `waiting_ms` shows how long it has lasted.
 """
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,7 +20,7 @@ Step = tuple[float, float]  # when a step's outputs came, and the largest gap th
 
 
 class Tick(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A quarter of a second. Times between tokens are None if no stream had two."""
+    """A quarter of a second. Gaps are None if none has ended in it."""
 
     n: int  # counts ticks since the gateway began
     unix_s: float  # its end
@@ -26,6 +30,25 @@ class Tick(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_ms: float | None = None
     waiting_ms: float = 0.0  # since the last token of the stream that waits longest now
     num_streams: int = 0
+
+
+def together(own: Tick, others: Sequence[Tick]) -> Tick:
+    """With the last ticks of other gateways. Of gaps each has said only the middle and the ends: the middle of all is
+    taken as their mean, by tokens."""
+    ticks = [own, *others]
+    if not others:
+        return own
+    num_gaps = [(tick.p50_ms, tick.tokens_per_s) for tick in ticks if tick.p50_ms is not None]
+    weight = sum(tokens for _, tokens in num_gaps)
+    return msgspec.structs.replace(
+        own,
+        tokens_per_s=round(sum(tick.tokens_per_s for tick in ticks), 1),
+        p50_ms=round(sum(p50_ms * tokens for p50_ms, tokens in num_gaps) / weight, 2) if weight else own.p50_ms,
+        p99_ms=max((tick.p99_ms for tick in ticks if tick.p99_ms is not None), default=None),
+        max_ms=max((tick.max_ms for tick in ticks if tick.max_ms is not None), default=None),
+        waiting_ms=max(tick.waiting_ms for tick in ticks),
+        num_streams=sum(tick.num_streams for tick in ticks),
+    )
 
 
 class Cadence:

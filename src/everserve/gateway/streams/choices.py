@@ -1,5 +1,6 @@
 """One choice of a client's request: tokens in, text out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -20,6 +21,10 @@ from everserve.tables.requests import RequestSpec
 
 class ChoiceOwner(Protocol):
     """The request that this choice is part of."""
+
+    def note(self, choice: "Choice", output: Output) -> None:
+        """Notes an output; to be written down before anything is made of it."""
+        ...
 
     def on_text(self, choice: "Choice", text: str, output: Output) -> None: ...
 
@@ -58,6 +63,24 @@ class Scores:
         self.tokens.append((token, scores))
         self.offsets.append(offset)
 
+    @property
+    def mean(self) -> float:
+        """Log probability of a token."""
+        known = [scores.logprob for _, scores in self.tokens if scores is not None]
+        return sum(known) / len(known) if known else 0.0
+
+
+def best_choices(choices: Sequence["Choice"], num_each: int, num_wanted: int) -> list["Choice"]:
+    """The best choices of each prompt, which has `num_each`: those with the highest mean log probability of a
+    token; among equals the first."""
+    if num_each == num_wanted:
+        return list(choices)
+    best: list[Choice] = []
+    for start in range(0, len(choices), num_each):
+        ranked = sorted(choices[start : start + num_each], key=lambda choice: -choice.scores.mean)
+        best += ranked[:num_wanted]
+    return best
+
 
 class Choice:
     """Listens to one stream, makes text of its tokens, and ends at a stop string."""
@@ -89,10 +112,12 @@ class Choice:
         self._fleet = fleet
         self._owner = owner
         self._options = options
-        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens)
+        shown = prompt.reading.marks if prompt.reading is not None else frozenset()
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, shown)
         self._stops = StopMatcher(options.stops, options.include_stop) if options.stops else None
         self._arrived_s = arrived_s
         self._first_s = self.last_s = arrived_s  # of the first token, and of the last so far
+        self._queued_s = 0.0  # before it was first scheduled
         self._away_since_s: float | None = None  # while it is suspended
         self.has_ended = False
 
@@ -130,8 +155,33 @@ class Choice:
 
     def on_output(self, output: Output, now_s: float) -> None:
         """One token, exactly once and in order."""
+        self._owner.note(self, output)
         self._measure(output, now_s)
+        text = self._advance(output)
+        if self.finish_reason is not None:
+            if output.finish_reason is None:  # a stop string
+                self._fleet.cancel(self.stream)
+            self._end(self.finish_reason)
+        self._owner.on_text(self, text, output)
+
+    def replay(self, output: Output) -> str:
+        """One token that an earlier gateway had. Its text, as it was."""
+        if output.token is not None:
+            self.stream.tokens.append(output.token)
+        self.stream.masked = output.masked
+        text = self._advance(output)
+        self.has_ended = self.finish_reason is not None
+        return text
+
+    def _advance(self, output: Output) -> str:
+        """Text, and whether it ends here: a function of the outputs so far."""
         is_last = output.finish_reason is not None
+        if output.index == 0:
+            self.num_cached = output.num_cached
+        if output.masked is not None:
+            self._note_masked(output.index)
+        if output.token is not None:
+            self.num_tokens += 1
         self.offset = self._num_characters
         text = self._text_of(output)
         self._num_characters += len(text)
@@ -144,13 +194,9 @@ class Choice:
             text = self._stops.push(text, armed=self.num_tokens > self.spec.params.min_tokens)
             if self._stops.hit is not None:
                 self.finish_reason, self.stop_reason = "stop", self._stops.hit
-                if not is_last:
-                    self._fleet.cancel(self.stream)
             elif is_last:
                 text += self._stops.flush()
-        if self.finish_reason is not None:
-            self._end(self.finish_reason)
-        self._owner.on_text(self, text, output)
+        return text
 
     def on_failure(self, error: EverserveError) -> None:
         """The stream broke."""
@@ -166,17 +212,15 @@ class Choice:
         metrics = self.stream.metrics
         if output.index == 0:
             self._first_s = now_s
-            self.num_cached = output.num_cached
             metrics.time_to_first_token_s.observe(now_s - self._arrived_s)
-            metrics.queue_s.observe(self.stream.waited_s + output.queued_s)
+            self._queued_s = self.stream.waited_s + output.queued_s
+            metrics.queue_s.observe(self._queued_s)
             metrics.num_prompt_tokens += len(self.spec.prompt)
+            metrics.num_cached_tokens += output.num_cached
         else:
             metrics.inter_token_latency_s.observe(now_s - self.last_s)
         self.last_s = now_s
-        if output.masked is not None:
-            self._note_masked(output.index)
         if output.token is not None:
-            self.num_tokens += 1
             metrics.num_generation_tokens += 1
 
     def _note_masked(self, index: int) -> None:
@@ -194,8 +238,12 @@ class Choice:
         metrics.num_finished[reason] += 1
         if reason in ("stop", "length"):
             metrics.latency_s.observe(self.last_s - self._arrived_s)
+            metrics.prefill_s.observe(max(0.0, self._first_s - self._arrived_s - self._queued_s))
             metrics.decode_s.observe(self.last_s - self._first_s)
+            metrics.inference_s.observe(max(0.0, self.last_s - self._arrived_s - self._queued_s))
             metrics.prompt_tokens.observe(len(self.spec.prompt))
+            metrics.computed_tokens.observe(len(self.spec.prompt) - self.num_cached)
+            metrics.max_tokens.observe(self.spec.params.max_tokens)
             metrics.generation_tokens.observe(self.num_tokens)
             if self.num_tokens > 1:
                 metrics.mean_token_s.observe((self.last_s - self._first_s) / (self.num_tokens - 1))

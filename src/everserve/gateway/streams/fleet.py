@@ -10,6 +10,7 @@ first; for them it is the same, only sooner. Where they left off is in its log, 
 (log_references.py).
 """
 
+import asyncio
 import itertools
 import socket
 import time
@@ -21,8 +22,11 @@ from everserve.gateway.streams import poison
 from everserve.gateway.streams.links import WorkerLink
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.gateway.streams.others import LOOK_AGAIN_S, Others
+from everserve.gateway.streams.prefixes import block_chains
 from everserve.gateway.streams.stream import Stream, StreamBroken, count_blocks
 from everserve.gateway.streams.waiting import WaitingLine
+from everserve.ledger.shared import Turn
 from everserve.plan import spread
 from everserve.tables.ids import Incarnation, Rank, Role, WorkerId
 from everserve.tables.outputs import EngineStats, Output
@@ -35,6 +39,7 @@ from everserve.wire.events import (
     StreamDiverged,
     StreamMoved,
 )
+from everserve.words import count
 
 _PROCESS = "gateway"
 
@@ -56,8 +61,10 @@ class Fleet:
         max_queue: int,
         tell: Callable[[AnyEvent], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
-        balances: bool = True,
+        number: int = 0,
+        others: Others | None = None,
     ) -> None:
+        self.others = others or Others()
         self.max_queue = max_queue
         self.clock = clock
         self.tell = tell
@@ -70,31 +77,51 @@ class Fleet:
         self._unseated: set[WorkerLink] = set()  # fenced, or left; read until their ends
         self._lost: dict[Rank, Incarnation] = {}  # the latest of each rank that was declared gone
         self._slow: frozenset[WorkerId] = frozenset()
-        self._waiting = WaitingLine()
+        self._waiting = WaitingLine(self.others)
+        self.on_limits: Callable[[ModelLimits], None] = lambda limits: None  # called when they are known
+        self.on_lost: Callable[[Rank, Incarnation], None] = lambda rank, incarnation: None
+        self.on_handled: Callable[[], None] = lambda: None  # a worker's outputs have reached their clients' answers
+        self._may_bind = False  # something has changed since no more streams could be bound
+        self._looks_again = False  # a look at the places is due
+        self._has_poison = False  # a stream was given to a worker that may be
         self._groups = itertools.count(1)
-        self._turns = itertools.count(1)
-        self._balances = balances  # False: workers get streams in turn
+        self._tells_prompts = number == 0  # one gateway does, of those that there are
 
     # -- workers ---------------------------------------------------------------------------------
 
     def attach(self, rank: Rank, incarnation: Incarnation, sock: socket.socket) -> None:
-        """A new process in this seat. It may have been declared gone before we hear of it."""
+        """A new process in this seat. It may have been declared gone before we hear of it. We hear of it twice, with
+        the same socket, if a supervisor dies in between."""
         old = self._links.get(rank)
+        if old is not None and old.incarnation == incarnation:
+            sock.close()
+            return
         metrics = self.engines.setdefault(rank, EngineMetrics())
+        metrics.begin(incarnation)
         link = WorkerLink(rank, incarnation, sock, metrics, self)
         if incarnation <= self._lost.get(rank, 0) or (old is not None and incarnation < old.incarnation):
             link.fence()
             self._unseated.add(link)
             self.logs.lose(link.log)
             return
-        if old is not None:
+        if old is not None and old.incarnation == incarnation:
+            self._change_channel(old)
+        elif old is not None:
             self._unseat(old, is_trusted=old.is_leaving)
         self._links[rank] = link
+
+    def _change_channel(self, old: WorkerLink) -> None:
+        """The same worker, told twice by supervisors: it has dropped what came through the first channel."""
+        for stream in old.streams.remove_all():
+            stream.is_first = bool(stream.tokens)
+            self._waiting.add(stream)
+        old.close()
 
     def lose(self, rank: Rank, incarnation: Incarnation, roles: Iterable[Role], cause: str) -> None:
         """The orchestrator's decision: this incarnation is gone."""
         if incarnation > self._lost.get(rank, 0):  # not said before
             self._lost[rank] = incarnation
+            self.on_lost(rank, incarnation)
             if cause != "left":
                 self.totals.failovers.update((role.value, cause) for role in roles)
             link = self._links.get(rank)
@@ -102,6 +129,10 @@ class Fleet:
                 self._lose_link(link, cause)
         if Role.ATTENTION in roles:
             self.logs.lose(WorkerId(rank, incarnation))
+
+    def remember_lost(self, lost: dict[Rank, Incarnation]) -> None:
+        """Those that were declared gone to the gateway before this one."""
+        self._lost |= lost
 
     def avoid(self, workers: Iterable[WorkerId]) -> None:
         """The orchestrator's decision: these are slow, and get streams only if no other worker has room."""
@@ -115,6 +146,7 @@ class Fleet:
             vocab_size=min(said.vocab_size for _, said in ready),
             block_size=min(said.block_size for _, said in ready),
         )
+        self.on_limits(self.limits)
         self._bind_waiting(self.clock())
 
     def on_given_back(self, link: WorkerLink) -> None:
@@ -126,9 +158,16 @@ class Fleet:
             self._waiting.add(stream)
         self._bind_waiting(now_s)
 
+    def on_removed(self, stream: Stream) -> None:
+        self._waiting.give_place(stream.spec.flow)
+        self._may_bind = True
+        if self.others.looks_again:
+            self.others.note_streams(self.num_streams)
+
     def on_step(self) -> None:
         """Streams may have ended, so there may be room."""
-        if self._waiting:
+        self.on_handled()
+        if self._waiting and self._may_bind:
             self._bind_waiting(self.clock())
 
     def on_stats(self, link: WorkerLink) -> None:
@@ -170,6 +209,7 @@ class Fleet:
         del self._links[link.rank]
         if not self.has_orchestrator:
             self._lost[link.rank] = link.incarnation  # counted now: a new orchestrator may say it later
+            self.on_lost(link.rank, link.incarnation)
             if not link.is_leaving:
                 self.totals.failovers[Role.ATTENTION.value, "closed"] += 1
         self._part_from(link)
@@ -191,17 +231,19 @@ class Fleet:
         streams = itertools.chain(self._waiting, self._running())
         return max((now_s - stream.last_s for stream in streams if stream.last_s is not None), default=0.0)
 
-    def check_room(self, num_streams: int, num_unread: int = 0) -> None:
-        """Raise unless there is room for so many more streams, beside answers that are not read yet. No reservation."""
+    def check_room(self, num_streams: int, key: str = "", num_unread: int = 0) -> None:
+        """Raise unless there is room for so many more streams of this key, beside its answers that are not read yet. No
+        reservation."""
         if num_streams > self.max_queue:
             raise RequestError(
                 f"This request asks for {num_streams} choices in total (prompts times 'n'); "
                 f"this server takes at most {self.max_queue} at a time."
             )
-        num_taken = self.num_streams + num_unread
+        num_taken = self._waiting.num_streams_of(key) + num_unread
         if num_taken + num_streams > self.max_queue:
+            whose = " of this API key" if key else ""
             raise OverloadedError(
-                f"The server is busy: {num_taken} of {self.max_queue} places are taken "
+                f"The server is busy: {num_taken} of {self.max_queue} places{whose} are taken "
                 f"and this request needs {num_streams}."
             )
 
@@ -211,9 +253,13 @@ class Fleet:
         now_s, group = self.clock(), next(self._groups)
         for stream in siblings:
             stream.group, stream.submitted_s = group, now_s
-            stream.metrics = next(iter(self.engines.values()))  # for those that never reach a worker
+            stream.metrics = self._some_metrics()
             self._waiting.add(stream)
         self._bind_waiting(now_s)
+
+    def _some_metrics(self) -> EngineMetrics:
+        """Metrics for streams that never reach a worker."""
+        return next(iter(self.engines.values()), None) or EngineMetrics()
 
     def cancel(self, stream: Stream) -> None:
         """Its client has left, or needs no more of it; nothing happens if it has ended."""
@@ -238,6 +284,15 @@ class Fleet:
             self._waiting.add(stream)
         self._bind_waiting(now_s)
 
+    def go_on(self, streams: list[Stream]) -> None:
+        """An earlier gateway had them, and so many tokens of each. They are given to workers in front of new ones."""
+        for stream in streams:
+            stream.group, stream.submitted_s = next(self._groups), self.clock()
+            stream.metrics = self._some_metrics()
+            if stream.home is not None:
+                self.logs.need(stream, stream.home)
+        self.resume(streams)
+
     def close(self, error: EverserveError) -> None:
         """The gateway ends: so does every stream."""
         streams = [stream for link in self._links.values() for stream in link.streams.remove_all()]
@@ -261,7 +316,10 @@ class Fleet:
 
     def logs_in_use(self) -> list[WorkerId]:
         """The workers with KV logs that are needed, or may be."""
-        return [*self.logs.unsettled, *(link.log for link in self._links.values())]
+        attached = {link.log for link in self._links.values()}
+        for log in self.logs.needed - attached:
+            self.logs.lose(log)  # before this gateway was there
+        return [*self.logs.unsettled, *attached]
 
     def link(self, rank: Rank) -> WorkerLink | None:
         """The link to the worker that has this seat now."""
@@ -309,7 +367,7 @@ class Fleet:
     def _give_up(self, stream: Stream, link: WorkerLink) -> None:
         """It may be what ends them."""
         error = StreamBroken(
-            f"{stream.num_losses} workers in a row have died while they ran this request, before its next token."
+            f"{count(stream.num_losses, 'worker')} in a row died while running this request, before its next token."
         )
         self.logs.release(stream)
         self.on_broken(link, stream, error)
@@ -318,49 +376,117 @@ class Fleet:
     def _bind_waiting(self, now_s: float) -> None:
         """Give waiting streams to workers with room, in order."""
         parted: list[Stream] = []
-        num_passed_over = 0
-        while siblings := self._waiting.group(num_passed_over):
-            allowed = poison.may_run(siblings, self._running())
-            if not allowed:
-                num_passed_over += 1
-                continue
-            link = self._choose(allowed)
-            if link is None:
-                break  # no worker has a place
-            bound = allowed[: link.room.num_streams_free]
+        self._may_bind = False
+        while (turn := self._next_turn(now_s)) is not None:
+            link, bound = turn
             self._waiting.bind(bound)
             for stream in bound:
                 if stream.moved_s is not None or stream.lost_s is not None:
                     parted.append(stream)
                 elif not stream.is_first:
                     stream.waited_s = now_s - stream.submitted_s
+                self._waiting.take_place(stream.spec.flow)
+                self._has_poison |= stream.num_losses > 0
             link.submit(bound)
-            link.turn = next(self._turns)
         for link in self._links.values():
             if link.has_unsent:
                 self._tell_prompts(link)
                 link.send_submitted()
+        if self.others.looks_again:
+            self._tell_others()
         for stream in parted:  # after all of them are on their way
             self._count_parted(stream, now_s)
+
+    def _tell_others(self) -> None:
+        """What they should know of our streams. While any of these waits, places may come that they give back."""
+        self.others.note_streams(self.num_streams)
+        if self._has_poison:
+            num_possible = poison.num_possible_of(self._running())
+            self.others.note_poison(num_possible)
+            self._has_poison = num_possible > 0 or any(stream.num_losses for stream in self._waiting)
+        if self._waiting and not self._looks_again:
+            self._looks_again = True
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looks_again = False
+        self._bind_waiting(self.clock())
+
+    def _next_turn(self, now_s: float) -> tuple[WorkerLink, list[Stream]] | None:
+        """The siblings that are next, as far as they may run, and their worker; None: the rest has to wait.
+
+        Where no worker has room, a request that has no place at all goes to one that will take a place from others for
+        it. If none would, no other request of that key has a better chance.
+        """
+        links = self.ready_links()
+        num_free = sum(max(link.num_free, 0) for link in links)
+        portion = self._waiting.portion(num_free) if num_free else 1
+        refused: set[str] = set()
+        turns: list[Turn] = []  # of those that wait for want of room
+        for siblings in self._waiting.turns() if num_free else self._waiting.newcomers():
+            flow = siblings[0].spec.flow
+            if flow.key in refused:
+                continue
+            num_possible = self.others.num_poison
+            allowed = poison.may_run(siblings[:portion], self._running(), num_possible)
+            allowed = allowed or poison.may_run(siblings, self._running(), num_possible)[:portion]
+            if not allowed:
+                self._may_bind = True  # a token of another stream may change that
+                continue
+            if (home := self._home_of(allowed[0])) is not None:
+                return home, allowed[:1]
+            able = [link for link in links if link.can_run(siblings[0])]
+            if links and not able:
+                continue
+            link = self._choose(allowed, able, is_newcomer=not num_free)
+            if link is not None and not self._must_wait(allowed[0], now_s):
+                self.others.note_turn(None)
+                return link, allowed[: max(link.num_free, 1)]
+            if self.others.looks_again:
+                turns.append(self._waiting.turn_of(allowed[0]))
+            refused.add(flow.key)
+            if len(refused) == self._waiting.num_keys:
+                break
+        self.others.note_turn(turns[0] if turns else None)
+        return None
+
+    def _must_wait(self, stream: Stream, now_s: float) -> bool:
+        """Whether the place is for a stream of another gateway. One whose client is in the middle of an answer does not
+        wait."""
+        if not self.others.looks_again or stream.is_first:
+            return False
+        return self.others.must_wait(self._waiting.turn_of(stream), now_s)
 
     def _running(self) -> Iterable[Stream]:
         return itertools.chain.from_iterable(link.streams for link in self._links.values())
 
-    def _choose(self, siblings: list[Stream]) -> WorkerLink | None:
-        links = self.ready_links()
+    def _home_of(self, stream: Stream) -> WorkerLink | None:
+        """The worker that had it before, and so has most of its KV, if it can take it."""
+        link = self._links.get(stream.home.rank) if stream.home is not None else None
+        if link is None or link.log != stream.home or not link.is_open or link.num_free <= 0:
+            return None
+        return link if link.can_run(stream) else None
+
+    def _choose(self, siblings: list[Stream], links: list[WorkerLink], is_newcomer: bool) -> WorkerLink | None:
         if not links:
             return None
         assert self.limits is not None
         num_blocks = count_blocks(siblings, self.limits.block_size)
         rooms = [link.room._replace(is_slow=link.log in self._slow) for link in links]
-        if not self._balances:
-            rooms = [room._replace(owed=link.turn) for link, room in zip(links, rooms, strict=True)]
+        if sum(room.num_streams_free > 0 for room in rooms) > 1:
+            spec = siblings[0].spec
+            blocks = block_chains(spec.prompt, self.limits.block_size, spec.cache_salt)
+            rooms = [room._replace(saved=link.saved(blocks)) for link, room in zip(links, rooms, strict=True)]
+        if is_newcomer:
+            flow = siblings[0].spec.flow
+            has_part = [link.has_part_for(flow) for link in links]
+            rooms = [room._replace(num_streams_free=int(part)) for room, part in zip(rooms, has_part, strict=True)]
         rank = spread.choose(rooms, len(siblings), num_blocks)
         return self._links[rank] if rank is not None else None
 
     def _tell_prompts(self, link: WorkerLink) -> None:
         """The prompts of other homes. They matter to homes that use the same workers, and only while there are any."""
-        if self._balances and link.is_open and link.shares_workers:
+        if self._tells_prompts and link.is_open and link.shares_workers:
             others = {other.rank: other.prompts for other in self.ready_links() if other is not link}
             link.tell_prompts({rank: prompts for rank, prompts in others.items() if prompts})
 

@@ -30,6 +30,11 @@ class LostLogs:
     def unsettled(self) -> list[WorkerId]:
         return sorted(self._unsettled)
 
+    @property
+    def needed(self) -> set[WorkerId]:
+        """The logs that are needed by streams that have not gone on yet, whether their workers are lost or not."""
+        return set(self._num_needed)
+
     def report_to(self, tell: Callable[[WorkerId], None] | None) -> None:
         """Where to report from now on. A new orchestrator gets `unsettled` first; all other logs are settled."""
         self._tell = tell

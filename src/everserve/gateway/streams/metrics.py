@@ -6,9 +6,10 @@ when they are read.
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 
 from everserve.gateway.streams.cadence import Cadence
-from everserve.tables.ids import Role
+from everserve.tables.ids import Incarnation, Role
 from everserve.tables.outputs import EngineStats
 from everserve.tables.requests import SamplingParams
 
@@ -25,6 +26,8 @@ _REQUEST_S = (
     *(30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
+_STEP_TOKENS = tuple(float(2**e) for e in (0, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14))
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _STALL_S = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5),
     *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
@@ -35,8 +38,8 @@ FINISH_REASONS = ("stop", "length", "abort", "error")
 ENGINE_COUNTERS = (
     *("num_preemptions", "prefix_cache_queries", "prefix_cache_hits", "num_known_tokens", "num_replayed_rows"),
     *("num_stale", "num_restored_tokens", "num_broken_tokens", "num_masked_tokens", "num_unmasked_tokens"),
-    "prefill_cost",
-    *("num_regained_tokens", "num_lost_tokens", "num_regained_bytes"),
+    *("num_unreadable_logs", "prefill_cost"),
+    *("num_regained_tokens", "num_lost_tokens", "num_regained_bytes", "num_taken_back"),
 )
 
 
@@ -55,7 +58,7 @@ class Histogram:
         self.total += value
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """As Prometheus wants them: (upper bound, how many are at most that)."""
+        """Counts as Prometheus wants them: (upper bound, how many are at most that)."""
         buckets: list[tuple[str, float]] = []
         so_far = 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
@@ -70,42 +73,79 @@ class EngineMetrics:
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
+        self.num_cached_tokens = 0
         self.num_finished = dict.fromkeys(FINISH_REASONS, 0)
         self.time_to_first_token_s = Histogram(_TTFT_S)
         self.inter_token_latency_s = Histogram(_TOKEN_S)
         self.mean_token_s = Histogram(_TOKEN_S)
         self.queue_s = Histogram(_REQUEST_S)
         self.latency_s = Histogram(_REQUEST_S)
+        self.prefill_s = Histogram(_REQUEST_S)
         self.decode_s = Histogram(_REQUEST_S)
+        self.inference_s = Histogram(_REQUEST_S)
         self.prompt_tokens = Histogram(_TOKENS)
+        self.computed_tokens = Histogram(_TOKENS)
         self.generation_tokens = Histogram(_TOKENS)
-        self._past: Counter[str] = Counter()  # counters of the engines of incarnations that are gone
+        self.most_generation_tokens = Histogram(_TOKENS)
+        self.max_tokens = Histogram(_TOKENS)
+        self.num_choices = Histogram(_CHOICES)
+        self.step_tokens = Histogram(_STEP_TOKENS)
+        self.past: Counter[str] = Counter()  # counters of the engines of incarnations that are gone
+        self.before: tuple[Incarnation, dict[str, int]] | None = None  # what an earlier gateway had of the latest one
 
     def add_past(self, stats: EngineStats) -> None:
         """An incarnation is gone; its engine's counters go on from here."""
-        self._past.update({field: getattr(stats, field) for field in ENGINE_COUNTERS})
+        self.past.update({field: getattr(stats, field) for field in ENGINE_COUNTERS})
+        self.before = None
+
+    def go_on(self, past: Mapping[str, int], incarnation: Incarnation, now: dict[str, int]) -> None:
+        """An earlier gateway has known this."""
+        self.past.update(past)
+        self.before = (incarnation, now)
+
+    def begin(self, incarnation: Incarnation) -> None:
+        """The process that is in the seat now. If it is another one, it counts from 0."""
+        if self.before is not None and self.before[0] != incarnation:
+            self.past.update(self.before[1])
+            self.before = None
+
+    def note_steps(self, before: EngineStats | None, now: EngineStats) -> None:
+        """The steps that its engine has made since. Of several at once only the mean is known; of those that a gateway
+        was not there for, nothing."""
+        num_steps = now.num_steps - (before.num_steps if before is not None else 0)
+        if before is None and num_steps > 1:
+            return
+        num_tokens = _computed(now) - (_computed(before) if before is not None else 0)
+        for _ in range(num_steps if num_tokens > 0 else 0):
+            self.step_tokens.observe(num_tokens / num_steps)
 
     def total(self, field: str, now: EngineStats | None) -> int:
         """One of the engines' counters, over all incarnations."""
-        return self._past[field] + (getattr(now, field) if now is not None else 0)
+        if now is None and self.before is not None:
+            return self.past[field] + self.before[1].get(field, 0)
+        return self.past[field] + (getattr(now, field) if now is not None else 0)
+
+
+def _computed(stats: EngineStats) -> int:
+    return stats.num_prompt_tokens + stats.num_known_tokens + stats.num_generated_tokens
 
 
 class AnswerLengths:
     """How many tokens streams have, lately."""
 
     def __init__(self) -> None:
-        self._mean = _FIRST_GUESS
+        self.mean = _FIRST_GUESS
 
     def note(self, num_tokens: int) -> None:
-        """Of a stream that has ended."""
-        self._mean += (num_tokens - self._mean) / _LATELY
+        """Notes the tokens of a stream that has ended."""
+        self.mean += (num_tokens - self.mean) / _LATELY
 
     def expect(self, params: SamplingParams, num_tokens: int) -> int:
         """How many more a stream with so many will have: exactly, if nothing but its limit can end it."""
         most = params.max_tokens - num_tokens
         if not params.stop_ids:
             return most
-        return min(most, max(1, round(max(self._mean, params.min_tokens)) - num_tokens))
+        return min(most, max(1, round(max(self.mean, params.min_tokens)) - num_tokens))
 
 
 class FleetMetrics:
@@ -133,6 +173,15 @@ class RestartingCounter:
     @property
     def total(self) -> int:
         return self._past + self._last
+
+    @property
+    def state(self) -> tuple[int, int]:
+        """What an earlier process had counted, and the present one."""
+        return self._past, self._last
+
+    @state.setter
+    def state(self, state: tuple[int, int]) -> None:
+        self._past, self._last = state
 
     def update(self, value: int) -> None:
         if value < self._last:

@@ -21,11 +21,12 @@ _FREE_LOSSES = 3
 _AT_ONCE = 256
 
 
-def may_run(siblings: Sequence[Stream], running: Iterable[Stream]) -> list[Stream]:
-    """Those of them that may be given to a worker now; `running` are all streams that have one."""
+def may_run(siblings: Sequence[Stream], running: Iterable[Stream], elsewhere: int = 0) -> list[Stream]:
+    """Those of them that may be given to a worker now; `running` are all streams that have one. `elsewhere`: how many
+    that run at other gateways may be poison."""
     if max(stream.num_losses for stream in siblings) < _FREE_LOSSES:
         return list(siblings)
-    num_possible = sum(_may_be_poison(stream) for stream in running)
+    num_possible = num_possible_of(running) + elsewhere
     allowed = []
     for stream in siblings:
         if not _may_be_poison(stream):
@@ -34,6 +35,11 @@ def may_run(siblings: Sequence[Stream], running: Iterable[Stream]) -> list[Strea
             allowed.append(stream)
             num_possible += 1
     return allowed
+
+
+def num_possible_of(streams: Iterable[Stream]) -> int:
+    """How many of them may be poison."""
+    return sum(map(_may_be_poison, streams))
 
 
 def _may_be_poison(stream: Stream) -> bool:

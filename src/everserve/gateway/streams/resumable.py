@@ -25,12 +25,14 @@ import re
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from starlette.requests import Request
 
 from everserve.gateway.http.access import Owner, audience, request_label
 from everserve.gateway.http.errors import HttpError
+from everserve.gateway.streams.journal import Journal
 from everserve.gateway.streams.outbox import KeptOutbox
 from everserve.wire.events import AnyEvent, ClientResumed
 
@@ -38,7 +40,7 @@ STATES = ("ended", "live", "suspended")  # in this order they are forgotten when
 _ANSWER_BYTES = 1 << 10  # of anything that is kept, besides its events
 _CHOICE_BYTES = 8 << 10  # of one that is suspended: the state of each choice ...
 _TOKEN_BYTES = 40  # ... and each token
-_ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
+_ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 _EVENT_ID = re.compile(r"[0-9]{1,18}")
 
 
@@ -62,10 +64,13 @@ class Keeper:
         self.num_resumes = 0
         self.num_evicted = Counter(dict.fromkeys(STATES, 0))  # forgotten because memory was short
         self.num_bytes = 0
+        self.on_added: Callable[[Name], None] = lambda name: None
+        self.on_dropped: Callable[[Name], None] = lambda name: None
         self._window_s = window_s
         self._max_bytes = max_bytes
         self._tell = tell
         self._kept: dict[Name, Kept] = {}
+        self._expected: dict[str, set[asyncio.Future[None]]] = {}  # by the id of the request
         self._ended: OrderedDict[Name, Kept] = OrderedDict()  # these two are without a connection, longest first
         self._suspended: OrderedDict[Name, Kept] = OrderedDict()
 
@@ -73,6 +78,22 @@ class Keeper:
     def num_suspended(self) -> int:
         """Streams without a client, and hence without a worker."""
         return sum(kept.num_suspended for kept in self._suspended.values())
+
+    def expect(self, request_id: str, opened: "asyncio.Future[None]") -> None:
+        """An earlier gateway had a request of this id, which is being read again, until `opened` is done."""
+        self._expected.setdefault(request_id, set()).add(opened)
+        opened.add_done_callback(partial(self._on_opened, request_id))
+
+    def _on_opened(self, request_id: str, opened: "asyncio.Future[None]") -> None:
+        others = self._expected[request_id]
+        others.discard(opened)
+        if not others:
+            del self._expected[request_id]
+
+    async def all_expected(self, request_id: str) -> None:
+        """Come back when nothing of this id is still being read again."""
+        while request_id in self._expected:
+            await asyncio.wait(self._expected[request_id])
 
     def find(self, name: Name, last_event_id: str) -> "Return":
         """The rest of what is kept under this name, after this event."""
@@ -96,11 +117,16 @@ class Keeper:
     # -- for those that are kept -----------------------------------------------------------------
 
     def add(self, kept: "Kept") -> None:
-        """Instead of an older one of that name, which goes on if its client is there."""
-        older = self._kept.get(kept.name)
-        if older is not None:
-            self.forget(older)
+        """Instead of an older one of that name, which goes on if its client is there. After a takeover the older one
+        may come later."""
+        other = self._kept.get(kept.name)
+        if other is not None and other.arrived_s > kept.arrived_s:
+            kept.on_forgotten()
+            return
+        if other is not None:
+            self.forget(other)
         self._kept[kept.name] = kept
+        self.on_added(kept.name)
         self.grow(kept, _ANSWER_BYTES)
 
     def holds(self, kept: "Kept") -> bool:
@@ -139,6 +165,7 @@ class Keeper:
         if not self.holds(kept):
             return
         del self._kept[kept.name]
+        self.on_dropped(kept.name)
         self._drop_away(kept)
         self.num_bytes -= kept.num_bytes
         kept.on_forgotten()
@@ -180,10 +207,17 @@ class Suspendable(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def journal(self) -> Journal: ...
     def open(self, arrived_s: float) -> None: ...
     def suspend(self) -> None: ...
     def resume(self) -> None: ...
-    def close(self) -> None: ...
+    def end(self) -> None: ...
+
+    @property
+    def is_forgotten(self) -> bool:
+        """An earlier gateway had begun it, and its client could not come back any more."""
+        ...
 
 
 class Kept:
@@ -193,10 +227,16 @@ class Kept:
         self.name = name
         self.outbox = outbox
         self.num_bytes = 0
+        self.arrived_s = 0.0
         self.away_s = 0.0  # since when
         self.timer: asyncio.TimerHandle | None = None  # while it is away
         self._keeper = keeper
         self._generation: Suspendable | None = generation  # None once it has ended
+        self._origin = generation
+
+    @property
+    def journal(self) -> Journal:
+        return self._origin.journal
 
     @property
     def num_suspended(self) -> int:
@@ -212,7 +252,11 @@ class Kept:
     def open(self, arrived_s: float) -> None:
         """Its client is there for the first time."""
         assert self._generation is not None
+        self.arrived_s = arrived_s
         self._generation.open(arrived_s)
+        if self._origin.is_forgotten:  # by an earlier gateway
+            self.outbox.forget()
+            return
         self.outbox.on_grown = lambda num_bytes: self._keeper.grow(self, num_bytes)
         self._keeper.add(self)
 
@@ -237,17 +281,21 @@ class Kept:
             self._generation.suspend()
         if is_kept:
             self._keeper.set_aside(self)
+        else:
+            self.journal.close()
 
     def on_forgotten(self) -> None:
         """It goes on for the client that it has, or ends."""
         self.outbox.forget()
+        self.journal.tie_to_connection()
         if self.timer is not None:
             self.timer.cancel()
             self._end()
+            self.journal.close()
 
     def _end(self) -> None:
         if self._generation is not None:
-            self._generation.close()
+            self._generation.end()
             self._generation = None
 
 
@@ -256,6 +304,7 @@ class Return:
 
     def __init__(self, kept: Kept, after: int) -> None:
         self.outbox = kept.outbox
+        self.journal = kept.journal
         self._kept = kept
         self._after = after
 

@@ -11,14 +11,14 @@ lost: the stream fails, because what follows would be wrong. Outputs for streams
 (cancelled, finished by a stop string) are late, not wrong: they are dropped.
 """
 
-import sys
-import traceback
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from everserve.errors import EverserveError, RequestError
 from everserve.gateway.streams.log_references import LostLogs
 from everserve.gateway.streams.metrics import EngineMetrics, FleetMetrics
+from everserve.plan.fairness import Places
 from everserve.plan.prefill import KEYS_ONLY
 from everserve.tables.ids import Rank, WorkerId
 from everserve.tables.outputs import Output
@@ -26,6 +26,8 @@ from everserve.tables.requests import Masked, RequestSpec
 
 if TYPE_CHECKING:
     from everserve.gateway.streams.links import WorkerLink
+
+log = logging.getLogger(__name__)
 
 
 class StreamListener(Protocol):
@@ -44,7 +46,19 @@ class Stream:
     """One token stream, from its client's request to its end."""
 
     __slots__ = (
-        *("group", "is_first", "last_s", "link", "listener", "lost_s", "masked", "metrics", "moved_s", "num_losses"),
+        *(
+            "group",
+            "home",
+            "is_first",
+            "last_s",
+            "link",
+            "listener",
+            "lost_s",
+            "masked",
+            "metrics",
+            "moved_s",
+            "num_losses",
+        ),
         *("num_expected", "parted_rank", "prefill_cost", "source", "spec", "submitted_s", "tokens", "waited_s"),
     )
 
@@ -55,6 +69,7 @@ class Stream:
         self.masked: Masked | None = None  # what its worker said of its KV with the last token
         self.group = 0  # siblings have the same number
         self.link: WorkerLink | None = None  # None while it waits or is suspended, and after its end
+        self.home: WorkerId | None = None  # that said its last token
         self.metrics: EngineMetrics  # of the rank that runs it, or ran it last; set by the fleet
         self.prefill_cost = 0  # of the tokens that its worker must compute before the next output
         self.num_expected = 0  # tokens that are still to come; an estimate
@@ -113,8 +128,10 @@ class StreamTable:
         logs: LostLogs,
         on_divergence: Callable[[Stream, Output], None],
         on_broken: Callable[[Stream, EverserveError], None] = lambda stream, error: None,
+        on_removed: Callable[[Stream], None] = lambda stream: None,
     ) -> None:
         self.cost = KEYS_ONLY
+        self.places = Places()
         self.prefill_cost = 0  # of prompts without an answer, as if nothing of them were computed
         self._num_expected = self._num_keys = 0  # tokens that are still to come; tokens that there are
         self._streams: dict[str, Stream] = {}
@@ -122,6 +139,7 @@ class StreamTable:
         self._logs = logs
         self._on_divergence = on_divergence
         self._on_broken = on_broken
+        self._on_removed = on_removed
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -134,7 +152,7 @@ class StreamTable:
 
     @property
     def decode_cost(self) -> int:
-        """Of the tokens that are still to come, with as many keys as streams have now."""
+        """The cost of the tokens that are still to come, with as many keys as streams have now."""
         return self._num_expected * (self.cost.constant + self._num_keys // max(1, len(self._streams)))
 
     def add(self, stream: Stream) -> None:
@@ -146,6 +164,7 @@ class StreamTable:
         self._num_expected += stream.num_expected
         self._num_keys += num_given
         self._streams[stream.spec.id] = stream
+        self.places.take(stream.spec.flow)
 
     def remove(self, stream: Stream) -> None:
         """It ends here: finished, failed, cancelled, given back or lost."""
@@ -153,7 +172,9 @@ class StreamTable:
         self.prefill_cost -= stream.prefill_cost
         self._num_expected -= stream.num_expected
         self._num_keys -= stream.num_given
+        self.places.give(stream.spec.flow)
         stream.link = None
+        self._on_removed(stream)
 
     def remove_all(self) -> list[Stream]:
         """Every stream, oldest first: the worker is gone, or leaves."""
@@ -190,7 +211,7 @@ class StreamTable:
                     stream.num_expected -= 1
                     self._num_expected -= 1
                 num_tokens += 1
-                if stream.last_s is not None:
+                if stream.last_s is not None and now_s > stream.last_s:  # tokens that come together end one gap
                     gaps.append(now_s - stream.last_s)
                 stream.last_s = now_s
             if output.finish_reason is not None:
@@ -199,7 +220,7 @@ class StreamTable:
             try:
                 stream.listener.on_output(output, now_s)
             except Exception:  # our own bug: it costs this stream, not the rest of the step
-                traceback.print_exc(file=sys.stderr)
+                log.exception("a stream broke")
                 broken.append(output.id)
                 if stream.link is not None:
                     self.remove(stream)
@@ -215,11 +236,13 @@ class StreamTable:
             self._logs.release(stream)
             self._break(stream, error)
 
-    def reject(self, stream_id: str, reason: str, is_server_fault: bool) -> None:
-        """The worker will not run it. Once a client has tokens, its request cannot be what is wrong."""
+    def reject(self, stream_id: str, reason: str, is_server_fault: bool, is_dead_end: bool = False) -> None:
+        """The worker will not run it. Once a client has tokens, its request cannot be what is wrong, but for one that
+        leaves no token to come next."""
         stream = self._streams.get(stream_id)
         if stream is not None:
-            error = StreamBroken if is_server_fault or stream.tokens else RequestError
+            is_ours = is_server_fault or (stream.tokens and not is_dead_end)
+            error = StreamBroken if is_ours else RequestError
             self.fail(stream_id, error(reason))
 
     def _break(self, stream: Stream, error: EverserveError) -> None:

@@ -52,7 +52,7 @@ NOT_TRACED = RequestTrace()
 
 
 class Tracing:
-    """Of a server that does not trace."""
+    """Tracing as a server has it that does not trace."""
 
     def request(self, http_request: "Request") -> RequestTrace:
         """A trace for one client's request."""

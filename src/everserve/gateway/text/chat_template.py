@@ -2,11 +2,12 @@
 
 Templates are Jinja programs, written for the environment that transformers gives them; this is the same environment
 without transformers, whose import would take longer than everything else that the gateway does before it serves. The
-programs come with the model, and models come from strangers: they run in Jinja's sandbox, and see plain JSON values.
+programs come with the model, and models come from strangers: they run in Jinja's sandbox, see plain JSON values, and
+have a process of their own (limited_process.py), in which this file is used.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -18,48 +19,58 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-# Variables that are ours, or that mean something to transformers and may not mean something else here.
-_OURS = ("messages", "add_generation_prompt", "continue_final_message", "tools", "documents")
-_THEIRS = (
-    *("chat_template", "conversation", "kwargs", "max_length", "padding", "return_assistant_tokens_mask"),
-    *("return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "truncation"),
-)
-RESERVED = frozenset((*_OURS, *_THEIRS))
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "  # marks the end of the message that goes on, wherever the template puts it
 
 
 class ChatTemplate:
-    """One template, compiled; may be used by several threads."""
+    """One template, compiled."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: variables of every rendering, such as bos_token."""
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._template = _environment().from_string(source)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{error.message} (line {error.lineno})") from error
 
     def render(
         self,
         messages: list[dict[str, Any]],
         *,
+        tools: list[dict[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         variables: Mapping[str, Any],
-    ) -> str:
-        """What the template writes about these messages; whatever it raises is about them."""
+        max_characters: int,
+    ) -> str | None:
+        """What the template writes about these messages, or None if that is too long. What it raises is about them."""
         messages = [_with_reasoning(message) for message in messages]
         last = messages[-1]
         if continue_final_message:
             if "content" not in self.source:
                 raise ValueError("the template does not write the messages one by one, so none can be continued")
             messages[-1] = {**last, "content": last["content"] + _TAG}
-        text = self._template.render(
+        parts = self._template.generate(
             messages=messages,
-            tools=None,
+            tools=tools,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **{**self._special_tokens, **variables},
         )
+        if (text := _joined(parts, max_characters)) is None:
+            return None
         return _cut_after(last["content"], text) if continue_final_message else text
+
+
+def _joined(parts: Iterator[str], max_characters: int) -> str | None:
+    written, num_characters = [], 0
+    for part in parts:
+        written.append(part)
+        num_characters += len(part)
+        if num_characters > max_characters:
+            return None
+    return "".join(written)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

@@ -84,12 +84,13 @@ class WindowDetokenizer:
 class DecodingVocabulary:
     """What one tokenizer's decoder makes of each token, with or without special tokens; shared by all streams."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> None:
+        """`shown`: special tokens that are not left out in any case."""
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens and not shown
         added = tokenizer.get_added_tokens_decoder().values()
         special = frozenset(token.content for token in added if token.special)
-        self._hidden = special if skip_special_tokens else frozenset()
+        self._hidden = special - shown if skip_special_tokens else frozenset()
         self._visible: dict[int, bool] = {}
         self._is_byte_level = _is_byte_level(tokenizer)
         self._bytes_of = _TokenBytes(tokenizer, self._hidden)

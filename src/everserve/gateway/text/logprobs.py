@@ -9,7 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from everserve.gateway.http.responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from everserve.gateway.http.responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TokenLogprob,
+    TopLogprob,
+)
 from everserve.gateway.http.slices import batches
 from everserve.gateway.text.tokenizer import ModelTokenizer
 from everserve.tables.outputs import TokenLogprobs
@@ -64,6 +71,38 @@ def encode_completion_logprobs(
             start = b","
         start = b"]," if encoded else start + b"],"
     yield start[:-1] + b"}"
+
+
+def prompt_scores(ids: Iterable[int], scores: list[TokenLogprobs | None] | None, num_top: int) -> list[Scored]:
+    """The tokens of a prompt with their scores, if there are any, and with so many alternatives: there may be more, for
+    another purpose."""
+    if scores is None:
+        return []
+    return [(token, each and each.best(num_top)) for token, each in zip(ids, scores, strict=True)]
+
+
+def prompt_logprobs(scored: Iterable[Scored], tokenizer: ModelTokenizer) -> PromptLogprobs:
+    """vLLM's `prompt_logprobs`."""
+    return [None if scores is None else _prompt_entry(token, scores, tokenizer) for token, scores in scored]
+
+
+def encode_prompt_logprobs(scored: Sequence[Scored], tokenizer: ModelTokenizer) -> Iterator[bytes]:
+    """The same as JSON."""
+    start = b"["
+    for batch in batches(scored, tokens_per_slice(scored)):
+        yield start + _encode(prompt_logprobs(batch, tokenizer))[1:-1]
+        start = b","
+    yield b"]"
+
+
+def _prompt_entry(token: int, scores: TokenLogprobs, tokenizer: ModelTokenizer) -> dict[int, PromptLogprob]:
+    entry = {token: PromptLogprob(logprob=scores.logprob, rank=scores.rank, decoded_token="")}
+    best = zip(scores.top_ids, scores.top_logprobs, strict=True)
+    for rank, (top_id, logprob) in enumerate(best, start=1):
+        entry.setdefault(top_id, PromptLogprob(logprob=logprob, rank=rank, decoded_token=""))
+    for id, each in entry.items():
+        each.logprob, each.decoded_token = max(each.logprob, _FLOOR), tokenizer.token_text(id)
+    return entry
 
 
 def text_offsets(text: str, tokens: Iterable[int], tokenizer: ModelTokenizer) -> Iterator[int]:

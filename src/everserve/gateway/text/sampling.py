@@ -5,8 +5,9 @@ generation_config.json, as in vLLM, and otherwise is neutral.
 """
 
 import hashlib
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ _SEED_BITS = 63
 MAX_PROMPT_SCORES = 1 << 19  # of one prompt
 MAX_REPEATED_BYTES = 256 << 20  # of one prompt, in all choices of an answer
 _SCORE_BYTES = 24  # a token's text and a number, as JSON
+_ENTRY_BYTES = 80  # the same in `prompt_logprobs`, with names
 _ID_BYTES = 7
 _T = TypeVar("_T")
 
@@ -91,8 +93,14 @@ def sampling_params(
         raise RequestError(
             f"Requested {logprobs} logprobs; this server gives at most {limits.max_logprobs}.", "logprobs"
         )
-    is_echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    num_scores = num_prompt_logprobs(request)
+    if num_scores is not None and num_scores > limits.max_logprobs:
+        raise RequestError(
+            f"Requested {num_scores} prompt logprobs; this server gives at most {limits.max_logprobs}.",
+            "prompt_logprobs",
+        )
     temperature = _or(request.temperature, defaults.temperature)
+    picks = num_generated(request) > (request.n or 1)
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -105,8 +113,8 @@ def sampling_params(
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         logit_bias=_logit_bias(request, limits),
         stop_ids=_stop_ids(request, limits, defaults),
-        logprobs=logprobs,
-        prompt_logprobs=_or(logprobs, 0) if is_echo and (logprobs is not None or max_tokens == 0) else None,
+        logprobs=0 if picks and logprobs is None else logprobs,
+        prompt_logprobs=0 if max_tokens == 0 and num_scores is None else num_scores,
     )
 
 
@@ -117,14 +125,19 @@ def check_combinations(request: CompletionRequest | ChatRequest) -> None:
             raise not_supported(name, UNSUPPORTED[name])
     if request.stream_options is not None and request.stream_options.include_obfuscation:
         raise not_supported("include_obfuscation", UNSUPPORTED["include_obfuscation"], "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("'prompt_logprobs' cannot be streamed; use 'echo' with 'logprobs'.", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("'stream_options' can only be given together with 'stream': true.", "stream_options")
     if isinstance(request, CompletionRequest):
-        if request.best_of is not None and request.best_of != (request.n or 1):
-            raise RequestError("'best_of' is only supported if it equals 'n'.", "best_of")
-        if request.max_tokens == 0 and not request.echo:
-            raise RequestError("'max_tokens' must be at least 1 unless 'echo' is true.", "max_tokens")
+        _check_best_of(request)
+        if request.max_tokens == 0 and not request.echo and request.prompt_logprobs is None:
+            raise RequestError(
+                "'max_tokens' must be at least 1 unless 'echo' is true, or there are 'prompt_logprobs'.", "max_tokens"
+            )
         return
+    if request.functions and request.function_call != "none":
+        raise not_supported("functions", '"function_call": "none" with it; they are called tools since 2023')
     if request.top_logprobs and not request.logprobs:
         raise RequestError("'top_logprobs' can only be given together with 'logprobs': true.", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and (
@@ -136,21 +149,48 @@ def check_combinations(request: CompletionRequest | ChatRequest) -> None:
         )
 
 
+def _check_best_of(request: CompletionRequest) -> None:
+    num_choices = request.n or 1
+    if request.best_of is None or request.best_of == num_choices:
+        return
+    if request.best_of < num_choices:
+        raise RequestError(f"'best_of' must be at least 'n'={num_choices}, got {request.best_of}.", "best_of")
+    if request.stream:
+        raise RequestError("'best_of' cannot be streamed: which are best is only known at the end.", "best_of")
+
+
+def num_generated(request: CompletionRequest | ChatRequest) -> int:
+    """How many choices are made of each prompt: more than the answer has, if it has the best of them."""
+    best_of = request.best_of if isinstance(request, CompletionRequest) else None
+    return best_of or request.n or 1
+
+
+def num_prompt_logprobs(request: CompletionRequest | ChatRequest) -> int | None:
+    """How many alternatives of each token of a prompt are needed: to be echoed, or for `prompt_logprobs`."""
+    is_echo = isinstance(request, CompletionRequest) and bool(request.echo)
+    wanted = [request.prompt_logprobs, num_logprobs(request) if is_echo else None]
+    return max((num for num in wanted if num is not None), default=None)
+
+
 def check_prompt_size(request: CompletionRequest | ChatRequest, num_ids: int, num_characters: int) -> None:
     """Raise if the answer would have to repeat too much of one of its prompts, which has so many ids and characters.
 
     Scores come from the worker in one message, and what is repeated waits in memory until the client has read it.
     """
     is_echo = isinstance(request, CompletionRequest) and bool(request.echo)
-    num_scores = num_ids * (1 + (num_logprobs(request) or 0)) if is_echo and num_logprobs(request) is not None else 0
+    num_each = num_prompt_logprobs(request)
+    num_scores = num_ids * (1 + num_each) if num_each is not None else 0
     if num_scores > MAX_PROMPT_SCORES:
+        is_named = request.prompt_logprobs is not None
+        what, field = ("'prompt_logprobs'",) * 2 if is_named else ("'echo' with 'logprobs'", "'logprobs'")
         raise RequestError(
-            f"'echo' with 'logprobs' would give {num_scores} log probabilities for one prompt; this server gives at "
-            f"most {MAX_PROMPT_SCORES}. Please ask for fewer 'logprobs'.",
-            "logprobs",
+            f"{what} would give {num_scores} log probabilities for one prompt; this server gives at "
+            f"most {MAX_PROMPT_SCORES}. Please ask for fewer {field}.",
+            field.strip("'"),
         )
-    num_bytes = _SCORE_BYTES * num_scores + _ID_BYTES * num_ids * bool(request.return_token_ids)
-    num_bytes = (num_bytes + num_characters * is_echo) * (request.n or 1)
+    score_bytes = _SCORE_BYTES if request.prompt_logprobs is None else _ENTRY_BYTES
+    num_bytes = score_bytes * num_scores + _ID_BYTES * num_ids * bool(request.return_token_ids)
+    num_bytes = (num_bytes + num_characters * is_echo) * num_generated(request)
     if num_bytes > MAX_REPEATED_BYTES:
         raise RequestError(
             f"The answer would repeat the prompt in about {num_bytes >> 20} MiB; this server repeats at most "
@@ -169,12 +209,28 @@ class SeedSource:
     """Seeds for requests that bring none. With a server seed the k-th such request always gets the same one."""
 
     def __init__(self, server_seed: int | None) -> None:
+        self._take_number: Callable[[], int] = itertools.count().__next__
+        self._num_made = 0
         self._random: random.Random = random.SystemRandom() if server_seed is None else random.Random(server_seed)
+
+    def go_on(self, take_number: Callable[[], int]) -> None:
+        """`take_number` says how many were given before, by earlier gateways and by others."""
+        self._take_number = take_number
 
     def for_request(self, request: GenerationRequest) -> int:
         if request.seed is not None:
             return request.seed & ((1 << _SEED_BITS) - 1)
+        number = self._take_number()
+        while self._num_made < number:  # those of other gateways
+            self._random.getrandbits(_SEED_BITS)
+            self._num_made += 1
+        self._num_made += 1
         return self._random.getrandbits(_SEED_BITS)
+
+
+def hash_salt(salt: str | None) -> bytes:
+    """What workers know of a salt: they do not keep what may be a secret."""
+    return b"" if salt is None else hashlib.blake2b(salt.encode(), digest_size=16).digest()
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -190,9 +246,7 @@ def _max_tokens(
 ) -> int:
     """The request's limit if it fits, or the default cut to what fits."""
     room = limits.max_total_tokens - num_prompt
-    asked = request.max_tokens
-    if isinstance(request, ChatRequest) and asked is None:
-        asked = request.max_completion_tokens
+    asked = asked_tokens(request)
     if room < (0 if asked == 0 else 1):
         raise too_long(
             num_prompt, limits.max_total_tokens, "messages" if isinstance(request, ChatRequest) else "prompt"
@@ -208,6 +262,13 @@ def _max_tokens(
             "max_tokens",
         )
     return asked
+
+
+def asked_tokens(request: CompletionRequest | ChatRequest) -> int | None:
+    """The request's limit, which has two names in chats."""
+    if isinstance(request, ChatRequest) and request.max_tokens is None:
+        return request.max_completion_tokens
+    return request.max_tokens
 
 
 def num_logprobs(request: CompletionRequest | ChatRequest) -> int | None:

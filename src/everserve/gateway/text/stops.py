@@ -67,7 +67,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """For each beginning of the pattern, the length of its longest proper border."""
+    """Gives, for each beginning of the pattern, the length of its longest proper border."""
     table = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):

@@ -1,4 +1,4 @@
-"""The model's tokenizer and chat template, as the gateway uses them: in slices and threads, so that streams go on."""
+"""The model's tokenizer and chat template, as the gateway uses them: in threads and processes, so streams go on."""
 
 import asyncio
 import os
@@ -6,19 +6,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jinja2
-
-from everserve.errors import ConfigError, ModelError, RequestError
-from everserve.gateway.text.chat_template import RESERVED, ChatTemplate
+from everserve.errors import ModelError, RequestError
 from everserve.gateway.text.detokenizer import DecodingVocabulary, Detokenizer
+from everserve.gateway.text.templates import RESERVED, ChatTemplates, Rendering
 from everserve.gateway.text.tokenizer_files import TokenizerFiles, read_tokenizer
 
 _LONG_TEXT = 4096  # characters; beyond that (about a millisecond) a thread does it, and the event loop goes on
 _VERY_LONG_TEXT = 1 << 18  # these have a thread of their own, so that they delay only each other
 _TEXT_WEIGHT = 16  # a text is at least as much work as so many characters, even if it is empty
 _T = TypeVar("_T")
+_Cut = Callable[[list[int]], list[int]]
 
 
 class ModelTokenizer:
@@ -28,25 +27,39 @@ class ModelTokenizer:
         self._backend = files.backend
         self._plain = DecodingVocabulary(self._backend, skip_special_tokens=False)
         self._without_special = DecodingVocabulary(self._backend, skip_special_tokens=True)
+        self._with_marks: dict[frozenset[str], DecodingVocabulary] = {}  # a few: one for each format
         self._token_texts: dict[int, str] = {}
         self._longest_token = max(map(len, self._backend.get_vocab()))
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tokenizer")
         self._thread_for_very_long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
-        self._chat_template = _compile(files)
+        source = files.chat_template
+        self.templates = None if source is None else ChatTemplates(source, files.special_tokens)
         self.files = files
+        added = self._backend.get_added_tokens_decoder()
+        self.special_ids = {token.content: id for id, token in added.items() if token.special}  # they are no text
         eos = files.special_tokens.get("eos_token")
         self.eos_id: int | None = None if eos is None else self._backend.token_to_id(eos)
 
-    async def encode(self, text: str, add_special_tokens: bool, max_tokens: int, field: str = "prompt") -> list[int]:
-        return (await self.encode_all([text], add_special_tokens, max_tokens, field))[0]
+    async def encode(
+        self, text: str, add_special_tokens: bool, max_tokens: int, field: str = "prompt", cut: _Cut | None = None
+    ) -> list[int]:
+        return (await self.encode_all([text], add_special_tokens, max_tokens, field, cut))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int, field: str = "prompt"
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool,
+        max_tokens: int,
+        field: str = "prompt",
+        cut: _Cut | None = None,
     ) -> list[list[int]]:
-        """The tokens of each text. One with more than `max_tokens` is an error of this field."""
+        """The tokens of each text, or what `cut` leaves of them. One with more than `max_tokens` is an error of this
+        field."""
 
         def work() -> list[list[int]]:
             encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            if cut is not None:
+                return [cut(encoding.ids) for encoding in encodings]
             if (longest := max(map(len, encodings))) > max_tokens:
                 raise too_long(longest, max_tokens, field)  # making a list of them would hold the interpreter's lock
             return [encoding.ids for encoding in encodings]
@@ -66,8 +79,12 @@ class ModelTokenizer:
         """
         return 4 * self._longest_token * num_tokens
 
-    def detokenizer(self, skip_special_tokens: bool) -> Detokenizer:
-        """For one stream."""
+    def detokenizer(self, skip_special_tokens: bool, shown: frozenset[str] = frozenset()) -> Detokenizer:
+        """A detokenizer for one stream. `shown`: special tokens that are not left out in any case."""
+        if skip_special_tokens and not shown.isdisjoint(self.special_ids):
+            if shown not in self._with_marks:
+                self._with_marks[shown] = DecodingVocabulary(self._backend, True, shown)
+            return self._with_marks[shown].detokenizer()
         return self._vocabulary(skip_special_tokens).detokenizer()
 
     def token_text(self, token: int) -> str:
@@ -85,42 +102,34 @@ class ModelTokenizer:
         """One token by itself, as bytes: half a character is half a character."""
         return self._plain.token_bytes(token)
 
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is just this text."""
+        return self._backend.token_to_id(text)
+
     async def token_names(self, tokens: Sequence[int]) -> list[str]:
         """The tokens' entries in the vocabulary."""
         return await self.run(lambda: [self._backend.id_to_token(token) or "" for token in tokens], 4 * len(tokens))
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        continue_final_message: bool,
-        template_kwargs: dict[str, Any],
-        weight: int,
-    ) -> str:
-        """The prompt that the chat template makes of these messages, which are as much work as `weight` characters."""
-        template = self._chat_template
-        if template is None:
+    def prepare(self) -> None:
+        """Start what takes a while beside what the gateway does next."""
+        if self.templates is not None:
+            self.templates.prepare()
+
+    async def check_template(self) -> None:
+        """Raise a ConfigError if the chat template is broken: better at the start than at the first chat."""
+        if self.templates is not None:
+            await self.templates.check()
+
+    async def render_chat(self, rendering: Rendering) -> str | None:
+        """The prompt that the chat template makes of these messages, or None if it is longer than it may be."""
+        if self.templates is None:
             raise RequestError(
                 "This model's tokenizer has no chat template. Use /v1/completions, "
                 "or start the server with --chat-template."
             )
-        if reserved := RESERVED & template_kwargs.keys():
+        if reserved := RESERVED & rendering.variables.keys():
             raise RequestError(f"'chat_template_kwargs' must not contain {sorted(reserved)}.", "chat_template_kwargs")
-
-        def work() -> str:
-            try:
-                return template.render(
-                    messages,
-                    add_generation_prompt=add_generation_prompt,
-                    continue_final_message=continue_final_message,
-                    variables=template_kwargs,
-                )
-            except Exception as error:  # a template is a program; whatever it raises is about these messages
-                reason = str(error)[:500]
-                raise RequestError(f"The chat template rejected the messages: {reason}", "messages") from error
-
-        return await self.run(work, weight)
+        return await self.templates.render(rendering)
 
     def _vocabulary(self, skip_special_tokens: bool) -> DecodingVocabulary:
         return self._without_special if skip_special_tokens else self._plain
@@ -144,16 +153,6 @@ def too_long(num_tokens: int, max_tokens: int, field: str) -> RequestError:
         f"{num_tokens} input tokens. Please reduce the length of the input.",
         field,
     )
-
-
-def _compile(files: TokenizerFiles) -> ChatTemplate | None:
-    """Fail now rather than at the first chat request if the template is not a template."""
-    if files.chat_template is None:
-        return None
-    try:
-        return ChatTemplate(files.chat_template, files.special_tokens)
-    except jinja2.TemplateSyntaxError as error:
-        raise ConfigError(f"the chat template is broken: {error.message} (line {error.lineno})") from error
 
 
 def load_tokenizer(model: str, chat_template: str | None) -> ModelTokenizer:
