@@ -2,7 +2,8 @@
 
 Rooms, from the ground up (imports only point upwards in this list):
 
-    errors, native      what can go wrong; C beside Python: compiled once per machine, and kept in user_cache
+    errors, native      what can go wrong; C beside Python: brought by a wheel, or compiled once and kept in user_cache
+    words               numbers in sentences
     tables              what is true now
     plan                what to do next, as pure functions of tables
     kvlog               the log that KV outlives its worker in

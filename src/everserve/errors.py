@@ -7,6 +7,7 @@
     │   └── RequestError     one request                 (HTTP 400; no other request is affected)
     ├── OverloadedError      one request                 (HTTP 503 with Retry-After, or an error event; retry later)
     ├── ProtocolError        bytes on a channel that are not one of our messages (dropped and counted)
+    │   └── DescriptorsLost  this process had too many open files: its channel is unusable, another process may be fine
     ├── StepAbandoned        one step of one engine      (rolled back and repeated later; clients see a pause)
     │   └── KvLost           KV of one engine            (likewise, after it was regained or everything was forgotten)
     └── FetchFailed          KV that a worker was to fetch (it is computed again)
@@ -49,6 +50,10 @@ class OverloadedError(EverserveError):
 
 class ProtocolError(EverserveError):
     """Bytes arrived that are not one of our messages."""
+
+
+class DescriptorsLost(ProtocolError):
+    """Descriptors that came with a message were discarded by the kernel, because this process has too many open."""
 
 
 class StepAbandoned(EverserveError):

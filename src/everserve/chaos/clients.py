@@ -162,7 +162,7 @@ async def _perform(talk: Talk, manner: Manner, num_events: int, dice: random.Ran
 
 
 def draw_breaks(num_events: int, dice: random.Random) -> list[Break]:
-    """At places drawn from the whole stream, the place before its formal end included."""
+    """Breaks at places drawn from the whole stream, the place before its formal end included."""
     num = min(dice.randint(1, _MAX_BREAKS), num_events)
     places = sorted(dice.sample(range(1, num_events + 1), num))
     return [Break(place, dice.uniform(0, _MAX_AWAY_S), dice.random() < 0.5) for place in places]

@@ -56,7 +56,7 @@ def compare(answer: Answer, expected: Answer, is_complete: bool = True) -> list[
 
 
 def marks(answer: Answer) -> list[Difference]:
-    """Of an answer that was not disturbed: the first marked token of each choice."""
+    """The marks in an answer that was not disturbed: the first marked token of each choice."""
     marked = [(i, choice.masked[0]) for i, choice in enumerate(answer.choices) if choice.masked]
     return [Difference(Kind.MASKED, i, first, "no mark", f"marks up to {end}") for i, (first, end) in marked]
 
@@ -116,7 +116,7 @@ def classify(tokens: Sequence[int], expected: Sequence[int], at: int, is_complet
 
 
 def _first_other_logprob(choice: Choice, expected: Choice) -> int | None:
-    """Of the tokens that arrived. Numbers that are missing differ too."""
+    """The first token that arrived with another log probability. Numbers that are missing differ too."""
     if not expected.logprobs:
         return 0 if choice.logprobs else None
     for i in range(len(choice.token_ids)):

@@ -30,7 +30,7 @@ def can_ask(request: Request) -> bool:
 
 
 def continuations(request: Request, answer: Answer, where: str) -> Iterator[Continuation]:
-    """Of all choices of an answer, complete or not."""
+    """The continuations of all choices of an answer, complete or not."""
     for choice in answer.choices:
         for first, end in choice.exact_again:
             tokens = choice.token_ids

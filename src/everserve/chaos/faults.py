@@ -2,7 +2,7 @@
 
 If the server's processes are on this host, they get their signals directly from here: that is faster than over HTTP,
 and works when there is no orchestrator to ask. Pids are reused, so a pid is checked first: the process must be alive
-and a child of the supervisor.
+and a child of root.
 """
 
 import asyncio
@@ -50,11 +50,11 @@ class Missed(Exception):
 
 
 class Injector:
-    """All faults of a run. `supervisor` is the pid of a supervisor on this host, if the server is here."""
+    """All faults of a run. `root` is the pid of the first process, if the server is on this host."""
 
-    def __init__(self, target: Target, supervisor: int | None) -> None:
+    def __init__(self, target: Target, root: int | None) -> None:
         self._target = target
-        self._supervisor = supervisor
+        self._root = root
         self._began_s = time.perf_counter()
         self._wakes: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()  # set at the end: stopped processes are woken, devices return
@@ -106,8 +106,8 @@ class Injector:
             raise Missed("there is no such process")
         if blow.what == "drain":
             victim = await self._drain(victim)
-        elif self._supervisor is not None and blow.what != "HANG":  # which is no signal
-            self._signal(victim, blow, self._supervisor)
+        elif self._root is not None and blow.what != "HANG":  # which is no signal
+            self._signal(victim, blow, self._root)
         else:
             victim = await self._ask_for(blow, victim)
         number = f", incarnation {victim.incarnation}" if victim.rank is not None else ""
@@ -128,14 +128,15 @@ class Injector:
             self._wake_later(self._undo(undo, blow.wake_after_s or 0.0))
         return f"{_words(blow)} of {blow.victim}"
 
-    def _signal(self, victim: Process, blow: Blow, supervisor: int) -> None:
+    def _signal(self, victim: Process, blow: Blow, root: int) -> None:
         """Straight to the process. Its descriptor, unlike its pid, can never mean another one."""
         try:
             pidfd = os.pidfd_open(victim.pid)
         except OSError as error:
             raise Missed("its process has ended") from error
         try:
-            is_ours = victim.pid in process.children_of(supervisor)
+            children = process.children_of(root)  # the gateway is a child of its keeper
+            is_ours = victim.pid in children or process.parent_of(victim.pid) in children
             if not is_ours or process.state_of(victim.pid) in (None, "Z", "X"):
                 raise Missed("its process has ended")
             signal.pidfd_send_signal(pidfd, signal.Signals[f"SIG{blow.what}"])
@@ -147,7 +148,7 @@ class Injector:
             os.close(pidfd)
 
     async def _ask_for(self, blow: Blow, victim: Process) -> Process:
-        """Over HTTP; returns the process that got the signal."""
+        """Asks for the fault over HTTP; returns the process that got the signal."""
         who = {"process": blow.victim.name} if blow.victim.name in PROCESSES else {"rank": victim.rank}
         answer = await self._post("/cluster/fault", {**who, "signal": blow.what})
         if blow.wake_after_s is not None:
@@ -158,7 +159,7 @@ class Injector:
         return _named(await self._insist(Request("/cluster/drain", {"rank": victim.rank}), _PATIENCE_S), victim)
 
     async def _insist(self, request: Request, patience_s: float) -> dict[str, Any]:
-        """As an operator does it: tries again if told to, but not for long."""
+        """Ask as an operator would, who tries again if told to, but not for long."""
         deadline_s = time.perf_counter() + patience_s
         is_unknown = False
         while True:
@@ -201,10 +202,15 @@ class Injector:
             await self._post("/cluster/fault", body)
 
     async def _undo(self, request: Request, after_s: float) -> None:
-        """If that fails, the server does not reach full strength, and the verdict says so."""
+        """While the storm goes on the server may have more urgent things to do for long. If it fails afterwards the
+        server does not reach full strength, and the verdict says so."""
         await _wait(self._over, after_s)
-        with contextlib.suppress(Missed):
-            await self._insist(request, _UNDO_PATIENCE_S)
+        is_last = False
+        while not is_last:
+            is_last = self._over.is_set()
+            with contextlib.suppress(Missed):
+                await self._insist(request, _UNDO_PATIENCE_S)
+                return
 
 
 def _words(blow: Blow) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +30,22 @@ _DEVICE_ANSWERS_S = 20.0
 
 
 class Holding(NamedTuple):
-    """Of one process."""
+    """What one process holds."""
 
     num_fds: int
-    num_mappings: int  # of our shared memory
+    mappings: Counter[str]  # how many there are of each kind of our shared memory
     uses_device: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {"num_fds": self.num_fds, "mappings": dict(self.mappings), "uses_device": self.uses_device}
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Of all processes of one server, at one moment in which it is idle."""
+    """What all processes of one server hold, at one moment in which it is idle."""
 
     holdings: dict[str, Holding]  # by rank or name of the process
-    strays: tuple[str, ...]  # descendants of the supervisor that /cluster does not know, and unreaped dead ones
+    strays: tuple[str, ...]  # descendants of root that /cluster does not know, and unreaped dead ones
     num_memories: int  # pieces of shared memory, each counted once however many processes have it
     memory_bytes: int  # their sizes
     resident_bytes: int  # of those sizes, what was ever touched: grows to a limit, so it is no verdict
@@ -53,7 +57,7 @@ class Snapshot:
             "processes": len(self.holdings),
             "strays": len(self.strays),
             "descriptors": sum(holding.num_fds for holding in self.holdings.values()),
-            "mappings": sum(holding.num_mappings for holding in self.holdings.values()),
+            "mappings": sum(holding.mappings.total() for holding in self.holdings.values()),
             "memories": self.num_memories,
             "memory_bytes": self.memory_bytes,
             "resident_bytes": self.resident_bytes,
@@ -65,24 +69,26 @@ class Snapshot:
         return sum(holding.uses_device for holding in self.holdings.values())
 
     def as_json(self) -> dict[str, Any]:
-        return self.totals | {"each": {name: holding._asdict() for name, holding in self.holdings.items()}}
+        return self.totals | {"each": {name: holding.as_json() for name, holding in self.holdings.items()}}
 
 
-def take(view: View, supervisor: int) -> Snapshot:
+def take(view: View, root: int) -> Snapshot:
     """Look at all processes. One that ends meanwhile is not counted."""
     names = {pid: name for name, pid in view.pids.items()}
+    # The gateway's own: processes that render chat templates.
+    names |= dict.fromkeys(process.children_of(view.pids.get("gateway", 0)), "templates")
     holdings: dict[str, Holding] = {}
     held: dict[int, _Memory] = {}
     mapped: dict[int, _Memory] = {}
     strays: list[str] = []
-    for pid in (supervisor, *_descendants(supervisor)):
+    for pid in (root, *_descendants(root)):
         state = process.state_of(pid)
         if pid not in names or state in ("Z", "X"):
             strays.append(f"pid {pid} (state {state}, {_command(pid)})")
             continue
         num_fds, by_descriptor, uses_device = _descriptors(pid)
         by_mapping = _mappings(pid)
-        holdings[names[pid]] = Holding(num_fds, len(by_mapping), uses_device)
+        holdings[names[pid]] = Holding(num_fds, Counter(memory.kind for memory in by_mapping), uses_device)
         held |= {memory.inode: memory for memory in by_descriptor}
         mapped |= {memory.inode: memory for memory in by_mapping}
     memories = list((mapped | held).values())  # a descriptor knows more of a memory than a mapping does
@@ -105,8 +111,12 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
         old, new = before.holdings[name], after.holdings[name]
         if new.num_fds > old.num_fds + _MORE_FDS.get(name, 0):
             found.append(f"{name}: {old.num_fds} descriptors before, {new.num_fds} after")
-        if new.num_mappings != old.num_mappings:
-            found.append(f"{name}: {old.num_mappings} mappings before, {new.num_mappings} after")
+        more, fewer = new.mappings - old.mappings, old.mappings - new.mappings
+        if more or fewer:
+            changes = [f"+{n} {memory}" for memory, n in more.items()] + [
+                f"-{n} {memory}" for memory, n in fewer.items()
+            ]
+            found.append(f"{name}: mappings: {', '.join(sorted(changes))}")
     if after.num_memories != before.num_memories:
         found.append(f"pieces of shared memory: {before.num_memories} before, {after.num_memories} after")
     if after.memory_bytes > before.memory_bytes:
@@ -121,6 +131,7 @@ def compare(before: Snapshot, after: Snapshot) -> list[str]:
 class _Memory(NamedTuple):
     """A piece of our shared memory as one process has it."""
 
+    kind: str  # "lane", "log", ...
     inode: int
     num_bytes: int
     num_resident: int
@@ -142,14 +153,14 @@ def _descriptors(pid: int) -> tuple[int, list[_Memory], bool]:
             uses_device = uses_device or _DEVICE_FILE.fullmatch(target) is not None
             if target.startswith(_MEMORY):
                 stat = path.stat()
-                memories.append(_Memory(stat.st_ino, stat.st_size, 512 * stat.st_blocks))
+                memories.append(_Memory(_kind_of(target), stat.st_ino, stat.st_size, 512 * stat.st_blocks))
         except OSError:
             continue
     return len(paths), memories, uses_device
 
 
 def _device_bytes() -> int | None:
-    """In use on all devices, by any process: a search for leaks should have the devices to itself."""
+    """Bytes in use on all devices, by any process: a search for leaks should have the devices to itself."""
     try:
         done = subprocess.run(_DEVICE_QUERY, capture_output=True, text=True, timeout=_DEVICE_ANSWERS_S, check=True)
         return sum(int(line) << 20 for line in done.stdout.split())
@@ -168,8 +179,13 @@ def _mappings(pid: int) -> list[_Memory]:
         place, _, offset, _, inode, *path = line.split(maxsplit=5)
         if path and path[0].startswith(_MEMORY):
             begin, end = (int(address, 16) for address in place.split("-"))
-            found.append(_Memory(int(inode), int(offset, 16) + end - begin, 0))
+            found.append(_Memory(_kind_of(path[0]), int(inode), int(offset, 16) + end - begin, 0))
     return found
+
+
+def _kind_of(path: str) -> str:
+    """The kind of memory, without whose it is: incarnations differ after a death."""
+    return path.removeprefix(_MEMORY).removesuffix(" (deleted)").split("-")[0]
 
 
 def _list(directory: str) -> list[Path]:

@@ -1,7 +1,8 @@
 """What clients ask: a catalogue of requests made from the seed, each with one right answer.
 
-Short and long prompts and outputs, greedy and sampled, some with two choices, logprobs or stop strings, some that share
-a prefix. How a request is asked (streamed, whole, cancelled, broken off and resumed) is the client's choice each time.
+Short and long prompts and outputs, greedy and sampled, some with two choices, logprobs or stop strings, some that
+follow a schema, some that share a prefix. How a request is asked is the client's choice each time: streamed, whole,
+cancelled, broken off and resumed.
 """
 
 import random
@@ -25,6 +26,20 @@ _PREFIX_TOKENS = 150  # shared by some
 _PROMPTS = ((1, 20), (30, 120), (200, 500), (700, 1500))  # tokens
 _OUTPUTS = ((1, 1), (2, 16), (20, 80), (80, 160), (200, 400))
 _LONG_OUTPUT = 100  # of a long prompt, at most: its computation is what matters
+_SCHEMAS: tuple[dict[str, Any], ...] = (
+    {"type": "array", "minItems": 40, "items": {"type": "string", "pattern": "^[a-z]{3,9}$"}},
+    {"type": "object"},
+    {
+        "type": "array",
+        "minItems": 20,
+        "items": {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        },
+    },
+)
 _STOPS = ([" the"], [",", " and"], [". "], ["zzz", "\n"])
 
 
@@ -79,6 +94,8 @@ def _make_body(
         body |= {"n": 2}
     if i % 6 == 4:
         body |= {"logprobs": dice.randint(0, 4)}
+    if i % 8 in (2, 5):
+        body |= {"ignore_eos": False, "guided_json": _SCHEMAS[i // 8 % len(_SCHEMAS)]}
     if i % 7 in (3, 5):
         body |= {"stop": dice.choice(_STOPS), "include_stop_str_in_output": dice.random() < 0.5}
     return body

@@ -27,9 +27,9 @@ from everserve.chaos.requests import TEXT, make_catalogue
 from everserve.chaos.schedule import Fault, make_schedule
 from everserve.chaos.settings import Settings
 from everserve.chaos.talk import Trouble
-from everserve.chaos.target import NoAnswer, Target, supervisor_here
+from everserve.chaos.target import NoAnswer, Target, root_here
 from everserve.chaos.verdict import Verdict
-from everserve.errors import ConfigError, EverserveError
+from everserve.errors import ConfigError
 from everserve.procs.local_server import LocalServer
 from everserve.progress import Progress
 
@@ -61,10 +61,7 @@ def check_own(
     """Start a server and check it. If something is found, its log and events are kept."""
     progress.say(f"starting a server: everserve serve {' '.join([model, *flags, '--enable-chaos'])}")
     with contextlib.ExitStack() as stack:
-        try:
-            server = stack.enter_context(LocalServer(model, *flags, "--enable-chaos"))
-        except EverserveError as error:
-            raise ConfigError(str(error)) from error
+        server = stack.enter_context(LocalServer(model, *flags, "--enable-chaos"))
         target = Target(server.url, api_key, admin_key)
         verdict = asyncio.run(Run(target, settings, progress, server=server).perform())
         if not verdict.is_good:
@@ -108,22 +105,22 @@ class Run:
         await self._target.check_chaos()
         await self._wait_whole_first()
         view = await self._target.view()
-        self._roles, supervisor = view.roles, supervisor_here(view)
-        if supervisor is None:
+        self._roles, root = view.roles, root_here(view)
+        if root is None:
             self._notes.append(
                 "the server's processes are not on this host: faults go over HTTP, leaks are not looked for"
             )
-        injector = Injector(self._target, supervisor)
+        injector = Injector(self._target, root)
         self._findings.recent_faults = injector.recent
         storm_s, whole_s, before, after = 0.0, None, None, None
         try:
             known = await self._learn()
-            before = await self._look_before(supervisor)
+            before = await self._look_before(root)
             storm_s = await self._storm(known, injector)
             whole_s = await self._heal()
             await self._recheck(known)
             await self._look_idle()
-            after = await self._look_after(before, supervisor)
+            after = await self._look_after(before, root)
         except (NoAnswer, Trouble) as error:
             self._findings.add("server", "server", str(error))
         self._look_back(injector)
@@ -171,10 +168,10 @@ class Run:
         await self._clients.repeat(known, numbers, manner, self._settings.num_clients)
         self._num_undisturbed += len(numbers)
 
-    async def _look_before(self, supervisor: int | None) -> Snapshot | None:
+    async def _look_before(self, root: int | None) -> Snapshot | None:
         await self._look_idle()
         await _within(WHOLE_WITHIN_S, self._has_all_spares)  # a spare that starts later would look like a leak
-        return leaks.take(await self._target.view(), supervisor) if supervisor is not None else None
+        return leaks.take(await self._target.view(), root) if root is not None else None
 
     async def _has_all_spares(self) -> bool:
         return (await self._target.view()).has_all_spares
@@ -276,17 +273,17 @@ class Run:
             for what in busy:
                 self._findings.add("not idle", "server", what)
 
-    async def _look_after(self, before: Snapshot | None, supervisor: int | None) -> Snapshot | None:
+    async def _look_after(self, before: Snapshot | None, root: int | None) -> Snapshot | None:
         metrics = await self._target.metrics()
         for name in _NEVER:
             if metrics.get(name):
                 self._findings.add("metric", name, f"is {metrics[name]:g}")
-        if before is None or supervisor is None:
+        if before is None or root is None:
             return None
         snapshots: list[Snapshot] = []
 
         async def is_as_before() -> bool:
-            snapshots.append(leaks.take(await self._target.view(), supervisor))
+            snapshots.append(leaks.take(await self._target.view(), root))
             return not leaks.compare(before, snapshots[-1])
 
         if await _within(LEAKS_WITHIN_S, is_as_before) is None:
@@ -318,7 +315,7 @@ class Run:
 
 
 def first_traceback(text: str) -> str | None:
-    """In a log, up to its error; with the line before it, which may say whose it is."""
+    """The first traceback in a log, up to its error; with the line before it, which may say whose it is."""
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if "Traceback" in line), None)
     if first is None:

@@ -12,10 +12,10 @@ from itertools import permutations
 from typing import Any, NamedTuple
 
 SPARE = "spare-0"  # the one that will be needed next, if the server has spares
-PROCESSES = ("orchestrator", "anchor", "zygote", SPARE)
+PROCESSES = ("gateway", "supervisor", "orchestrator", "anchor", "zygote", SPARE)
 BURST_S = 0.3
 
-# The supervisor gives up when a process that is not a worker ends more than 10 times in 10 s. Stay below that.
+# The instance gives up when a process that is not a worker ends more than 10 times in 10 s. Stay below that.
 MAX_HITS, HITS_WITHIN_S = 5, 10.0
 
 # How long a stopped process sleeps: less than --detect-ms (50 by default), about as long, and longer; the longest even
@@ -233,7 +233,7 @@ def _kill(*names: str) -> Make:
 
 
 def _stop_process(name: str) -> Make:
-    """It is ended by the supervisor, or wakes up before."""
+    """It is ended by the supervisor, or by root, or wakes up before."""
 
     def make(dice: random.Random, seats: Seats) -> Blows:
         return (Blow(0.0, Victim(name), "STOP", round(dice.uniform(0.02, 3.0), 3)),)
@@ -247,6 +247,18 @@ def _kill_worker_and_orchestrator(dice: random.Random, seats: Seats) -> Blows:
     if dice.random() < 0.5:
         blows = [(blows[1][0], 0.0), (blows[0][0], blows[1][1])]
     return tuple(Blow(after_s, victim, "KILL") for victim, after_s in blows)
+
+
+def _kill_worker_and_supervisor(dice: random.Random, seats: Seats) -> Blows:
+    """A worker, and the supervisor that has its successor started: before that, in the middle of it, or after it."""
+    after_s = round(dice.choice((0.0, dice.uniform(0.0, BURST_S))), 3)
+    return Blow(0.0, dice.choice(seats.workers), "KILL"), Blow(after_s, Victim("supervisor"), "KILL")
+
+
+def _kill_supervisor_twice(dice: random.Random, seats: Seats) -> Blows:
+    """The second one while it takes over."""
+    after_s = round(dice.uniform(0.02, BURST_S), 3)
+    return tuple(Blow(at_s, Victim("supervisor"), "KILL") for at_s in (0.0, after_s))
 
 
 def _hit_worker_and_spare(what: str) -> Make:
@@ -354,7 +366,7 @@ def _ill_and_kill(*levels: int) -> Make:
 
 
 def _scale(dice: random.Random, seats: Seats) -> Blows:
-    """To half of the workers, and back. Whole devices retire where a device has several workers."""
+    """Scales to half of the workers, and back. Whole devices retire where a device has several workers."""
     few, many = _sizes(seats)
     return (
         Blow(
@@ -473,6 +485,17 @@ _KINDS: dict[str, tuple[int, Callable[[Seats], bool], Make]] = {
     "a main thread hangs": (1, _any, _signal("HANG")),
     "terminate a worker": (2, _any, _signal("TERM")),
     "drain a worker": (2, _any, _signal("drain")),
+    "kill the gateway": (2, _has("gateway"), _kill("gateway")),
+    "stop the gateway": (1, _has("gateway"), _stop_process("gateway")),
+    "kill the gateway and the orchestrator": (1, _has("gateway", "orchestrator"), _kill("gateway", "orchestrator")),
+    "kill the supervisor": (2, _has("supervisor"), _kill("supervisor")),
+    "kill the supervisor twice": (1, _has("supervisor"), _kill_supervisor_twice),
+    "stop the supervisor": (1, _has("supervisor"), _stop_process("supervisor")),
+    "kill a worker and the supervisor": (2, _both(_any, _has("supervisor")), _kill_worker_and_supervisor),
+    "kill all that decide": (
+        *(1, _has("supervisor", "orchestrator", "anchor", "zygote")),
+        _kill("supervisor", "orchestrator", "anchor", "zygote"),
+    ),
     "kill the orchestrator": (2, _has("orchestrator"), _kill("orchestrator")),
     "stop the orchestrator": (1, _has("orchestrator"), _stop_process("orchestrator")),
     "kill a worker and the orchestrator": (2, _has("orchestrator"), _kill_worker_and_orchestrator),

@@ -48,7 +48,7 @@ class OwnServer(Config, frozen=True, kw_only=True):
     serve: Annotated[str, Flag("More flags of the server, in one string: --serve '--block-size 32'.")] = ""
 
     def flags(self) -> list[str]:
-        """Of `everserve serve`: what was said, and two workers of each role if nothing says otherwise."""
+        """The flags of `everserve serve`: what was said, and two workers of each role if nothing says otherwise."""
         is_alone = self.data_parallel_size is None and self.tensor_parallel_size is None
         default = 2 if is_alone else None
         said = {

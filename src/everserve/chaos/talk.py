@@ -54,7 +54,7 @@ class Talk:
         self._last_id: int | None = None
 
     async def whole(self) -> None:
-        """In one piece."""
+        """Asks for the answer in one piece."""
         limit_s = _WHOLE_IS_LONGER * self._stall_limit_s
         with _troubles(limit_s):
             async with asyncio.timeout(limit_s):

@@ -24,7 +24,7 @@ class Stall:
 
 @dataclass
 class Tally:
-    """Of all clients together."""
+    """Counts of all clients together."""
 
     began_s: float = field(default_factory=time.perf_counter)
     manners: Counter[str] = field(default_factory=Counter)  # requests that came to their end, by how they were asked

@@ -83,7 +83,9 @@ class View:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of all processes, by name; of workers, by role and number: a rank may have another role after scaling."""
+        """The pids of all processes, by name; of workers, by role and number: a rank may have another role after
+        scaling.
+        """
         found = {process["name"]: int(process["pid"]) for process in self.data["processes"]}
         for role in ("attention", "expert"):
             workers = enumerate(self._of_role(role))
@@ -199,14 +201,19 @@ def _message(reply: Reply) -> str:
     return "start it with --enable-chaos"
 
 
-def supervisor_here(view: View) -> int | None:
-    """The supervisor's pid, if the server's processes are on this host: its children, and ours to signal."""
+def root_here(view: View) -> int | None:
+    """The pid of root, if the server's processes are on this host: its children, and ours to signal."""
     pids = view.pids
-    supervisor = pids.pop("supervisor", 0)
-    if not supervisor or not pids or not set(pids.values()) <= set(process.children_of(supervisor)):
+    root = pids.pop("root", 0)
+    if not root or not pids or not set(pids.values()) <= _near(root, pids.get("keeper", 0)):
         return None
     try:
-        os.kill(supervisor, 0)
+        os.kill(root, 0)
     except OSError:
         return None  # not ours to signal
-    return supervisor
+    return root
+
+
+def _near(root: int, keeper: int) -> set[int]:
+    """The children of root, and the gateway, which is the keeper's."""
+    return {*process.children_of(root), *(process.children_of(keeper) if keeper else ())}

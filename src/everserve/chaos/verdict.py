@@ -14,6 +14,7 @@ from everserve.chaos.faults import InjectedFault
 from everserve.chaos.findings import Finding
 from everserve.chaos.leaks import Snapshot
 from everserve.chaos.tally import Tally, spread_ms
+from everserve.words import count
 
 _LEAKS = (
     "processes",
@@ -50,14 +51,15 @@ class Verdict:
 
     @property
     def line(self) -> str:
-        """In one sentence."""
+        """The verdict in one sentence."""
         num_hit = sum(fault.is_injected for fault in self.faults)
         num_tokens = self.tally.num_tokens - self.tally.num_masked
-        what = f"{num_hit} faults, {self.tally.num_streams} requests, {num_tokens} tokens compared"
+        faults, requests = count(num_hit, "fault"), count(self.tally.num_streams, "request")
+        what = f"{faults}, {requests}, {num_tokens} tokens compared"
         if self.is_good:
             but = f" ({self.tally.num_masked} tokens under a mask are marked)" if self.tally.num_masked else ""
             return f"every stream is exact{but}: {what}, seed {self.seed}"
-        return f"FAILED with {len(self.findings)} findings: {what}, seed {self.seed}"
+        return f"FAILED with {count(len(self.findings), 'finding')}: {what}, seed {self.seed}"
 
     def as_json(self) -> dict[str, Any]:
         return {

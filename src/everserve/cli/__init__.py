@@ -2,7 +2,8 @@
 
 app.py      the command that all of these are commands of
 serve.py    serve a model (serve_settings.py what it is started with, flags.py flags that are fields of configs,
-            config_file.py flags from a file)
+            config_file.py flags from a file, foreign_flags.py flags of vLLM that are not here)
+model_files.py where a model's files are, and whether they can be served (hub.py names of the Hugging Face hub)
 starting.py bars while it starts
 devices.py  what it is served on
 files.py    files that flags name, looked at before anything long begins
@@ -16,8 +17,9 @@ drain.py    have workers leave in order, and be replaced
 scale.py    have more or fewer workers
 health.py   how healthy devices are
 switch.py   give a worker another role
+upgrade.py  go on with another installed version (compatibility.py what both must have in common)
 chaos.py    the stream checker (the checker itself is in everserve.chaos)
-bench/      one benchmark by name (the benchmarks themselves are in everserve.bench)
+bench.py    benchmarks by name, if they are installed (everserve_bench)
 version.py  print the version (`everserve version`, `everserve --version`)
 """
 
@@ -26,12 +28,29 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from everserve.errors import UserError
+from everserve.procs import early_zygote
 from everserve.procs.bytecode import keep_bytecode
-from everserve.procs.early_zygote import early_zygote, is_needed
 
-_COMMANDS = ("bench", "chaos", "demo", "drain", "health", "kill", "scale", "serve", "status", "switch", "version")
+if TYPE_CHECKING:
+    from everserve.procs.root_end import RootEnd
+
+_COMMANDS = (
+    "bench",
+    "chaos",
+    "demo",
+    "drain",
+    "health",
+    "kill",
+    "scale",
+    "serve",
+    "status",
+    "switch",
+    "upgrade",
+    "version",
+)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -51,17 +70,44 @@ def _handle_signals() -> None:
 
 def main() -> None:
     """Entry point. A user's mistake is one line and exit status 2; our mistake is a traceback."""
+    _handle_signals()
     try:
-        _handle_signals()
-        if is_needed(sys.argv[1:]):
+        if early_zygote.is_needed(sys.argv[1:]):
             keep_bytecode()
-        with early_zygote(sys.argv[1:]):
-            _run(sys.argv[1:2])
-    except UserError as error:
-        print(f"everserve: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:  # so early that typer has not seen it
+            early_zygote.begin()
+            from everserve.procs import root  # noqa: PLC0415 (the zygote's imports are the longest part of a start)
+
+            sys.exit(root.run(_first_supervisor))
+        sys.exit(_command())
+    except KeyboardInterrupt:  # so early that root does not handle signals; the kernel ends the zygote
         sys.exit(128 + signal.SIGINT)
+
+
+def _first_supervisor(to_root: "RootEnd") -> int:
+    """The command itself runs in the process that becomes the supervisor."""
+    from everserve.procs import root_end  # noqa: PLC0415
+
+    root_end.here = to_root
+    return _command()
+
+
+def _command() -> int:
+    """Run it; returns its exit status."""
+    try:
+        _run(sys.argv[1:2])
+    except UserError as error:
+        from everserve.procs import logs  # noqa: PLC0415
+
+        logs.refuse(str(error))
+        return 2
+    except KeyboardInterrupt:  # so early that typer has not seen it
+        return 128 + signal.SIGINT
+    except SystemExit as end:  # which typer raises
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _run(asked: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from everserve.cli.app import app
 from everserve.cli.files import check_directory
 from everserve.cli.flags import Said, expand
 from everserve.errors import ConfigError
+from everserve.provenance import check_out, environment
 
 if TYPE_CHECKING:
     from everserve.chaos.verdict import Verdict
@@ -38,14 +39,16 @@ def chaos(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Kill, stop and drain processes and lose devices under running streams; compare every token with the undisturbed
-    run.
+    """Random faults under running streams, every token compared.
+
+    Kills, stops and drains processes and loses devices; the tokens must be those of the undisturbed run.
 
     Starts a server of its own, unless --url names one. Exit status 1 if anything was lost, doubled or changed, hangs or
     leaks.
     """
     if json_file is not None:
         check_directory(json_file.parent, "--json")
+        check_out(json_file.parent, "--json")
     from everserve.chaos import run  # noqa: PLC0415 (its import is slow)
     from everserve.chaos.target import Target  # noqa: PLC0415
     from everserve.progress import Progress  # noqa: PLC0415
@@ -62,7 +65,7 @@ def chaos(
 
 
 def _tell(verdict: "Verdict", json_file: Path | None) -> None:
-    """On the screen, in the file, and as the exit status."""
+    """Tells the verdict on the screen, in the file, and as the exit status."""
     console = Console()
     verdict.show(console if console.is_terminal else Console(width=_WIDTH))
     if json_file is not None:
@@ -73,8 +76,6 @@ def _tell(verdict: "Verdict", json_file: Path | None) -> None:
 
 
 def _write(path: Path, result: dict[str, object]) -> None:
-    """With commit and hardware, as benchmarks have them."""
-    from everserve.bench.report import environment  # noqa: PLC0415 (torch)
-
+    """Writes the result with commit and hardware, as benchmarks have them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")

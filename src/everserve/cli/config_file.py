@@ -1,12 +1,12 @@
 """`everserve serve --config file.yaml`: flags from a file."""
 
-import difflib
 from pathlib import Path
 
 import typer
 import yaml
 
 from everserve.cli.files import read_text
+from everserve.cli.foreign_flags import hint, similar
 from everserve.errors import ConfigError
 
 
@@ -31,5 +31,7 @@ def load(context: typer.Context, path: Path | None) -> Path | None:
 
 def _suggest(key: str, name: str, known: set[str]) -> str:
     """A key as the file has it, and the flag that it may have meant."""
-    meant = difflib.get_close_matches(name, known, n=1)
+    if (instead := hint(name)) is not None:
+        return f"{key} ({instead})"
+    meant = similar(name, known)
     return f"{key} (did you mean {meant[0].replace('_', '-')}?)" if meant else key

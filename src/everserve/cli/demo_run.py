@@ -12,6 +12,7 @@ from typing import Any
 from everserve.client import Connection, Stream, complete, together
 from everserve.errors import EverserveError
 from everserve.procs.local_server import LocalServer
+from everserve.words import count
 
 PROMPTS = (
     "It was a cold evening in November when",
@@ -38,26 +39,27 @@ class PlannedKill:
     pid: int = 0
     num_tokens: list[int] = field(default_factory=list)  # of each text then
     num_chars: list[int] = field(default_factory=list)
+    streams: list[Stream] = field(default_factory=list)  # the texts that were written then
 
     @property
     def has_happened(self) -> bool:
         return self.at_s is not None
 
-    def gap_s(self, streams: list[Stream]) -> float | None:
+    def gap_s(self) -> float | None:
         """The longest that any client waited for a token then, or within a second; None while a client may still wait.
 
         The second is for what comes with a death: a process starts, and needs the cores that texts are written with.
         """
-        if self.at_s is None or self.sent_s is None or not all(map(self._went_on, streams)):
+        if self.at_s is None or self.sent_s is None or not all(map(self._went_on, self.streams)):
             return None
-        return max(_largest_gap(stream.arrivals_s, self.at_s, self.sent_s + _WITHIN_S) for stream in streams)
+        return max(_largest_gap(stream.arrivals_s, self.at_s, self.sent_s + _WITHIN_S) for stream in self.streams)
 
-    def is_settled(self, streams: list[Stream]) -> bool:
+    def is_settled(self) -> bool:
         """Whether the gap will not change any more."""
         if self.sent_s is None:
             return False
         until_s = self.sent_s + _WITHIN_S
-        return all(stream.arrivals_s[-1] > until_s or stream.finish_reason is not None for stream in streams)
+        return all(stream.arrivals_s[-1] > until_s or stream.finish_reason is not None for stream in self.streams)
 
     def _went_on(self, stream: Stream) -> bool:
         assert self.sent_s is not None
@@ -65,7 +67,7 @@ class PlannedKill:
 
 
 def _largest_gap(arrivals_s: list[float], begin_s: float, end_s: float) -> float:
-    """Of those that were not over at `begin_s` and had begun by `end_s`."""
+    """The largest gap of those that were not over at `begin_s` and had begun by `end_s`."""
     first = max(1, bisect_right(arrivals_s, begin_s))
     last = bisect_right(arrivals_s, end_s)
     return max((b - a for a, b in pairwise(arrivals_s[first - 1 : last + 1])), default=0.0)
@@ -86,15 +88,24 @@ class DemoRun:
         return [stream.error for stream in self.streams if stream.error]
 
     async def play(self, look: Callable[[], None]) -> None:
-        """Write all texts; kill on the way. `look` is called a few hundred times a second."""
-        work = asyncio.create_task(together(self._write(i) for i in range(len(PROMPTS))))
+        """Write all texts; kill on the way. `look` is called a few hundred times a second.
+
+        Where this process waits for a core longer than the server does, texts may end before the last kill. It is done
+        while they are written once more.
+        """
         due = list(self.kills)
-        while not work.done():
-            await asyncio.wait([work], timeout=_LOOK_EVERY_S)
-            if due and min(len(stream.token_ids) for stream in self.streams) >= due[0].after_tokens:
-                await self._kill(due.pop(0))
-            look()
-        await work
+        while True:
+            work = asyncio.create_task(together(self._write(i) for i in range(len(PROMPTS))))
+            while not work.done():
+                await asyncio.wait([work], timeout=_LOOK_EVERY_S)
+                is_late = work.done()
+                if due and not is_late and min(len(s.token_ids) for s in self.streams) >= due[0].after_tokens:
+                    await self._kill(due.pop(0))
+                look()
+            await work
+            if not due or self.errors:
+                return
+            self.streams = [Stream() for _ in PROMPTS]
 
     async def _write(self, index: int) -> None:
         sampling = {"temperature": 0.8, "top_p": 0.95, "seed": index}
@@ -102,7 +113,8 @@ class DemoRun:
         await complete(server.url, server.model, PROMPTS[index], self.num_tokens, self.streams[index], **sampling)
 
     async def _kill(self, kill: PlannedKill) -> None:
-        """On a connection of the leanest kind: texts grow meanwhile."""
+        """Kills over a connection of the leanest kind: texts grow meanwhile."""
+        kill.streams = self.streams
         kill.num_tokens = [len(stream.token_ids) for stream in self.streams]
         kill.num_chars = [len(stream.text) for stream in self.streams]
         kill.at_s = time.perf_counter()
@@ -133,14 +145,15 @@ def judge(run: DemoRun, again: DemoRun, events: list[Event]) -> list[KillOutcome
     outcomes = []
     for kill, following in zip_longest(run.kills, run.kills[1:]):
         begin = kill.num_tokens
-        end = following.num_tokens if following is not None else [run.num_tokens] * len(begin)
+        is_last = following is None or following.streams is not kill.streams  # of these texts
+        end = [run.num_tokens] * len(begin) if is_last else following.num_tokens
         pairs = [
             pair
-            for ours, theirs, first, last in zip(run.streams, again.streams, begin, end, strict=True)
+            for ours, theirs, first, last in zip(kill.streams, again.streams, begin, end, strict=True)
             for pair in zip_longest(ours.token_ids[first:last], theirs.token_ids[first:last])
         ]
         signalled_s, noticed_s, replaced_s = _times(kill, events)
-        gap_s = kill.gap_s(run.streams) or 0.0
+        gap_s = kill.gap_s() or 0.0
         went_on = "" if gap_s >= noticed_s - signalled_s else "; texts went on until it was noticed"
         outcomes.append(
             KillOutcome(
@@ -190,6 +203,8 @@ def _cost(kill: PlannedKill, events: list[Event]) -> str:
     restored = [e for e in events if e["event"] == "stream_restored" and e["from_rank"] == rank]
     if restored:
         num_restored, num_again = (sum(e[name] for e in restored) for name in ("num_restored", "num_recomputed"))
-        return f"{len(restored)} texts moved: {num_restored} tokens' KV from its log, {num_again} computed again"
+        return (
+            f"{count(len(restored), 'text')} moved: {num_restored} tokens' KV from its log, {num_again} computed again"
+        )
     num_rows = sum(e["num_rows"] for e in events if e["event"] == "rows_replayed" and e["suspect"] == rank)
-    return f"{num_rows} rows sent again, to shadows" if num_rows else "nothing was under way there"
+    return f"{count(num_rows, 'row')} sent again, to shadows" if num_rows else "nothing was under way there"

@@ -8,6 +8,7 @@ from rich.text import Text
 
 from everserve.cli.demo_run import PROMPTS, DemoRun, KillOutcome, PlannedKill
 from everserve.client import Stream, percentile
+from everserve.words import count
 
 _BIN_S = 0.05
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -34,7 +35,7 @@ def _panel(run: DemoRun, index: int, width: int, height: int, console: Console) 
     text = Text(PROMPTS[index], "bold")
     begin = 0
     for number, kill in enumerate(run.kills, 1):
-        if kill.has_happened:
+        if kill.has_happened and kill.streams is run.streams:
             end = kill.num_chars[index]
             text.append(stream.text[begin:end]).append(f" ✗{number} ", "bold white on red")
             begin = end
@@ -42,7 +43,7 @@ def _panel(run: DemoRun, index: int, width: int, height: int, console: Console) 
     lines = text.wrap(console, width - 4)[-(height - 2) :]
     tail = Text("\n").join(lines)
     largest = f" · largest gap {1e3 * max(stream.gaps_s):.0f} ms" if len(stream.arrivals_s) > 1 else ""
-    return Panel(tail, height=height, title=f"{len(stream.token_ids)} tokens{largest}", title_align="left")
+    return Panel(tail, height=height, title=f"{count(len(stream.token_ids), 'token')}{largest}", title_align="left")
 
 
 def _timeline(run: DemoRun, now_s: float, width: int) -> tuple[Text, Text]:
@@ -69,7 +70,7 @@ def _line(kill: PlannedKill, run: DemoRun) -> Text:
     if not kill.has_happened:
         return Text(f" {number} {kill.who}: still lives", "dim")
     text = Text.assemble((f"✗{number} SIGKILL to {kill.who}", "bold red"), f" (pid {kill.pid})")
-    gap_s = kill.gap_s(run.streams)
+    gap_s = kill.gap_s()
     return text.append(" ..." if gap_s is None else f": all went on, largest gap {1e3 * gap_s:.0f} ms")
 
 
@@ -86,8 +87,8 @@ class PlainLines:
             if kill.at_s is not None and kill.pid:
                 text = f"SIGKILL to {kill.who} (pid {kill.pid}) after {min(kill.num_tokens)} tokens of each text"
                 self._tell(kill, False, text, kill.at_s)
-                gap_s = kill.gap_s(self._run.streams)
-                if gap_s is not None and kill.is_settled(self._run.streams):
+                gap_s = kill.gap_s()
+                if gap_s is not None and kill.is_settled():
                     self._tell(kill, True, f"  all texts went on; largest gap {1e3 * gap_s:.0f} ms", kill.at_s + 1.0)
 
     def _tell(self, kill: PlannedKill, is_over: bool, text: str, at_s: float) -> None:
@@ -125,6 +126,11 @@ def prices(outcomes: list[KillOutcome], again: DemoRun) -> list[str]:
     lines = [f"✗{number} {outcome.cost}" for number, outcome in enumerate(outcomes, 1)]
     gaps_s = [gap for stream in again.streams for gap in stream.gaps_s]
     return [*lines, f"Usually there are {1e3 * percentile(gaps_s, 0.5):.0f} ms between two tokens of a text."]
+
+
+def about_the_model(num_parameters: int) -> str:
+    """What to expect of the texts."""
+    return f"The texts make little sense: the model is a toy of {num_parameters / 1e6:.1f} million parameters."
 
 
 def beginnings(streams: list[Stream], console: Console) -> None:

@@ -2,15 +2,14 @@
 
 import importlib.metadata
 import importlib.util
-import os
 from dataclasses import dataclass, replace
 
 import msgspec
 
 from everserve.config.kvlog import LogConfig
-from everserve.control.design import capacity_of, first_goal
-from everserve.control.needs import Needs
-from everserve.control.scaling import grown, size_of
+from everserve.control.decide.scaling import grown, size_of
+from everserve.control.hold.design import capacity_of, first_goal
+from everserve.control.hold.needs import Needs
 from everserve.errors import ConfigError
 from everserve.memory.device import is_available
 from everserve.memory.devices import DeviceInfo, look
@@ -18,11 +17,14 @@ from everserve.model.config import ModelConfig
 from everserve.plan.device import DeviceMemory, WorkerNeeds, kv_bytes_per_worker
 from everserve.plan.head_memory import kv_share
 from everserve.plan.weights import PAGE_BYTES
+from everserve.procs.host import available_bytes
 from everserve.tables.goal import Goal
 from everserve.tables.ids import Rank, Role
 from everserve.wire.messages import StartOrchestrator
+from everserve.words import agree
 
 _GPU_MEMORY_SHARE = 0.9  # default of --gpu-memory-utilization on a GPU: of all of its memory, for everything
+_GPU_HEADS, _GPU_HEAD_UNIT = (16, 256), 8  # the smallest and the largest
 _PINNED_SHARE = 0.5  # of the host's free memory, for mirrors of KV that devices write to: such pages cannot be swapped
 
 
@@ -50,8 +52,8 @@ def choose(device: str, share: bool | None, num_workers: int) -> Chosen:
     is_crowded = num_workers > len(found)
     if is_crowded and share is False:
         raise ConfigError(
-            f"--no-share-device: {num_workers} workers need {num_workers} devices, and there are {len(found)};"
-            " start fewer workers, or let them share"
+            f"--no-share-device: {num_workers} workers need {num_workers} devices, and there"
+            f" {agree('are', len(found))} {len(found)}; start fewer workers, or let them share"
         )
     return Chosen("cuda", found, is_crowded if share is None else share)
 
@@ -67,8 +69,22 @@ def _missing_for_cuda() -> str:
     return ""
 
 
+def check_heads(model: ModelConfig, device: str) -> None:
+    """A GPU's kernels have tiles of whole heads, and rows that begin at multiples of 16 bytes."""
+    if device == "cuda" and model.has_latent_attention:
+        raise ConfigError(
+            "this model has latent attention (MLA), which is not built for GPUs; serve it with --device cpu"
+        )
+    size = model.head_size
+    if device == "cuda" and (size % _GPU_HEAD_UNIT or not _GPU_HEADS[0] <= size <= _GPU_HEADS[1]):
+        raise ConfigError(
+            f"this model has attention heads of {size}: on a GPU only multiples of {_GPU_HEAD_UNIT} from"
+            f" {_GPU_HEADS[0]} to {_GPU_HEADS[1]} are built; serve it with --device cpu"
+        )
+
+
 def dtype_on(device: str, dtype: str) -> str:
-    """On a GPU weights and KV are bfloat16, whatever the checkpoint has."""
+    """The dtype: on a GPU weights and KV are bfloat16, whatever the checkpoint has."""
     if device == "cpu" or dtype == "bfloat16":
         return dtype
     if dtype != "auto":
@@ -77,8 +93,9 @@ def dtype_on(device: str, dtype: str) -> str:
 
 
 def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float | None, num_spares: int = 0) -> int:
-    """For each attention worker: what is left of the devices, each of which has so many spares. With a mirror, no more
-    than the host can pin."""
+    """The size for each attention worker: what is left of the devices, each of which has so many spares. With a mirror,
+    no more than the host can pin.
+    """
     assert chosen.device == "cuda", chosen
     without_kv = msgspec.structs.replace(start.worker, log=LogConfig(mode="off"))  # KV has no size yet
     start_without = msgspec.structs.replace(start, worker=without_kv)
@@ -110,8 +127,7 @@ def kv_cache_bytes(chosen: Chosen, start: StartOrchestrator, utilization: float 
         num_pieces = capacity.devices * capacity.head_pieces
         num_bytes = int(num_bytes * kv_share(model)) * model.num_layers * model.num_kv_heads // num_pieces - PAGE_BYTES
     if start.worker.log.mode == "mirror":
-        host_free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        num_bytes = min(num_bytes, int(host_free * _PINNED_SHARE / size.attention))
+        num_bytes = min(num_bytes, int(available_bytes() * _PINNED_SHARE / size.attention))
     return num_bytes
 
 
@@ -122,5 +138,5 @@ def _with_heads(worker: WorkerNeeds, num_bytes: int) -> WorkerNeeds:
 
 
 def _own_weights_bytes(needs: Needs, goal: Goal, rank: Rank) -> int:
-    """Of weights that no other seat has allocated already."""
+    """Bytes of weights that no other seat has allocated already."""
     return needs.weights_bytes(goal, rank) if needs.weights_owner(goal, rank) == rank else 0

@@ -26,13 +26,19 @@ def drain(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Restart workers under load: each gives its streams to other workers and exits; a new process takes its rank."""
+    """Restart workers under load. Each gives its streams to other workers and exits; a new process takes its rank."""
     if every == bool(ranks):
         raise ConfigError("drain: either name the ranks, or say --all")
     if every and not wait:
         raise ConfigError("drain --all --wait 0 would restart everything at once; leave --wait out")
-    client_key = api_key or admin_key
-    for rank in ranks or [worker["rank"] for worker in fetch_cluster(url, client_key)["workers"]]:
+    restart_each(url, admin_key, api_key or admin_key, api_key, ranks, wait)
+
+
+def restart_each(
+    url: str, admin_key: str | None, client_key: str | None, api_key: str | None, ranks: list[int] | None, wait: float
+) -> None:
+    """One after the other; None: every worker."""
+    for rank in ranks or _all_ranks(url, client_key, wait):
         began_s = time.monotonic()
         asked = administer(f"{url}/cluster/drain", admin_key, api_key, {"rank": rank})
         incarnation = asked["incarnation"]
@@ -44,14 +50,22 @@ def drain(
         typer.echo(f"rank {rank}: {incarnation} left, {successor['incarnation']} is ready after {took_s:.1f} s")
 
 
+def _all_ranks(url: str, api_key: str | None, wait_s: float) -> list[int]:
+    """A gateway that has just begun does not know them yet."""
+    deadline = time.monotonic() + wait_s
+    while not (workers := fetch_cluster(url, api_key)["workers"]) and time.monotonic() < deadline:
+        time.sleep(_LOOK_EVERY_S)
+    return [worker["rank"] for worker in workers]
+
+
 def _wait_for_successor(url: str, api_key: str | None, rank: int, incarnation: int, wait_s: float) -> dict[str, Any]:
     """The new worker with this rank, once the cluster is at full strength: only then may the next worker leave."""
     deadline = time.monotonic() + wait_s
     while True:
         cluster = fetch_cluster(url, api_key)
-        worker: dict[str, Any] = next(worker for worker in cluster["workers"] if worker["rank"] == rank)
+        worker: dict[str, Any] | None = next((one for one in cluster["workers"] if one["rank"] == rank), None)
         is_whole = not cluster["violations"] and not cluster["degraded"]
-        if worker["incarnation"] > incarnation and worker["state"] == "ready" and is_whole:
+        if worker is not None and worker["incarnation"] > incarnation and worker["state"] == "ready" and is_whole:
             return worker
         if time.monotonic() > deadline:
             raise ConfigError(f"rank {rank} has no ready successor after {wait_s:g} s: see `everserve status`")

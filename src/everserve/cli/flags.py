@@ -9,6 +9,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import GenericAlias
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
@@ -31,7 +32,7 @@ class Said(Generic[T]):
     def of(cls, kind: type[T], flags: Mapping[str, Any]) -> "Said[T]":
         """None: the command line does not have this flag."""
         given = [(option, flags[option.name]) for option in _options_of(kind)]
-        return cls(kind, {option.field: option.read(value) for option, value in given if value is not None})
+        return cls(kind, {option.field: option.read(value) for option, value in given if value not in (None, [])})
 
     def make(self, device: str = "", /, **otherwise: Any) -> T:
         """The config: what was said, else these values, else the defaults; some of those are of a kind of device."""
@@ -84,27 +85,37 @@ class _Option:
         return self.flag.name or self.field
 
     def parameter(self) -> inspect.Parameter:
-        """For typer. What is off can be turned on; what is on has a `--no-` too."""
+        """The parameter for typer. What is off can be turned on; what is on has a `--no-` too."""
         spelled = [_spelled(self.name)] if self.default is False or self.flag.short else []
         spelled += [self.flag.short] if self.flag.short else []
-        flag, type_ = self.flag, self.type if self.default is not None else self.type | None
+        flag, type_, default = self.flag, self.type, self.default
+        if typing.get_origin(type_) is tuple:  # repeatable, unless the flag has a way of its own to say several
+            item, *_ = typing.get_args(type_)
+            if flag.parse is None:
+                type_, default = GenericAlias(list, item), default and list(default)
+            else:
+                type_, default = str, default if default is None else ",".join(map(str, default))
+        type_ = type_ if default is not None else type_ | None
         option = typer.Option(*spelled, help=self.help(), min=flag.min, max=flag.max, envvar=flag.envvar)
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=Annotated[type_, option]
+            self.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, option]
         )
 
     def help(self) -> str:
         defaults = self.flag.on_device
         if defaults is None:
             return self.flag.help
-        return f"{self.flag.help} (default: {defaults['cpu']} on a CPU, {defaults['cuda']} on a GPU)."
+        on_cpu, on_gpu = (_said(defaults[device]) for device in ("cpu", "cuda"))
+        return f"{self.flag.help} (default: {on_cpu} on a CPU, {on_gpu} on a GPU)."
 
     def read(self, value: Any) -> Any:
         """What the field gets."""
         if self.flag.choices and value not in self.flag.choices:
             choices = ", ".join(map(str, self.flag.choices))
             raise ConfigError(f"{_spelled(self.name)} {value}: choose one of {choices}")
-        return self.flag.parse(value) if self.flag.parse is not None else value
+        if self.flag.parse is not None:
+            return self.flag.parse(value)
+        return tuple(value) if typing.get_origin(self.type) is tuple else value
 
 
 @functools.cache
@@ -116,6 +127,10 @@ def _options_of(kind: type[Config]) -> tuple[_Option, ...]:
         default = field.default if field.default is not msgspec.NODEFAULT else None
         options += [_Option(field.name, flag, type_, default) for flag in extras if isinstance(flag, Flag)]
     return tuple(options)
+
+
+def _said(default: Any) -> str:
+    return ", ".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
 def _spelled(name: str) -> str:

@@ -27,7 +27,7 @@ def health(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Show the health level of every device, or set one: from level 2 on its workers leave before it fails, and come
+    """Show the health level of every device, or set one. From level 2 on its workers leave before it fails, and come
     back at level 0."""
     if (device is None) != (level is None):
         raise ConfigError("health: name a device and its level, or neither")

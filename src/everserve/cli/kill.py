@@ -9,6 +9,7 @@ from everserve.cli.address import DEFAULT_URL, AdminKey, ApiKey, Url
 from everserve.cli.app import app
 from everserve.cli.status import administer
 from everserve.errors import ConfigError
+from everserve.words import agree, plural
 
 _SIGNALS = ("KILL", "STOP", "CONT", "TERM", "HANG")
 
@@ -18,7 +19,9 @@ def kill(
     target: Annotated[
         str | None,
         typer.Argument(
-            metavar="RANK", help="Rank of a worker, or orchestrator, anchor, zygote: see `everserve status`."
+            metavar="RANK",
+            help="Rank of a worker, or gateway, keeper, supervisor, orchestrator, anchor or zygote; of several gateways"
+            " also gateway-1, keeper-1 ...",
         ),
     ] = None,
     signal: Annotated[str, typer.Option(help="KILL, STOP, CONT, TERM; HANG: a worker's main thread hangs.")] = "KILL",
@@ -61,11 +64,12 @@ def return_device(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """A device that was gone can be used again: workers start on it, and serve when they are ready."""
+    """Use a device again that was gone. Workers start on it, and serve when they are ready."""
     back = administer(f"{url}/cluster/return", admin_key, api_key, {"device": device})
-    who = f"{_ranks(back['ranks'])} start" if back["ranks"] else "no worker should be on it, see `everserve scale`"
-    typer.echo(f"device {device} is back: {who}")
+    ranks = back["ranks"]
+    there = f"{_ranks(ranks)} {agree('start', len(ranks))}"
+    typer.echo(f"device {device} is back: {there if ranks else 'no worker should be on it, see `everserve scale`'}")
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"{plural('rank', len(ranks))} {', '.join(map(str, ranks))}"

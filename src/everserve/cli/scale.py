@@ -12,6 +12,7 @@ from everserve.cli.following import follow
 from everserve.cli.status import administer, fetch_cluster
 from everserve.config.cluster import MAX_RANKS
 from everserve.errors import ConfigError
+from everserve.words import count, plural, size
 
 
 @app.command()
@@ -31,7 +32,7 @@ def scale(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Change the number of workers under load: new ones take streams and experts when they are ready, and those that
+    """Change the number of workers under load. New ones take streams and experts when they are ready, and those that
     leave give theirs to others first."""
     asked = {"attention": attention, "expert": expert, "devices": devices}
     body = {name: number for name, number in asked.items() if number is not None}
@@ -46,12 +47,12 @@ def scale(
 
 def _plan(goal: dict[str, Any]) -> str:
     changes = [f"{what} {_ranks(goal[key])}" for key, what in (("added", "new:"), ("retired", "leaving:")) if goal[key]]
-    wanted = f"{goal['attention']} attention and {goal['expert']} expert workers on {goal['devices']} devices"
+    wanted = size(goal["attention"], goal["expert"], goal["devices"])
     return f"{wanted}; {', '.join(changes) or 'no change'}"
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"{plural('rank', len(ranks))} {', '.join(map(str, ranks))}"
 
 
 def _progress(workers: list[dict[str, Any]], goal: dict[str, Any]) -> str | None:
@@ -60,8 +61,8 @@ def _progress(workers: list[dict[str, Any]], goal: dict[str, Any]) -> str | None
     away = [f"rank {worker['rank']} is {worker['state']}" for worker in workers if worker["state"] != "ready"]
     if not away and (ready["attention"], ready["expert"]) == (goal["attention"], goal["expert"]):
         return None
-    parts = [f"{ready[role]} {role}" for role in ("attention", "expert") if ready[role]]
-    return "; ".join([f"{' and '.join(parts) or 'no'} workers ready", *away])
+    parts = [count(ready[role], f"{role} worker") for role in ("attention", "expert") if ready[role]]
+    return "; ".join([f"{' and '.join(parts) or 'no workers'} ready", *away])
 
 
 def _role(worker: dict[str, Any]) -> str:

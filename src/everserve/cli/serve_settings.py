@@ -1,8 +1,6 @@
 """From what the command line says to what an instance is started with, and what is refused before that."""
 
-import os
-import sys
-from pathlib import Path
+import logging
 
 from msgspec import structs
 
@@ -12,34 +10,27 @@ from everserve.cli.flags import Said
 from everserve.config.cluster import ClusterConfig
 from everserve.config.compute import ComputeConfig
 from everserve.config.engine import EngineConfig
+from everserve.config.events import EventLogConfig
 from everserve.config.kvlog import LogConfig
 from everserve.config.model import ModelSource
-from everserve.control.design import capacity_of, first_goal, place
-from everserve.control.needs import Needs
+from everserve.control.hold.design import capacity_of, first_goal, place
+from everserve.control.hold.needs import Needs
+from everserve.engine.sizing import KvSizes
 from everserve.errors import ConfigError
-from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from everserve.native import BuildError
+from everserve.native import BuildError, best_level
 from everserve.plan.head_memory import can_divide_heads
+from everserve.plan.sizing import KvTooSmallError, mib
 from everserve.plan.steps import step_tokens
+from everserve.procs.host import available_bytes
 from everserve.tables.ids import NO_DEVICE, Incarnation, Rank, WorkerId
 from everserve.tables.memory import Kind
 from everserve.wire.messages import StartOrchestrator, WorkerSettings
+from everserve.words import count
 
-DIVIDES_HEADS_ON_GPU = True  # by default, where a model's heads can be divided
-HEADS_HAVE_LOGS_ON_GPU = True  # else KV of divided heads is computed again wherever it would be fetched there
-_CPU_MEMORY_SHARE = 0.25  # of what is free, for KV: default of --gpu-memory-utilization on a CPU
+log = logging.getLogger(__name__)
 
-
-def resolve_model(model: str) -> Path:
-    """The directory behind a MODEL argument."""
-    directory = DEMO_MODEL if model == "demo" else Path(model)
-    if not directory.is_dir():
-        raise ConfigError(
-            f"{model} is not a directory: give the path of a downloaded Hugging Face model, or `demo` for the bundled"
-            " one"
-        )
-    return directory.resolve()
+_CPU_MEMORY_SHARE = 0.25  # of what is available, for KV: default of --gpu-memory-utilization on a CPU
 
 
 def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
@@ -51,7 +42,7 @@ def check_experts(cluster: ClusterConfig, model: ModelConfig) -> None:
             raise ConfigError("--shadow-shards needs -tp 2 or more: on one device there is no further place")
         return
     ranks = [Rank(cluster.attention_workers + i) for i in range(cluster.expert_workers)]
-    place(model, ranks, cluster.shadow_experts, cluster.shadow_shards)
+    place(model, ranks, cluster.shadow_experts, cluster.shadow_shards or 0)
 
 
 def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
@@ -64,12 +55,15 @@ def check_weights(cluster: ClusterConfig, source: ModelSource) -> None:
         raise ConfigError("--map-experts on needs --expert-workers")
 
 
-def check_compiler() -> None:
-    """Compile now what every process would compile first."""
+def check_libraries() -> None:
+    """Compile now what every process would compile first, if the package has not brought it."""
     try:
         lane.load()
+        level = best_level()
     except BuildError as error:
-        raise ConfigError(f"everserve compiles a little C when it first runs, and cannot: {error}") from error
+        raise ConfigError(f"everserve is partly C, which can be neither loaded nor compiled: {error}") from error
+    if level.is_slow:
+        log.warning("this CPU has no AVX2 (or its virtual machine hides it): the same tokens, many times slower")
 
 
 def worker_settings(
@@ -77,7 +71,7 @@ def worker_settings(
     engine: Said[EngineConfig],
     kv_log: Said[LogConfig],
     compute: Said[ComputeConfig],
-    event_log: str | None,
+    event_log: EventLogConfig,
     device: str,
     has_experts: bool = False,
 ) -> WorkerSettings:
@@ -112,45 +106,36 @@ def _log(said: Said[LogConfig], device: str) -> LogConfig:
 
 
 def divide_heads(settings: WorkerSettings, cluster: ClusterConfig) -> WorkerSettings:
-    """With tensor parallelism heads and their KV are divided too: on CPUs always, on a GPU if they can be, unless that
-    was turned off."""
+    """With tensor parallelism heads and their KV are divided too, if the model's can be."""
     source, log, is_gpu = settings.model, settings.log, settings.compute.device == "cuda"
-    if source.divide_heads and not source.tensor_parallel:
-        raise ConfigError("--divide-heads needs --tensor-parallel-size")
-    if source.divide_heads is False and source.tensor_parallel and not is_gpu:
-        raise ConfigError("--no-divide-heads: on CPUs --tensor-parallel-size always divides heads")
-    is_divided = source.tensor_parallel and bool(cluster.expert_workers)
+    can_be = source.tensor_parallel and whole_heads(settings) is None
+    is_divided = can_be and bool(cluster.expert_workers)
     if log.shadow is not None and not (is_divided and not is_gpu):
         raise ConfigError(
             f"--kv-shadow {log.shadow} needs -tp 2 or more on CPUs: elsewhere a stream's KV is in one"
             " worker, and --kv-log says where it outlives it"
         )
-    if is_gpu:
-        asked = DIVIDES_HEADS_ON_GPU if source.divide_heads is None else source.divide_heads
-        obstacle = whole_heads(settings) if asked else None
-        if obstacle is not None and source.divide_heads:
-            raise ConfigError(f"--divide-heads: {obstacle}")
-        wanted = source.tensor_parallel and asked and obstacle is None
-        source = structs.replace(source, divide_heads=wanted)  # one process has the same bits
-        is_divided = is_divided and wanted
-        log = log if HEADS_HAVE_LOGS_ON_GPU or not is_divided else structs.replace(log, mode="off")
-    elif is_divided and source.weights != "mapped":
+    if is_divided and not is_gpu and source.weights != "mapped":
         raise ConfigError("--tensor-parallel-size: on CPUs only with --weights mapped")
-    return structs.replace(settings, model=structs.replace(source, divides_heads=is_divided), log=log)
+    source = structs.replace(source, divide_heads=can_be and is_gpu, divides_heads=is_divided)
+    return structs.replace(settings, model=source)
 
 
 def whole_heads(settings: WorkerSettings) -> str | None:
-    """Why tensor parallelism on a GPU leaves attention at home, if it has to."""
-    if not can_divide_heads(ModelConfig.from_source(settings.model)):
-        return "this model's heads can only be divided on CPUs"
-    return None
+    """Why tensor parallelism leaves attention at home, if it has to."""
+    model = ModelConfig.from_source(settings.model)
+    if can_divide_heads(model, settings.compute.device):
+        return None
+    if model.has_latent_attention:
+        return "this model's heads share what is kept of a token"
+    is_possible = model.has_heads_of_their_own
+    return "this model's heads can only be divided on CPUs" if is_possible else "this model norms all heads together"
 
 
-def say_whole_heads(said: WorkerSettings, used: WorkerSettings) -> None:
-    """That heads are not divided, though nothing was said against it."""
-    is_left_out = said.model.divide_heads is None and DIVIDES_HEADS_ON_GPU and not used.model.divide_heads
-    if used.compute.device == "cuda" and used.model.tensor_parallel and is_left_out:
-        print(f"everserve: attention is not divided: {whole_heads(said)}", file=sys.stderr, flush=True)
+def say_whole_heads(settings: WorkerSettings) -> None:
+    """Warn that heads are not divided where the rest of the model is."""
+    if settings.model.tensor_parallel and (why := whole_heads(settings)) is not None:
+        log.warning("attention is not divided: %s", why)
 
 
 def with_room(cluster: ClusterConfig, settings: WorkerSettings) -> ClusterConfig:
@@ -172,26 +157,39 @@ def with_room(cluster: ClusterConfig, settings: WorkerSettings) -> ClusterConfig
 def start_orchestrator(
     cluster: ClusterConfig, worker: WorkerSettings, chosen: Chosen, utilization: float | None
 ) -> StartOrchestrator:
-    """With the KV cache as large as it was wanted, or as these devices have room for it."""
+    """The orchestrator's start, with the KV cache as large as it was wanted, or as these devices have room for it."""
     if cluster.map_experts == "on" and worker.model.weights != "memory":
         raise ConfigError("--map-experts on: on CPUs only with --weights memory")
     gpus = tuple(device.uuid for device in chosen.devices)
     start = StartOrchestrator(cluster=cluster, worker=worker, num_gpus=len(gpus), gpus=gpus)
-    expert_bytes = _expert_bytes(start)
-    if expert_bytes > _available_bytes():
+    expert_bytes, available = _expert_bytes(start), available_bytes()
+    if expert_bytes > available:
         raise ConfigError(
-            f"experts in host memory take {expert_bytes / 1e9:.1f} GB, and {_available_bytes() / 1e9:.1f} GB are there:"
+            f"experts in host memory take {expert_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB are there:"
             " use --weights mapped or --expert-backup off, or fewer --shadow-experts"
         )
     if worker.engine.kv_cache_bytes:
         return start
     if chosen.device == "cpu":
-        most = cluster.attention_workers + cluster.num_growth
-        kv_bytes = _free_bytes_for_kv(utilization, expert_bytes, most, _copies_of_kv(worker, cluster))
+        share = utilization or _CPU_MEMORY_SHARE
+        most, num_copies = cluster.attention_workers + cluster.num_growth, _copies_of_kv(worker, cluster)
+        kv_bytes = int((available - expert_bytes) * share / most / (1 + num_copies))
+        caches = count(most, "KV cache") + (" and their copies" if num_copies else "")
+        why = f"{share:.0%} of the {mib(available)} that are available here goes to {caches}"
     else:
         kv_bytes = kv_cache_bytes(chosen, start, utilization, cluster.spares)
+        why = "or --gpu-memory-utilization"
     engine = structs.replace(worker.engine, kv_cache_bytes=kv_bytes)
+    _check_kv(worker.model, engine, why)
     return structs.replace(start, worker=structs.replace(worker, engine=engine))
+
+
+def _check_kv(source: ModelSource, engine: EngineConfig, why: str) -> None:
+    """Whether a KV cache of the size that we have chosen is of use. `why`: where that size comes from."""
+    try:
+        KvSizes.of(ModelConfig.from_source(source), engine, source.dtype)
+    except KvTooSmallError as error:
+        raise ConfigError(f"{error} ({why})") from error
 
 
 def _expert_bytes(start: StartOrchestrator) -> int:
@@ -210,20 +208,8 @@ def _expert_bytes(start: StartOrchestrator) -> int:
     return sum(piece.num_bytes for piece in in_host if piece.kind in (Kind.WEIGHTS, Kind.BACKUP))
 
 
-def _available_bytes() -> int:
-    """Memory of the host that is free, or that the kernel would free: it holds cached files."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
 def _copies_of_kv(worker: WorkerSettings, cluster: ClusterConfig) -> float:
     """Besides KV itself. A parity covers one device less than there are."""
     if not worker.model.divides_heads:
         return 1.0 if worker.log.mode == "mirror" else 0.0
     return {"off": 0.0, "mirror": 1.0, "parity": 1 / (cluster.attention_workers - 1)}[worker.log.kv_shadow]
-
-
-def _free_bytes_for_kv(share: float | None, expert_bytes: int, num_attention: int, num_copies: float) -> int:
-    """What is free now and not needed for experts, shared by the attention workers."""
-    free = max(0, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - expert_bytes)
-    return int(free * (share or _CPU_MEMORY_SHARE) / num_attention / (1 + num_copies))

@@ -1,31 +1,36 @@
 """The start of a server, as a terminal shows it: a bar for each worker, made of typed events.
 
-`serve` reads them from its own gateway's `/events`, on a thread: the main thread is the supervisor. A command that
-starts a server for itself (`demo`) reads them from files. Without a terminal, workers log a line now and then instead.
+`serve` has a process that reads them from the gateway's `/events`. A command that starts a server for itself (`demo`)
+reads them from files. Without a terminal, workers log a line now and then instead.
 
 All processes of a server write to one stderr. While there are bars, it is a pipe, and what comes out of it is printed
 above them.
 """
 
+import contextlib
 import http.client
 import json
 import os
+import signal
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from everserve.procs import process
+from everserve.words import count
 from everserve.worker.loading import START_BARS
 
 Event = dict[str, Any]
 
+_STDERR = 2
 _CONNECT_S = 600.0  # a gateway that is slow to start lets us wait, not give up
 
 
@@ -90,14 +95,14 @@ class StartBars:
         self.stop()
 
     def stop(self) -> None:
-        """As often as you like."""
+        """Ends the lines; may be called as often as you like."""
         self._bars.stop()
 
     def show(self, events: Sequence[Event]) -> None:
         """All events so far."""
         rows = rows_of(events)
         num_ready = sum(row.is_ready for row in rows.values())
-        self._bars.update(self._title, note=f"{num_ready} of {len(rows)} workers are ready" if rows else "")
+        self._bars.update(self._title, note=f"{num_ready} of {count(len(rows), 'worker', 'are')} ready" if rows else "")
         for rank, row in rows.items():
             if rank not in self._tasks:
                 self._tasks[rank] = self._bars.add_task(row.name, total=None, note="")
@@ -110,39 +115,79 @@ class StartBars:
             )
 
 
-class FollowingBars(StartBars):
-    """Of a server that starts in this process, until it serves or is gone. Without a terminal it does nothing."""
+@contextlib.contextmanager
+def bars_beside(url: str, api_keys: Sequence[str], title: str, is_wanted: bool = True) -> Iterator[list[int]]:
+    """Bars of a server that starts in this process, until it serves or is gone. Without a terminal, or where lines are
+    for other programs, there are none.
 
-    def __init__(self, url: str, api_keys: Sequence[str], title: str) -> None:
-        self._stderr: _SharedStderr | None = None
-        if sys.stderr.isatty():
-            self._stderr = _SharedStderr()
-        super().__init__(Console(file=self._stderr.terminal if self._stderr is not None else sys.stderr), title)
+    A process of its own shows them, because the supervisor may die (procs/root.py), and what is read of a pipe must
+    be read until the end: all processes have it as their stderr for good. Yields its pid, if there is one.
+    """
+    if not (is_wanted and sys.stderr.isatty()):
+        yield []
+        return
+    sys.stderr.flush()
+    stderr = sys.stderr.fileno()
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        _be_bars(FollowingBars(url, api_keys, title, reader))
+    terminal = os.dup(stderr)
+    os.dup2(writer, stderr)
+    os.close(writer)
+    os.close(reader)
+    os.environ[START_BARS] = "1"
+    try:
+        yield [pid]
+    finally:  # what was written last is shown, too
+        sys.stderr.flush()
+        os.dup2(terminal, stderr)
+        os.close(terminal)
+        process.wait_for_ends([pid], process.LAST_LINES_S)
+
+
+def _be_bars(bars: "FollowingBars") -> None:
+    """Never returns. It has copies of what the supervisor has open, which are not needed."""
+    status = os.EX_SOFTWARE
+    try:
+        process.set_name("es-bars")
+        signal.set_wakeup_fd(-1)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTTOU):
+            signal.signal(signum, signal.SIG_IGN)  # it ends when all others have
+        bars.close_all_else()
+        bars.run()
+        status = 0
+    finally:
+        os._exit(status)
+
+
+class FollowingBars(StartBars):
+    """Follows a server's events, and shows what its processes write to `lines`, the reading end of their stderr: above
+    the bars first, then as it comes."""
+
+    def __init__(self, url: str, api_keys: Sequence[str], title: str, lines: int) -> None:
+        super().__init__(Console(file=sys.stderr), title)
         self._url = url
         self._api_key = next(iter(api_keys), None)
+        self._lines = lines
+        self._lock = threading.Lock()  # held to print, and to end the bars
+        self._has_ended = False
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        if self._stderr is not None:
-            os.environ[START_BARS] = "1"
-            self._stderr.begin(self._bars.console)
-            threading.Thread(target=self._follow, daemon=True, name="start-bars").start()
-        return self
+    def close_all_else(self) -> None:
+        """Closes, in a new process, every descriptor but that of the lines, and the terminal."""
+        os.closerange(3, self._lines)
+        os.closerange(self._lines + 1, os.sysconf("SC_OPEN_MAX"))
+
+    def run(self) -> None:
+        """Until the last process that could write has ended."""
+        self._bars.start()
+        threading.Thread(target=self._follow, daemon=True, name="start-bars").start()
+        self._pass_on()
 
     def stop(self) -> None:
-        if self._stderr is None:
+        with self._lock:  # or a line is printed after the last bar, before that is erased
             super().stop()
-            return
-        with self._stderr.lock:  # or a line is printed after the last bar, before that is erased
-            super().stop()
-            self._stderr.pass_on()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-        if self._stderr is not None:
-            self._stderr.end()
+            self._has_ended = True
 
     def _follow(self) -> None:
         events: list[Event] = []
@@ -151,55 +196,31 @@ class FollowingBars(StartBars):
                 events.append(event)
                 self.show(events)
                 if event["event"] in ("serving", "shutdown_began"):
-                    return
+                    break
         except (OSError, http.client.HTTPException, ValueError):
-            return  # it is gone; its own words say why
+            pass  # it is gone; its own words say why
+        self.stop()
 
-
-class _SharedStderr:
-    """The stderr of this process and of all its children, through a pipe: above the bars first, then as it comes.
-
-    The children have it for good, so it is read until the end. They all die with us.
-    """
-
-    def __init__(self) -> None:
-        self._fd = os.dup(sys.stderr.fileno())
-        self.terminal: TextIO = os.fdopen(self._fd, "w", closefd=False)
-        self.lock = threading.Lock()  # held to print, and to end the bars
-        self._console: Console | None = None  # while there are bars
-        self._thread: threading.Thread | None = None
-
-    def begin(self, console: Console) -> None:
-        self._console = console
-        reader, writer = os.pipe()
-        os.dup2(writer, sys.stderr.fileno())
-        os.close(writer)
-        self._thread = threading.Thread(target=self._run, args=(reader,), daemon=True, name="stderr")
-        self._thread.start()
-
-    def pass_on(self) -> None:
-        """There are no bars any more. Holds the lock."""
-        self._console = None
-
-    def end(self) -> None:
-        """What was written last is shown, too."""
-        if self._thread is not None:
-            os.dup2(self._fd, sys.stderr.fileno())
-            self._thread.join(timeout=1.0)
-
-    def _run(self, reader: int) -> None:
+    def _pass_on(self) -> None:
         rest = b""
-        while data := os.read(reader, 1 << 16):
-            with self.lock:
-                if self._console is None:
-                    os.write(self._fd, rest + data)
+        while data := os.read(self._lines, 1 << 16):
+            with self._lock:
+                if self._has_ended:
+                    _write(rest + data)
                     rest = b""
                     continue
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._console.print(Text.from_ansi(line.decode(errors="replace")), soft_wrap=True)
-        os.write(self._fd, rest)
-        os.close(reader)
+                    self._bars.console.print(Text.from_ansi(line.decode(errors="replace")), soft_wrap=True)
+        self.stop()
+        _write(rest)
+
+
+def _write(data: bytes) -> None:
+    """Writes to the terminal; it may have been closed."""
+    with contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(_STDERR, data) :]
 
 
 def _read(url: str, api_key: str | None) -> Iterable[Event]:

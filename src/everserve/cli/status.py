@@ -13,6 +13,8 @@ from everserve.cli.app import app
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
 
+_ANSWER_S = 15.0
+
 
 @app.command()
 def status(
@@ -46,17 +48,25 @@ def fetch_cluster(url: str, api_key: str | None = None) -> dict[str, Any]:
     return ask("GET", f"{url}/cluster", key_headers(api_key))
 
 
-def administer(url: str, admin_key: str | None, api_key: str | None, body: object) -> dict[str, Any]:
+def administer(
+    url: str, admin_key: str | None, api_key: str | None, body: object, within_s: float = _ANSWER_S
+) -> dict[str, Any]:
     """Change the cluster: with the admin key if there is one. A server without one takes an API key."""
-    return ask("POST", url, key_headers(admin_key, api_key), body, "--admin-key, or --api-key if it has no admin key")
+    flags = "--admin-key, or --api-key if it has no admin key"
+    return ask("POST", url, key_headers(admin_key, api_key), body, flags, within_s)
 
 
 def ask(
-    method: str, url: str, headers: dict[str, str], body: object = None, key_flags: str = "--api-key"
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    body: object = None,
+    key_flags: str = "--api-key",
+    within_s: float = _ANSWER_S,
 ) -> dict[str, Any]:
     """The JSON that a server answers, or one line that says why it does not."""
     try:
-        response = _client().request(method, url, headers=headers, json=body)
+        response = _client().request(method, url, headers=headers, json=body, timeout=within_s)
         if response.status_code == httpx.codes.UNAUTHORIZED:
             raise ConfigError(unauthorized(url, headers, key_flags))
         answer = response.json()
@@ -70,7 +80,7 @@ def ask(
 @functools.cache
 def _client() -> httpx.Client:
     """One for all questions of a command: making one takes longer than a question."""
-    return httpx.Client(timeout=15.0, limits=httpx.Limits(max_keepalive_connections=0))
+    return httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def _message(answer: object) -> str:
@@ -93,6 +103,9 @@ def _print(cluster: dict[str, Any]) -> None:
         typer.echo(f"  {line}")
     for one in cluster.get("survives", []):
         typer.echo(f"  survives {one['failure']}: {one['weights']}, {one['kv']}")
+    if kinds := cluster.get("balance", {"kinds": {}})["kinds"]:
+        ratios = ", ".join(f"{kind}s {ratio:.2f}" for kind, ratio in kinds.items())
+        typer.echo(f"busiest device over the mean: {ratios}")
     processes = ", ".join(f"{process['name']} {process['pid']}" for process in cluster["processes"])
     typer.echo(f"processes: {processes}")
     spares = cluster.get("spares", {"wanted": 0})
@@ -134,11 +147,11 @@ def _ranks(places: list[dict[str, Any]]) -> str:
     return " ".join(str(place["rank"]) if place["active"] else f"({place['rank']})" for place in places) or "nowhere"
 
 
-_COLUMNS = ("rank", "role", "state", "inc", "pid", "requests", "KV", "slots")
+_COLUMNS = ("rank", "role", "state", "incarnation", "pid", "requests", "KV", "slots")
 
 
 def _table(rows: list[Sequence[str]]) -> list[str]:
-    """Columns as wide as they must be, which is less than 80 in all."""
+    """Columns as wide as they must be, which is at most 80 in all."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 

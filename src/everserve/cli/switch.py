@@ -28,7 +28,7 @@ def switch(
     api_key: ApiKey = None,
     admin_key: AdminKey = None,
 ) -> None:
-    """Give a worker another role under load: its streams move, or other workers load its experts first; then it leaves
+    """Give a worker another role under load. Its streams move, or other workers load its experts first; then it leaves
     and starts again in its new role."""
     began_s = time.monotonic()
     administer(f"{url}/cluster/switch", admin_key, api_key, {"rank": rank, "role": role.value})

@@ -20,6 +20,7 @@ from rich.text import Text
 
 from everserve.client import key_headers, unauthorized
 from everserve.errors import ConfigError
+from everserve.words import count
 
 _KEPT_TICKS = 1200
 _RECENT_S = 10.0  # what p50 and p99 are about
@@ -54,7 +55,7 @@ class Watched:
 
     @property
     def health(self) -> str:
-        """In one word."""
+        """The state in one word."""
         if self.cluster is None or self.silent_since_s is not None:
             return "unknown"
         if self.cluster["violations"]:
@@ -80,7 +81,7 @@ class Watched:
         recent = list(self.ticks)[-num_recent:]
         last = recent[-4:]
         words = [f"{statistics.fmean(tick.get('tokens_per_s', 0.0) for tick in last):.0f} tokens/s"]
-        words.append(f"{self.ticks[-1].get('num_streams', 0)} streams")
+        words.append(count(self.ticks[-1].get("num_streams", 0), "stream"))
         if p50 := [tick["p50_ms"] for tick in recent if tick.get("p50_ms") is not None]:
             p99 = max(tick["p99_ms"] for tick in recent if tick.get("p99_ms") is not None)
             largest = max(tick["max_ms"] for tick in self.ticks if tick.get("max_ms") is not None)
@@ -152,7 +153,7 @@ def _wrong(watched: Watched) -> list[str]:
 def _workers(workers: list[dict[str, Any]], max_rows: int) -> tuple[Table, int]:
     """The table, and how many lines it has. Where there are too many, those that are not ready come first."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("rank", "role", "state", "inc", "pid", "requests", "KV / slots", "restarts"):
+    for name in ("rank", "role", "state", "incarnation", "pid", "requests", "KV / slots"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("role", "state", "KV / slots") else "right")
     shown = workers
     if len(workers) > max_rows - 1:
@@ -177,7 +178,6 @@ def _cells(worker: dict[str, Any]) -> list[str]:
         str(worker["pid"] or ""),
         str(worker["requests"]) if has_kv else "",
         place,
-        str(worker["incarnation"] - 1) if worker["incarnation"] > 1 else "",
     ]
 
 

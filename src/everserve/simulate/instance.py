@@ -1,0 +1,230 @@
+"""One instance in virtual time: the production machine, and a world that answers its effects.
+
+    agenda (what happens when)  ->  machine.handle(input, now)  ->  effects  ->  agenda
+
+As in the orchestrator's process (control/run), one input is decided after the other, what happens to a whole device is
+decided together, and a tick comes when the machine's deadline has passed.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+from everserve.control.decide import effects
+from everserve.control.decide.effects import AnyEffect, Decision, Publish
+from everserve.control.decide.inputs import Alive, AnyInput, Died, Exited, Said, Started, Tick
+from everserve.control.decide.machine import Machine, Policy
+from everserve.simulate.meter import Meter
+from everserve.simulate.world import Times, Worker, num_missing
+from everserve.tables.goal import Capacity, Goal
+from everserve.tables.ids import Epoch, Rank, WorkerId
+from everserve.tables.slots import EMPTY, Fill, HeldSlots
+from everserve.wire.messages import (
+    ClearSlots,
+    ClusterChanged,
+    FillSlots,
+    Hello,
+    KeepGoal,
+    Leave,
+    Leaving,
+    Ready,
+    RoutesChanged,
+    RoutesUsed,
+    SlotsReported,
+    WorkerLost,
+)
+
+Happening = Callable[[], None]
+
+
+class Instance:
+    """The machine of one instance and its workers. Time passes in `run_until` only."""
+
+    def __init__(
+        self, goal: Goal, capacity: Capacity, policy: Policy, times: Times | None = None, meter: Meter | None = None
+    ) -> None:
+        self.machine = Machine(goal, policy, capacity)
+        self.now = 0.0
+        self.workers: dict[Rank, Worker] = {}  # the latest of each rank
+        self._capacity = capacity
+        self._times = times or Times()
+        self.meter = meter or Meter()
+        self._agenda: list[tuple[float, int, Happening]] = []
+        self._number = itertools.count()
+        self._memory: dict[Rank, HeldSlots] = {}  # of expert seats: it outlives their workers
+        self.num_loaded = 0  # experts that ready workers were told to load
+
+    # -- time ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Every seat is provisioned."""
+        self._decide("Start", lambda: self.machine.start(self.now))
+
+    def run_until(self, end_s: float) -> None:
+        """Everything that happens and is due until then."""
+        while (at := self._next()) is not None and at <= end_s:
+            self.now = max(self.now, at)
+            if self._agenda and self._agenda[0][0] <= self.now:
+                heapq.heappop(self._agenda)[2]()
+            else:
+                self.tell(Tick())
+        self.now = max(self.now, end_s)
+
+    def _next(self) -> float | None:
+        """When something happens, or is due."""
+        deadline = self.machine.next_deadline()
+        times = [self._agenda[0][0]] if self._agenda else []
+        return min(times if deadline is None else [*times, deadline], default=None)
+
+    def after(self, delay_s: float, happening: Happening) -> None:
+        heapq.heappush(self._agenda, (self.now + delay_s, next(self._number), happening))
+
+    # -- what happens to workers -----------------------------------------------------------------
+
+    def kill(self, ranks: Iterable[Rank]) -> None:
+        """These processes die together."""
+        alive = [self.workers[rank] for rank in ranks if not self.workers[rank].is_dead]
+        for worker in alive:
+            worker.is_dead = True
+        self.after(self._times.notice_s, lambda: self._tell_all([Died(*worker.id) for worker in alive]))
+
+    def _tell_all(self, inputs: list[AnyInput]) -> None:
+        for given in inputs:
+            self.tell(given, is_last=given is inputs[-1])
+
+    def tell(self, given: AnyInput, is_last: bool = True) -> None:
+        """One input of the machine, at this time."""
+        what = type(given.message if isinstance(given, Said) else given).__name__
+        self._decide(what, lambda: self.machine.handle(given, self.now, is_last))
+
+    def _decide(self, what: str, decide: Callable[[], Decision]) -> None:
+        with self.meter.decision(what):
+            decision = decide()
+            self.machine.next_deadline()  # the loop asks twice in each turn
+        for effect in decision.effects:
+            self._do(effect)
+
+    # -- effects ---------------------------------------------------------------------------------
+
+    def _do(self, effect: AnyEffect) -> None:
+        match effect:
+            case effects.Provision():
+                self._provision(WorkerId(effect.rank, effect.incarnation))
+            case effects.Publish():
+                self._publish(effect)
+            case effects.Tell(message=FillSlots(fills=fills)):
+                self.meter.told(effect.message)
+                self._fill(self.workers[effect.rank], fills)
+            case effects.Tell(message=ClearSlots(places=places)):
+                self.meter.told(effect.message)
+                self._change_now(self.workers[effect.rank], [Fill(*place, EMPTY) for place in places])
+            case effects.Tell(message=Leave()):
+                self._leave(self.workers[effect.rank])
+            case effects.Kill():
+                self._end(WorkerId(effect.rank, effect.incarnation))
+            case effects.Probe():
+                self._answer_probe(self.workers[effect.rank])
+            case effects.DropDevice():
+                self._drop_device(effect.device)
+            case effects.Lost():
+                lost = WorkerLost(
+                    rank=effect.rank, incarnation=effect.incarnation, roles=effect.roles, cause=effect.cause
+                )
+                self.meter.told(lost)
+            case KeepGoal():
+                self.meter.told(effect)
+
+    def _publish(self, tables: Publish) -> None:
+        """Homes are told the routes, and say when they use them; the gateway is told the members."""
+        routes = tables.routes
+        told = ClusterChanged(
+            members=tables.members, conditions=tables.conditions, degraded=tables.degraded, gone=tables.gone,
+            num_experts_without_place=0, expert_stats={}, num_stale=0, health=tables.health,
+        )  # fmt: skip
+        self.meter.told(told)
+        homes = [worker for worker in self.workers.values() if worker.is_home and worker.has_said_hello]
+        homes = [worker for worker in homes if not worker.is_dead]
+        if routes is None or not homes:
+            return
+        self.meter.told(RoutesChanged(routes=routes), len(homes))
+        for worker in homes:
+            worker.told_epoch = routes.epoch
+            self.after(self._times.step_s, partial(self._use, worker, routes.epoch))
+
+    # -- what workers do -------------------------------------------------------------------------
+
+    def _provision(self, worker_id: WorkerId) -> None:
+        seat = self.machine.goal.seat(worker_id.rank)
+        assert seat is not None, "only seats are filled"
+        worker = self.workers[worker_id.rank] = Worker(worker_id, seat.roles)
+        self.after(self._times.fork_s, lambda: self._exist(worker))
+
+    def _exist(self, worker: Worker) -> None:
+        self._say(worker, Started(*worker.id, pid=1 + worker.id.rank))
+        self.after(self._times.start_s, lambda: self._load(worker))
+
+    def _load(self, worker: Worker) -> None:
+        """It finds what is in the memory of its seat, and loads what is missing of its plan."""
+        self._say(worker, Said(*worker.id, Hello()))
+        worker.has_said_hello = not worker.is_dead
+        delay_s = 0.0
+        if not worker.is_home and not worker.is_dead:
+            worker.held = self._planned(worker.id.rank)
+            delay_s = self._times.load_s * num_missing(worker.held, self._memory.get(worker.id.rank))
+        self.after(delay_s, lambda: self._be_ready(worker))
+
+    def _planned(self, rank: Rank) -> HeldSlots:
+        placement = self.machine.goal.placement
+        assert placement is not None, "there are expert workers"
+        num_slots = self._capacity.slots(len(placement.calls))
+        planned = placement.seat(rank)
+        experts = planned.slots(num_slots).experts if planned is not None else tuple((EMPTY,) * n for n in num_slots)
+        return HeldSlots(experts=experts, generations=tuple((1,) * len(slots) for slots in experts))
+
+    def _be_ready(self, worker: Worker) -> None:
+        if worker.is_dead:
+            return
+        if worker.held is not None:
+            self._memory[worker.id.rank] = worker.held
+            self._say(worker, Said(*worker.id, SlotsReported(slots=worker.held)))
+        worker.is_ready = True
+        self._say(worker, Said(*worker.id, Ready()))
+
+    def _use(self, worker: Worker, epoch: Epoch) -> None:
+        """Routes of an earlier epoch than the latest are not worth a word."""
+        if epoch == worker.told_epoch:
+            self._say(worker, Said(*worker.id, RoutesUsed(epoch=epoch)))
+
+    def _fill(self, worker: Worker, fills: Sequence[Fill]) -> None:
+        self.num_loaded += len(fills)
+        self.after(self._times.load_s * len(fills), lambda: self._change_now(worker, fills))
+
+    def _change_now(self, worker: Worker, fills: Sequence[Fill]) -> None:
+        if not worker.is_dead:
+            self._memory[worker.id.rank] = held = worker.change(fills)
+            self._say(worker, Said(*worker.id, SlotsReported(slots=held, num_done=worker.num_done)))
+
+    def _leave(self, worker: Worker) -> None:
+        self.after(self._times.step_s, lambda: self._say(worker, Said(*worker.id, Leaving())))
+        self.after(self._times.leave_s, lambda: self._end(worker.id, status=0))
+
+    def _end(self, worker_id: WorkerId, status: int = -9) -> None:
+        """Its process ends, or has ended: the supervisor says so."""
+        worker = self.workers[worker_id.rank]
+        if worker.id == worker_id:
+            worker.is_dead = True
+        self.after(self._times.notice_s, lambda: self.tell(Exited(*worker_id, exit_status=status)))
+
+    def _answer_probe(self, worker: Worker) -> None:
+        found = Died(*worker.id) if worker.is_dead else Alive(*worker.id)
+        self.after(0.0, lambda: self.tell(found))
+
+    def _drop_device(self, device: int) -> None:
+        for seat in self.machine.goal.seats:
+            if seat.device == device:
+                self._memory.pop(seat.rank, None)
+
+    def _say(self, worker: Worker, given: AnyInput) -> None:
+        if not worker.is_dead:
+            self.tell(given)
