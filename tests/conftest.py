@@ -1,5 +1,6 @@
 """Real servers for all tests, and which process runs which of them."""
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -8,6 +9,13 @@ import pytest
 import torch
 
 from everserve.procs.local_server import LocalServer
+
+with contextlib.suppress(ImportError):  # a machine with a GPU need not have it
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says how busy the machine is, and nothing of what is tested.
+    settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("busy")
 
 # PyTorch's own threads wait for each other without sleeping: many times slower where tests share the cores.
 torch.set_num_threads(1)
@@ -35,7 +43,7 @@ def server(start_server):
 @pytest.fixture(scope="session")
 def shared_servers() -> Iterator[Any]:
     """`with shared_servers.lend("--flag", ...) as server`: one that other files use too (shared_servers.py)."""
-    from tests.shared_servers import SharedServers  # noqa: PLC0415 (clients, which not every machine with a GPU has)
+    from tests.support.shared_servers import SharedServers  # noqa: PLC0415 (clients, which not every machine with a GPU has)
 
     servers = SharedServers()
     yield servers
@@ -49,7 +57,7 @@ class PytestXdist:
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: object) -> object:
         from xdist.scheduler import LoadFileScheduling  # noqa: PLC0415
 
-        from tests.shared_servers import group_of  # noqa: PLC0415
+        from tests.support.shared_servers import group_of  # noqa: PLC0415
 
         class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]
             """A process runs a file, or the files that share a server."""
@@ -65,7 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(PytestXdist())
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections() -> None:
     """What was imported stays for good. Looking through it at every full collection of garbage takes half a second."""
     gc.collect()
     gc.freeze()

@@ -10,7 +10,7 @@ import pytest
 from playwright.sync_api import Browser, BrowserType, ConsoleMessage, Page, Request, sync_playwright
 
 from everserve.procs.local_server import LocalServer
-from tests.process.cluster import PATIENT
+from tests.support.cluster import PATIENT
 
 CLUSTER = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos", *PATIENT)
 NO_BROWSER = "no Chromium was found: `apt-get install chromium`, or `python -m playwright install chromium`"

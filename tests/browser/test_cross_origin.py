@@ -61,7 +61,7 @@ def other_origin() -> Iterator[str]:
 
 
 def workers(server: LocalServer) -> dict[int, tuple[int, str]]:
-    found = httpx.get(f"{server.url}/cluster").json()["workers"]
+    found = httpx.get(f"{server.url}/cluster", timeout=None).json()["workers"]
     return {worker["rank"]: (worker["incarnation"], worker["state"]) for worker in found}
 
 

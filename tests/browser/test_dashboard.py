@@ -1,6 +1,8 @@
 """The dashboard in Chromium, looking at a real cluster: a fault and its recovery are seen."""
 
+import os
 import re
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from everserve.procs.local_server import LocalServer
+from everserve.procs.process import parent_of
 from tests.browser.conftest import Visitor
-from tests.process.cluster import cluster, wait_until, wait_whole, worker
+from tests.support.cluster import cluster, wait_until, wait_whole, worker
 
 TIMEOUT_MS = 60_000
 STORE = "import('/dashboard/main.js').then(({ store, chart }) => %s)"
@@ -65,7 +68,7 @@ def test_a_kill_and_the_recovery(server: LocalServer, visitor: Visitor) -> None:
     expect(died).to_contain_text(re.compile(r"replaced after [\d.]+ s"), timeout=TIMEOUT_MS)
     expect(died).to_have_attribute("data-shape", "healed")
     assert before["pid"] != worker(server, 3)["pid"], "the fault has landed"
-    expect(page.locator('[data-key="w3"]')).to_contain_text(f"life {before['incarnation'] + 1}")
+    expect(page.locator('[data-key="w3"]')).to_contain_text(f"incarnation {before['incarnation'] + 1}")
     expect_whole(page)
     expect(page.locator("#last")).to_contain_text("expert worker 3 died (SIGKILL)")
     expect(page.locator("#try-text .error")).to_have_count(0)
@@ -323,6 +326,30 @@ def test_experts_without_a_place_are_said(server: LocalServer, visitor: Visitor)
     expect(page.locator("#validity")).to_contain_text("3 experts without a place")
 
 
+def test_what_the_axes_say(server: LocalServer, visitor: Visitor) -> None:
+    """Four decades on a low chart: some have no room for a label, and then there is none."""
+    page = visitor.open(server.url, before=lambda page: page.add_init_script(RECORD))
+    expect_whole(page)
+    show(page, False)
+    page.evaluate("texts.clear()")
+    page.evaluate(
+        STORE % "store.apply({ ticks: [{ n: 1e9, unix_s: Date.now() / 1000, p50_ms: 5, p99_ms: 9, max_ms: 7000 }] })"
+    )
+    until(page, "texts.has('10 s')")
+    texts = set(page.evaluate("[...texts]"))
+    assert "1 ms" in texts and not [text for text in texts if "null" in text or "NaN" in text]
+
+
+RECORD = """(() => {
+  window.texts = new Set();
+  const { fillText } = CanvasRenderingContext2D.prototype;
+  CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {
+    window.texts.add(String(text));
+    return fillText.call(this, text, ...rest);
+  };
+})()"""
+
+
 FEED = """(store, start, count) => {
   const now = 2e9;
   const tickOf = (n) => ({ n: 1e9 + n, unix_s: now + n / 4, tokens_per_s: 500 + (n % 7), p50_ms: 8, max_ms: 20 });
@@ -344,10 +371,56 @@ def test_a_lost_server_is_said_and_found_again(server: LocalServer, visitor: Vis
     page.route("**/cluster/live*", lambda route: route.abort())
     show(page, False)
     show(page, True)
-    expect(page.locator("#verdict-word")).to_have_text("No answer", timeout=TIMEOUT_MS)
+    expect_stale(page)
     page.unroute("**/cluster/live*")
     expect_whole(page)
+    expect_live(page)
     visitor.errors = [error for error in visitor.errors if "ERR_FAILED" not in error]  # that was us
+
+
+def expect_stale(page: Page) -> None:
+    """What is of the past looks so, and says how old it is."""
+    expect(page.locator("#verdict-word")).to_have_text("No answer", timeout=TIMEOUT_MS)
+    expect(page.locator("#verdict-seen")).to_have_text(re.compile(r"Last seen \d+ s ago"), timeout=TIMEOUT_MS)
+    assert filters(page) == ["grayscale(1)"] * 4
+
+
+def expect_live(page: Page) -> None:
+    expect(page.locator("#verdict-seen")).to_have_text("")
+    assert filters(page) == ["none"] * 4
+
+
+def filters(page: Page) -> Any:
+    parts = [".figures", ".charts", ".cluster", ".events"]
+    return page.evaluate("(all) => all.map((one) => getComputedStyle(document.querySelector(one)).filter)", parts)
+
+
+def test_a_server_that_stops_answering_is_not_called_live(server: LocalServer, visitor: Visitor) -> None:
+    """Its connections stay open, and nothing comes: neither the gateway runs nor those who would replace it."""
+    page = visitor.open(server.url)
+    expect_whole(page)
+    expect_live(page)
+    named = {one["name"]: one["pid"] for one in cluster(server)["processes"]}
+    keeper, root = parent_of(named["gateway"]), server.process.pid if server.process is not None else None
+    pids = [pid for pid in (named["gateway"], keeper, named["supervisor"], root) if pid is not None]
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        expect_stale(page)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    expect_whole(page)
+    expect_live(page)
+
+
+def test_words_are_explained(server: LocalServer, visitor: Visitor) -> None:
+    page = visitor.open(server.url)
+    expect_whole(page)
+    said = page.evaluate("[...document.querySelectorAll('[data-term]')].map((e) => [e.textContent.trim(), e.title])")
+    explained = {word: title for word, title in said if len(title) > 10}
+    assert len(explained) == len({word for word, _ in said})
+    assert {"epoch", "slots:", "shadow", "zygote", "anchor", "orchestrator", "between tokens p50"} <= explained.keys()
 
 
 def test_an_unexpected_error_does_not_end_the_connection(server: LocalServer, visitor: Visitor) -> None:

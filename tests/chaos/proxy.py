@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from everserve.client import Connection, Event
-from tests.unit.chaos_toy import DONE, Asked, event, head, json_answer
+from tests.support.chaos_toy import DONE, Asked, event, head, json_answer
 
 Events = AsyncIterator[Event]
 Flaw = Callable[[Events], AsyncIterator[bytes]]  # what the client gets instead of these events and their end

@@ -18,7 +18,7 @@ from everserve.chaos.verdict import Verdict
 from everserve.client import Event
 from everserve.progress import Progress
 from tests.chaos.proxy import Events, Proxy, encode
-from tests.unit.chaos_toy import DONE, Asked, serving
+from tests.support.chaos_toy import DONE, Asked, serving
 
 SECONDS, SEED = 5, 6303
 FEW = 6  # requests in the catalogue of those who only look for one mistake
@@ -27,7 +27,7 @@ FEW = 6  # requests in the catalogue of those who only look for one mistake
 @pytest.mark.timeout(600)
 def test_no_token_is_lost_in_a_storm(tmp_path):
     """What `everserve chaos` does, for some seconds. How many faults fit in depends on the machine; that all kinds
-    have their turn is shown by tests/unit/test_chaos_schedule.py."""
+    have their turn is shown by tests/unit/chaos/test_schedule.py."""
     file = tmp_path / "verdict.json"
     command = [sys.executable, "-m", "everserve.cli", "chaos", "--seconds", str(SECONDS), "--seed", str(SEED)]
     command += ["--clients", "4", "--requests", "8", "--json", str(file)]
@@ -39,7 +39,7 @@ def test_no_token_is_lost_in_a_storm(tmp_path):
     assert verdict["environment"]["commit"] is not None and verdict["leaks"]["after"] is not None
 
 
-# -- it can fail: one flaw of each kind; all others in tests/unit/test_chaos_compare.py and test_chaos_talk.py -----
+# -- it can fail: one flaw of each kind; all others in tests/unit/chaos/test_compare.py and test_talk.py -----
 
 
 def check(server, **flaw: Any) -> Verdict:

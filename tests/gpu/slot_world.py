@@ -12,10 +12,12 @@ from everserve.backends.cuda.lanes.lane import ANSWER_AT, FLAG_AT, STATUS_AT, Cu
 from everserve.memory.device import Driver, Mapping, Region
 from everserve.memory.names import BELL_BYTES
 from everserve.memory.weights.checksum import checksum
+from everserve.memory.weights.offers import Offers
 from everserve.memory.weights.slot_table import SlotTable, state_bytes
+from everserve.memory.weights.slots import MemorySlots
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import Kind, MemoryName
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, Place
 
 NUM_LAYERS, NUM_OWN, NUM_MAPPED, NUM_EXPERTS = 2, 4, 2, 8
@@ -29,15 +31,15 @@ IDENTITY = bytes(range(32))
 _LIMIT_S = 20.0
 
 
-def weights_of(layer_index: int, expert: int) -> list[Tensor]:
+def weights_of(call_index: int, expert: int) -> list[Tensor]:
     """gate, up and down, in host memory; the same in every process."""
-    generator = torch.Generator().manual_seed(100 * layer_index + expert)
+    generator = torch.Generator().manual_seed(100 * call_index + expert)
     shapes = [(EXPERT_SIZE, HIDDEN_SIZE)] * 2 + [(HIDDEN_SIZE, EXPERT_SIZE)]
     return [(torch.randn(shape, generator=generator) * shape[1] ** -0.5).bfloat16() for shape in shapes]
 
 
-def bytes_of(layer_index: int, expert: int) -> bytes:
-    return b"".join(matrix.view(torch.int8).numpy().tobytes() for matrix in weights_of(layer_index, expert))
+def bytes_of(call_index: int, expert: int) -> bytes:
+    return b"".join(matrix.view(torch.int8).numpy().tobytes() for matrix in weights_of(call_index, expert))
 
 
 def make_state(plan: ExpertMemoryPlan, owner: int | None) -> tuple[int, SlotTable]:
@@ -50,7 +52,7 @@ def make_state(plan: ExpertMemoryPlan, owner: int | None) -> tuple[int, SlotTabl
 
 def put(table: SlotTable, place: Place, expert: int, write: Callable[[bytes], object]) -> None:
     assert table.begin(place)
-    data = bytes_of(place.layer_index, expert)
+    data = bytes_of(place.call_index, expert)
     write(data)
     table.complete(place, expert, checksum(data))
     table.end(place)
@@ -84,10 +86,10 @@ class _Files:
 
         self._buffers = Buffers(driver.register_host)
 
-    def feed(self, layer_index: int, expert: int) -> Any:
+    def feed(self, call_index: int, expert: int) -> Any:
         from everserve.backends.cuda.file_feed import FileFeed  # noqa: PLC0415
 
-        feed = FileFeed(self._buffers, lambda: weights_of(layer_index, expert))
+        feed = FileFeed(self._buffers, lambda: weights_of(call_index, expert))
         return feed, lambda: feed.checksum
 
 
@@ -97,10 +99,9 @@ class ExpertSide:
     def __init__(self, driver: Driver, weights_fd: int, state_fd: int, incarnation: int) -> None:
         from everserve.backends.cuda.arena_range import ArenaRange  # noqa: PLC0415
         from everserve.backends.cuda.device import tensor_at  # noqa: PLC0415
+        from everserve.backends.cuda.device_places import DevicePlaces  # noqa: PLC0415
         from everserve.backends.cuda.lanes.server import CudaServer  # noqa: PLC0415
-        from everserve.backends.cuda.offers import Offers  # noqa: PLC0415
         from everserve.backends.cuda.ops.experts import ExpertArena  # noqa: PLC0415
-        from everserve.backends.cuda.slots import CudaSlots  # noqa: PLC0415
         from everserve.backends.cuda.transfer import DeviceStream  # noqa: PLC0415
 
         self.driver, device = driver, torch.device("cuda", 0)
@@ -115,18 +116,19 @@ class ExpertSide:
         self.server = CudaServer(
             driver, self.arena, SHAPE, MAX_WORKERS, held_LS, self.bell.address, device, NUM_EXPERTS
         )  # fmt: skip
-        self.offers = Offers(driver, self.range, PLAN, NUM_EXPERTS, IDENTITY, lambda *_: None)
-        self.slots = CudaSlots(
-            self.table, NUM_SLOTS, NUM_EXPERTS, self.range, self.server, DeviceStream(driver, device), self.offers,
-            _Files(driver),
-        )  # fmt: skip
+        stream = DeviceStream(driver, device)
+        places = DevicePlaces(driver, self.range, PLAN, NUM_EXPERTS, self.server, stream, _Files(driver))
+        self.offers = Offers(places, IDENTITY, lambda *_: None)
+        num_slots = [[num] * NUM_LAYERS for num in (NUM_SLOTS, NUM_OWN, NUM_EXPERTS)]
+        self.slots = MemorySlots(self.table, *num_slots, places, self.offers)
+        self.slots.take_over()
 
     def offer(self, rank: int, fds: tuple[int, int]) -> None:
-        weights = Memory(kind=Kind.WEIGHTS, owners=(), num_bytes=PLAN.num_bytes, gpu=0)
+        weights = MemoryName(kind=Kind.WEIGHTS, owners=(), num_bytes=PLAN.num_bytes, gpu=0)
         self.slots.offer(Rank(rank), weights, [os.dup(fd) for fd in fds])
 
     def offer_backup(self, fds: tuple[int, int]) -> None:
-        weights = Memory(kind=Kind.BACKUP, owners=(), num_bytes=BACKUP_PLAN.num_bytes)
+        weights = MemoryName(kind=Kind.BACKUP, owners=(), num_bytes=BACKUP_PLAN.num_bytes)
         self.slots.offer(None, weights, [os.dup(fd) for fd in fds])
 
     def fill(self, fill: Fill, meanwhile: Callable[[], object] = lambda: None) -> Filled | FailedFill:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from everserve.bench.load import Ask
+from everserve_bench.load import Ask
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, cluster, kill_under_load, run, tokens
 
@@ -23,10 +23,15 @@ STOPPED = [
 ]
 
 
+def one_by_one(asks: list[Ask]) -> list[Ask]:
+    """The same tokens, of logits that the host looks at: no step is launched ahead of such streams."""
+    return [replace(ask, params=ask.params | {"logprobs": 1}) for ask in asks]
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with cluster(1, 0, "--no-launch-ahead") as server:
-        return tokens(run(server)) + tokens(run(server, STOPPED))
+    with cluster(1, 0) as server:
+        return tokens(run(server, one_by_one(ASKS))) + tokens(run(server, one_by_one(STOPPED)))
 
 
 def test_tokens_are_those_of_steps_launched_one_by_one(expected: list[list[int]]) -> None:

@@ -13,11 +13,11 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from everserve.bench.load import Ask, send_all
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
+from everserve_bench.load import Ask, send_all
 from tests.gpu.needs import SERVER
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 ASKS = [
@@ -30,7 +30,7 @@ LONG_ASKS = [replace(ask, max_tokens=3000) for ask in ASKS[:8]]
 @contextmanager
 def cluster(attention: int, expert: int, *flags: str) -> Iterator[LocalServer]:
     workers = ["--attention-workers", str(attention), *(["--expert-workers", str(expert)] if expert else [])]
-    with LocalServer("demo", "--device", "cuda", "--enable-chaos", *workers, *flags, start_timeout_s=180) as server:
+    with LocalServer("demo", "--device", "cuda", "--enable-chaos", *workers, *flags) as server:
         yield server
 
 

@@ -1,15 +1,16 @@
 """A dense model on a GPU: its workers share the weights of their device, die, and are replaced without loading them."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from everserve.bench.device_shapes import write_shape
-from everserve.bench.load import Ask
 from everserve.procs.local_server import LocalServer
+from everserve_bench.device_shapes import write_shape
+from everserve_bench.load import Ask
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import kill_under_load, run, tokens
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 ASKS = [
@@ -23,7 +24,7 @@ def test_deaths_are_survived_exactly_and_nothing_is_loaded_again(tmp_path: Path,
     model = write_shape(tmp_path / "llama", "llama", num_layers=4)
     flags = ["--device", "cuda", "--load-format", "dummy", "--attention-workers", "2", "--max-model-len", "1024"]
     flags += ["--kv-cache-memory-bytes", str(1 << 30), "--enable-chaos", "--spares", spares]
-    with LocalServer(str(model), *flags, start_timeout_s=180) as server:
+    with LocalServer(str(model), *flags) as server:
         expected = tokens(run(server, ASKS))
         for rank in (0, 1, 0):
             before = c.metric(server, "everserve_tokens_restored_total")
@@ -41,13 +42,16 @@ def serve_flags(*flags: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("shape", ["llama", "mixtral"])
+@pytest.mark.parametrize("shape", ["llama", "qwen3"])
 def test_ffns_are_divided_over_any_number_of_workers_with_the_same_bits(tmp_path: Path, shape: str) -> None:
-    """One process, and devices that share every FFN, one of whose workers dies in between."""
+    """One process, and devices that share every FFN, one of whose workers dies in between. Attention has biases, so
+    its heads stay at home."""
     model = write_shape(tmp_path / shape, shape, num_layers=2)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
     expected = None
     for num in (1, 2, 3):
-        with LocalServer(str(model), *serve_flags("-tp", str(num), "--no-divide-heads"), start_timeout_s=240) as server:
+        with LocalServer(str(model), *serve_flags("-tp", str(num))) as server:
             found = tokens(run(server, ASKS))
             expected = expected or found
             assert found == expected, f"-tp {num}"

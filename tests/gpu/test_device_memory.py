@@ -19,7 +19,7 @@ from everserve.memory.device import CudaError, Driver, Mapping, Region
 from everserve.memory.owned import NoMemoryError, OwnedMemory
 from tests.gpu.actors import actors, run_alone, through_mps
 from tests.gpu.needs import DEVICE
-from tests.memories import memory
+from tests.support.memories import memory
 
 pytestmark = [*DEVICE, pytest.mark.timeout(120)]
 MIB = 1 << 20

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from everserve.bench.device_shapes import write_shape
-from everserve.bench.load import Ask
 from everserve.procs.local_server import LocalServer
+from everserve_bench.device_shapes import write_shape
+from everserve_bench.load import Ask
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import kill_under_load, run, tokens
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 ASKS = [
@@ -28,7 +28,7 @@ ASKS = [
 def served(model: Path, *flags: str) -> Iterator[LocalServer]:
     told = ["--device", "cuda", "--load-format", "dummy", "--max-model-len", "2048", "--enable-chaos", "--detect-ms"]
     told += ["200", "--kv-cache-memory-bytes", str(1 << 30), "--max-num-seqs", "32", *flags]
-    with LocalServer(str(model), *told, start_timeout_s=180) as server:
+    with LocalServer(str(model), *told) as server:
         yield server
         assert "Traceback" not in server.log_text(), server.log_text()
 

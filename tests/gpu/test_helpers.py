@@ -10,7 +10,7 @@ from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, run, tokens, workers
 from tests.gpu.test_spares import end, rehearsing
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 FLAGS = ("--device", "cuda", "--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos")
@@ -25,7 +25,7 @@ def seats(server: LocalServer) -> list[tuple[int, int]]:
 
 
 def test_nobody_on_the_device_is_harmed() -> None:
-    with LocalServer("demo", *FLAGS, "--kv-cache-memory-bytes", str(1 << 30), start_timeout_s=180) as server:
+    with LocalServer("demo", *FLAGS, "--kv-cache-memory-bytes", str(1 << 30)) as server:
         expected = tokens(run(server))
         before = seats(server)
         for _ in range(3):  # in the middle of a rehearsal

@@ -19,7 +19,7 @@ from everserve.memory.device import Driver, Mapping
 from everserve.memory.owned import create_memory
 from tests.gpu.actors import Actor
 from tests.gpu.needs import DEVICE
-from tests.logs import Heir, kv_of, new_log
+from tests.support.logs import Heir, kv_of, new_log
 
 pytestmark = [*DEVICE, pytest.mark.timeout(180)]
 SHAPE = LogShape(

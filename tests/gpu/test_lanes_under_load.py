@@ -17,6 +17,7 @@ from everserve.backends.cuda.lanes.lane import FLAG_AT, CudaLaneShape
 from everserve.backends.cuda.recorder import Chain, Recorder
 from everserve.memory.device import Driver, Mapping, Region
 from everserve.memory.names import BELL_BYTES
+from everserve.model.spec import Norm
 from everserve.tables.ids import Rank
 from tests.gpu.actors import Actor, through_mps
 from tests.gpu.needs import DEVICE
@@ -164,9 +165,9 @@ class _Asking:
         return y_row_TK
 
     def _normed(self, layer: int) -> Tensor:
-        from everserve.backends.cuda.ops.rows import rms_norm  # noqa: PLC0415
+        from everserve.backends.cuda.ops.rows import norm  # noqa: PLC0415
 
-        return rms_norm(self._hidden_LTD[layer], self._norm_D, 1e-5, self._stop)
+        return norm(self._hidden_LTD[layer], self._norm_D, Norm(eps=1e-5), self._stop)
 
     def _expected(self) -> Tensor:
         from everserve.backends.cuda.ops.experts import combine, cut_for, down, gate_up, plan_local  # noqa: PLC0415

@@ -17,9 +17,9 @@ from everserve.backends.cuda.ops.experts import (
     gate_up,
     plan_local,
 )
-from everserve.bench.device_shapes import write_shape
-from everserve.bench.load import Ask
 from everserve.procs.local_server import LocalServer
+from everserve_bench.device_shapes import write_shape
+from everserve_bench.load import Ask
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import run, tokens
 

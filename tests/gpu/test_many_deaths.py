@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from everserve.bench.analysis import compare
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
+from everserve_bench.analysis import compare
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, cluster, run, tokens
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 FLAGS = (

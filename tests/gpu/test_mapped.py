@@ -14,7 +14,7 @@ import pytest
 from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, cluster, run, tokens
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(180)]
 FLAGS = ("--devices", "3", "--shadow-experts", "0", "--map-experts", "on", "--kv-cache-memory-bytes", str(1 << 30))

@@ -7,7 +7,7 @@ import pytest
 from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
 from tests.gpu.test_cluster import ASKS, cluster, run, tokens
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 NUM_DEVICES = 4
@@ -30,10 +30,13 @@ def num_found(server: LocalServer) -> list[int]:
 def test_deaths_and_losses_of_devices() -> None:
     with cluster(1, 0) as server:
         expected = tokens(run(server))
-    with LocalServer("demo", "--device", "cuda", "--enable-chaos", *FLAGS, start_timeout_s=240) as server:
+    with LocalServer("demo", "--device", "cuda", "--enable-chaos", *FLAGS) as server:
         assert tokens(run(server)) == expected
-        is_backed_up = lambda: server.log_text().count("experts to the backup in") == NUM_DEVICES  # noqa: E731
-        c.wait_until(is_backed_up, 60, "a complete backup")
+        is_backed_up = lambda: c.num_backed_up(server) == NUM_DEVICES  # noqa: E731
+        try:
+            c.wait_until(is_backed_up, 60, "a complete backup")
+        except AssertionError as error:
+            raise AssertionError(server.log_text()) from error
         rank = next(worker["rank"] for worker in c.cluster(server)["workers"] if "expert" in worker["roles"])
         fault = c.Fault(server, rank, signal.SIGKILL)
         assert tokens(c.run_with(server, ASKS, c.in_decode, fault)) == expected

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from everserve.control.nvml import NvmlSource, load
+from everserve.control.watch.nvml import NvmlSource, load
 from everserve.memory.devices import look
 from everserve.plan.health import Judge, Observation, Reading
 from everserve.tables.health import Level

@@ -34,7 +34,7 @@ MOVES = [
     ((3, 5), Source.HOST),
     ((3, 7), Source.FILE),
     ((4, 6), Source.MAPPED),
-    ((3, 6), Source.SLOT),
+    ((3, 6), Source.PEER),
     ((5, 4), Source.MAPPED),
 ]
 BACKED_UP = range(NUM_EXPERTS - 1)
@@ -88,7 +88,7 @@ def move(
         assert result.source is source, result
         print(f"{fill}: {source}, {result.num_bytes >> 20} MiB in {1e3 * result.seconds:.2f} ms")
         if slot < NUM_OWN:
-            entry = expert.table.read(Place(fill.layer_index, slot))
+            entry = expert.table.read(Place(fill.call_index, slot))
             assert entry is not None and entry.expert == number
     asking.step([number, 1])
     if withdrawn:

@@ -12,7 +12,7 @@ from everserve.client import Stream
 from everserve.procs import process
 from everserve.procs.local_server import LocalServer
 from tests.gpu.needs import SERVER
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = [*SERVER, pytest.mark.timeout(300)]
 SETUPS = [("1", "0"), ("1", "2")]  # attention and expert workers
@@ -25,8 +25,8 @@ def servers(request) -> Iterator[dict[str, LocalServer]]:
     flags = ["--device", "cuda", "--attention-workers", attention, "--expert-workers", expert, "--enable-chaos"]
     flags += ["--kv-cache-memory-bytes", str(1 << 30)]  # two of them share the device
     with (
-        LocalServer("demo", *flags, "--spares", "0", start_timeout_s=180) as without,
-        LocalServer("demo", *flags, "--spares", "1", start_timeout_s=180) as with_one,
+        LocalServer("demo", *flags, "--spares", "0") as without,
+        LocalServer("demo", *flags, "--spares", "1") as with_one,
     ):
         yield {"without": without, "with": with_one}
         for server in (without, with_one):

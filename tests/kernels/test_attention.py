@@ -13,6 +13,7 @@ from everserve.backends.cuda.device_batch import LARGE, SEGMENT, DeviceBatch, It
 from everserve.backends.cuda.ops import attention
 from everserve.backends.cuda.ops.attention import Workspace, attend
 from everserve.model.batch import StepBatch
+from everserve.model.ops import Scores
 
 reference = ReferenceOps()
 LAYER, NUM_LAYERS = 1, 3
@@ -53,7 +54,7 @@ class Sequences:
 
     def expected(self, pieces: list[tuple[int, int, int]]) -> Tensor:
         batch, q = self.rows(pieces)
-        return reference.attend(q.float(), batch, self.pool, LAYER, self.size**-0.5)
+        return reference.attend(q.float(), batch, self.pool, LAYER, Scores(self.size**-0.5))
 
     def attend(self, stop, pieces: list[tuple[int, int, int]], small=None, large=None, padding: int = 0) -> Tensor:
         """With items as given, or as `cut` makes them."""
@@ -71,7 +72,7 @@ class Sequences:
         )
         q = torch.cat([q, torch.full((padding, *q.shape[1:]), math.nan, dtype=q.dtype, device=q.device)])
         workspace = Workspace(len(q), 4, self.heads, self.size, self.device)
-        return attend(q, device_batch, self.pool, LAYER, self.size**-0.5, workspace, stop)
+        return attend(q, device_batch, self.pool, LAYER, Scores(self.size**-0.5), workspace, stop)
 
     def _items(self, items) -> Items:
         """With room for two more, which must not be looked at."""

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from everserve.backends.cuda.log import kernels
-from everserve.bench.restore_stage import Stage, Way, Worker
 from everserve.kvlog.log import Log
 from everserve.worker.logs import KeptLogs
+from everserve_bench.micro.restore_stage import Stage, Way, Worker
 from tests.kernels.test_kvlog_writer import DeviceMemory, DeviceToy, MirrorToy
-from tests.toy import VOCAB, LoggedToy, make_engine
+from tests.support.toy import VOCAB, LoggedToy, make_engine
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 LIMITS = {"max_num_seqs": 1, "enable_prefix_caching": False}

@@ -20,6 +20,7 @@ from everserve.errors import StepAbandoned
 from everserve.memory.liveness import CELL_BYTES, Cell, PeerState
 from everserve.memory.names import bell_at
 from everserve.memory.owned import create_memory
+from everserve.seam.healing import Reports
 from everserve.seam.outcomes import Outcome, Status
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.routes import Routes
@@ -103,9 +104,11 @@ class Worker:
             lambda aside: None,
             detect_ms=10.0,
             lease_s=1.0,
-            on_control=lambda: None,
-            on_suspect=lambda *what: self.told.append(("suspect", *what)),
-            on_replay=lambda *what: self.told.append(("replay", *what)),
+            reports=Reports(
+                lambda: None,
+                lambda *what: self.told.append(("suspect", *what)),
+                lambda *what: self.told.append(("replay", *what)),
+            ),
         )
         for rank in EXPERTS:
             self.join(rank, incarnation=1)

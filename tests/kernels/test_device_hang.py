@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from everserve.backends.cuda.lanes.remote_experts import CudaExperts
+from everserve.seam.healing import NO_REPORTS
 from everserve.seam.outcomes import Outcome
 from everserve.tables.ids import Incarnation, Rank
 
@@ -25,13 +26,13 @@ class Peers:
 
     def __init__(self, is_waited_for: bool) -> None:
         self.warden, self.cell = Warden(), SimpleNamespace(control=0)
-        self.moe_layers, self.expert_ranks = (0,), [PEER]
+        self.calls, self.expert_ranks = (0,), [PEER]
         self.incarnations, self.given_up = [(PEER, Incarnation(1))], []
         self.state = SimpleNamespace(region=0, shape=SimpleNamespace(lane_bytes=lambda: 4096))
         self._is_waited_for = is_waited_for
 
     def trusted(self, rank: Rank) -> SimpleNamespace:
-        return SimpleNamespace(cell=SimpleNamespace(idle=False))
+        return SimpleNamespace(rank=rank, cell=SimpleNamespace(idle=False))
 
     def is_awaited(self, rank: Rank) -> bool:
         return self._is_waited_for
@@ -47,8 +48,7 @@ class Peers:
 def test_only_waiting_for_a_peer_renews_the_lease(is_waited_for: bool) -> None:
     peers = Peers(is_waited_for)
     experts = CudaExperts(
-        peers, None, None, None, detect_ms=20.0, lease_s=120.0,
-        on_control=lambda: None, on_suspect=lambda *told: None, on_replay=lambda *told: None,
+        peers, None, None, None, NO_REPORTS, detect_ms=20.0, lease_s=120.0
     )  # fmt: skip
     for outcome in (Outcome.TIMEOUT, Outcome.ATTEND, Outcome.TIMEOUT):
         experts._attend(outcome)

@@ -9,6 +9,8 @@ from torch import Tensor
 from everserve.backends.cpu.reference import ReferenceOps
 from everserve.backends.cuda.ops.routing import route
 from everserve.backends.cuda.ops.sums import Sums
+from everserve.model.spec import Router
+from tests.support.experts import routed
 
 reference = ReferenceOps()
 
@@ -19,7 +21,7 @@ def run(stop, logits_TN: Tensor, top_k: int, renormalise: bool = True, allowed=N
     allowed = torch.ones(num_experts) if allowed is None else torch.tensor(allowed)
     positions = torch.zeros(num_rows) if positions is None else torch.tensor(positions)
     arguments = Sums(logits_TN.to(device)), positions.int().to(device), allowed.int().to(device)
-    return [result.cpu() for result in route(*arguments, top_k, renormalise, stop)]
+    return [result.cpu() for result in route(*arguments, Router(top_k=top_k, renormalise=renormalise), stop)]
 
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 2), (8, 2), (60, 4), (128, 8), (256, 8), (9, 3)])
@@ -27,7 +29,7 @@ def run(stop, logits_TN: Tensor, top_k: int, renormalise: bool = True, allowed=N
 def test_route(stop, num_experts, top_k, renormalise):
     logits = torch.randn(13, num_experts) * 3
     ids, weights = run(stop, logits, top_k, renormalise)
-    expected_ids, expected = reference.route(logits, torch.eye(num_experts), top_k, renormalise)
+    expected_ids, expected = reference.route(logits, *routed(torch.eye(num_experts), top_k, renormalise))
     assert ids.dtype is torch.int32 and torch.equal(ids, expected_ids)
     assert (weights - expected).abs().max() < 1e-6
     for row in (0, 7, 12):
@@ -45,7 +47,7 @@ def test_what_is_not_allowed_is_as_if_it_were_not_there(stop):
     logits, allowed = torch.randn(5, 6), [1, 0, 1, 1, 0, 1]
     ids, weights = run(stop, logits, 3, allowed=allowed)
     kept = torch.tensor([0, 2, 3, 5])
-    some_ids, some_weights = reference.route(logits[:, kept], torch.eye(4), 3, True)
+    some_ids, some_weights = reference.route(logits[:, kept], *routed(torch.eye(4), 3, True))
     assert torch.equal(ids.long(), kept[some_ids.long()])
     assert (weights - some_weights).abs().max() < 1e-6
 
@@ -60,7 +62,7 @@ def test_a_mask_is_a_router_that_gives_no_chance(stop, renormalise, masked):
     ids, weights = run(stop, logits, 4, renormalise, allowed=tables[1].tolist())
     again = route(
         Sums(logits.to(stop.device)), torch.zeros(7, dtype=torch.int32, device=stop.device),
-        tables.to(stop.device)[1], 4, renormalise, stop,
+        tables.to(stop.device)[1], Router(top_k=4, renormalise=renormalise), stop,
     )  # fmt: skip
     assert torch.equal(again[0].cpu(), ids) and torch.equal(again[1].cpu(), weights)
     logits[:, masked] = -1e30

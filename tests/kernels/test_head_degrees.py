@@ -20,7 +20,8 @@ from everserve.model.random_weights import RandomCheckpoint
 from tests.kernels import toy_heads
 from tests.kernels.test_model import Copied, Model
 from tests.kernels.toy_heads import HeadWorld
-from tests.models import model_directory, random_tokens
+from tests.support.models import model_directory, random_tokens
+from tests.support.specs import with_layers, with_mixers
 
 pytestmark = pytest.mark.long  # the interpreter takes its time; test_heads.py has the kernels alone
 # Sequence -> how many tokens: a prompt; another one beside a decode.
@@ -36,7 +37,8 @@ def parts(kind: str, device: torch.device) -> tuple[ModelConfig, Copied]:
     config = replace(ModelConfig.from_directory(str(directory)), tensor_parallel=True)
     checkpoint = Checkpoint.open(str(directory))
     if kind == "many-heads":
-        config = replace(config, num_layers=1, num_heads=6, num_kv_heads=3, head_size=16)
+        config = with_layers(config, config.layers[0])
+        config = with_mixers(config, num_heads=6, num_kv_heads=3, head_size=16, rotary_size=16, scale=0.25)
         checkpoint = RandomCheckpoint(Path(directory), config, device)
     return config, Copied(config, checkpoint, "bfloat16", device)
 
@@ -68,8 +70,7 @@ def _arena(config: ModelConfig, weights: Copied, device: torch.device) -> Expert
     )
     for index, cut in enumerate(config.cuts):
         for shard in range(cut.num_shards):
-            sources = weights.layout.shard(cut.layer, shard)
-            arena.fill(index, shard, *map(weights.load_temporary, (sources.gate, sources.up, sources.down)))
+            arena.fill(index, shard, *weights.shard(weights.layout.shard(cut.layer, shard)))
     return arena
 
 

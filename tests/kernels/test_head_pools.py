@@ -17,9 +17,9 @@ from everserve.kvlog.log import Log, NoBlocks
 from everserve.tables.ids import Rank
 from everserve.tables.memory import Kind
 from everserve.tables.requests import RequestSpec
-from tests.examples import examples
 from tests.kernels.toy_head_pools import BLOCK_SIZE, BLOCKS_PER_HOME, FIRST_WORKER, HEADS, HeadPoolWorld, Home
-from tests.toy import run_alone, spec
+from tests.support.examples import examples
+from tests.support.toy import run_alone, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 WORKERS = [Rank(FIRST_WORKER + i) for i in range(3)]
@@ -113,6 +113,52 @@ def test_what_a_lost_device_had_is_computed_again(loses_all):
     step(running.home, running.streams)  # finds that out
     assert running.home.engine.stats().num_lost_tokens == before
     running.check()
+
+
+@pytest.mark.parametrize("has_mirrors", [False, True])
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_what_a_dead_worker_has_left_is_checked_before_it_is_used(has_mirrors, share):
+    """Its successor goes on with it in place."""
+    running = Running(has_mirrors=has_mirrors)
+    world, home, before = running.world, running.home, running.num_tokens
+    rank = world.routes[HEADS[0]][0]
+    home.engine.log_step()
+    home.fetcher.side.wait()
+    world.die(rank)
+    with pytest.raises(StepAbandoned):
+        home.engine.step()
+    world.seats[rank].damage(share, seed=1)
+    world.revive(rank)
+    for _ in range(2):  # the first one finds that it is another process
+        step(home, running.streams)
+    stats = home.engine.stats()
+    assert (stats.num_lost_tokens > 0) == (share > 0 and not has_mirrors)
+    assert (stats.num_regained_bytes > 0) == (share > 0 and has_mirrors)
+    assert stats.num_regained_tokens + stats.num_lost_tokens >= before
+    running.check()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_cached_prefix_that_a_dead_worker_has_left_is_checked_before_it_is_used(share):
+    world = HeadPoolWorld()
+    home, streams = world.homes[0], {}
+    prompt = [*range(17)]
+    specs = [spec(name, [*prompt, number], max_tokens=5) for number, name in enumerate("abc")]
+    home.engine.add(specs[0])
+    finish(home, streams)
+    rank = world.routes[HEADS[0]][0]
+    world.die(rank)
+    world.seats[rank].damage(share, seed=1)
+    world.revive(rank)
+    for request in specs[1:]:
+        home.engine.add(request)
+        finish(home, streams)
+    assert streams == {request.id: run_alone(request) for request in specs}
+    stats = home.engine.stats()
+    if share:
+        assert stats.prefix_cache_hits < 2 * 16 and stats.num_broken_tokens == BLOCK_SIZE
+    else:
+        assert (stats.prefix_cache_hits, stats.num_broken_tokens) == (2 * 16, 0)
 
 
 def test_a_piece_that_another_head_gets_costs_nothing_else():
@@ -390,7 +436,7 @@ events = st.lists(
         st.tuples(st.just("steps"), homes, st.integers(1, 3)),
         st.tuples(st.just("move"), st.sampled_from(HEADS), ranks),
         st.tuples(st.just("take_away"), st.sampled_from(HEADS)),
-        st.tuples(st.just("die"), ranks, st.booleans(), st.integers(-1, 1)),
+        st.tuples(st.just("die"), ranks, st.sampled_from(["whole", "damaged", "lost"]), st.integers(-1, 1)),
         st.tuples(st.just("end"), homes, st.booleans()),
     ),
     min_size=3,
@@ -400,14 +446,15 @@ events = st.lists(
 
 class Schedule:
     """Two homes and their streams. A worker that dies does so when it is asked in a certain layer, or at once (-1), and
-    is back, with its memory or without, when a step was abandoned."""
+    is back, with its memory, damaged or not, or without, when a step was abandoned."""
 
     def __init__(self, seed: int, has_mirrors: bool, num_pieces: int) -> None:
         self.world = HeadPoolWorld(seed=seed, has_mirrors=has_mirrors, num_pieces=num_pieces)
         self.world.before_call = self._before_call
         self.requests: dict[str, RequestSpec] = {}
         self.streams: dict[str, list[int]] = {}
-        self.dies: dict[Rank, tuple[bool, int]] = {}
+        self.dies: dict[Rank, tuple[str, int]] = {}
+        self.damaged: set[Rank] = set()
 
     def add(self, home: int, request: tuple[int, int, int]) -> None:
         length, seed, max_tokens = request
@@ -416,19 +463,31 @@ class Schedule:
         self.streams[id] = []
         self.world.homes[home].engine.add(self.requests[id])
 
-    def die(self, rank: Rank, memory_lost: bool, layer: int) -> None:
+    def die(self, rank: Rank, memory: str, layer: int) -> None:
         if layer < 0:
-            self.world.die(rank, memory_lost)
+            self._die(rank, memory)
         else:
-            self.dies[rank] = memory_lost, layer
+            self.dies[rank] = memory, layer
+
+    def _die(self, rank: Rank, memory: str) -> None:
+        self.world.die(rank, memory_lost=memory == "lost")
+        if memory == "damaged":
+            self.damaged.add(rank)
 
     def _before_call(self, home: Home, seat, layer: int) -> bool:
-        memory_lost, at = self.dies.get(seat.rank, (False, -1))
+        memory, at = self.dies.get(seat.rank, ("whole", -1))
         if layer != at:
             return False
         del self.dies[seat.rank]
-        self.world.die(seat.rank, memory_lost)
+        self._die(seat.rank, memory)
         return True
+
+    def _revive(self) -> None:
+        for rank in WORKERS:
+            if rank in self.damaged and not self.world.seats[rank].is_up:
+                self.world.seats[rank].damage(0.05, seed=rank)
+            self.world.revive(rank)
+        self.damaged.clear()
 
     def move(self, head: tuple[int, int], rank: Rank) -> None:
         if self.world.seats[rank].is_up and self.world.has_room(head, rank):
@@ -458,8 +517,7 @@ class Schedule:
                     step(running, self.streams)
             except StepAbandoned:
                 running.engine.log_step()
-                for rank in WORKERS:
-                    self.world.revive(rank)
+                self._revive()
             running.engine.check()
 
     def finish(self) -> None:

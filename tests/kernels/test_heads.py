@@ -19,6 +19,7 @@ from everserve.backends.cuda.ops.heads import HeadArena, HeadShape
 from everserve.backends.cuda.ops.sums import Sums
 from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
+from everserve.model.ops import Scores
 from everserve.model.rope import Rotation
 from everserve.model.shard_choice import all_slices
 
@@ -87,7 +88,7 @@ class Side:
             sums, batch.positions_T, batch.kv_slots_T, self.pool, 0, rotation, HEADS * GROUP, self.stop, one_by_one=True
         )
         workspace = attention.Workspace(MAX_SEQS, 3, HEADS * GROUP, SIZE, self.device)
-        return attention.attend(q_THE, batch, self.pool, 0, SIZE**-0.5, workspace, self.stop)
+        return attention.attend(q_THE, batch, self.pool, 0, Scores(SIZE**-0.5), workspace, self.stop)
 
     def send(self, home: int, x_TD: Tensor, batch: DeviceBatch) -> tuple[SendState, Tensor]:
         state = SendState.empty(self.lane, self.memory.data_ptr() + home * self.lane.lane_bytes(), 1, self.stop)

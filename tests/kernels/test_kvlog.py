@@ -9,8 +9,8 @@ import torch
 from everserve.backends.cuda.log import kernels
 from everserve.kvlog.chains import chains
 from everserve.kvlog.log import Log
-from tests.logs import SHAPE as ODD_SHAPE
-from tests.logs import Owner, Stream, as_pool, kv_of, new_log
+from tests.support.logs import SHAPE as ODD_SHAPE
+from tests.support.logs import Owner, Stream, as_pool, kv_of, new_log
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 

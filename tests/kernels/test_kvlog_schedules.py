@@ -28,7 +28,7 @@ from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import words_address
 from tests.kernels.test_kvlog_writer import Late
 from tests.property import test_masks, test_restore
-from tests.toy import LaggingForward, LoggedToy, StepAbandoned, ToyConfig, make_config, spec
+from tests.support.toy import LaggingForward, LoggedToy, StepAbandoned, ToyConfig, make_config, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 
@@ -194,6 +194,34 @@ def test_a_stream_that_comes_back_in_several_steps_of_which_one_is_abandoned(sta
         toy.engine.step(meanwhile=toy.engine.log_step)
         toy.engine.log_step()
         toy.engine.check()
+
+
+@pytest.mark.parametrize("is_first_short", [False, True])
+def test_streams_with_windows_come_back_together(stand_ins, is_first_short, monkeypatch):
+    """What no row of them sees any more is in no block."""
+    stand_ins(is_in_place=True)
+    monkeypatch.setattr(cuda_writer, "_TOKENS_AT_ONCE", 64)
+    old = LoggedToy(make_config(num_blocks=18, visible_keys=6), True)
+    requests = [spec(id, [*range(begin, begin + 9)], max_tokens=40) for id, begin in (("a", 0), ("b", 20), ("c", 40))]
+    known: dict[str, list[int | None]] = {request.id: [] for request in requests}
+    for request in requests[is_first_short:]:
+        old.engine.add(request)
+    for i in range(24):  # blocks that were passed are others' now
+        if is_first_short and i == 23:
+            old.engine.add(requests[0])
+        for output in old.engine.step(meanwhile=old.engine.log_step).outputs:
+            known[output.id].append(output.token)
+    old.engine.log_step()
+    left = on_a_device(Log(old.photograph(), old.shape))
+    toy, copies = LoggedToy(old.config, True), []
+    bring = kernels.bring
+    monkeypatch.setattr(kernels, "bring", lambda *given: (copies.append(given), bring(*given)))
+    for request in requests:
+        toy.engine.add(request.after(known[request.id]), toy.find(left, request.id))
+    restored = toy.engine.step(meanwhile=toy.engine.log_step).restored
+    assert [one.id for one in restored] == ["a", "b", "c"]
+    assert all(one.num_restored > 0 and not one.num_recomputed for one in restored)
+    assert len(copies) == 1, "one by one"
 
 
 def test_an_adopted_record_outlives_an_abandoned_step(stand_ins):

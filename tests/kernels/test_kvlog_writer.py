@@ -22,8 +22,8 @@ from everserve.kvlog.writer import Copy
 from everserve.memory.owned import create_memory
 from everserve.tables.requests import RequestSpec
 from tests.kernels.test_kvlog import SHAPE, words_address, words_of
-from tests.logs import Heir, Owner, Stream, as_pool, kv_of, new_log
-from tests.toy import LoggedToy, StepAbandoned, make_config, run_alone, spec
+from tests.support.logs import Heir, Owner, Stream, as_pool, kv_of, new_log
+from tests.support.toy import LoggedToy, StepAbandoned, make_config, run_alone, spec
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's memory is not the device's")
 

@@ -2,6 +2,7 @@
 
 import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
@@ -14,15 +15,17 @@ from everserve.backends.cuda.lanes.local_experts import LocalCudaExperts
 from everserve.backends.cuda.ops.experts import ExpertArena
 from everserve.backends.cuda.ops.ops import CudaOps
 from everserve.backends.cuda.report import StepReport
+from everserve.backends.cuda.seat_experts import make_arena
 from everserve.backends.cuda.staging import Staging
 from everserve.backends.cuda.take_in import take_in
 from everserve.engine.batching import Rows
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
-from everserve.model.layout import Source, Weights
-from tests.models import KINDS as ALL_KINDS
-from tests.models import model_directory, random_tokens, transformers_model
+from everserve.model.layout import Source
+from everserve.model.weights import Weights
+from tests.support.models import KINDS as ALL_KINDS
+from tests.support.models import model_directory, random_tokens, transformers_model
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_ROWS = 16, 12, 20
 TOKENS = random_tokens(18, seed=1)
@@ -40,14 +43,21 @@ class Copied(Weights):
 class Model:
     """One model, both halves here, with a pool of KV blocks that are handed out one after the other."""
 
-    def __init__(self, kind: str, device: torch.device, max_rows: int = MAX_ROWS, launches_ahead: bool = False) -> None:
-        directory = model_directory(kind, "bfloat16")
+    def __init__(
+        self,
+        kind: str | Path,
+        device: torch.device,
+        max_rows: int = MAX_ROWS,
+        launches_ahead: bool = False,
+    ) -> None:
+        """`kind`: one of models.py's, or a directory."""
+        directory = kind if isinstance(kind, Path) else model_directory(kind, "bfloat16")
         config = ModelConfig.from_directory(str(directory))
         weights = Copied(config, Checkpoint.open(str(directory)), "bfloat16", device)
         self.ops = CudaOps(device, max_num_seqs=3, max_model_len=BLOCK_SIZE * NUM_BLOCKS, launches_ahead=launches_ahead)
         self.decoder = Decoder(config, weights, self.ops, BLOCK_SIZE * NUM_BLOCKS)
         self.experts = LocalCudaExperts(
-            self.ops, _arena(config, weights, device), config.call_layers, config.max_shards
+            self.ops, full_arena(config, weights, device), config.call_layers, config.max_shards
         )
         shape = self.decoder.kv_shape(NUM_BLOCKS, BLOCK_SIZE)
         self.pool = torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device)
@@ -109,16 +119,14 @@ class Model:
             self.num_taken += 1
 
 
-def _arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena:
-    layers, experts = len(config.cuts), config.max_shards
-    hidden, size = config.hidden_size, config.cuts[0].shard_size
-    gate_up = torch.empty(layers * experts * 2 * size, hidden, dtype=torch.bfloat16, device=device)
-    down = torch.empty(layers * experts * hidden, size, dtype=torch.bfloat16, device=device)
-    arena = ExpertArena(gate_up, down, layers, experts)
+def full_arena(config: ModelConfig, weights: Weights, device: torch.device) -> ExpertArena:
+    """Every shard in the slot of its number."""
+    num = len(config.cuts) * config.max_shards
+    memory = torch.empty(num, config.cuts[0].num_weights(config.hidden_size), dtype=torch.bfloat16, device=device)
+    arena = make_arena(config, memory, config.max_shards)
     for index, cut in enumerate(config.cuts):
-        for expert in range(cut.num_shards):
-            sources = weights.layout.shard(cut.layer, expert)
-            arena.fill(index, expert, weights.load(sources.gate), weights.load(sources.up), weights.load(sources.down))
+        for shard in range(cut.num_shards):
+            arena.fill(index, shard, *weights.shard(weights.layout.shard(cut.layer, shard)))
     return arena
 
 

@@ -11,10 +11,11 @@ from everserve.backends.cuda.ops.ops import ArenaSlots, CudaOps
 from everserve.backends.cuda.placed_weights import PlacedWeights
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.layout import Layout, Weights
+from everserve.model.layout import Layout
+from everserve.model.weights import Weights
 from everserve.plan.weights import PlannedTensor, WeightsPlan
 from everserve.tables.ids import Role
-from tests.models import model_directory
+from tests.support.models import model_directory
 
 CPU = torch.device("cpu")
 
@@ -33,22 +34,16 @@ class Seat:
 
     def view(self, place: PlannedTensor) -> Tensor:
         first = place.offset // 2
-        return self.memory[first : first + place.num_bytes // 2].view(place.shape)
+        numbers = self.memory[first : first + place.num_bytes // 2]
+        return (numbers.view(torch.float32) if place.is_exact else numbers).view(place.shape)
 
 
 def askings(layout: Layout) -> list[Callable[[Weights], Tensor]]:
     """Everything that a decoder asks for, in an order that is not that of the plan."""
     asked = [lambda w: w.load(w.layout.final_norm), lambda w: w.load(w.layout.embedding)]
     for layer in reversed(range(layout.config.num_layers)):
-        sources = layout.attention(layer)
-        asked += [
-            lambda w, s=sources: w.merge(s.qkv),
-            lambda w, s=sources: w.load(s.post_norm),
-            lambda w, s=sources: w.load(s.output),
-            lambda w, s=sources: w.load(s.input_norm),
-        ]
-        if layout.config.is_moe_layer(layer):
-            asked.append(lambda w, layer=layer: w.load(w.layout.router(layer)))
+        names = [name for name in layout.config.home_weights(layer) if name not in ("gate_up", "down", "ffn_bias")]
+        asked += [lambda w, layer=layer, name=name: w.home(layer).need(name) for name in sorted(names, reverse=True)]
     return asked
 
 
@@ -69,7 +64,7 @@ def test_the_ffn_of_a_layer_without_experts_lies_in_its_place_and_nowhere_else()
     seat = Seat(model_directory("qwen3-moe-mixed", "bfloat16"))
     ops = CudaOps(CPU, max_num_seqs=1, max_model_len=64)
     for layer in (0, 2, 3):
-        slots = seat.weights(is_complete=False).feed_forward(layer, ops)
+        slots = seat.weights(is_complete=False).feed_forward(layer, seat.model.layers[layer].ffn, ops)
         assert isinstance(slots, ArenaSlots) and slots.arena is not None
         sources, plain = seat.weights(True).layout.dense(layer), Weights(seat.model, seat.checkpoint, "bfloat16", CPU)
         place = seat.view(seat.plan.tensor("gate_up", layer))

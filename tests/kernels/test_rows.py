@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.backends.cuda.ops.rows import rms_norm, rotate_and_store
+from everserve.backends.cuda.ops.rows import norm, rotate_and_store
 from everserve.backends.cuda.ops.sums import Sums
 from everserve.model.batch import StepBatch
 from everserve.model.rope import Rotation
+from everserve.model.spec import Norm
 
 reference = ReferenceOps()
 EPS = 1e-5
+NORM = Norm(eps=EPS)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = 2**-8) -> None:
@@ -26,11 +28,11 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = 2**-8) -> None:
 @pytest.mark.parametrize("size", [8, 100, 1536])
 def test_rms_norm(device, stop, dtype, size):
     x, weight = (torch.randn(9, size) * 3).to(dtype).to(device), torch.randn(size).bfloat16().to(device)
-    whole = rms_norm(x, weight, EPS, stop)
+    whole = norm(x, weight, NORM, stop)
     assert whole.dtype is torch.bfloat16
-    close(whole, reference.rms_norm(x.float(), weight, EPS))
-    assert all(torch.equal(rms_norm(x[i : i + 1].contiguous(), weight, EPS, stop)[0], whole[i]) for i in (0, 5, 8))
-    assert rms_norm(x[:0], weight, EPS, stop).shape == (0, size)
+    close(whole, reference.norm(x.float(), weight, NORM))
+    assert all(torch.equal(norm(x[i : i + 1].contiguous(), weight, NORM, stop)[0], whole[i]) for i in (0, 5, 8))
+    assert norm(x[:0], weight, NORM, stop).shape == (0, size)
 
 
 class Rows:
@@ -109,4 +111,4 @@ def test_nothing_is_written_once_stopped(device, stop, monkeypatch):
     q, pool = rows.run(stop)
     assert not q.any() and pool.isnan().all()
     ones = torch.ones(2, 8, device=device)
-    assert not rms_norm(ones, ones[0].bfloat16(), EPS, stop).any()
+    assert not norm(ones, ones[0].bfloat16(), NORM, stop).any()

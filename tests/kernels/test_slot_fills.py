@@ -11,17 +11,18 @@ from torch import Tensor
 
 from everserve.backends.cuda.arena_range import ArenaRange
 from everserve.backends.cuda.backup_copy import BackupCopy
+from everserve.backends.cuda.device_places import DevicePlaces
 from everserve.backends.cuda.file_feed import Buffers, FileFeed
-from everserve.backends.cuda.offers import Offers
 from everserve.backends.cuda.ops.experts import FEW_ROWS, ExpertArena
 from everserve.backends.cuda.seat_experts import missing_fills
-from everserve.backends.cuda.slots import CudaSlots
 from everserve.backends.cuda.transfer import Transfer
 from everserve.memory.weights.checksum import checksum
+from everserve.memory.weights.offers import Offers
 from everserve.memory.weights.slot_table import SlotTable, state_bytes
+from everserve.memory.weights.slots import MemorySlots
 from everserve.plan.expert_memory import ExpertMemoryPlan
 from everserve.tables.ids import Incarnation, Rank
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import Kind, MemoryName
 from everserve.tables.slots import EMPTY, FailedFill, Fill, Filled, Place, Source
 from tests.kernels.host_device import HostDriver, HostStream
 from tests.kernels.test_experts import compute
@@ -37,14 +38,14 @@ IDENTITY = bytes(range(32))
 MAX_WORKERS = 4
 
 
-def weights_of(layer_index: int, expert: int) -> Tensor:
+def weights_of(call_index: int, expert: int) -> Tensor:
     """[3, F, D]"""
-    generator = torch.Generator().manual_seed(100 * layer_index + expert)
+    generator = torch.Generator().manual_seed(100 * call_index + expert)
     return (torch.randn(3, EXPERT_SIZE, HIDDEN_SIZE, generator=generator) * HIDDEN_SIZE**-0.5).bfloat16()
 
 
-def bytes_of(layer_index: int, expert: int) -> bytes:
-    return weights_of(layer_index, expert).view(torch.int8).numpy().tobytes()
+def bytes_of(call_index: int, expert: int) -> bytes:
+    return weights_of(call_index, expert).view(torch.int8).numpy().tobytes()
 
 
 def memory_at(address: int, num_bytes: int = PLACE_BYTES) -> bytes:
@@ -65,7 +66,7 @@ class Memories:
             self.put(place, expert)
 
     def put(self, place: Place, expert: int, *, damaged: bool = False) -> None:
-        data = bytes_of(place.layer_index, expert)
+        data = bytes_of(place.call_index, expert)
         assert self.table.begin(place)
         os.pwrite(self.fds[0], bytes(len(data)) if damaged else data, self.plan.offset(place))
         self.table.complete(place, expert, checksum(data))
@@ -87,8 +88,8 @@ class Kernels:
         self.has_ended = True
         self.num_drained = self.num_rings = 0
 
-    def empty(self, layer_index: int, slot: int) -> None:
-        self.held[layer_index][slot] = EMPTY
+    def empty(self, call_index: int, slot: int) -> None:
+        self.held[call_index][slot] = EMPTY
 
     def fence(self):
         return lambda: self.has_ended
@@ -96,9 +97,9 @@ class Kernels:
     def ring(self) -> None:
         self.num_rings += 1
 
-    def hold(self, layer_index: int, slot: int, expert: int, place: int) -> None:
-        self.arena.place_LS[layer_index, slot] = place
-        self.held[layer_index][slot] = expert
+    def hold(self, call_index: int, slot: int, expert: int, place: int) -> None:
+        self.arena.place_LS[call_index, slot] = place
+        self.held[call_index][slot] = expert
 
     def drain(self) -> None:
         self.num_drained += 1
@@ -110,14 +111,14 @@ class Files:
         self.are_gone = False
         self.num_read = 0
 
-    def load(self, layer_index: int, expert: int) -> list[Tensor]:
+    def load(self, call_index: int, expert: int) -> list[Tensor]:
         if self.are_gone:
             raise OSError("cannot read")
         self.num_read += 1
-        return [matrix.float() for matrix in weights_of(layer_index, expert)]  # to be narrowed on the way
+        return [matrix.float() for matrix in weights_of(call_index, expert)]  # to be narrowed on the way
 
-    def feed(self, layer_index: int, expert: int):
-        feed = FileFeed(self.buffers, lambda: self.load(layer_index, expert))
+    def feed(self, call_index: int, expert: int):
+        feed = FileFeed(self.buffers, lambda: self.load(call_index, expert))
         return feed, lambda: feed.checksum
 
 
@@ -136,20 +137,18 @@ class Worker:
         self.kernels = Kernels(self.arena)
         self.table = SlotTable(self.seat.fds[1], NUM_LAYERS, NUM_OWN)
         self.table.claim(IDENTITY, Incarnation(incarnation))
-        self.offers = Offers(
-            self.driver, self.range, PLAN, NUM_EXPERTS, IDENTITY, lambda *_: None
-        )  # fmt: skip
-        self.slots = CudaSlots(
-            self.table, NUM_OWN + NUM_MAPPED, NUM_EXPERTS, self.range, self.kernels, self.stream, self.offers,
-            self.files,
-        )  # fmt: skip
+        places = DevicePlaces(self.driver, self.range, PLAN, NUM_EXPERTS, self.kernels, self.stream, self.files)
+        self.offers = Offers(places, IDENTITY, lambda *_: None)
+        num_slots = [[num] * NUM_LAYERS for num in (NUM_OWN + NUM_MAPPED, NUM_OWN, NUM_EXPERTS)]
+        self.slots = MemorySlots(self.table, *num_slots, places, self.offers)
+        self.slots.take_over()
 
     def offer(self, rank: int, memories: Memories, gpu: int = 0) -> None:
-        weights = Memory(kind=Kind.WEIGHTS, owners=(), num_bytes=PLAN.num_bytes, gpu=gpu)
+        weights = MemoryName(kind=Kind.WEIGHTS, owners=(), num_bytes=PLAN.num_bytes, gpu=gpu)
         self.slots.offer(Rank(rank), weights, memories.copies())
 
     def offer_backup(self, memories: Memories) -> None:
-        self.slots.offer(None, Memory(kind=Kind.BACKUP, owners=(), num_bytes=1), memories.copies())
+        self.slots.offer(None, MemoryName(kind=Kind.BACKUP, owners=(), num_bytes=1), memories.copies())
         assert self.offers.backup is not None
         self.offers.backup.wait()
 
@@ -411,7 +410,7 @@ def test_an_expert_that_is_lent_can_be_copied(worker, peer):
     worker.offer(0, peer)
     worker.fill(0, 4, 6)
     peer.table.clear(Place(0, 1))
-    assert worker.fill(0, 1, 6).source is Source.SLOT
+    assert worker.fill(0, 1, 6).source is Source.PEER
     worker.assert_holds(Fill(0, 1, 6))
 
 
@@ -425,7 +424,7 @@ def test_what_a_dead_worker_left_half_filled_is_not_lent(worker, peer, damaged):
     result = worker.fill(1, 3, 3)
     assert isinstance(result, FailedFill)
     assert result.reason == (
-        "mapped: the checksum is wrong" if damaged else "no memory of another seat on this device has it"
+        "mapped: the checksum is wrong" if damaged else "no memory of another seat that ops reach has it"
     )
     assert worker.kernels.held[1][3] == EMPTY
 

@@ -7,11 +7,13 @@ from torch import Tensor
 from everserve.backends.cuda.ops import dense
 from everserve.backends.cuda.ops.dense import Linear
 from everserve.backends.cuda.ops.routing import route
-from everserve.backends.cuda.ops.rows import add_and_norm, rms_norm, rotate_and_store
+from everserve.backends.cuda.ops.rows import add_and_norm, norm, rotate_and_store
 from everserve.backends.cuda.ops.sums import Sums
 from everserve.model.rope import Rotation
+from everserve.model.spec import Norm, Router
 
 EPS = 1e-5
+NORM = Norm(eps=EPS)
 
 
 def random(device, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -41,10 +43,10 @@ def test_norm(device, stop, both, size, num_rows, has_bias):
     x, residual = random(device, num_rows, 1536), random(device, num_rows, size, dtype=torch.float32)
     weight = random(device, size)
     split, complete = both(linear, x, residual_TO=residual)
-    whole, normed = add_and_norm(split, weight, EPS, stop)
-    expected, expected_normed = add_and_norm(complete, weight, EPS, stop)
+    whole, normed = add_and_norm(split, weight, NORM, stop)
+    expected, expected_normed = add_and_norm(complete, weight, NORM, stop)
     assert torch.equal(whole, expected) and torch.equal(normed, expected_normed)
-    assert torch.equal(normed, rms_norm(whole, weight, EPS, stop))
+    assert torch.equal(normed, norm(whole, weight, NORM, stop))
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -73,8 +75,8 @@ def test_gating(device, stop, both):
     positions = torch.tensor([0, 5, -1], dtype=torch.int32, device=device)
     allowed = torch.tensor([1] * 11 + [0], dtype=torch.int32, device=device)
     split, complete = both(linear, random(device, 3, 2048), out_dtype=torch.float32)
-    ids, weights = route(split, positions, allowed, 4, True, stop)
-    expected_ids, expected_weights = route(complete, positions, allowed, 4, True, stop)
+    ids, weights = route(split, positions, allowed, Router(top_k=4, renormalise=True), stop)
+    expected_ids, expected_weights = route(complete, positions, allowed, Router(top_k=4, renormalise=True), stop)
     assert torch.equal(ids, expected_ids) and torch.equal(weights, expected_weights)
     assert (ids[2] == -1).all() and (ids[:2] >= 0).all() and (ids != 11).all()
 
@@ -85,5 +87,5 @@ def test_nothing_is_written_once_stopped(device, stop, monkeypatch):
     sums = linear.sums(x, stop, residual_TO=residual)
     monkeypatch.setattr(torch, "empty", torch.zeros)
     stop.fill_(1)
-    whole, normed = add_and_norm(sums, random(device, 16), EPS, stop)
+    whole, normed = add_and_norm(sums, random(device, 16), NORM, stop)
     assert not whole.any() and not normed.any()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from everserve.backends.cpu.reference import ReferenceOps, ReferenceSlots
 from everserve.backends.cuda.ops.experts import ExpertArena
+from everserve.model.ops import ShardWeights
 
 Weights = list[list[tuple[Tensor, Tensor, Tensor]]]  # [layer][slot] -> gate, up, down
 
@@ -36,7 +37,7 @@ def reference_slots(experts: list[tuple[Tensor, Tensor, Tensor]], device: torch.
     slots = ReferenceOps(device).expert_slots(len(experts))
     assert isinstance(slots, ReferenceSlots)
     for slot, expert in enumerate(experts):
-        slots.fill(slot, *expert)
+        slots.fill(slot, ShardWeights(*expert))
     return slots
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from everserve.backends.cpu.reference import ReferenceOps
-from everserve.backends.cuda.head_table import HeadTable
+from everserve.backends.cuda.head_table import HeadTable, new_identity
 from everserve.backends.cuda.lanes.head_kv import CudaHeadKv
 from everserve.backends.cuda.log.head_fetcher import HeadFetcher
 from everserve.backends.cuda.log.head_mirror import HeadMirror, HeadMirrors
@@ -39,7 +39,7 @@ from everserve.plan.head_memory import HeadMemoryPlan
 from everserve.tables.ids import Rank
 from everserve.tables.memory import Kind
 from tests.kernels.host_device import HostDriver
-from tests.toy import VOCAB, logits_after, make_config
+from tests.support.toy import VOCAB, logits_after, make_config
 
 NUM_LAYERS, NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, BLOCKS_PER_HOME = 2, 2, 4, 4, 24
 HEADS = [(layer, head) for layer in range(NUM_LAYERS) for head in range(NUM_HEADS)]
@@ -104,6 +104,22 @@ class Seat:
         # [block, piece, plane, slot]: a row is one word
         self.pool = np.frombuffer(pool, np.int64).reshape(plan.num_blocks, plan.num_pieces, 2, BLOCK_SIZE)
         self.pool[...] = -1
+
+    def succeed(self) -> None:
+        """Another process has the memory."""
+        self.is_up = True
+        self.table.own(1, 2, 3, new_identity())
+
+    def damage(self, share: float, seed: int) -> None:
+        """So much of the KV that is there, and of its words."""
+        assert not self.is_up
+        plan = self.world.plan
+        num_bytes = plan.words_at - plan.blocks_at + plan.num_blocks * plan.block_words_bytes
+        at = self.mapping.address + plan.blocks_at
+        data = np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(at), np.uint8)
+        rng = np.random.default_rng(seed)
+        hit = np.flatnonzero(rng.random(len(data)) < share)
+        data[hit] ^= 1 << rng.integers(0, 8, len(hit), np.uint8)
 
     def load(self, head: tuple[int, int]) -> None:
         """Have it here; if another one has to go, the identity of all KV is another one."""
@@ -302,7 +318,9 @@ class HeadPoolWorld:
         self.publish()
 
     def revive(self, rank: Rank) -> None:
-        self.seats[rank].is_up = True
+        """Its next worker serves, if the last one has died."""
+        if not self.seats[rank].is_up:
+            self.seats[rank].succeed()
         self.publish()
 
     def restart(self, index: int) -> Home:

@@ -31,8 +31,9 @@ from everserve.backends.cuda.staging import Staging
 from everserve.engine.batching import Rows
 from everserve.model.config import ModelConfig
 from everserve.model.decoder import Decoder
-from everserve.model.layout import Weights
 from everserve.model.rope import rope_tables
+from everserve.model.spec import QkNorm
+from everserve.model.weights import Weights
 from everserve.tables.calls import ShardKind
 from tests.kernels.toy_lanes import SpreadLaneShape
 
@@ -79,9 +80,7 @@ class Worker:
         for index, call in enumerate(config.calls):
             for slot, shard in enumerate(self.held[index]):
                 if shard >= 0 and call.kind is not ShardKind.HEAD:
-                    sources = weights.layout.shard(call.layer, shard)
-                    parts = (weights.load_temporary(part) for part in (sources.gate, sources.up, sources.down))
-                    arena.fill(index, slot, *parts)
+                    arena.fill(index, slot, *weights.shard(weights.layout.shard(call.layer, shard)))
         return arena
 
     def _load_heads(self, world: "HeadWorld") -> HeadArena:
@@ -99,8 +98,8 @@ class Worker:
         pool = (shape.num_blocks, num_pieces, 2, BLOCK_SIZE, config.head_size)
         arena = HeadArena(
             shape, qkv, torch.full(pool, float("nan"), dtype=torch.bfloat16, device=world.device),
-            rope_tables(config.rope, config.head_size, MAX_LEN, world.device), world.norms, len(config.calls),
-            world.num_slots, self.state.max_rows, PAGE,
+            rope_tables(config.layers[0].mixer.rope, config.head_size, MAX_LEN, world.device), world.norms,
+            len(config.calls), world.num_slots, self.state.max_rows, PAGE,
         )  # fmt: skip
         for piece, (index, slot, layer, head) in enumerate(held):
             parts = [weights.load_temporary(part) for part in weights.layout.head(layer, head).qkv]
@@ -204,7 +203,7 @@ class HeadWorld:
         self.memory.view(-1, self.shape.lane_bytes())[:, : self.shape.counts_at(NUM_BOXES)] = 0
         group = config.num_heads // config.num_kv_heads
         self.head_shape = HeadShape(
-            config.num_kv_heads, group, config.head_size, config.hidden_size, config.rms_norm_eps, BLOCK_SIZE,
+            config.num_kv_heads, group, config.head_size, config.hidden_size, config.layers[0].norm.eps, BLOCK_SIZE,
             BLOCKS_PER_HOME, num_homes,
         )  # fmt: skip
         self.norms = self._load_norms()
@@ -225,12 +224,10 @@ class HeadWorld:
         return held
 
     def _load_norms(self) -> Tensor | None:
-        if not self.config.qk_norm:
+        if self.config.layers[0].mixer.qk_norm is QkNorm.NONE:
             return None
         norms = torch.zeros(len(self.config.calls), 2, self.config.head_size, dtype=torch.bfloat16, device=self.device)
         for layer, call in self.config.numbers_of(ShardKind.HEAD).items():
-            sources = self.weights.layout.attention(layer)
-            for i, source in enumerate((sources.q_norm, sources.k_norm)):
-                assert source is not None
-                norms[call, i] = self.weights.load_temporary(source)
+            for i, name in enumerate(("q_norm", "k_norm")):
+                norms[call, i] = self.weights.home(layer).need(name)
         return norms

@@ -28,6 +28,7 @@ from everserve.model.bundled import DEMO_MODEL  # noqa: E402
 from everserve.model.checkpoint import Checkpoint  # noqa: E402
 from everserve.model.config import ModelConfig  # noqa: E402
 from everserve.model.decoder import Decoder  # noqa: E402
+from everserve.model.spec import Dense  # noqa: E402
 from everserve.plan.weights import PlannedTensor, WeightsPlan  # noqa: E402
 from everserve.tables.ids import Role  # noqa: E402
 
@@ -55,6 +56,7 @@ class Untouchable:
         return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
 
     def view(self, place: PlannedTensor) -> Tensor:
+        assert not place.is_exact
         return self.tensor(*place.shape)
 
     def arena(self, model: ModelConfig, num_slots: int) -> ExpertArena:
@@ -62,9 +64,16 @@ class Untouchable:
         return ExpertArena.of_experts(self.view(plan.tensor("experts")), len(model.cuts), num_slots)
 
 
+def two_layers(model: ModelConfig) -> ModelConfig:
+    """One with experts, and one without."""
+    with_experts = model.layers[0]
+    without = replace(with_experts, ffn=Dense(size=model.cuts[0].shard_size))
+    return replace(model, spec=replace(model.spec, layers=(with_experts, without)))
+
+
 def run_steps(stop: int, sizes: list[tuple[int, bool]], launches_ahead: bool = False) -> None:
     """Of so many rows, with prompts among them or not: both ways over the seam, and a layer without experts."""
-    untouchable, model = Untouchable(), replace(ModelConfig.from_directory(DEMO_MODEL), num_layers=2, moe_layers=(0,))
+    untouchable, model = Untouchable(), two_layers(ModelConfig.from_directory(DEMO_MODEL))
     ops = CudaOps(CPU, max_num_seqs=NUM_SEQS, max_model_len=MAX_LEN, launches_ahead=launches_ahead)
     ops.words.stop.fill_(stop)
     plan = WeightsPlan.of(model, (Role.ATTENTION,), num_slots=0)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from everserve.procs.local_server import LocalServer
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 
 @pytest.fixture(scope="module")

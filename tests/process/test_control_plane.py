@@ -3,11 +3,12 @@
 import os
 import signal
 
+import httpx
 import pytest
 
-from tests.process import cluster as c
-from tests.process.cluster import DECODE, Fault
-from tests.shared_servers import CLUSTER
+from tests.support import cluster as c
+from tests.support.cluster import DECODE, Fault
+from tests.support.shared_servers import CLUSTER
 
 LONG = c.asks(6, num_prompt=20, max_tokens=240)
 
@@ -91,6 +92,27 @@ def test_everything_but_the_gateway_at_once(whole, expected):
         lambda: all(c.worker(whole, w["rank"])["incarnation"] > w["incarnation"] for w in workers), what="successors"
     )
     c.wait_whole(whole)
+
+
+def test_probes_while_it_heals(whole, expected):
+    """No expert has a place, and what workers are forked from is gone: send requests elsewhere, restart nothing."""
+    answers: dict[str, list[int]] = {"/health": [], "/readyz": [], "/livez": []}
+
+    def probe() -> bool:
+        for path, seen in answers.items():
+            seen.append(httpx.get(f"{whole.url}{path}", timeout=60).status_code)
+        return 503 in answers["/health"] and 503 in answers["/readyz"]
+
+    def act() -> None:
+        assert not probe() and {path: seen[0] for path, seen in answers.items()} == dict.fromkeys(answers, 200)
+        kill(pid_of(whole, "zygote"), *(c.worker(whole, rank)["pid"] for rank in (2, 3)))
+        c.wait_until(probe, what="an instance that heals itself")
+
+    streams = c.run_with(whole, DECODE, c.in_decode, act)
+    c.assert_equal(streams, expected["decode"])
+    c.wait_whole(whole)
+    probe()
+    assert answers["/health"][-1] == answers["/readyz"][-1] == 200 and set(answers["/livez"]) == {200}
 
 
 def test_a_stopped_orchestrator_is_replaced(whole, expected):

@@ -16,7 +16,7 @@ PR_CAPBSET_DROP = 24
 USER = """
 import errno, os, signal, socket, sys
 from everserve.procs.local_server import LocalServer
-from tests.process.cluster import DECODE, is_alive, run_all, wait_until
+from tests.support.cluster import DECODE, is_alive, run_all, wait_until
 
 class Parked:
     '''More descriptors in flight than this user may have.'''

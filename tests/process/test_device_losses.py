@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from tests.process import cluster as c
-from tests.process.cluster import DECODE
+from tests.support import cluster as c
+from tests.support.cluster import DECODE
 
 NUM_DEVICES = 4
 FLAGS = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--enable-chaos", "--kv-log", "mirror", *c.PATIENT)

@@ -6,7 +6,7 @@ import pytest
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.tables.survival import Kv, Weights
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 pytestmark = pytest.mark.long
 NUM_DEVICES = 3

@@ -20,10 +20,11 @@ from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.backends.cpu.slots import MappedSlots
 from everserve.memory.liveness import Cell, Warden
+from everserve.seam.healing import Reports
 from everserve.tables.ids import Incarnation, Rank, Role
 from everserve.tables.slots import EMPTY, Fill, Place
 from everserve.wire.channel import Channel
-from everserve.wire.events import EventLog
+from everserve.wire.event_log import EventLog
 from everserve.wire.messages import (
     AnyMessage,
     ClearSlots,
@@ -32,6 +33,7 @@ from everserve.wire.messages import (
     FillSlots,
     LanesOpen,
     LanesSent,
+    Offer,
     PeerJoined,
     PeerLeft,
     Ready,
@@ -40,9 +42,10 @@ from everserve.wire.messages import (
     StartWorker,
 )
 from everserve.worker.control import ControlEnd, LeaveRequest
-from tests.configs import worker_settings
-from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
-from tests.in_process_experts import new_cell, new_memory
+from tests.support.configs import worker_settings
+from tests.support.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
+from tests.support.in_process_experts import new_cell, new_memory
+from tests.support.memories import memory
 
 DETECT_MS = 400.0
 EVERYTHING = [*range(NUM_EXPERTS)]
@@ -63,8 +66,11 @@ class ExpertProcess:
             self._serve(Channel(theirs))
         theirs.close()
         self.control = Channel(ours)
-        joined = PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=(Role.ATTENTION,))
-        self.tell(joined, [attention_cell_fd, self.lane_fd])
+        of_peer = {memory("cell-0.1"): attention_cell_fd, memory(f"lane-0.1-{rank}.1"): self.lane_fd}
+        for piece, fd in of_peer.items():
+            self.tell(Offer(memory=piece), [fd])
+        roles = (Role.ATTENTION,)
+        self.tell(PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=roles, memory=tuple(of_peer)))
         assert isinstance(self.control.receive(timeout_s=60), Ready), "its warden pulses from now on"
 
     def tell(self, message, fds=()) -> None:
@@ -136,9 +142,11 @@ class Attention:
                 self.peers,
                 detect_ms=DETECT_MS,
                 lease_s=30,
-                on_control=lambda: None,
-                on_suspect=lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
-                on_replay=lambda *replay: None,
+                reports=Reports(
+                    lambda: None,
+                    lambda rank, incarnation, reason: self.suspected.append((rank, reason)),
+                    lambda *replay: None,
+                ),
             ),
             ops,
         )

@@ -11,9 +11,9 @@ import time
 import httpx
 import pytest
 
-from tests.process import cluster as c
-from tests.process.cluster import DECODE, PREFILL, Fault
-from tests.shared_servers import CLUSTER, CLUSTER_OF_SMALL_STEPS
+from tests.support import cluster as c
+from tests.support.cluster import DECODE, PREFILL, Fault
+from tests.support.shared_servers import CLUSTER, CLUSTER_OF_SMALL_STEPS
 
 NUM_ATTENTION, NUM_EXPERT = 2, 2
 ATTENTION_RANKS = range(NUM_ATTENTION)
@@ -81,27 +81,28 @@ def test_what_a_fenced_worker_sends_is_counted(whole, expected):
     """An expert worker that is stopped while it computes, or with requests in its boxes: when it wakes up it answers
     too late, or says what it dropped."""
     before = c.metric(whole, "everserve_stale_messages_total")
-    for _ in range(4):  # it may be stopped between two batches: then it has nothing to say
+
+    def attempt() -> bool:
         fault = Fault(whole, EXPERT_RANKS[0], signal.SIGSTOP)
-        streams = c.run_with(whole, PREFILL, c.in_prefill(whole), lambda fault=fault: stop_until_fenced(fault))
+        streams = c.run_with(whole, PREFILL, c.in_prefill(whole), lambda: stop_until_fenced(fault))
         fault.assert_landed()
-        c.wait_until(lambda pid=fault.pid: not c.is_alive(pid), what="the exit of the fenced worker")
+        c.wait_until(lambda: not c.is_alive(fault.pid), what="the exit of the fenced worker")
         c.assert_equal(streams, expected["prefill"])
         c.wait_whole(whole)
-        if c.metric(whole, "everserve_stale_messages_total") > before:
-            return
-    raise AssertionError("nothing was counted")
+        return c.metric(whole, "everserve_stale_messages_total") > before
+
+    c.until_it_hits(attempt)  # it may be stopped between two batches: then it has nothing to say
 
 
 def test_a_worker_and_then_its_replacement(whole, expected):
-    """The second fault hits while the first replacement loads. That takes a fraction of a second: on a busy machine
-    the fault may come too late; then streams are exact too, and it is tried once more."""
-    for _ in range(5):
+    """The second fault hits while the first replacement loads, which takes a fraction of a second."""
+
+    def attempt() -> bool:
         incarnation = kill_with_replacement(whole, expected, EXPERT_RANKS[0])
         ready = [e for e in whole.events(f"worker-{EXPERT_RANKS[0]}") if e["event"] == "worker_became_ready"]
-        if not any(event["incarnation"] == incarnation for event in ready):
-            return
-    pytest.fail("it was never loading any more")
+        return not any(event["incarnation"] == incarnation for event in ready)
+
+    c.until_it_hits(attempt)
 
 
 def kill_with_replacement(whole, expected, rank) -> int:
@@ -238,7 +239,7 @@ def test_a_kill_during_start_up(tmp_path, rank):
             c.wait_until(lambda: named("serving"), what="serving")
             assert any(e["rank"] == rank and e["incarnation"] == 1 for e in named("fault_detected"))
             url = named("serving")[0]["url"]
-            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.get(f"{url}/health", timeout=None).status_code == 200
         finally:
             process.terminate()
             assert process.wait(timeout=90) == 0

@@ -4,9 +4,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from everserve.bench.duty import DutyCycle
-from tests.process import cluster as c
-from tests.process.cluster import DECODE
+from everserve_bench.duty import DutyCycle
+from tests.support import cluster as c
+from tests.support.cluster import DECODE
 
 # Silence is longer than any stop of a duty cycle, also where a busy machine makes stops longer than they should be.
 FLAGS = ("--attention-workers", "2", "--expert-workers", "3", "--enable-chaos", "--detect-ms", "2000")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process import cluster as c
-from tests.process.cluster import DECODE
+from tests.support import cluster as c
+from tests.support.cluster import DECODE
 
 NUM_DEVICES = 3
 LONG = c.asks(6, num_prompt=12, max_tokens=300)  # so that a device is busy for as long as it takes to ask

@@ -6,9 +6,9 @@ import pytest
 
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
-from tests.process import cluster as c
-from tests.process.cluster import Fault
 from tests.process.test_tensor_parallel import LONG, SHARDS, Counters, lose
+from tests.support import cluster as c
+from tests.support.cluster import Fault
 
 
 @pytest.fixture(scope="module")

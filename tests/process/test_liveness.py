@@ -14,6 +14,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import pytest
 from everserve.memory.liveness import CELL_BYTES, ORCHESTRATOR_WORD, Cell, PeerState, Warden, life_word
 from everserve.memory.liveness.cell import NUM_LIFE_WORDS, load
 from everserve.native import BuildError
-from tests.readable import is_readable
+from tests.support.readable import is_readable
 
 try:
     load()
@@ -303,6 +304,34 @@ def test_a_stopped_process_is_silent_until_it_goes_on(fork, wardens, use_waitv):
     await_state(warden, 0, PeerState.DIED)
     states = [state for _, state in warden.changes()]
     assert states[-2:] == [PeerState.SILENT, PeerState.DIED] and PeerState.ALIVE in states
+
+
+def test_a_peer_that_waits_for_a_core_is_silent_long_after_one_that_is_stopped(fork, wardens):
+    """Threads that should pulse, and do not: they could run, unless they are stopped, sooner or later."""
+    owner_at = 3 * 64 + 12  # csrc/cell.h
+
+    def spin(child: Child) -> None:
+        os.pwrite(child.fd, struct.pack("II", os.getpid(), threading.get_native_id()), owner_at)
+        child.say("ready")
+        while True:
+            pass
+
+    starved, stopped, stopped_later = fork(spin), fork(spin), fork(spin)
+    assert starved.hear() == stopped.hear() == stopped_later.hear() == "ready"
+    stopped.stop()
+    event_fd, detect_ms = os.eventfd(0), 200
+    warden = wardens(None, detect_ms, event_fd)
+    began_s = time.monotonic()
+    for key, child in enumerate((starved, stopped, stopped_later)):
+        warden.watch(key, child.cell, 0)
+    assert is_readable(event_fd, DEADLINE_S)
+    assert warden.changes() == [(1, PeerState.SILENT)], "the one that is stopped"
+    stopped_later.stop()
+    await_state(warden, 0, PeerState.SILENT)
+    assert time.monotonic() - began_s > 9 * detect_ms / 1e3, "ten times as long"
+    assert warden.changes() == [(2, PeerState.SILENT), (0, PeerState.SILENT)], "each look asks for the state"
+    warden.stop()
+    os.close(event_fd)
 
 
 def test_who_is_held_up_itself_does_not_take_its_peers_for_silent(fork):

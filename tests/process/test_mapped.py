@@ -4,8 +4,8 @@ ones left, without a copy, until their successors are there. Every stream is wha
 import os
 import signal
 
-from tests.process import cluster as c
-from tests.process.cluster import DECODE
+from tests.support import cluster as c
+from tests.support.cluster import DECODE
 
 NUM_DEVICES = 3  # of 64 experts one has 22, two have 21 and an empty slot
 FLAGS = (
@@ -45,8 +45,10 @@ def test_what_a_dead_worker_left_is_mapped(whole, expected):
     c.assert_equal(streams, expected)
     fault.assert_landed()
     wait_own(whole)
+    # Later experts may change places, from peers, to make work even.
     sources = moved(whole)[before:]
-    assert sources and all(source == "mapped" and num_bytes == 0 for source, _, num_bytes in sources), sources
+    assert sources[0][0] == "mapped" and all(one[2] == 0 for one in sources if one[0] == "mapped"), sources
+    assert {source for source, _, _ in sources} <= {"mapped", "peer"}, sources
 
 
 def test_one_that_is_stopped_wakes_up_when_others_have_mapped_its_memory(whole, expected):
@@ -57,7 +59,8 @@ def test_one_that_is_stopped_wakes_up_when_others_have_mapped_its_memory(whole, 
     c.assert_equal(streams, expected)
     fault.assert_landed()
     wait_own(whole)
-    assert {source for source, _, _ in moved(whole)[before:]} == {"mapped"}
+    sources = {source for source, _, _ in moved(whole)[before:]}
+    assert "mapped" in sources and sources <= {"mapped", "peer"}
 
 
 def test_two_die_with_the_orchestrator(whole, expected):

@@ -12,29 +12,35 @@ from everserve.chaos.clients import Clients
 from everserve.chaos.findings import Findings
 from everserve.chaos.requests import Request
 from everserve.chaos.target import Target
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--shadow-experts", "0")
 MASK = ("--on-lost-expert", "mask", "--max-masked-experts", "32")
 NUM_CLIENTS = 6
 
 
-def requests(model: str) -> list[Request]:
+def requests(model: str, num_tokens: int) -> list[Request]:
     """Half greedy, half sampled; two share a prefix."""
     found = []
     for i in range(NUM_CLIENTS):
         prompt = [(7 * (i % 5) + 13 * j) % 4000 + 5 for j in range(40 + 10 * i)]
         sampled = {"temperature": 0.9, "top_p": 0.95, "seed": 100 + i} if i % 2 else {"temperature": 0.0}
-        body = {"model": model, "prompt": prompt, "max_tokens": 160, "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": num_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         found.append(Request(i, body | sampled))
     return found
 
 
-async def under_load(server, act: Callable[[], object]) -> Clients:
+async def under_load(server, act: Callable[[], object], num_tokens: int) -> Clients:
     """Streams run and begin again while `act` runs; afterwards everything is judged."""
     findings = Findings()
     clients = Clients(Target(server.url), 30.0, findings)
-    known = await clients.learn(requests(server.model), NUM_CLIENTS)
+    known = await clients.learn(requests(server.model, num_tokens), NUM_CLIENTS)
     until = asyncio.Event()
     storm = asyncio.ensure_future(clients.storm(known, 1, NUM_CLIENTS, until))
     await asyncio.to_thread(act)
@@ -72,8 +78,9 @@ def lose_and_bring_back(server) -> None:
     goes_on_exactly()
 
 
-def check_masks(server) -> None:
-    tally = asyncio.run(under_load(server, lambda: lose_and_bring_back(server))).tally
+def check_masks(server, num_tokens: int = 160) -> None:
+    """Streams are long enough that some of them are under way when the mask is lifted."""
+    tally = asyncio.run(under_load(server, lambda: lose_and_bring_back(server), num_tokens)).tally
     assert tally.num_masked > 0 and tally.continuations, "streams were masked, and went on afterwards"
     assert c.metric(server, "everserve_stream_divergences_total") == 0
     assert "Traceback" not in server.log_text(), server.log_text()

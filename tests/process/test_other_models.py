@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from everserve.bench.load import Ask
 from everserve.model.bundled import DEMO_MODEL
-from tests.models import MAX_POSITIONS, VOCAB_SIZE, model_directory
-from tests.process import cluster as c
-from tests.process.cluster import Fault
+from everserve_bench.load import Ask
+from tests.support import cluster as c
+from tests.support.cluster import Fault
+from tests.support.models import MAX_POSITIONS, VOCAB_SIZE, model_directory
 
 ASKS = [
     Ask(

@@ -1,14 +1,15 @@
 """A dead attention worker costs its streams neither a token nor a prefill: their KV comes from the log."""
 
 import asyncio
+import os
 import signal
 
 import pytest
 
 from everserve.client import Stream
-from tests.process import cluster as c
-from tests.process.cluster import DECODE, PREFILL, Fault
-from tests.shared_servers import CLUSTER_OF_SMALL_STEPS
+from tests.support import cluster as c
+from tests.support.cluster import DECODE, PREFILL, Fault
+from tests.support.shared_servers import CLUSTER_OF_SMALL_STEPS
 
 WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT)
 NO_CACHE = "--no-enable-prefix-caching"
@@ -48,26 +49,63 @@ def test_nothing_is_computed_twice(logged, expected, rank):
     recomputed = c.metric(logged, "everserve_tokens_recomputed_total")
     broken = c.metric(logged, "everserve_log_broken_tokens_total")
     before, taken = len(restored(logged)), len(resumed(logged))
-    fault = Fault(logged, rank, signal.SIGKILL)
-    streams = c.run_with(logged, LONG, c.in_decode, fault)
-    fault.assert_landed()
-    c.assert_equal(streams, expected["long"])
+    c.until_it_hits(lambda: kill(logged, rank, expected["long"]) or resumed(logged, taken))
     found, moved = restored(logged, before), resumed(logged, taken)
-    assert moved and len(found) == len(moved), "every stream of the dead worker was restored"
+    assert len(found) == len(moved), "every stream of the dead worker was restored"
     assert all(event["num_restored"] >= 400 and event["num_recomputed"] <= 2 for event in found), found
     assert c.metric(logged, "everserve_tokens_recomputed_total") - recomputed <= 2 * len(found)
     assert c.metric(logged, "everserve_log_broken_tokens_total") == broken
 
 
+def kill(server, rank: int, expected: list[list[int]]) -> None:
+    c.wait_whole(server)
+    fault = Fault(server, rank, signal.SIGKILL)
+    streams = c.run_with(server, LONG, c.in_decode, fault)
+    fault.assert_landed()
+    c.assert_equal(streams, expected)
+
+
+def test_a_log_that_cannot_be_read(logged, expected):
+    """One bit of its header is wrong: its streams are computed again, and no other worker dies of it."""
+    c.wait_whole(logged)
+    unreadable, other = c.metric(logged, "everserve_unreadable_logs_total"), c.worker(logged, 1)["incarnation"]
+    c.until_it_hits(lambda: damage_its_log_and_kill_it(logged, expected))
+    assert c.metric(logged, "everserve_unreadable_logs_total") > unreadable
+    assert c.worker(logged, 1)["incarnation"] == other
+
+
+def damage_its_log_and_kill_it(logged, expected) -> list[dict]:
+    """Returns its streams that went on elsewhere."""
+    before, fault = len(resumed(logged)), Fault(logged, 0, signal.SIGKILL)
+    # The log is looked for before streams begin: on busy cores that takes longer than some streams.
+    with c.memory_file(logged, "log-0").open("r+b", buffering=0) as memory:
+
+        def damage_and_kill() -> None:
+            (byte,) = os.pread(memory.fileno(), 1, 3)
+            os.pwrite(memory.fileno(), bytes([byte ^ 1]), 3)
+            fault()
+
+        streams = c.run_with(logged, LONGER, c.in_decode, damage_and_kill)
+    fault.assert_landed()
+    c.assert_equal(streams, expected["longer"])
+    c.wait_whole(logged)
+    return resumed(logged, before)
+
+
 def test_a_stream_in_the_middle_of_its_prompt(logged, expected):
     """What was computed of the prompt is not lost either."""
+    c.until_it_hits(lambda: kill_in_prefill(logged, expected["prefill"]))
+
+
+def kill_in_prefill(logged, expected: list[list[int]]) -> list[dict]:
+    """Returns what was restored of prompts that were not whole."""
     c.wait_whole(logged)
     before = len(restored(logged))
     fault = Fault(logged, 0, signal.SIGKILL)
     streams = c.run_with(logged, PREFILL, well_into_prefill(logged, 0), fault)
     fault.assert_landed()
-    c.assert_equal(streams, expected["prefill"])
-    assert restored(logged, before)
+    c.assert_equal(streams, expected)
+    return [event for event in restored(logged, before) if 0 < event["num_restored"] < len(PREFILL[0].prompt)]
 
 
 def well_into_prefill(server, rank: int):
@@ -162,10 +200,14 @@ def test_choices_that_share_their_prompt_go_on_together(start_server):
 
     with start_server(*WORKERS) as running:
         alone = asyncio.run(ask(running, Stream()))
-        for rank in (0, 1):  # one of them has it
-            fault = Fault(running, rank, signal.SIGKILL)
-            streams = c.run_streams(running, [ask], c.in_decode, fault)
-            fault.assert_landed()
-            assert streams[0].error is None and sorted(streams[0].token_ids) == sorted(alone.token_ids)
-            c.wait_whole(running)
-        assert restored(running)
+
+        def attempt() -> list[dict]:
+            for rank in (0, 1):  # one of them has it
+                fault = Fault(running, rank, signal.SIGKILL)
+                streams = c.run_streams(running, [ask], c.in_decode, fault)
+                fault.assert_landed()
+                assert streams[0].error is None and sorted(streams[0].token_ids) == sorted(alone.token_ids)
+                c.wait_whole(running)
+            return restored(running)
+
+        c.until_it_hits(attempt)

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-from tests.process import cluster as c
+from tests.support import cluster as c
 
 FLAGS = ("--attention-workers", "1", "--expert-workers", "4", "--max-workers", "8", *c.PATIENT)
 NO_PID = 1 << 30

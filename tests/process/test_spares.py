@@ -1,5 +1,6 @@
 """Processes that wait to become workers: they do, they are replaced, and nobody trips over a bad one."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from everserve.procs import process
-from tests.process import cluster as c
-from tests.process.cluster import DECODE, Fault
+from tests.support import cluster as c
+from tests.support.cluster import DECODE, Fault
 
-FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos", *c.PATIENT)
+FLAGS = ("--attention-workers", "2", "--expert-workers", "2", "--spares", "1", "--enable-chaos", *c.PATIENT,
+         "--log-format", "json")  # fmt: skip
 
 
 @pytest.fixture
@@ -56,6 +58,28 @@ def test_a_spare_takes_the_seat(whole, expected, rank):
     assert replaced(whole, rank, fault.incarnation) == spare and name_of(spare) == f"es-worker-{rank}"
     assert wait_spare(whole, but=spare) != spare
     assert c.run_all(whole, DECODE) == expected, "the new one does its part"
+
+
+def test_every_process_logs_json(whole):
+    """After deaths of all kinds, or before: no line is anything else."""
+    lines = [json.loads(line) for line in whole.log_text().splitlines()]
+    assert all({"time", "level", "process", "pid", "logger", "message"} <= line.keys() for line in lines)
+    workers = {f"worker-{rank}" for rank in range(4)}
+    assert {line["process"] for line in lines} >= {"supervisor", "orchestrator", *workers}
+    assert any("ready at http://" in line["message"] for line in lines if line["process"] == "supervisor")
+
+
+def test_workers_die_first_when_memory_is_short(whole):
+    """By what the kernel chooses with: its score of each process, besides its size."""
+    base = int(Path("/proc/self/oom_score_adj").read_text())
+    scores = {p["name"]: p["pid"] for p in c.cluster(whole)["processes"]}
+    scores |= {f"worker {one['rank']}": one["pid"] for one in c.cluster(whole)["workers"]}
+    for name, pid in scores.items():
+        is_worker = name.startswith(("worker", "spare"))
+        step = 2 if is_worker else 0 if name in ("root", "keeper") else 1
+        expected = min(base + 300 * step, 1000)
+        assert int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == expected, name
+    assert len(scores) == 12, "root, a keeper, five that can be replaced, four workers, a spare"
 
 
 def test_two_at_once(whole):

@@ -9,8 +9,8 @@ from collections import Counter
 
 import pytest
 
-from tests.process import cluster as c
-from tests.shared_servers import CLUSTER
+from tests.support import cluster as c
+from tests.support.shared_servers import CLUSTER
 
 ASKS = c.asks(6, num_prompt=40, max_tokens=120)
 ON_GONE = ("--shadow-experts", "0", "--on-lost-expert", "switch-role", "--enable-chaos", *c.PATIENT)

@@ -1,18 +1,21 @@
 """Heads, their KV and experts over three devices: the tokens of one process, whatever dies; and KV outlives it."""
 
 import json
+import os
 import random
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from everserve.memory.pieces.layout import PAGE
 from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.plan.prefill import TokenCost
-from tests.process import cluster as c
-from tests.process.cluster import DECODE, Fault
+from tests.support import cluster as c
+from tests.support.cluster import DECODE, Fault
 
 HOME, SHARDS = 0, 4
 PREFILL_COST = re.compile(r'^everserve_prefill_cost_total\{rank="(\d+)"\} (\S+)$', re.MULTILINE)
@@ -51,13 +54,58 @@ class Counters:
 )
 def test_streams_go_on(whole, expected, rank, signum):
     """KV outlives both: that of a shard worker is found by its successor, that of a home's streams by other homes."""
-    since, fault = Counters(whole), Fault(whole, rank, signum)
-    streams = c.run_with(whole, DECODE, c.in_decode, fault)
-    fault.assert_landed()
-    c.assert_equal(streams, expected)
+    since = Counters(whole)
+
+    def attempt() -> bool:
+        c.wait_whole(whole)
+        fault = Fault(whole, rank, signum)
+        streams = c.run_with(whole, DECODE, c.in_decode, fault)
+        fault.assert_landed()
+        c.assert_equal(streams, expected)
+        return rank != HOME or since.tokens_restored > 0
+
+    c.until_it_hits(attempt)
     assert since.preemptions == since.kv_lost_tokens == 0
-    if rank == HOME:
-        assert since.tokens_restored > 0 and since.tokens_restored > 4 * since.tokens_recomputed
+    assert rank != HOME or since.tokens_restored > 4 * since.tokens_recomputed
+
+
+def test_a_worker_that_damages_its_kv_when_it_dies(whole, expected_long):
+    """Its successor goes on with that memory. What is wrong in it is in the mirror, or computed again."""
+    since = Counters(whole)
+    c.until_it_hits(
+        lambda: damage_its_kv_and_kill_it(whole, expected_long) or since.kv_lost_tokens or since.kv_regained_bytes
+    )
+
+
+def damage_its_kv_and_kill_it(whole, expected_long) -> None:
+    c.wait_whole(whole)
+    fault = Fault(whole, SHARDS, signal.SIGKILL)
+
+    def damage_and_kill() -> None:
+        os.kill(fault.pid, signal.SIGSTOP)
+        with c.memory_file(whole, f"kv-pieces-{SHARDS}").open("r+b", buffering=0) as memory:
+            for first, end in used_parts(memory.fileno()):
+                data = bytearray(os.pread(memory.fileno(), end - first, first))
+                for at in range(max(0, 2 * PAGE - first), len(data), 97):  # behind the header and the owners of pieces
+                    data[at] ^= 64
+                os.pwrite(memory.fileno(), data, first)
+        fault()
+
+    streams = c.run_with(whole, LONG, c.in_decode, damage_and_kill)
+    fault.assert_landed()
+    c.assert_equal(streams, expected_long)
+
+
+def used_parts(fd: int) -> Iterator[tuple[int, int]]:
+    """Where this memory was ever written to."""
+    at, size = 0, os.fstat(fd).st_size
+    while at < size:
+        try:
+            first = os.lseek(fd, at, os.SEEK_DATA)
+        except OSError:
+            return
+        at = os.lseek(fd, first, os.SEEK_HOLE)
+        yield first, at
 
 
 def lose(server, gone: bool) -> None:
@@ -65,31 +113,54 @@ def lose(server, gone: bool) -> None:
     assert answer.status_code == 200, answer.text
 
 
-def assert_kept(since: Counters) -> None:
+def wait_even(server) -> None:
+    """Each device does as much for heads; for experts nearly, as their load has changed since it was measured."""
+
+    def is_even() -> bool:
+        kinds = c.cluster(server)["balance"]["kinds"]
+        return kinds["head"] <= 1.05 and kinds["expert"] <= 1.25
+
+    c.wait_until(is_even, what="work is even")
+
+
+def was_kept(since: Counters) -> bool:
     """Streams of the lost home were restored, all others regained what the lost heads had, but for what was still to be
     written behind the steps: how much that is depends on how busy the machine is."""
-    assert since.kv_regained_bytes > 0 and since.kv_regained_tokens > 0 and since.tokens_restored > 0
+    return since.kv_regained_bytes > 0 and since.kv_regained_tokens > 0 and since.tokens_restored > 0
 
 
 def test_kv_outlives_its_device(whole, expected_long):
     """Its pool is lost, its mirror is not. What the mirror lacked is computed again; most was in it."""
     since = Counters(whole)
-    c.assert_equal(c.run_with(whole, LONG, c.in_decode, lambda: lose(whole, gone=False)), expected_long)
-    assert_kept(since)
-    c.wait_whole(whole)
+
+    def attempt() -> bool:
+        c.assert_equal(c.run_with(whole, LONG, c.in_decode, lambda: lose(whole, gone=False)), expected_long)
+        c.wait_whole(whole)
+        return was_kept(since)
+
+    c.until_it_hits(attempt)
 
 
 def test_heads_move_with_their_kv_when_a_device_is_gone_and_when_it_returns(whole, expected_long):
-    since = Counters(whole)
-    c.assert_equal(c.run_with(whole, LONG, c.in_decode, lambda: lose(whole, gone=True)), expected_long)
-    assert_kept(since)
-    since = Counters(whole)
-
     def give_back() -> None:
         assert c.post(whole, "/cluster/return", {"device": LOST}).status_code == 200
 
+    def attempt() -> bool:
+        since = Counters(whole)
+        c.assert_equal(c.run_with(whole, LONG, c.in_decode, lambda: lose(whole, gone=True)), expected_long)
+        wait_even(whole)
+        if was_kept(since):
+            return True
+        give_back()
+        c.wait_whole(whole)
+        wait_even(whole)
+        return False
+
+    c.until_it_hits(attempt)
+    since = Counters(whole)
     c.assert_equal(c.run_with(whole, LONG, c.in_decode, give_back), expected_long)
     c.wait_whole(whole)
+    wait_even(whole)
     assert since.preemptions == since.kv_lost_tokens == 0
 
 

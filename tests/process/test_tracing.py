@@ -11,8 +11,8 @@ import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.process import cluster as c
-from tests.process.cluster import Fault
+from tests.support import cluster as c
+from tests.support.cluster import Fault
 
 WORKERS = ("--attention-workers", "2", "--expert-workers", "2", *c.PATIENT, "--no-enable-prefix-caching")
 STREAMS = c.asks(6, num_prompt=40, max_tokens=120)
@@ -102,8 +102,10 @@ def expected(server):
 
 def test_a_request_is_one_trace_and_its_clients_are_part_of_it(traced, collector):
     body = {"model": "demo", "prompt": "It was", "max_tokens": 5, "seed": 1}
-    httpx.post(f"{traced.url}/v1/completions", json=body, headers={"traceparent": PARENT}).raise_for_status()
-    httpx.post(f"{traced.url}/v1/completions", json=body).raise_for_status()
+    httpx.post(
+        f"{traced.url}/v1/completions", json=body, headers={"traceparent": PARENT}, timeout=None
+    ).raise_for_status()
+    httpx.post(f"{traced.url}/v1/completions", json=body, timeout=None).raise_for_status()
     first, second = collector.take(2)
     assert first.trace_id.hex() == PARENT.split("-")[1] and first.parent_span_id.hex() == PARENT.split("-")[2]
     assert second.trace_id != first.trace_id and not second.parent_span_id
@@ -150,7 +152,7 @@ def test_a_collector_that_is_gone_harms_nobody(start_server):
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         with start_server("--otlp-traces-endpoint", url, "--shutdown-timeout", "5") as running:
             body = {"model": "demo", "prompt": "It was", "max_tokens": 5}
-            httpx.post(f"{running.url}/v1/completions", json=body).raise_for_status()
+            httpx.post(f"{running.url}/v1/completions", json=body, timeout=None).raise_for_status()
             running.process.terminate()
             assert running.process.wait(timeout=90) == 0
             assert "Traceback" not in running.log_text(), running.log_text()

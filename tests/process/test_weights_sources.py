@@ -18,7 +18,7 @@ from everserve.backends.cpu.local_experts import LocalExperts
 from everserve.backends.cpu.peers import ExpertPeers
 from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.config.model import ModelSource
-from everserve.control.needs import Needs
+from everserve.control.hold.needs import Needs
 from everserve.memory.liveness import Cell, Warden
 from everserve.memory.owned import create_memory
 from everserve.memory.weights.expert_memory import ExpertMemory
@@ -26,26 +26,28 @@ from everserve.model.bundled import DEMO_MODEL
 from everserve.model.config import ModelConfig
 from everserve.model.fingerprint import fingerprint
 from everserve.plan.expert_memory import ExpertMemoryPlan
+from everserve.seam.healing import NO_REPORTS
 from everserve.tables.calls import expert_calls
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, SlotId, WorkerId
-from everserve.tables.memory import Kind, Memory
+from everserve.tables.memory import Kind, MemoryName
 from everserve.tables.placement import Placement, SeatExperts
 from everserve.tables.routes import Routes
 from everserve.tables.slots import Fill, HeldSlots, Place, Source
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     FillSlots,
+    Offer,
     PeerJoined,
     Ready,
     SlotsReported,
-    WeightsJoined,
-    WeightsLeft,
+    Withdraw,
 )
 from everserve.worker import boot
-from tests.configs import worker_settings
-from tests.in_process_experts import new_cell, new_memory
-from tests.process import cluster as c
+from tests.support import cluster as c
+from tests.support.configs import worker_settings
+from tests.support.in_process_experts import new_cell, new_memory
+from tests.support.memories import memory
 
 DETECT_MS = 500.0
 ATTENTION, FIRST, SECOND = Rank(0), Rank(1), Rank(2)
@@ -81,7 +83,7 @@ class Instance:
         settings = structs.replace(worker_settings(max_num_batched_tokens=MAX_TOKENS), model=SOURCE)
         self.goal = halves()
         self.needs = Needs(MODEL, settings, Capacity(max_workers=3, slots_per_layer=NUM_SLOTS), DETECT_MS)
-        self.memory: dict[Memory, int] = {}
+        self.memory: dict[MemoryName, int] = {}
         self.workers = {rank: ExpertProcess(self, rank) for rank in (FIRST, SECOND)}
         self.cell, self._cell_fd = new_cell()
         self.warden = Warden(self.cell, DETECT_MS)
@@ -93,19 +95,18 @@ class Instance:
         )
         for worker in self.workers.values():
             lane_fd = new_memory(shape.lane_bytes())
-            worker.tell(
-                PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=(Role.ATTENTION,)),
-                [self._cell_fd, lane_fd],
-            )
+            of_peer = {memory("cell-0.1"): self._cell_fd, memory(f"lane-0.1-{worker.rank}.1"): lane_fd}
+            for piece, fd in of_peer.items():
+                worker.tell(Offer(memory=piece), [fd])
+            roles = (Role.ATTENTION,)
+            worker.tell(PeerJoined(rank=ATTENTION, incarnation=Incarnation(1), roles=roles, memory=tuple(of_peer)))
             self.peers.join(worker.rank, Incarnation(1), Cell(worker.cell_fd), lane_fd)
         self.remote = RemoteExperts(
             Exchange(
                 self.peers,
+                NO_REPORTS,
                 detect_ms=DETECT_MS,
                 lease_s=30,
-                on_control=lambda: None,
-                on_suspect=lambda *suspicion: None,
-                on_replay=lambda *replay: None,
             ),
             opened.ops,
         )
@@ -120,10 +121,10 @@ class Instance:
                 self.memory[piece] = create_memory(piece.name, piece.num_bytes)
         return [self.memory[piece] for piece in pieces]
 
-    def weights_of(self, rank: Rank) -> tuple[Memory, list[int]]:
+    def weights_of(self, rank: Rank) -> list[MemoryName]:
+        """The weights of this seat, and their slot table."""
         pieces = self.needs.memory(self.goal, WorkerId(rank, Incarnation(1)))
-        weights, state = (next(p for p in pieces if p.kind is kind) for kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE))
-        return weights, [self.memory[weights], self.memory[state]]
+        return [piece for piece in pieces if piece.kind in (Kind.WEIGHTS, Kind.WEIGHTS_STATE)]
 
     def backup(self) -> ExpertMemory:
         plan = ExpertMemoryPlan.of(MODEL, MODEL.dtype, MODEL.num_experts)
@@ -201,7 +202,7 @@ class ExpertProcess:
     def fill(self, fill: Fill) -> tuple[Source, HeldSlots]:
         self.tell(FillSlots(fills=[fill]))
         report = self.hear(SlotsReported)
-        assert report.failed == [] and report.slots.experts[fill.layer_index][fill.slot] == fill.expert
+        assert report.failed == [] and report.slots.experts[fill.call_index][fill.slot] == fill.expert
         (filled,) = report.filled
         assert filled.fill == fill
         return filled.source, report.slots
@@ -232,20 +233,23 @@ def test_every_source(instance):
         source, held[FIRST] = first.fill(fill)
         assert source is expected
 
-    weights, fds = instance.weights_of(SECOND)
-    first.tell(WeightsJoined(rank=SECOND, weights=weights), fds)
+    weights = instance.weights_of(SECOND)
+    for piece in weights:
+        first.tell(Offer(memory=piece), [instance.memory[piece]])
     fill(Fill(0, empty, HALF + 8), Source.PEER)
     fill(Fill(0, other, 3), Source.SLOT)
     instance.check(held)
 
-    first.tell(WeightsLeft(rank=SECOND))
+    for piece in weights:
+        first.tell(Withdraw(memory=piece))
     fill(Fill(1, empty, HALF + 8), Source.HOST)
     backup.data[backup.plan.offset(Place(2, HALF + 8)) + 123] ^= 1
     fill(Fill(2, empty, HALF + 8), Source.FILE)
     instance.check(held)
 
     second.end()  # its memory stays, and is a source as before
-    first.tell(WeightsJoined(rank=SECOND, weights=weights), fds)
+    for piece in weights:
+        first.tell(Offer(memory=piece), [instance.memory[piece]])
     for slot, expert in ((empty, HALF + 9), (other, HALF + 10)):
         fill(Fill(3, slot, expert), Source.PEER)
     instance.workers[SECOND] = ExpertProcess(instance, SECOND, incarnation=2)
@@ -268,7 +272,7 @@ def test_deaths_and_losses_of_devices(start_server, expected):
     from the backup."""
     flags = ("-dp", "4", "--enable-expert-parallel", "--weights", "memory", "--expert-backup", "host")
     with start_server(*flags, "--kv-log", "mirror", "--enable-chaos", *c.PATIENT) as running:
-        is_done = lambda: running.log_text().count("experts to the backup in") == 4  # noqa: E731
+        is_done = lambda: c.num_backed_up(running) == 4  # noqa: E731
         c.wait_until(is_done, what="a complete backup")
         assert "the backup of all experts takes" in running.log_text()
         rank = next(w["rank"] for w in c.cluster(running)["workers"] if "expert" in w["roles"])
@@ -290,5 +294,6 @@ def test_deaths_and_losses_of_devices(start_server, expected):
                 assert c.post(running, "/cluster/fault", {"device": device, "gone": True}).status_code == 200
 
         c.assert_equal(c.run_with(running, c.DECODE, c.in_decode, lose), expected)
-        assert "host" in sources(running) and "file" not in sources(running)
+        c.wait_until(lambda: "host" in sources(running), what="experts from the backup")
+        assert "file" not in sources(running)
         assert "Traceback" not in running.log_text(), running.log_text()

@@ -3,8 +3,9 @@
 from collections.abc import Callable
 
 from everserve.engine.engine import Engine
-from everserve.tables.requests import RequestSpec
-from tests.toy import StepAbandoned, ToyModel, run_alone, spec
+from everserve.tables.requests import Flow, RequestSpec
+from tests.support import guides
+from tests.support.toy import StepAbandoned, ToyModel, run_alone, spec
 
 _MANY_STEPS = 2000
 
@@ -19,10 +20,10 @@ class EngineStreams:
         self._tokens: dict[str, list[int]] = {}
         self._cancelled: set[str] = set()
 
-    def add(self, prompt: list[int], params: dict) -> None:
-        request = spec(f"r{len(self._specs)}", prompt, **params)
+    def add(self, prompt: list[int], params: dict, flow: Flow | None = None) -> None:
+        request = spec(f"r{len(self._specs)}", prompt, flow=flow, **params)
         self._specs[request.id], self._tokens[request.id] = request, []
-        self.engine.add(request)
+        guides.add(self.engine, request)
 
     def step(self, may_go_ahead: bool = True, is_quiet: Callable[[], bool] | None = None) -> None:
         for output in self.engine.step(may_go_ahead=may_go_ahead, is_quiet=is_quiet).outputs:
@@ -60,7 +61,7 @@ class EngineStreams:
         assert not self.engine.has_work, "a worker starves"
         assert self.engine.scheduler.pool.num_used == 0
         for id, request in self._specs.items():
-            alone, tokens = run_alone(request), self._tokens[id]
+            alone, tokens = run_alone(request, visible_keys=self._model.visible_keys), self._tokens[id]
             assert tokens == (alone[: len(tokens)] if id in self._cancelled else alone)
 
 

@@ -6,10 +6,11 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples import examples
 from tests.property.engine_streams import EngineStreams
 from tests.property.test_engine_schedules import prompts
-from tests.toy import LaggingForward, make_engine
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import LaggingForward, make_engine
 
 params = st.fixed_dictionaries(
     {
@@ -18,6 +19,7 @@ params = st.fixed_dictionaries(
         "seed": st.integers(0, 5),
         "frequency_penalty": st.sampled_from([0.0, 0.0, 0.0, 0.5]),  # this one is not launched ahead
         "stop_ids": st.sampled_from([(), (3, 5, 7), tuple(range(0, 97, 9))]),
+        "guided": st.sampled_from([None, None, None, guides.LISTS]),  # nor is this one
     }
 )
 adds = st.tuples(st.just("add"), prompts, params)
@@ -48,6 +50,7 @@ def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, pref
         max_num_batched_tokens=budget,
         max_prefill_while_decoding=max(1, budget // 2),
         enable_prefix_caching=prefix_caching,
+        visible_keys=rng.choice([None, 9]),
         make_forward=make_forward,
     )
     (forward,) = made

@@ -4,13 +4,17 @@ and once loads are constant and the faults have ended, the goal comes to rest.""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import BalanceDecided, Decision
-from everserve.control.events import DeviceReturned, SaidLoads
+from everserve.control.decide.effects import Decision
+from everserve.control.decide.inputs import Said
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.dealing import imbalance
-from tests.examples import examples
+from everserve.wire.events import BalanceDecided
+from everserve.wire.messages import LoadReported
+from everserve.wire.operators import ReturnRequest
 from tests.property import test_moves as moves
 from tests.property.test_moves import LAYERS, NUM_EXPERTS, check_healed
+from tests.support.decisions import ask
+from tests.support.examples import examples
 
 ROWS = st.lists(st.sampled_from([0, 1, 10, 100]), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS)
 
@@ -43,7 +47,7 @@ class World(moves.World):
                         done.add((layer, expert))
                         rows.setdefault(layer, {})[expert] = num
             if rows:
-                process.says.append(SaidLoads(*process.id, rows))
+                process.says.append(Said(*process.id, LoadReported(rows=rows)))
 
     def change_load(self, n: int) -> None:
         self.rows = [row[n % NUM_EXPERTS :] + row[: n % NUM_EXPERTS] for row in self.rows]
@@ -59,8 +63,7 @@ class World(moves.World):
         routes = self.machine.routes
         assert routes is not None
         loads = self.machine.balancer.loads.by_layer(self.now)
-        dealers = [seat.rank for seat in self.machine.goal.seats if seat.rank < self.num_devices]
-        return imbalance(routes, loads, dealers).max_over_mean
+        return imbalance(routes, loads).max_over_mean
 
 
 ACTIONS = [*moves.ACTIONS, *[World.report] * 4, World.change_load, *[World.tick] * 2]
@@ -79,7 +82,7 @@ def test_balancing_breaks_nothing_and_comes_to_rest(schedule, shape, rows):
     world.settle()
     check_healed(world)
     for device in world.machine.goal.gone:
-        world.tell(DeviceReturned(device))
+        world.tell(ask(ReturnRequest(device=device)))
     world.settle()
     world.run(40)  # older rows fade
     check_healed(world)

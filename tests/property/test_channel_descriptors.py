@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from everserve.wire.channel import MAX_FDS, Channel
 from everserve.wire.messages import Cancel
-from tests.examples import examples
+from tests.support.descriptors import num_fds
+from tests.support.examples import examples
 
 SMALLEST_BUFFER = 4608  # of a socket, so that frames go out in pieces
 
@@ -78,13 +79,9 @@ def collect():
 
 @contextmanager
 def no_leak() -> Iterator[None]:
-    before = open_fds()
+    before = num_fds()
     yield
-    assert open_fds() == before
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 (a count)
+    assert num_fds() == before
 
 
 def send(channel: Channel, sent: Sent) -> list[int]:

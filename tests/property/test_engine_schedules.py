@@ -6,9 +6,11 @@ Whatever happens, every stream equals the one it would be alone, and the tables 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.examples import examples
+from everserve.tables.requests import Flow
 from tests.property.engine_streams import EngineStreams
-from tests.toy import make_engine
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import make_engine
 
 prompts = st.one_of(
     st.lists(st.integers(0, 96), min_size=1, max_size=40),
@@ -21,11 +23,15 @@ params = st.fixed_dictionaries(
         "seed": st.integers(0, 5),
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "stop_ids": st.sampled_from([(), (3, 5, 7)]),
+        "guided": st.sampled_from([None, None, *guides.GUIDED]),
+        "bad_words": st.sampled_from([(), ((4,), (9, 8))]),
+        "cache_salt": st.sampled_from([b"", b"", b"a salt"]),
     }
 )
+flows = st.builds(Flow, st.sampled_from(["a", "b"]), st.integers(0, 3), st.just(1.0))
 events = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), prompts, params),
+        st.tuples(st.just("add"), prompts, params, flows),
         st.tuples(st.just("step"), st.integers(1, 4)),
         st.tuples(st.just("abandon")),
         st.tuples(st.just("cancel"), st.integers(0, 20)),
@@ -36,13 +42,14 @@ events = st.lists(
 
 
 @examples(38)
-@given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans())
-def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching):
+@given(events, st.sampled_from([16, 18, 24]), st.sampled_from([3, 16]), st.booleans(), st.sampled_from([None, 1, 9]))
+def test_every_stream_is_what_it_would_be_alone(events, num_blocks, budget, prefix_caching, visible_keys):
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_prefill_while_decoding=max(1, budget // 2),
         enable_prefix_caching=prefix_caching,
+        visible_keys=visible_keys,
     )
     streams = EngineStreams(engine, model)
     for event in events:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from everserve.gateway.streams import poison
 from everserve.gateway.streams.stream import Stream
 from everserve.tables.ids import WorkerId
-from tests.examples import examples
-from tests.unit.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
+from tests.support.examples import examples
+from tests.support.fleet_toy import Recorder, ToyFleet, ToyWorker, whole_stream
 
 NUM_RANKS = 3
 numbers = st.integers(0, 30)
@@ -172,7 +172,7 @@ class Life:
         fleet = self.toy.fleet
         for link in fleet.ready_links():
             running = [stream for stream in self.toy.streams if stream.link is link]
-            assert len(running) == len(link.streams) <= link.capacity
+            assert len(running) == len(link.streams) <= link.capacity + link.ready.max_num_seqs
             assert link.streams.prefill_cost == sum(stream.prefill_cost for stream in running)
             assert link._unseen_cost == link.streams.cost.of_all(link._unseen)
             assert (link.streams.decode_cost > 0) == bool(running) and link.room.owed >= 0
@@ -180,9 +180,18 @@ class Life:
         here = self.here()
         waiting = [stream for stream in here if stream.link is None]
         if any(stream.num_losses < poison._FREE_LOSSES for stream in waiting):
-            assert not any(link.room.num_streams_free for link in fleet.ready_links()), "a place is free"
+            assert not any(link.num_free > 0 for link in fleet.ready_links()), "a place is free"
+        self.check_shares(waiting)
         assert fleet.num_waiting == sum(stream.link is None for stream in here)
         assert fleet.num_streams == len(here)
+
+    def check_shares(self, waiting: list[Stream]) -> None:
+        """No request waits without a place where others have more than one. All have one key."""
+        fleet = self.toy.fleet
+        with_place = {stream.spec.flow for link in fleet.ready_links() for stream in link.streams}
+        if any(s.spec.flow not in with_place and s.num_losses < poison._FREE_LOSSES for s in waiting):
+            for link in fleet.ready_links():
+                assert len({stream.spec.flow for stream in link.streams}) >= link.ready.max_num_seqs
 
     def check_logs(self) -> None:
         lost, needed = self.lost_logs(), self.needed_logs()

@@ -1,5 +1,6 @@
 """Random schedules against engines whose heads are in other processes: arrivals, cancellations, too few blocks, and
-workers that die anywhere in a step or while they fetch KV, and come back with their memory or without it; heads that
+workers that die anywhere in a step or while they fetch KV, and come back with their memory, damaged or not, or without
+it; heads that
 move from one worker to another; mirrors and parities that lag behind, and groups that change; homes that die, and whose
 streams go on at the other one.
 
@@ -8,22 +9,23 @@ Whatever happens, every stream equals the one it would be in one process, and th
 
 from functools import cache
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from everserve.engine.saved import Saved
 from everserve.errors import StepAbandoned
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log, NoBlocks
-from tests.examples import examples
-from tests.in_process_heads import BLOCKS_PER_HOME, HeadWorld
-from tests.models import model_directory, random_tokens
-from tests.toy import spec
+from tests.support.examples import examples
+from tests.support.in_process_heads import BLOCKS_PER_HOME, HeadWorld
+from tests.support.models import model_directory, random_tokens
+from tests.support.toy import spec
 
 NUM_WORKERS = 3
 FEW_BLOCKS = 10  # so that streams have to make room for each other, and are parked
 requests = st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(1, 10), st.sampled_from([0.0, 0.8]))
-deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(-1, 3), st.booleans(), st.booleans())
+memories = st.sampled_from(["whole", "damaged", "lost"])
+deaths = st.tuples(st.just("die"), st.integers(0, NUM_WORKERS - 1), st.integers(-1, 3), st.booleans(), memories)
 events = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(0, 1), requests),
@@ -76,7 +78,7 @@ class Schedule:
         self.requests: dict[str, tuple] = {}
         self.streams: dict[str, list[int]] = {}
         self.cancelled: set[str] = set()
-        self.loses_memory: dict[int, bool] = {}
+        self.memories: dict[int, str] = {}  # of those that die: what becomes of it
 
     def _engine(self, home: int, log: Log | None = None):
         told = {"num_blocks": self.num_blocks, "max_num_batched_tokens": 20, "max_num_seqs": 5}
@@ -85,7 +87,7 @@ class Schedule:
     def move(self, home: int) -> None:
         """Routes prefer other places for all heads that have more than one."""
         self.world.workers.reverse()
-        self.loses_memory = {NUM_WORKERS - 1 - index: lost for index, lost in self.loses_memory.items()}
+        self.memories = {NUM_WORKERS - 1 - index: memory for index, memory in self.memories.items()}
         self.world.publish()
 
     def lag(self, index: int, does: bool) -> None:
@@ -120,11 +122,11 @@ class Schedule:
         if any(found):
             self.cancelled.add(f"{home}-{number}")
 
-    def die(self, index: int, call: int, after: bool, memory_lost: bool) -> None:
+    def die(self, index: int, call: int, after: bool, memory: str) -> None:
         """When it is asked for this call, before or after it has computed."""
         worker = self.world.workers[index]
         worker.fault, worker.dies_after = lambda asked, batch: asked == call, after
-        self.loses_memory[index] = memory_lost
+        self.memories[index] = memory
 
     def step(self, home: int) -> None:
         engine = self.engines[home]
@@ -134,7 +136,10 @@ class Schedule:
             outputs = []
             for index, worker in enumerate(self.world.workers):
                 if worker.is_dead:
-                    worker.replace(memory_lost=self.loses_memory.pop(index, False))
+                    memory = self.memories.pop(index, "whole")
+                    if memory == "damaged":
+                        worker.damage(0.05, seed=index)
+                    worker.replace(memory_lost=memory == "lost")
         for output in outputs:
             assert output.id not in self.cancelled
             assert output.index == len(self.streams[output.id]), "a gap or a duplicate"
@@ -151,7 +156,20 @@ class Schedule:
         raise AssertionError("a worker starves")
 
 
+DAMAGED: list[tuple] = [
+    *(
+        ("add", home, request)
+        for home, request in ((0, (60, 1, 10, 0.8)), (1, (50, 2, 10, 0.0)), (0, (30, 3, 10, 0.0)))
+    ),
+    *(("step", home, 3) for home in (0, 0, 1)),
+    ("die", 2, 2, False, "damaged"),
+]
+
+
 @examples(10)
+@example(DAMAGED, 2, None)
+@example(DAMAGED, 3, "mirror")
+@example(DAMAGED, 1, "parity")
 @given(events, st.integers(0, 3), st.sampled_from([None, "mirror", "parity"]))
 def test_every_stream_is_what_it_would_be_alone(events, seed, shadow):
     schedule = Schedule(seed, shadow)

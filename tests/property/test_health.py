@@ -5,9 +5,8 @@ be left is used on; and when all devices are healthy again, everything is as it 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import BeginScaling, LevelChanged, Provision
-from everserve.control.events import DeviceReturned, HealthSaid, ScaleAsked, StreamsCounted
-from everserve.control.scaling import staying
+from everserve.control.decide.effects import Provision
+from everserve.control.decide.scaling import staying
 from everserve.plan.evacuation import why_needed
 from everserve.plan.health import FEED
 from everserve.tables.goal import Wanted
@@ -15,9 +14,13 @@ from everserve.tables.health import OPERATOR, Diagnosis, Level
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.outputs import AttentionLoad
-from tests.examples import examples
+from everserve.wire.events import DeviceHealthChanged, ScaleBegan
+from everserve.wire.messages import Ask, StreamsReported
+from everserve.wire.operators import ReturnRequest
 from tests.property.test_moves import NUM_EXPERTS, World
 from tests.property.test_scaling import SCALING_ACTIONS, ScalingWorld, check_no_hole
+from tests.support.decisions import ask
+from tests.support.examples import examples
 
 SOURCES = (OPERATOR, FEED, "Xid 48")
 
@@ -41,13 +44,13 @@ class HealthWorld(ScalingWorld):
     def apply(self, decision) -> None:
         super().apply(decision)
         goal = self.machine.goal
-        is_scaling = any(isinstance(effect, BeginScaling) for effect in decision.effects)
+        is_scaling = any(isinstance(effect, ScaleBegan) for effect in decision.effects)
         for effect in decision.effects:
             if isinstance(effect, Provision) and not is_scaling:  # more workers may allow to leave a device
                 seat = goal.seat(effect.rank)
                 assert seat is not None and seat.device not in goal.absent, "nothing starts on a device that is left"
-            if isinstance(effect, LevelChanged):
-                assert effect.done and effect.health.level == goal.level(effect.health.device)
+            if isinstance(effect, DeviceHealthChanged):
+                assert effect.done and effect.level == goal.level(effect.device)
         if goal.away:
             assert not why_needed(goal, self.machine._cluster.capacity, goal.away)
 
@@ -56,42 +59,42 @@ class HealthWorld(ScalingWorld):
         self.asked_to_leave = {id for id, process in self.processes.items() if process.is_leaving}
         super().lose_orchestrator(n)
 
-    def ask(self, asked: ScaleAsked) -> bool:
+    def ask(self, asked: Ask) -> bool:
         """More workers may be what another device was waiting for to be left: then it is."""
         return super().ask(asked) if not self.machine.goal.health else self.ask_some(asked)
 
-    def ask_some(self, asked: ScaleAsked) -> bool:
+    def ask_some(self, asked: Ask) -> bool:
         decision = self.machine.handle(asked, self.now)
         self.apply(decision)
-        return any(isinstance(effect, BeginScaling) for effect in decision.effects)
+        return any(isinstance(effect, ScaleBegan) for effect in decision.effects)
 
     def say(self, n: int, most: int = max(Level)) -> None:
         n, device = divmod(n, self.num_devices)
         n, level = divmod(n, most + 1)
         source = SOURCES[n % len(SOURCES)]
-        self.tell(HealthSaid(Diagnosis(device=device, level=Level(level), reason=f"case {n}", source=source)))
+        self.tell(Diagnosis(device=device, level=Level(level), reason=f"case {n}", source=source))
 
     def say_little(self, n: int) -> None:
         self.say(n, most=Level.EVACUATE)
 
     def call_healthy(self, n: int) -> None:
-        self.tell(HealthSaid(Diagnosis(device=n % self.num_devices, level=Level.HEALTHY, reason="")))
+        self.tell(Diagnosis(device=n % self.num_devices, level=Level.HEALTHY, reason=""))
 
     def count_streams(self, n: int) -> None:
         ranks = [seat.rank for seat in self.machine.goal.seats if Role.ATTENTION in seat.roles]
         loads = [
             AttentionLoad(num_streams=(n >> i) % 4, num_used_blocks=0, num_free_blocks=9) for i in range(len(ranks))
         ]
-        self.tell(StreamsCounted(dict(zip(ranks, loads, strict=True))))
+        self.tell(StreamsReported(loads=dict(zip(ranks, loads, strict=True))))
 
     def all_healthy(self) -> None:
         """Those that are over by themselves are, an operator says the rest."""
         for device in {one.device for one in self.machine.goal.health}:
-            self.tell(HealthSaid(Diagnosis(device=device, level=Level.HEALTHY, reason="", source=FEED)))
-            self.tell(HealthSaid(Diagnosis(device=device, level=Level.HEALTHY, reason="")))
+            self.tell(Diagnosis(device=device, level=Level.HEALTHY, reason="", source=FEED))
+            self.tell(Diagnosis(device=device, level=Level.HEALTHY, reason=""))
         assert self.machine.goal.health == () and self.machine.goal.away == ()
         for device in self.machine.goal.gone:
-            self.tell(DeviceReturned(device))
+            self.tell(ask(ReturnRequest(device=device)))
 
 
 HEALTH_ACTIONS = [

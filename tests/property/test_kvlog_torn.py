@@ -11,6 +11,7 @@ import random
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,8 +21,11 @@ from hypothesis import strategies as st
 from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from everserve.memory.owned import create_memory
-from tests.examples import examples
-from tests.logs import SHAPE, Heir, Owner, Stream, new_log
+from everserve.tables.ids import Incarnation, Rank, WorkerId
+from everserve.worker.logs import KeptLogs
+from tests.support.examples import examples
+from tests.support.logs import SHAPE, Heir, Owner, Stream, new_log, offer_log, withdraw_log
+from tests.support.toy import spec
 
 NAMES = "abc"  # few, so that something becomes of them
 STEP, LOOP, ABANDON, COMMIT, END, FORGET = "step", "step and commits", "abandon", "commit", "end", "forget"
@@ -131,25 +135,57 @@ def test_death_in_the_middle_of_an_operation(in_log, lived, last, seed, share):
     heir.log.close()
 
 
+SOURCE = WorkerId(Rank(1), Incarnation(1))
+
+
+class Reader:
+    """Another worker, which keeps a log from the beginning. It may look at it early, and again and again."""
+
+    def __init__(self, image: np.ndarray) -> None:
+        fd = create_memory("log", SHAPE.num_bytes)
+        os.pwrite(fd, image.tobytes(), 0)
+        self.heir = Heir(new_log(), in_log=False)
+        self.kept = KeptLogs(lambda fd, _: Log(fd, SHAPE), self.heir.log, shares_blocks_with=SOURCE.rank)
+        offer_log(self.kept, SOURCE, fd)
+        self.engine = SimpleNamespace(waits_for=lambda log: False, spare=list)
+
+    def restore(self, name: str, tokens: list[int]) -> int:
+        saved = self.kept.find(spec(name, tokens), SOURCE)
+        return self.heir.restore(saved.log, name, tokens) if saved is not None else 0
+
+    def close(self) -> None:
+        withdraw_log(self.kept, SOURCE, self.engine)
+        self.kept.sweep(self.engine)
+        self.heir.log.close()
+
+
+@pytest.mark.parametrize("unit", [1, 8], ids=["bytes", "words"])
 @examples(25)
 @given(st.lists(operations, min_size=1, max_size=15), st.data())
-def test_rubbish_anywhere(lived, data):
-    """Not even what no writer would leave behind is taken for KV: any words but the header's, overwritten."""
-    log, heir = new_log(), Heir(new_log(), in_log=False)
+def test_rubbish_anywhere(unit, lived, data):
+    """Not even what no writer would leave behind is taken for KV, nor does it stop a reader: any bytes of the log,
+    overwritten, those of its header too."""
+    log = new_log()
     life = Life(log, in_log=False)
     for operation in lived:
         life.do(*operation)
-    image = image_of(log).copy()
-    rubbish = st.one_of(st.integers(0, 2**64 - 1), st.sampled_from([0, 1, 2**64 - 1, *map(int, image[8:200])]))
-    places = st.one_of(st.integers(8, len(image) - 1), st.integers(8, 200))
-    for place, word in data.draw(st.lists(st.tuples(places, rubbish), min_size=1, max_size=30)):
-        image[place] = word
-    torn = log_of(image)
-    torn.records()
-    for name, tokens in [*life.others, *((name, stream.tokens) for name, stream in life.owner.streams.items())]:
-        heir.restore(torn, name, tokens)
-    for used in (torn, log, heir.log):
-        used.close()
+    whole = image_of(log)
+    image = whole.copy()
+    parts = image.view(np.uint8 if unit == 1 else np.uint64)
+    most, line = 2 ** (8 * unit) - 1, 64 // unit
+    rubbish = st.one_of(st.integers(0, most), st.sampled_from([0, 1, most, *map(int, parts[line : 25 * line])]))
+    places = st.one_of(*(st.integers(0, end - 1) for end in (len(parts), 25 * line, line)))
+    for place, value in data.draw(st.lists(st.tuples(places, rubbish), min_size=1, max_size=30)):
+        parts[place] = value
+    reader = Reader(image)
+    reader.kept.sweep(reader.engine)
+    streams = [(name, stream.tokens) for name, stream in life.owner.streams.items()]
+    for name, tokens in [*life.others, *streams]:
+        reader.restore(name, tokens)
+    if (image[:5] != whole[:5]).any() and image[0] != 0:
+        assert reader.kept.num_unreadable == 1
+    reader.close()
+    log.close()
 
 
 # real deaths

@@ -11,9 +11,10 @@ from everserve.backends.cuda.staging import Staging
 from everserve.engine import batching
 from everserve.engine.batching import BatchLayout, Rows, lay_out
 from everserve.engine.sequence import Chunk
-from tests.examples import examples
 from tests.property.test_engine_schedules import events
-from tests.toy import LaggingForward, StepAbandoned, eager, make_engine, spec
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import LaggingForward, StepAbandoned, eager, make_engine, spec
 
 _SEGMENT, _MAX_BLOCKS, _BLOCK_SIZE, _MAX_ROWS = 8, 16, 4, 16
 
@@ -86,7 +87,7 @@ def test_rows_are_what_they_would_be_from_scratch(events, num_blocks, budget, ma
     num_added = 0
     for event in events:
         if event[0] == "add":
-            engine.add(spec(f"r{num_added}", event[1], **event[2]))
+            guides.add(engine, spec(f"r{num_added}", event[1], **event[2]))
             num_added += 1
         elif event[0] == "step":
             for _ in range(event[1]):

@@ -9,18 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import BeginSwitch, Decision, EndSwitch, Publish
-from everserve.control.events import DeviceReturned, StreamsCounted, SwitchAsked
-from everserve.control.machine import Machine
-from everserve.control.scaling import size_of
+from everserve.control.decide.effects import Decision, Publish
+from everserve.control.decide.machine import Machine
+from everserve.control.decide.scaling import size_of
 from everserve.plan.lost_experts import LostExpertPolicy
 from everserve.tables.goal import Capacity, Wanted
 from everserve.tables.ids import Rank, Role
 from everserve.tables.members import WorkerState
 from everserve.tables.outputs import AttentionLoad
-from tests.examples import examples
+from everserve.wire.events import SwitchBegan, SwitchDone
+from everserve.wire.messages import StreamsReported
+from everserve.wire.operators import ReturnRequest, SwitchRequest
 from tests.property.test_moves import ACTIONS, NUM_EXPERTS, POLICY
 from tests.property.test_scaling import MAX_WORKERS, ScalingWorld
+from tests.support.decisions import ask
+from tests.support.examples import examples
 
 
 class LadderWorld(ScalingWorld):
@@ -39,8 +42,8 @@ class LadderWorld(ScalingWorld):
 
     def apply(self, decision: Decision) -> None:
         super().apply(decision)
-        self.num_begun += sum(isinstance(effect, BeginSwitch) for effect in decision.effects)
-        self.num_ended += sum(isinstance(effect, EndSwitch) for effect in decision.effects)
+        self.num_begun += sum(isinstance(effect, SwitchBegan) for effect in decision.effects)
+        self.num_ended += sum(isinstance(effect, SwitchDone) for effect in decision.effects)
         for effect in decision.effects:
             if isinstance(effect, Publish):
                 self.check_mask(effect)
@@ -65,9 +68,9 @@ class LadderWorld(ScalingWorld):
         seats = self.machine.goal.seats
         rank, role = seats[n % len(seats)].rank, (Role.EXPERT, Role.ATTENTION)[n // 50 % 2]
         before = self.machine.goal
-        decision = self.machine.handle(SwitchAsked(rank, role), self.now)
+        decision = self.machine.handle(ask(SwitchRequest(rank=rank, role=role)), self.now)
         self.apply(decision)
-        if not any(isinstance(effect, BeginSwitch) and effect.rank == rank for effect in decision.effects):
+        if not any(isinstance(effect, SwitchBegan) and effect.rank == rank for effect in decision.effects):
             assert decision.reason and self.machine.goal.seat(rank) == before.seat(rank)
             return
         assert size_of(self.machine.goal).attention >= 1
@@ -81,7 +84,7 @@ class LadderWorld(ScalingWorld):
             worker.rank: AttentionLoad(num_streams=n % (5 + i), num_used_blocks=n % 7, num_free_blocks=n // 7 % 9)
             for i, worker in enumerate(ready)
         }
-        self.tell(StreamsCounted(loads))
+        self.tell(StreamsReported(loads=loads))
 
 
 LADDER_ACTIONS = [*ACTIONS, *[LadderWorld.switch] * 2, *[LadderWorld.leave] * 4, LadderWorld.count]
@@ -104,11 +107,11 @@ def test_every_expert_is_served_or_masked_and_roles_are_what_they_should_be(sche
     world = LadderWorld(*shape, policy)
     for action, n in schedule:
         LADDER_ACTIONS[action](world, n)
-    world.tell(StreamsCounted({}))  # whatever there was, streams have room now
+    world.tell(StreamsReported(loads={}))  # whatever there was, streams have room now
     world.settle()
     check_covered(world)
     for device in world.machine.goal.gone:
-        world.tell(DeviceReturned(device))
+        world.tell(ask(ReturnRequest(device=device)))
     world.settle()
     check_covered(world)
     goal, machine = world.machine.goal, world.machine

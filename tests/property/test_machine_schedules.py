@@ -17,15 +17,10 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from everserve.control.effects import (
+from everserve.control.decide.effects import (
     AllReady,
-    AskToLeave,
-    BackOff,
-    ClearSlots,
     Decision,
-    FillSlots,
     GiveUp,
-    Keep,
     Kill,
     Lost,
     Probe,
@@ -33,29 +28,20 @@ from everserve.control.effects import (
     Publish,
     Show,
 )
-from everserve.control.events import (
-    Answered,
+from everserve.control.decide.inputs import (
+    Alive,
     ChannelEnded,
     Died,
-    DrainAsked,
     Exited,
-    SaidFailed,
-    SaidHello,
-    SaidHolds,
-    SaidLeaving,
-    SaidPace,
-    SaidReady,
-    SaidReport,
-    SaidUses,
-    SeatEvent,
+    FromWorker,
+    Said,
+    SeatInput,
     Silent,
     Started,
-    Stopping,
-    Suspected,
     Tick,
 )
-from everserve.control.machine import Found, Machine, Policy
-from everserve.control.seats import Seat
+from everserve.control.decide.machine import Found, Machine, Policy
+from everserve.control.decide.seats import Seat
 from everserve.plan.placement import place_experts
 from everserve.tables.goal import Capacity
 from everserve.tables.ids import Epoch, Incarnation, Rank, WorkerId
@@ -63,8 +49,28 @@ from everserve.tables.members import WorkerState
 from everserve.tables.slots import EMPTY, Fill, HeldSlots
 from everserve.tables.validity import degraded
 from everserve.tables.work import Work
-from tests.examples import examples
-from tests.held_slots import goal_of, held
+from everserve.wire.events import WorkerBackedOff
+from everserve.wire.messages import (
+    Ask,
+    ClearSlots,
+    Failed,
+    FillSlots,
+    Hello,
+    KeepGoal,
+    Leave,
+    Leaving,
+    PaceReported,
+    Ready,
+    Report,
+    RoutesUsed,
+    Shutdown,
+    SlotsReported,
+    Suspected,
+)
+from everserve.wire.operators import DrainRequest
+from tests.support.decisions import answered, ask, is_told
+from tests.support.examples import examples
+from tests.support.held_slots import goal_of, held
 
 POLICY = Policy(detect_s=0.05, heal_after_s=math.inf)
 RESUMED = "resumed"  # stands for the event that leads to a decision
@@ -89,7 +95,7 @@ class Process:
     is_slow: bool = False  # to leave: it never ends by itself
     owes_report: bool = False  # to a new orchestrator; whatever it says before is said to nobody
     looks_silent: bool = False  # as the detector sees it
-    ways: dict[str, deque[SeatEvent]] = field(
+    ways: dict[str, deque[SeatInput]] = field(
         default_factory=lambda: {"supervisor": deque(), "channel": deque(), "detector": deque()}
     )
 
@@ -97,8 +103,11 @@ class Process:
     def key(self) -> Key:
         return self.rank, self.incarnation
 
-    def send(self, way: str, kind: type[SeatEvent], *details) -> None:
+    def send(self, way: str, kind: type[SeatInput], *details) -> None:
         self.ways[way].append(kind(self.rank, self.incarnation, *details))
+
+    def say(self, message: FromWorker) -> None:
+        self.send("channel", Said, message)
 
     def go_on(self) -> None:
         """The next thing that it does by itself."""
@@ -108,8 +117,11 @@ class Process:
             self.die(1)
         elif self.owes_report:
             self.owes_report, self.phase = False, 3
-            self.send("channel", SaidReport, Epoch(0), self.is_leaving, self.slots)
-            self.send("channel", SaidReady)
+            report = Report(
+                is_ready=True, is_leaving=self.is_leaving, epoch=Epoch(0), peers=[], memory=[], slots=self.slots
+            )
+            self.say(report)
+            self.say(Ready())
         elif self.is_leaving:
             if not self.is_slow:
                 self.die(0)
@@ -120,8 +132,8 @@ class Process:
             self.phase = 1
         elif self.phase < 3:
             if self.phase == 2 and self.slots is not None:
-                self.send("channel", SaidHolds, self.slots)
-            self.send("channel", SaidHello if self.phase == 1 else SaidReady)
+                self.say(SlotsReported(slots=self.slots))
+            self.say(Hello() if self.phase == 1 else Ready())
             self.phase += 1
 
     def fill(self, fills: Sequence[Fill]) -> None:
@@ -133,17 +145,17 @@ class Process:
         self.slots = msgspec.structs.replace(self.slots, experts=tuple(map(tuple, experts)))
         self.num_done += len(fills)
         if not self.is_dead:
-            self.send("channel", SaidHolds, self.slots, (), self.num_done)
+            self.say(SlotsReported(slots=self.slots, num_done=self.num_done))
 
     def leave(self, is_slow: bool = False) -> None:
         if self.phase >= 2 and not (self.is_dead or self.is_stopped or self.is_leaving):
             self.is_leaving, self.is_slow = True, is_slow
             if not self.owes_report:
-                self.send("channel", SaidLeaving)
+                self.say(Leaving())
 
     def fail(self, user_error: bool = False) -> None:
         if not self.is_dead and not self.is_stopped and self.phase > 0:
-            self.send("channel", SaidFailed, "out of luck", user_error)
+            self.say(Failed(reason="out of luck", user_error=user_error))
             self.die(1)
 
     def stop(self) -> None:
@@ -172,7 +184,7 @@ class Process:
             return (Died,)
         if self.looks_silent:
             return Silent, "T" if self.is_stopped else "R" if self.is_starved else "S"
-        return (Answered,)
+        return (Alive,)
 
     def outlive_orchestrator(self, chance: int) -> Found:
         """All that was on its way is lost; what the supervisor knows it tells again, and a report may come late."""
@@ -198,7 +210,7 @@ class Process:
 
 
 def holds(seat: Seat, layer: int, expert: int) -> bool:
-    filling = [fill.slot for fill in seat.filling if fill.layer_index == layer]
+    filling = [fill.slot for fill in seat.filling if fill.call_index == layer]
     slots = seat.held.experts[layer] if seat.held is not None else ()
     return any(held == expert and slot not in filling for slot, held in enumerate(slots))
 
@@ -220,7 +232,7 @@ class World:
         self.lost_at: dict[Key, float] = {}
         self.told_lost: set[Key] = set()  # what the gateway knows, whoever the orchestrator is
         self.reaped: set[Key] = set()
-        self.old: list[SeatEvent] = []
+        self.old: list[SeatInput] = []
         self.was_all_ready = self.gave_up = self.is_stopping = False
         self.reads_last_words = False  # as the host does before it tells of a death; the machine need not rely on it
         self.begin(self.new_machine())
@@ -244,41 +256,61 @@ class World:
     # -- telling the machine, and what must hold afterwards --------------------------------------
 
     def tell(self, event) -> None:
-        is_live = isinstance(event, SeatEvent) and self.live.get(event.rank) == event.incarnation
-        if is_live and isinstance(event, SaidReady) and (event.rank, event.incarnation) not in self.leaving_at:
-            self.trusted[event.rank] = event.incarnation
-        leaves = isinstance(event, SaidLeaving) or (isinstance(event, SaidReport) and event.is_leaving)
+        what, key = event, None  # what is said, and about which incarnation
+        if isinstance(event, SeatInput):
+            what = event.message if isinstance(event, Said) else event
+            key = (what.rank, what.incarnation) if isinstance(what, Suspected) else (event.rank, event.incarnation)
+        is_live = key is not None and all(self.live.get(one) == n for one, n in (key, (event.rank, event.incarnation)))
+        if is_live and isinstance(what, Ready) and key not in self.leaving_at:
+            self.trusted[key[0]] = key[1]
+        leaves = isinstance(what, Leaving) or (isinstance(what, Report) and what.is_leaving)
         if is_live and leaves:
-            self.leaving_at.setdefault((event.rank, event.incarnation), self.now)
-            if self.trusted.pop(event.rank, None) is not None:
-                self.last_resort.add(event.rank)
-        if is_live and isinstance(event, Silent):
-            self.silent_at.setdefault((event.rank, event.incarnation), self.now)
-        if is_live and isinstance(event, Suspected):
-            self.reported.add((event.rank, event.incarnation))
-            if event.rank in self.last_resort or event.rank in self.trusted:
-                self.doubted.add((event.rank, event.incarnation))
-        if is_live and isinstance(event, Silent | Answered):
-            self.unanswered.discard((event.rank, event.incarnation))
+            self.leaving_at.setdefault(key, self.now)
+            if self.trusted.pop(key[0], None) is not None:
+                self.last_resort.add(key[0])
+        if is_live and isinstance(what, Silent):
+            self.silent_at.setdefault(key, self.now)
+        if is_live and isinstance(what, Suspected):
+            self.reported.add(key)
+            if key[0] in self.last_resort or key[0] in self.trusted:
+                self.doubted.add(key)
+        if is_live and isinstance(what, Silent | Alive):
+            self.unanswered.discard(key)
+        # Before it is told: what is decided may begin an incarnation of which somebody has spoken too early.
+        teller = self.processes.get((event.rank, event.incarnation)) if isinstance(event, SeatInput) else None
         num_stale, epoch = self.machine.num_stale, self.machine.epoch
-        is_alone = not isinstance(event, Died | ChannelEnded | Exited | SaidHolds) or len(self.old) % 3 > 0
+        is_alone = not isinstance(what, Died | ChannelEnded | Exited | SlotsReported) or len(self.old) % 3 > 0
         decision = self.machine.handle(event, self.now, is_last=is_alone)  # otherwise a tick follows, or more events
         self.apply(decision, event)
-        if isinstance(event, DrainAsked):
-            can_be_asked = event.rank in self.trusted and not (self.gave_up or self.is_stopping)
-            assert len(decision.effects) == can_be_asked, decision
-        if isinstance(event, SaidReady | SaidLeaving | Answered | SaidHello) and not is_live:
+        self.check_what_is_kept()
+        if isinstance(event, Ask):
+            can_be_asked = event.request.rank in self.trusted and not (self.gave_up or self.is_stopping)
+            if "is not asked to leave yet" in decision.reason:  # others of its kind are on their way back
+                assert can_be_asked
+                can_be_asked = False
+            assert len(decision.effects) == 1 + can_be_asked, decision
+            assert bool(answered(decision).refused) == (not can_be_asked)
+        if isinstance(what, Ready | Leaving | Alive | Hello) and not is_live:
             assert self.machine.num_stale == num_stale + 1, "a lost process spoke and nobody counted"
-        if is_live and isinstance(event, Answered):
-            self.silent_at.pop((event.rank, event.incarnation), None)
-            self.reported.discard((event.rank, event.incarnation))
-            if (event.rank, event.incarnation) in self.doubted:
-                self.doubted.remove((event.rank, event.incarnation))
+        if is_live and isinstance(what, Alive):
+            self.silent_at.pop(key, None)
+            self.reported.discard(key)
+            if key in self.doubted:
+                self.doubted.remove(key)
                 assert self.machine.epoch == epoch + 1, "peers go on suspecting it"
-        if isinstance(event, SeatEvent) and (event.rank, event.incarnation) in self.processes:
+        if teller is not None:
             self.old.append(event)
-            if isinstance(event, Exited):
+            if isinstance(event, Exited) and teller.is_dead:
                 self.reaped.add((event.rank, event.incarnation))
+
+    def check_what_is_kept(self) -> None:
+        """What the machine keeps of its seats is what it would find if it looked at all of them."""
+        cluster = self.machine._cluster
+        deadlines = [at for seat in cluster.seats.values() if (at := seat.next_deadline()) is not None]
+        assert cluster.next_deadline() == min(deadlines, default=None)
+        shown = [seat.worker(*cluster._slots[rank]) for rank, seat in cluster.seats.items() if not seat.is_retired]
+        assert [*cluster.members_of(self.machine.epoch).workers] == shown
+        assert cluster.has_other_members == (cluster.members_of(self.machine.epoch) != self.machine.members)
 
     def apply(self, decision, event) -> None:
         assert decision.reason
@@ -295,12 +327,12 @@ class World:
                 self.on_provision(effect)
             elif isinstance(effect, Show):
                 self.tables = effect.tables
-            elif isinstance(effect, Keep):
+            elif isinstance(effect, KeepGoal):
                 self.goal = effect.goal
-            elif isinstance(effect, FillSlots):
-                self.processes[effect.rank, effect.incarnation].fill(effect.fills)
-            elif isinstance(effect, ClearSlots):
-                emptied = [Fill(*place, EMPTY) for place in effect.places]
+            elif is_told(effect, FillSlots):
+                self.processes[effect.rank, effect.incarnation].fill(effect.message.fills)
+            elif is_told(effect, ClearSlots):
+                emptied = [Fill(*place, EMPTY) for place in effect.message.places]
                 self.processes[effect.rank, effect.incarnation].fill(emptied)
             elif isinstance(effect, Kill):
                 self.on_kill(effect, event)
@@ -310,11 +342,11 @@ class World:
                 assert (effect.rank, effect.incarnation) not in self.unanswered, "one look at a time"
                 self.unanswered.add((effect.rank, effect.incarnation))
                 self.probes.append((effect.rank, effect.incarnation))
-            elif isinstance(effect, BackOff):
+            elif isinstance(effect, WorkerBackedOff):
                 assert effect.rank not in self.live
                 assert effect.num_crashes <= self.num_faults[effect.rank], "who left was counted as a crash"
-            elif isinstance(effect, AskToLeave):
-                assert isinstance(event, DrainAsked | SaidPace | Tick)
+            elif is_told(effect, Leave):
+                assert isinstance(event, Ask | Tick) or isinstance(event.message, PaceReported)
                 assert self.trusted[effect.rank] == effect.incarnation
                 self.processes[effect.rank, effect.incarnation].was_asked = True
             elif isinstance(effect, AllReady):
@@ -391,13 +423,13 @@ class World:
         assert tables.members.epoch > self.tables.members.epoch
         changed = tables.members.workers != self.tables.members.workers
         if not changed and event is not RESUMED:
-            is_moved = isinstance(event, Tick | SaidReport)
+            is_moved = isinstance(event, Tick) or (isinstance(event, Said) and isinstance(event.message, Report))
             assert is_moved or (event.rank, event.incarnation) in self.reported, "for nothing"
-            assert is_moved or isinstance(event, Answered), "for nothing"
+            assert is_moved or isinstance(event, Alive), "for nothing"
         self.tables = tables
         for process in self.processes.values():
             if process.slots is None and process.phase == 3 and not process.is_dead:
-                process.send("channel", SaidUses, tables.members.epoch)
+                process.say(RoutesUsed(epoch=tables.members.epoch))
 
     def check_tables(self) -> None:
         tables, placement = self.tables, self.machine.goal.placement
@@ -511,7 +543,7 @@ class World:
     def invent(self, n: int) -> None:
         rank = self.ranks[n % len(self.ranks)]
         incarnation = max(i for r, i in self.processes if r == rank) + 1 + n % 2
-        kind, *details = [(SaidReady,), (Exited, 0), (Answered,), (Silent, "T"), (Died,)][n // 7 % 5]
+        kind, *details = [(Said, Ready()), (Exited, 0), (Alive,), (Silent, "T"), (Died,)][n // 7 % 5]
         if n % 3 == 0:
             rank = Rank(max(self.ranks) + 1)
         self.tell(kind(rank, incarnation, *details))
@@ -550,7 +582,7 @@ class World:
             elif (deadline := self.machine.next_deadline()) is not None:
                 self.now = max(self.now, deadline)
                 self.tell(Tick())
-            elif not was_probed and not any(process.looks() != (Answered,) for process in self.current()):
+            elif not was_probed and not any(process.looks() != (Alive,) for process in self.current()):
                 return
         raise AssertionError("it never settles")
 
@@ -563,7 +595,7 @@ class World:
             asked = [(WorkerId(rank, i), works[rank]) for rank, i in self.live.items() if self.placed(rank)]
             for rank, incarnation in [*self.trusted.items()]:
                 if self.trusted.get(rank) == incarnation and not self.placed(rank):
-                    self.tell(SaidPace(rank, incarnation, works[rank], tuple(asked)))
+                    self.tell(Said(rank, incarnation, PaceReported(own=works[rank], peers=tuple(asked))))
 
     def placed(self, rank: Rank) -> bool:
         placement = self.machine.goal.placement
@@ -571,7 +603,9 @@ class World:
 
     def report(self, n: int, reason: str) -> None:
         """A peer suspects it, rightly or wrongly."""
-        self.tell(Suspected(*self.pick(n).key, by=self.ranks[0], reason=reason))
+        rank, incarnation = self.pick(n).key
+        suspected = Suspected(rank=rank, incarnation=incarnation, reason=reason)
+        self.tell(Said(self.ranks[0], self.live.get(self.ranks[0], Incarnation(1)), suspected))
 
     def current(self) -> list[Process]:
         return [self.processes[key] for key in self.live.items()]
@@ -590,7 +624,7 @@ ACTIONS = [
     lambda world, n: setattr(world.pick(n), "is_starved", True),
     lambda world, n: setattr(world.pick(n), "is_starved", False),
     lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
-    lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
+    lambda world, n: world.tell(ask(DrainRequest(rank=world.ranks[n % len(world.ranks)]))),
     World.lose_orchestrator,
     World.pace,
     lambda world, n: world.report(n, "silent"),
@@ -602,7 +636,7 @@ ORDERLY = [
     *[World.deliver] * 3,
     *[lambda world, n: world.pick(n).go_on()] * 3,
     lambda world, n: world.pick(n).leave(is_slow=n % 3 == 0),
-    lambda world, n: world.tell(DrainAsked(world.ranks[n % len(world.ranks)])),
+    lambda world, n: world.tell(ask(DrainRequest(rank=world.ranks[n % len(world.ranks)]))),
 ]
 SHAPES = [(1, 0, None), (2, 0, None), (1, 1, None), (1, 2, None), (2, 3, None), (1, 3, 1)]
 schedules = st.lists(st.integers(0, len(ACTIONS) * 8 * 1000), min_size=20, max_size=150)
@@ -655,7 +689,7 @@ def test_a_stopping_instance_starts_nobody_and_ends(schedule, stop_after, shape)
     for n in schedule[:stop_after]:
         world.step(n)
     world.is_stopping = True
-    world.tell(Stopping())
+    world.tell(Shutdown(grace_s=0.0))
     for n in schedule[stop_after:]:
         world.step(n)
     for process in world.current():

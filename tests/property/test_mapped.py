@@ -11,12 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import Decision, DropDevice, FillSlots
-from everserve.control.events import DeviceLost, DeviceReturned, SaidHello, SaidHolds, SaidLeaving, SaidReady, Started
+from everserve.control.decide.effects import Decision, DropDevice, FillSlots
+from everserve.control.decide.inputs import (
+    Said,
+    Started,
+)
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.slots import EMPTY, Fill, Place
-from tests.examples import examples
+from everserve.wire.messages import Hello, Leaving, Ready, SlotsReported
+from everserve.wire.operators import FaultRequest, ReturnRequest
 from tests.property.test_moves import ACTIONS, NUM_EXPERTS, Process, World, check_healed, kill_expert, num_places
+from tests.support.decisions import ask, is_told
+from tests.support.examples import examples
 
 Loan = tuple[Rank, Place]  # of whose memory
 
@@ -52,7 +58,9 @@ class MappedWorld(World):
                 slots[slot] = expert
         process = self.processes[id] = Process(id, (Role.EXPERT,), num_mapped=self.num_mapped)
         process.experts = [[*slots, *[EMPTY] * self.num_mapped] for slots in memory]
-        process.says.extend([Started(*id, 1000), SaidHello(*id), SaidHolds(*id, process.held), SaidReady(*id)])
+        process.says.extend(
+            [Started(*id, 1000), Said(*id, Hello()), Said(*id, SlotsReported(slots=process.held)), Said(*id, Ready())]
+        )
 
     def apply(self, decision: Decision) -> None:
         for effect in decision.effects:
@@ -83,18 +91,18 @@ class MappedWorld(World):
 
     def may_change(self, process: Process, change: Fill | Place) -> bool:
         """A slot that is borrowed is locked."""
-        return (process.id.rank, Place(change.layer_index, change.slot)) not in self.borrowed()
+        return (process.id.rank, Place(change.call_index, change.slot)) not in self.borrowed()
 
     def put(self, process: Process, at: Place, expert: int) -> bool:
         rank = process.id.rank
         if at.slot < self.num_slots:
-            self.memory[rank][at.layer_index][at.slot] = expert
+            self.memory[rank][at.call_index][at.slot] = expert
             self.num_copied += expert != EMPTY
         else:
             loans = self.loans.setdefault(process.id, {})
             loans.pop(at, None)
             if expert != EMPTY:
-                loan = self.find(rank, at.layer_index, expert)
+                loan = self.find(rank, at.call_index, expert)
                 if loan is None:
                     return False
                 loans[at] = loan
@@ -110,8 +118,8 @@ class MappedWorld(World):
     def check_borrowed(self) -> None:
         for id, loans in self.loans.items():
             for at, (rank, place) in loans.items():
-                held = self.processes[id].experts[at.layer_index][at.slot]
-                assert self.memory[rank][place.layer_index][place.slot] == held, "what is borrowed has changed"
+                held = self.processes[id].experts[at.call_index][at.slot]
+                assert self.memory[rank][place.call_index][place.slot] == held, "what is borrowed has changed"
 
     @property
     def num_mapped_now(self) -> int:
@@ -140,7 +148,7 @@ def test_nothing_that_is_in_use_changes_and_everything_finds_its_place(schedule,
     world.settle()
     check_healed(world)
     for device in world.machine.goal.gone:
-        world.tell(DeviceReturned(device))
+        world.tell(ask(ReturnRequest(device=device)))
     world.settle()
     check_healed(world)
     assert world.machine.degraded == (), "every worker is back"
@@ -241,8 +249,8 @@ def test_memory_that_goes_with_its_device():
         world.stop_new(known)
     world.settle(is_time_passing=False)
     assert world.num_mapped_now > 0
-    world.tell(DeviceLost(1, is_gone=True))
-    world.tell(DeviceLost(2, is_gone=True))
+    world.tell(ask(FaultRequest(device=1, gone=True)))
+    world.tell(ask(FaultRequest(device=2, gone=True)))
     assert world.num_mapped_now == 0
     world.settle()
     check_healed(world)
@@ -259,7 +267,7 @@ def test_memory_that_is_lost_before_it_is_mapped():
             world.stop_new(known)
         is_seen |= bool(world.machine.mapping)
         for device in devices:
-            world.tell(DeviceLost(device, is_gone=False))
+            world.tell(ask(FaultRequest(device=device, gone=False)))
             world.stop_new(known)
         world.settle(is_time_passing=False)
         assert world.machine.violations == () and world.num_mapped_now == 0
@@ -283,7 +291,7 @@ def test_memory_that_does_not_hold_what_it_should():
 def test_a_worker_that_leaves_is_mapped_while_it_does():
     world = MappedWorld(num_devices=3, num_slots=2)
     id = next(id for id in world.processes if id.rank == 4)
-    world.tell(SaidLeaving(*id))
+    world.tell(Said(*id, Leaving()))
     world.processes[id].is_leaving = True
     world.settle(is_time_passing=False)
     routes = world.machine.routes
@@ -299,5 +307,5 @@ def test_only_workers_on_the_same_gpu_reach_it():
     kill_expert(world, 1)
     world.stop_new(known)
     world.settle(is_time_passing=False)
-    fills = [effect for decision in told for effect in decision.effects if isinstance(effect, FillSlots)]
+    fills = [effect for decision in told for effect in decision.effects if is_told(effect, FillSlots)]
     assert {effect.rank for effect in fills} == {4 + 3}

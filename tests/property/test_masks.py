@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from everserve.tables.outputs import Output
 from everserve.tables.requests import Masked, RequestSpec
-from tests.examples import examples
-from tests.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, mask, run_alone, spec
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, mask, run_alone, spec
 
 # Prompts of one family begin alike.
 prompts = st.builds(
@@ -26,6 +27,8 @@ params = st.fixed_dictionaries(
         "seed": st.integers(0, 5),
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "cache_salt": st.sampled_from([b"", b"", b"a salt"]),
+        "guided": st.sampled_from([None, None, *guides.GUIDED]),
     }
 )
 adds = st.tuples(st.just("add"), prompts, params)
@@ -50,6 +53,7 @@ configs = st.fixed_dictionaries(
         "max_prefill_while_decoding": st.sampled_from([2, 16]),
         "max_restored_while_serving": st.sampled_from([4, 2048]),
         "enable_prefix_caching": st.booleans(),
+        "visible_keys": st.sampled_from([None, 6]),
     }
 ).map(lambda overrides: make_config(**overrides))
 
@@ -84,7 +88,7 @@ class World:
     def add(self, prompt: list[int], options: dict) -> None:
         request = spec(f"r{len(self.clients)}", prompt, **options)
         self.clients[request.id] = Client(request)
-        self.worker.engine.add(request)
+        guides.add(self.worker.engine, request)
 
     def step(self, is_checked: bool = True) -> None:
         """`is_checked`: not for nothing, since the log's writer no longer follows streams then."""
@@ -134,7 +138,7 @@ class World:
         for client in orphans:
             del client.tokens[len(client.tokens) - num_lost :], client.marks[len(client.marks) - num_lost :]
             resumed = client.request.after(client.tokens, client.masked)
-            self.worker.engine.add(resumed, self.worker.find(log, resumed.id))
+            guides.add(self.worker.engine, resumed, self.worker.find(log, resumed.id))
 
     def live(self, life: list[tuple]) -> None:
         for what, *how in life:
@@ -171,7 +175,7 @@ class World:
             toy.close()
 
 
-def check_stream(client: Client) -> None:
+def check_stream(client: Client, visible_keys: int | None) -> None:
     """Every run of tokens without a mark is what an exact run gives, given what was delivered before."""
     start = 0
     while start < len(client.marks):
@@ -180,7 +184,8 @@ def check_stream(client: Client) -> None:
             end += 1
         if not client.marks[start]:
             given_tokens = client.request.after(client.tokens[:start])
-            assert client.tokens[start:end] == run_alone(given_tokens)[: end - start], f"from token {start} on"
+            alone = run_alone(given_tokens, visible_keys=visible_keys)
+            assert client.tokens[start:end] == alone[: end - start], f"from token {start} on"
         start = end
 
 
@@ -189,7 +194,7 @@ def check_life(world: World, life: list[tuple]) -> None:
         world.live(life)
         world.finish()
         for client in world.clients.values():
-            check_stream(client)
+            check_stream(client, world.config.limits.visible_keys)
     finally:
         world.close()
 

@@ -18,7 +18,7 @@ from everserve.tables.routes import Routes
 from everserve.tables.slots import HeldSlots, SeatSlots
 from everserve.wire.events import AnyEvent
 from everserve.wire.messages import AnyMessage, Message, Submit, decode, encode
-from tests.held_slots import goal_of
+from tests.support.held_slots import goal_of
 
 MESSAGES = typing.get_args(AnyMessage)
 
@@ -50,11 +50,19 @@ def table_of(num_layers: int, num_slots: int) -> st.SearchStrategy:
     return st.tuples(*[slots] * num_layers)
 
 
+def limited(kind: type, meta: msgspec.Meta) -> st.SearchStrategy:
+    """Any value within these limits."""
+    if kind is str:
+        return st.text(min_size=meta.min_length or 0, max_size=meta.max_length)
+    assert kind is int
+    return st.integers(meta.ge, meta.le if meta.lt is None else meta.lt - 1)
+
+
 def values_of(kind: object) -> st.SearchStrategy:
     """Any value of a field's type."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return values_of(arguments[0])
+        return limited(*arguments) if isinstance(arguments[1], msgspec.Meta) else values_of(arguments[0])
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return instances(kind)
     if isinstance(kind, typing.NewType):
@@ -81,8 +89,8 @@ def values_of(kind: object) -> st.SearchStrategy:
     return st.from_type(kind)  # type: ignore[arg-type]
 
 
-def test_every_message_class_is_in_the_union():
-    assert set(Message.__subclasses__()) == set(MESSAGES)
+def test_every_message_class_can_be_decoded_and_says_who_sends_it():
+    assert set(Message.__subclasses__()) == set(MESSAGES), "a message stands elsewhere"
     assert all(message.__doc__ for message in MESSAGES)
 
 

@@ -11,28 +11,43 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import ClearSlots, Decision, FillSlots, Keep, Kill, Lost, Provision, Publish, StopChanges
-from everserve.control.events import (
-    AnyEvent,
-    DeviceLost,
-    DeviceReturned,
+from everserve.control.decide.effects import (
+    Decision,
+    Kill,
+    Lost,
+    Provision,
+    Publish,
+    Tell,
+    ToWorker,
+)
+from everserve.control.decide.inputs import (
+    AnyInput,
     Exited,
-    SaidHello,
-    SaidHolds,
-    SaidReady,
-    SaidReport,
-    SaidUses,
+    Said,
     Started,
     Tick,
 )
-from everserve.control.machine import Found, Machine, Policy
+from everserve.control.decide.machine import Found, Machine, Policy
 from everserve.plan.balance import BalancePolicy
 from everserve.plan.placement import place_experts
 from everserve.tables.goal import Capacity, Goal, SeatGoal
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role, WorkerId
 from everserve.tables.routes import Routes
 from everserve.tables.slots import EMPTY, FailedFill, Fill, HeldSlots, Place
-from tests.examples import examples
+from everserve.wire.messages import (
+    ClearSlots,
+    FillSlots,
+    Hello,
+    KeepGoal,
+    Ready,
+    Report,
+    RoutesUsed,
+    SlotsReported,
+    StopChanges,
+)
+from everserve.wire.operators import FaultRequest, ReturnRequest
+from tests.support.decisions import ask
+from tests.support.examples import examples
 
 POLICY = Policy(detect_s=0.05, max_fills=2)
 NUM_EXPERTS, LAYERS = 6, (0, 1)
@@ -44,7 +59,7 @@ class Process:
 
     id: WorkerId
     roles: tuple[Role, ...] = ()
-    says: deque[AnyEvent] = field(default_factory=deque)
+    says: deque[AnyInput] = field(default_factory=deque)
     is_ready: bool = False
     is_leaving: bool = False
     # an expert worker
@@ -80,7 +95,7 @@ class World:
         self.now = 0.0
         self.processes: dict[WorkerId, Process] = {}
         self.latest: dict[Rank, Incarnation] = {}  # as the supervisor knows them
-        self.exits: deque[AnyEvent] = deque()
+        self.exits: deque[AnyInput] = deque()
         self.new_machine()
         self.apply(self.machine.start(self.now))
         self.settle()
@@ -96,25 +111,21 @@ class World:
 
     # -- between the machine and the processes ---------------------------------------------------
 
-    def tell(self, event: AnyEvent) -> None:
+    def tell(self, event: AnyInput) -> None:
         self.apply(self.machine.handle(event, self.now))
 
     def apply(self, decision: Decision) -> None:
         is_published = False
         for effect in decision.effects:
-            if isinstance(effect, Keep):
+            if isinstance(effect, KeepGoal):
                 self.kept = effect.goal
             elif isinstance(effect, Publish):
                 is_published = True
                 self.publish(effect)
-            elif isinstance(effect, FillSlots | ClearSlots):
+            elif isinstance(effect, Tell):
                 process = self.processes.get(WorkerId(effect.rank, effect.incarnation))
                 if process is not None:  # else the machine has not heard of its end
-                    self.order(process, effect.fills if isinstance(effect, FillSlots) else effect.places)
-            elif isinstance(effect, StopChanges):
-                process = self.processes.get(WorkerId(effect.rank, effect.incarnation))
-                if process is not None:
-                    self.stop(process)
+                    self.hear(process, effect.message)
             elif isinstance(effect, Provision):
                 self.start(WorkerId(effect.rank, effect.incarnation))
             elif isinstance(effect, Lost):
@@ -126,9 +137,18 @@ class World:
         for sentence in self.machine.violations:
             assert "no place" in sentence or "no attention worker" in sentence, sentence
 
+    def hear(self, process: Process, message: ToWorker) -> None:
+        match message:
+            case FillSlots():
+                self.order(process, message.fills)
+            case ClearSlots():
+                self.order(process, message.places)
+            case StopChanges():
+                self.stop(process)
+
     def order(self, process: Process, changes: Sequence[Fill | Place]) -> None:
-        pending = {(change.layer_index, change.slot) for order in process.todo for change in order}
-        assert pending.isdisjoint((change.layer_index, change.slot) for change in changes), "it was told already"
+        pending = {(change.call_index, change.slot) for order in process.todo for change in order}
+        assert pending.isdisjoint((change.call_index, change.slot) for change in changes), "it was told already"
         process.todo.append(deque(changes))
 
     def stop(self, process: Process) -> None:
@@ -146,13 +166,13 @@ class World:
         assert id.incarnation > self.latest.get(id.rank, 0), "an incarnation is never used again"
         self.latest[id.rank] = id.incarnation
         process = self.processes[id] = Process(id, self.machine.goal.seat(id.rank).roles)
-        process.says.extend([Started(*id, 1000), SaidHello(*id)])
+        process.says.extend([Started(*id, 1000), Said(*id, Hello())])
         planned = self.machine.goal.placement.seat(id.rank)
         if self.is_expert(id.rank):
             slots = planned.slots(self.num_slots).experts if planned is not None else [[EMPTY] * self.num_slots] * 2
             process.experts = [[*row] for row in slots]
-            process.says.append(SaidHolds(*id, process.held))
-        process.says.append(SaidReady(*id))
+            process.says.append(Said(*id, SlotsReported(slots=process.held)))
+        process.says.append(Said(*id, Ready()))
 
     def die(self, id: WorkerId) -> None:
         """The supervisor says so; a dead process says nothing."""
@@ -168,7 +188,7 @@ class World:
         process = self.pick(n)
         if process is not None and process.says:
             event = process.says.popleft()
-            process.is_ready |= isinstance(event, SaidReady)
+            process.is_ready |= isinstance(event, Said) and isinstance(event.message, Ready)
             self.tell(event)
 
     def reap(self, n: int) -> None:
@@ -184,7 +204,7 @@ class World:
         for _ in range(num_read):
             process.uses = process.hears.popleft()
         assert process.uses is not None
-        process.says.append(SaidUses(*process.id, process.uses.epoch))
+        process.says.append(Said(*process.id, RoutesUsed(epoch=process.uses.epoch)))
 
     def fill_one(self, n: int, may_fail: bool = True) -> None:
         process = self.pick(n)
@@ -195,8 +215,8 @@ class World:
             return
         change = fills.popleft()
         process.num_done += 1
-        self.check_unused(process, change.layer_index, change.slot)
-        self.put(process, Place(change.layer_index, change.slot), EMPTY)
+        self.check_unused(process, change.call_index, change.slot)
+        self.put(process, Place(change.call_index, change.slot), EMPTY)
         if isinstance(change, Fill) and not self.load(process, change, has_failed=may_fail and n % 7 == 3):
             process.failed.append(FailedFill(**change._asdict(), reason="a bad sector"))
         if not fills or n % 2:
@@ -205,18 +225,22 @@ class World:
             process.todo.popleft()
 
     def say_held(self, process: Process) -> None:
-        process.says.append(SaidHolds(*process.id, process.held, tuple(process.failed), process.num_done))
+        process.says.append(
+            Said(
+                *process.id, SlotsReported(slots=process.held, failed=tuple(process.failed), num_done=process.num_done)
+            )
+        )
         process.failed.clear()
 
     def load(self, process: Process, fill: Fill, has_failed: bool) -> bool:
-        return not has_failed and self.put(process, Place(fill.layer_index, fill.slot), fill.expert)
+        return not has_failed and self.put(process, Place(fill.call_index, fill.slot), fill.expert)
 
     def may_change(self, process: Process, change: Fill | Place) -> bool:
         return True
 
     def put(self, process: Process, at: Place, expert: int) -> bool:
         """False: there is no source."""
-        process.experts[at.layer_index][at.slot] = expert
+        process.experts[at.call_index][at.slot] = expert
         return True
 
     def check_unused(self, process: Process, layer: int, slot: int) -> None:
@@ -234,11 +258,11 @@ class World:
 
     def lose_device(self, n: int) -> None:
         if len(self.machine.goal.gone) < self.num_devices - 1:
-            self.tell(DeviceLost(n % self.num_devices, is_gone=n % 3 > 0))
+            self.tell(ask(FaultRequest(device=n % self.num_devices, gone=n % 3 > 0)))
 
     def return_device(self, n: int) -> None:
         if self.machine.goal.gone:
-            self.tell(DeviceReturned(self.machine.goal.gone[n % len(self.machine.goal.gone)]))
+            self.tell(ask(ReturnRequest(device=self.machine.goal.gone[n % len(self.machine.goal.gone)])))
 
     def lose_orchestrator(self, n: int) -> None:
         """What it was told is lost, and workers drop what they were told and have not done."""
@@ -260,9 +284,16 @@ class World:
             one = Found(rank=rank, incarnation=incarnation, pid=1000, has_reported=True, is_ready=True, slots=slots)
             found.append(replace(one, is_leaving=process.is_leaving, roles=process.roles))
             reported = process.uses.epoch if process.uses is not None else Epoch(0)
-            process.says.append(SaidReport(*process.id, reported, process.is_leaving, slots))
+            process.says.append(
+                Said(
+                    *process.id,
+                    Report(
+                        is_ready=True, is_leaving=process.is_leaving, epoch=reported, peers=[], memory=[], slots=slots
+                    ),
+                )
+            )
             if process.uses is not None:
-                process.says.append(SaidUses(*process.id, process.uses.epoch))
+                process.says.append(Said(*process.id, RoutesUsed(epoch=process.uses.epoch)))
         self.new_machine()
         self.apply(self.machine.resume(self.now, found, epoch, was_all_ready=True))
 
@@ -320,7 +351,7 @@ def test_no_slot_in_use_is_filled_and_everything_finds_its_place(schedule, shape
     world.settle()
     check_healed(world)
     for device in world.machine.goal.gone:
-        world.tell(DeviceReturned(device))
+        world.tell(ask(ReturnRequest(device=device)))
     world.settle()
     check_healed(world)
     assert world.machine.degraded == (), "every worker is back"
@@ -336,12 +367,24 @@ def check_healed(world: World) -> None:
         assert world.machine.violations == ()
         copies = [len(routes.candidates(layer, expert)) for layer in range(2) for expert in range(NUM_EXPERTS)]
         assert min(copies) >= min(slots // NUM_EXPERTS, num_devices)
+        if world.balance is None:  # else experts are where their load wants them
+            check_even(world, num_devices)
     assert world.machine.tables().conditions.epochs == ()
     for process in world.processes.values():
         planned = world.machine.goal.placement.seat(process.id.rank)
         if planned is not None and world.machine.counts(process.id):
             for layer in range(2):
                 assert set(planned.experts(layer)) <= set(process.experts[layer]), "not where it should be"
+
+
+def check_even(world: World, num_devices: int) -> None:
+    """In each layer no worker serves one expert more than the mean."""
+    placement = world.machine.goal.placement
+    assert placement is not None
+    for layer in range(2):
+        num_active = Counter(expert for seat in placement.seats for expert in seat.active[layer])
+        work = [sum(1 / num_active[expert] for expert in seat.active[layer]) for seat in placement.seats]
+        assert max(work) < NUM_EXPERTS / num_devices + 1, work
 
 
 def num_places(world: World) -> list[tuple[int, int]]:
@@ -362,8 +405,8 @@ def kill_expert(world: World, device: int) -> None:
 
 LOSSES = {
     "killed": kill_expert,
-    "lost": lambda world, device: world.tell(DeviceLost(device, is_gone=False)),
-    "gone": lambda world, device: world.tell(DeviceLost(device, is_gone=True)),
+    "lost": lambda world, device: world.tell(ask(FaultRequest(device=device, gone=False))),
+    "gone": lambda world, device: world.tell(ask(FaultRequest(device=device, gone=True))),
 }
 
 

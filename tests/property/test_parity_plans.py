@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from everserve.plan.parity import parity_groups
 from everserve.tables.ids import Rank
-from tests.examples import examples
+from tests.support.examples import examples
 
 FIRST = 10
 worlds = st.integers(1, 9).flatmap(

@@ -10,8 +10,8 @@ from everserve.plan.prefill import TokenCost, balanced_batch, first_come_batch
 from everserve.tables.ids import Rank
 from everserve.tables.prompts import PendingPrompt
 from everserve.tables.requests import RequestSpec, SamplingParams, as_tokens
-from tests.examples import examples
-from tests.toy import make_engine, run_alone
+from tests.support.examples import examples
+from tests.support.toy import make_engine, run_alone
 
 prompts = st.lists(st.builds(PendingPrompt, st.integers(0, 300), st.integers(0, 90)), max_size=4)
 homes_of = st.dictionaries(st.integers(0, 5).map(Rank), prompts, max_size=5)

@@ -8,9 +8,9 @@ from hypothesis import given
 from everserve.backends.cpu import ops as native
 from everserve.errors import StepAbandoned
 from everserve.tables.ids import Rank
-from tests.examples import examples
-from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
-from tests.in_process_experts import Fault, MemoryExperts
+from tests.support.examples import examples
+from tests.support.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts, routes
+from tests.support.in_process_experts import Fault, MemoryExperts
 
 OPS = native.NativeOps(num_threads=1)
 LOCAL = local_experts(OPS)

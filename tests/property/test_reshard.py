@@ -3,16 +3,27 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.plan import reshard
 from everserve.plan.layer_plan import Room
 from everserve.plan.moves import next_moves
 from everserve.plan.repair import replan
-from everserve.plan.reshard import PLANNERS, Plan, Row, Span, after, common, lost_bytes, rows_of, united, without
 from everserve.plan.shards import Spread, place_shards
 from everserve.tables.calls import Call, ShardKind
 from everserve.tables.ids import Rank
 from everserve.tables.slots import HeldSlots
-from tests.examples import examples
+from everserve_bench.planners import reshard
+from everserve_bench.planners.reshard import (
+    PLANNERS,
+    Plan,
+    Row,
+    Span,
+    after,
+    common,
+    lost_bytes,
+    rows_of,
+    united,
+    without,
+)
+from tests.support.examples import examples
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=5).map(
     lambda pairs: united(Span(min(pair), max(pair)) for pair in pairs)
@@ -118,8 +129,9 @@ def moved_bytes(plan: Plan, index: int) -> dict[Rank, reshard.Spans]:
 
 @examples(13)
 @given(world=worlds())
-def test_ours_is_what_workers_are_told_to_fill(world):
-    """From the placement of the orchestrator and what workers hold, to the slots that they fill."""
+def test_workers_are_told_to_fill_what_ours_reloads(world):
+    """From the placement of the orchestrator and what workers hold, to the slots that they fill. Who fills them, and
+    what moves besides, is up to what makes work even."""
     rows, lost = world
     survivors = survivors_of(rows, lost[0])
     before = reshard.placement_of(rows)
@@ -131,7 +143,7 @@ def test_ours_is_what_workers_are_told_to_fill(world):
         for seat in seats
     }
     moves = next_moves(placement, have, survivors, survivors, {}, lambda rank, place: True)
-    told = {(move.rank, move.fill.layer_index, move.fill.expert) for move in moves}
+    told = {(move.rank, move.fill.call_index, move.fill.expert) for move in moves}
     plan = reshard.keep_and_deal(rows, survivors)
     wanted = {
         (part.rank, index, shard)
@@ -140,5 +152,7 @@ def test_ours_is_what_workers_are_told_to_fill(world):
         if part.source is None
         for shard in range(part.span.begin // row.shard_bytes, part.span.end // row.shard_bytes)
     }
-    assert told == wanted
-    assert all(move.urgency == 0 for move in moves), "nobody else has it"
+    lost_shards = {(index, shard) for _, index, shard in wanted}
+    assert {(index, shard) for _, index, shard in told} >= lost_shards
+    urgent = {(move.fill.call_index, move.fill.expert) for move in moves if move.urgency == 0}
+    assert urgent >= lost_shards, "no other worker has it"

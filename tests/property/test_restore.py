@@ -21,8 +21,9 @@ from everserve.kvlog.chains import key_of
 from everserve.kvlog.log import Log
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
-from tests.examples import examples
-from tests.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import VOCAB, LoggedToy, StepAbandoned, ToyConfig, make_config, run_alone, spec
 
 HEADER_WORDS = 8
 ROOMY = 128  # blocks: enough for everybody, so that nobody takes blocks that a successor's streams still need
@@ -39,6 +40,8 @@ params = st.fixed_dictionaries(
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "stop_ids": st.sampled_from([(), (3, 5, 7)]),
         "prompt_logprobs": st.sampled_from([None, None, 1]),
+        "cache_salt": st.sampled_from([b"", b"", b"a salt"]),
+        "guided": st.sampled_from([None, None, *guides.GUIDED]),
     }
 )
 adds = st.tuples(st.just("add"), prompts, params)
@@ -81,6 +84,7 @@ configs = st.fixed_dictionaries(
         "max_prefill_while_decoding": st.sampled_from([2, 16]),
         "max_restored_while_serving": st.sampled_from([4, 10, 2048]),
         "enable_prefix_caching": st.booleans(),
+        "visible_keys": st.sampled_from([None, 1, 6, 17]),
     }
 ).map(lambda overrides: make_config(**overrides))
 
@@ -135,6 +139,7 @@ class World:
         self.is_in_place = is_in_place
         self.specs: dict[str, RequestSpec] = {}
         self.streams: dict[str, list[int | None]] = {}  # what each client has
+        self.given: dict[str, int] = {}  # how many of these its worker was given: they cannot be lost
         self.finished: set[str] = set()
         self.cancelled: set[str] = set()
         self.workers = [Worker(config, is_in_place)]
@@ -147,7 +152,7 @@ class World:
             if what == "add":
                 request = spec(f"r{len(self.specs)}", how[0], **how[1])
                 self.specs[request.id], self.streams[request.id] = request, []
-                engine.add(request)
+                guides.add(engine, request)
             elif what == "step":
                 for _ in range(how[0]):
                     self.step(worker, is_checked=how[1])
@@ -191,7 +196,7 @@ class World:
         corrupt(memory, death.damage)
         orphans = [id for id in ids if id not in self.finished]
         for id in orphans:
-            del self.streams[id][max(0, len(self.streams[id]) - death.num_lost) :]
+            del self.streams[id][max(self.given.get(id, 0), len(self.streams[id]) - death.num_lost) :]
         is_sound = not death.damage and not preempted
         grave = Grave(memory, Log(memory, worker.shape), orphans, worker.logged, is_sound)
         self.graves.append(grave)
@@ -213,12 +218,13 @@ class World:
             heir = self.workers[i % len(self.workers)]
             saved = heir.find(grave.log, id)
             request = self.specs[id].after(self.streams[id])
+            self.given[id] = len(self.streams[id])
             if grave.is_sound and id in grave.logged:
                 assert saved is not None and saved.num_tokens >= grave.logged[id]
                 if not self.is_in_place or self.config.limits.num_blocks == ROOMY:
                     num_once = len(request.prompt) + len(request.known) - 1 if request.known else 0
                     heir.promises[id] = max(0, num_once - grave.logged[id])
-            heir.engine.add(request, saved)
+            guides.add(heir.engine, request, saved)
             heir.engine.check()
 
     def drain(self) -> None:
@@ -263,7 +269,7 @@ def test_streams_go_on_from_the_log_wherever_their_worker_died(rounds, config, i
         world.inherit(grave)
     world.drain()
     for id, request in world.specs.items():
-        alone = run_alone(request)
+        alone = run_alone(request, visible_keys=config.limits.visible_keys)
         assert world.streams[id] == (alone[: len(world.streams[id])] if id in world.cancelled else alone)
     world.close()
 
@@ -291,3 +297,18 @@ def test_what_was_brought_for_a_step_that_was_not_scheduled_is_not_used_by_the_n
     while heir.engine.has_work:
         world.step(heir)
     assert world.streams == {id: run_alone(request) for id, request in world.specs.items()}
+
+
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_of_a_stream_with_windows_only_these_are_brought(is_in_place):
+    world = World(make_config(num_blocks=ROOMY, visible_keys=6), is_in_place)
+    add = ("add", [i * i % VOCAB for i in range(9)], {"max_tokens": 50})
+    world.live(world.workers[0], [add, ("step", 40, False)])
+    grave = world.kill(world.workers[0], Death("between steps", 0, []))
+    heir = world.succeed(grave)
+    world.inherit(grave)
+    (restored,) = heir.engine.step().restored
+    heir.engine.check()
+    assert restored.num_recomputed == 0 and restored.num_restored < 6 + 2 * 4
+    assert heir.engine.scheduler.pool.num_used < 6
+    world.close()

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from everserve.errors import RequestError
 from everserve.tables.outputs import Output
 from everserve.tables.requests import RequestSpec
-from tests.examples import examples
-from tests.toy import make_engine, run_alone, spec
+from tests.support import guides
+from tests.support.examples import examples
+from tests.support.toy import make_engine, run_alone, spec
 
 prompts = st.lists(st.integers(0, 96), min_size=1, max_size=30)
 params = st.fixed_dictionaries(
@@ -22,6 +23,7 @@ params = st.fixed_dictionaries(
         "seed": st.integers(0, 5),
         "top_k": st.sampled_from([0, 5]),
         "presence_penalty": st.sampled_from([0.0, 1.5]),
+        "guided": st.sampled_from([None, None, *guides.GUIDED]),
         "frequency_penalty": st.sampled_from([0.0, 0.5]),
         "repetition_penalty": st.sampled_from([1.0, 1.3]),
         "stop_ids": st.sampled_from([(), (3, 5, 7), tuple(range(0, 60, 2))]),
@@ -37,7 +39,7 @@ def run(engine, *requests: RequestSpec) -> dict[str, list[Output]]:
     """All outputs of these requests together."""
     outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
     for request in requests:
-        engine.add(request)
+        guides.add(engine, request)
     while engine.has_work:
         for output in engine.step().outputs:
             outputs[output.id].append(output)
@@ -82,7 +84,7 @@ def test_a_stream_cut_many_times_continues_exactly(prompt, params, data):
     produced: list[Output] = []
     while not produced or produced[-1].finish_reason is None:
         engine, _ = make_engine(num_blocks=64)
-        engine.add(resumed(request, [output.token for output in produced]))
+        guides.add(engine, resumed(request, [output.token for output in produced]))
         lives = data.draw(st.integers(1, 12), label="steps until its worker dies")
         for _ in range(lives):
             if engine.has_work:

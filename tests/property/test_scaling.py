@@ -7,16 +7,20 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.effects import AskToLeave, BeginScaling, Decision
-from everserve.control.events import DeviceReturned, Exited, SaidLeaving, ScaleAsked
-from everserve.control.machine import Machine
-from everserve.control.scaling import size_of, staying
+from everserve.control.decide.effects import Decision
+from everserve.control.decide.inputs import Exited, Said
+from everserve.control.decide.machine import Machine
+from everserve.control.decide.scaling import size_of, staying
 from everserve.tables.goal import Capacity, Wanted
 from everserve.tables.ids import Rank, Role, WorkerId
 from everserve.tables.members import WorkerState
 from everserve.tables.slots import EMPTY
-from tests.examples import examples
+from everserve.wire.events import ScaleBegan
+from everserve.wire.messages import Ask, Leave, Leaving
+from everserve.wire.operators import ReturnRequest, ScaleRequest
 from tests.property.test_moves import ACTIONS, NUM_EXPERTS, POLICY, Process, World
+from tests.support.decisions import answered, ask, is_told
+from tests.support.examples import examples
 
 MAX_WORKERS = 9
 
@@ -28,7 +32,7 @@ def check_no_hole(leaving, others) -> None:
             expert
             for seat in others
             for slot, expert in enumerate(seat.held.experts[layer])
-            if (layer, slot) not in {(fill.layer_index, fill.slot) for fill in seat.filling}
+            if (layer, slot) not in {(fill.call_index, fill.slot) for fill in seat.filling}
         }
         assert set(slots) - {EMPTY} <= elsewhere, "it would leave a hole"
 
@@ -47,7 +51,7 @@ class ScalingWorld(World):
     def apply(self, decision: Decision) -> None:
         super().apply(decision)
         for effect in decision.effects:
-            if isinstance(effect, AskToLeave):
+            if is_told(effect, Leave):
                 self.check_not_needed(effect.rank)
                 self.asked_to_leave.add(WorkerId(effect.rank, effect.incarnation))
 
@@ -69,26 +73,33 @@ class ScalingWorld(World):
             return
         if not process.is_leaving:
             process.is_leaving = True
-            process.says.append(SaidLeaving(*process.id))
+            process.says.append(Said(*process.id, Leaving()))
         elif not process.says and not process.todo:
             del self.processes[process.id]
             self.exits.append(Exited(*process.id, 0))
 
-    def ask(self, asked: ScaleAsked) -> bool:
+    def ask(self, asked: Ask) -> bool:
         before = self.machine.goal
         decision = self.machine.handle(asked, self.now)
         self.apply(decision)
-        if not any(isinstance(effect, BeginScaling) for effect in decision.effects):
-            assert self.machine.goal == before and decision.reason
+        if not any(isinstance(effect, ScaleBegan) for effect in decision.effects):
+            assert self.machine.goal == before and answered(decision).refused == decision.reason
             return False
         size = size_of(self.machine.goal)
-        for wanted, got in zip((asked.attention, asked.expert, asked.devices), size, strict=True):
+        for wanted, got in zip(
+            (asked.request.attention, asked.request.expert, asked.request.devices), size, strict=True
+        ):
             assert wanted in (None, got)
         return True
 
     def scale(self, n: int) -> None:
         few, many = n % 4, n // 4 % 6
-        asks = [ScaleAsked(few, many), ScaleAsked(attention=few), ScaleAsked(expert=many), ScaleAsked(devices=many)]
+        asks = [
+            ask(ScaleRequest(attention=few, expert=many)),
+            ask(ScaleRequest(attention=few)),
+            ask(ScaleRequest(expert=many)),
+            ask(ScaleRequest(devices=many)),
+        ]
         self.ask(asks[n % len(asks)])
 
     def settle(self) -> None:
@@ -116,12 +127,12 @@ def test_there_are_exactly_the_workers_that_were_asked_for(schedule, shape):
     world.settle()
     check_scaled(world)
     for device in world.machine.goal.gone:
-        world.tell(DeviceReturned(device))
+        world.tell(ask(ReturnRequest(device=device)))
     world.settle()
     check_scaled(world)
     assert world.machine.degraded == ()
     size = size_of(world.machine.goal)
-    if world.ask(ScaleAsked(attention=2, expert=3)):  # whatever has been, it can be scaled again
+    if world.ask(ask(ScaleRequest(attention=2, expert=3))):  # whatever has been, it can be scaled again
         world.settle()
         check_scaled(world)
         assert size_of(world.machine.goal)[:2] == (2, 3)

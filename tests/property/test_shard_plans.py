@@ -18,7 +18,7 @@ from everserve.tables.members import Members
 from everserve.tables.placement import Placement
 from everserve.tables.slots import EMPTY, HeldSlots
 from everserve.tables.validity import conditions
-from tests.examples import examples
+from tests.support.examples import examples
 
 Held = dict[Rank, list[list[int]]]
 
@@ -50,8 +50,8 @@ def carry_out(placement: Placement, held: Held, ranks: list[Rank]) -> None:
         if not moves:
             return
         for move in moves:
-            slots = held[move.rank][move.fill.layer_index]
-            assert move.fill.expert < placement.calls[move.fill.layer_index].num_shards
+            slots = held[move.rank][move.fill.call_index]
+            assert move.fill.expert < placement.calls[move.fill.call_index].num_shards
             slots[move.fill.slot] = move.fill.expert
     raise AssertionError("moves that never end")
 

@@ -19,11 +19,12 @@ from everserve.backends.cpu.remote_experts import RemoteExperts
 from everserve.errors import StepAbandoned
 from everserve.memory.liveness import Cell
 from everserve.seam.batching import Request
+from everserve.seam.healing import Reports
 from everserve.tables.ids import Epoch, Incarnation, Rank, SlotId
 from everserve.tables.routes import Routes
-from tests.examples import examples
-from tests.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts
-from tests.in_process_experts import MemoryWarden, new_cell, new_memory
+from tests.support.examples import examples
+from tests.support.experts import MAX_TOKENS, MOE_LAYERS, NUM_EXPERTS, SHAPE, RandomExperts, Rows, local_experts
+from tests.support.in_process_experts import MemoryWarden, new_cell, new_memory
 
 OPS = native.NativeOps(num_threads=1)
 LOCAL = local_experts(OPS)
@@ -90,9 +91,11 @@ class AttentionWorker:
                 self.peers,
                 detect_ms=50,
                 lease_s=1,
-                on_control=self.read_control,
-                on_suspect=lambda *suspicion: self.suspected.append(suspicion),
-                on_replay=lambda *replay: self.suspected.append(replay),
+                reports=Reports(
+                    self.read_control,
+                    lambda *suspicion: self.suspected.append(suspicion),
+                    lambda *replay: self.suspected.append(replay),
+                ),
                 others_turn=world.turn,
             ),
             OPS,

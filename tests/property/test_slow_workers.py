@@ -5,13 +5,13 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everserve.control.slowness import Slowness, Standing
+from everserve.control.decide.slowness import Slowness, Standing
 from everserve.plan.placement import place_experts
 from everserve.plan.routing import make_routes
 from everserve.tables.ids import Epoch, Rank
 from everserve.tables.work import Work
-from tests.examples import examples
-from tests.held_slots import have
+from tests.support.examples import examples
+from tests.support.held_slots import have
 
 NUM_EXPERTS = 12
 

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -21,30 +22,37 @@ from hypothesis import strategies as st
 from everserve.procs import deferred_close
 from everserve.procs import supervisor as supervisor_module
 from everserve.procs.deferred_close import Held
-from everserve.procs.supervisor import Child
+from everserve.procs.supervisor import Child, Supervisor
 from everserve.tables.ids import Incarnation, Rank, Role
-from everserve.tables.memory import Memory
+from everserve.tables.memory import MemoryName
 from everserve.wire.channel import Channel
 from everserve.wire.messages import (
     DeviceDescriptors,
-    DropMemory,
     ForkWorker,
     Provision,
+    Release,
     SpareForked,
     StartWorker,
     WorkerForked,
 )
-from tests.configs import worker_settings
-from tests.examples import examples
-from tests.memories import memory
-from tests.unit.supervisor_toy import Instance
+from tests.support.configs import worker_settings
+from tests.support.examples import examples
+from tests.support.memories import memory
+from tests.support.supervisor_toy import Instance
 
 SETTINGS = worker_settings(device="cuda")
 NUM_RANKS = 2
 HELPERS = ("orchestrator", "anchor", "zygote")
-NAMES = ("provision", "fork", "provision", "fork", "kill", "drop", "spare", "entrust", "clog", "wait", *HELPERS)
+NAMES = (
+    *("provision", "fork", "provision", "fork", "kill", "drop", "spare", "entrust", "clog", "wait"),
+    *("supervisor", "supervisor", *HELPERS),
+)
 # What happens, to whom (a number that is taken modulo), and whether the supervisor has a turn afterwards.
 happenings = st.tuples(st.sampled_from(NAMES), st.integers(0, 41), st.booleans())
+
+
+class Died(BaseException):
+    """The supervisor was killed here."""
 
 
 class Storm:
@@ -52,14 +60,19 @@ class Storm:
 
     def __init__(self, instance: Instance, before: set[int]) -> None:
         self.instance, self.before = instance, before
-        self.supervisor = instance.supervisor
         self.incarnations = {rank: count(1) for rank in range(NUM_RANKS)}
         self.made = count()
-        self.current: dict[Memory, str] = {}  # what the orchestrator has, and how that file is called
+        self.current: dict[MemoryName, str] = {}  # what the orchestrator has, and how that file is called
         self.started: set[str] = set()  # files that a worker process has had
         self.lifelines: dict[int, Channel] = {}  # a worker's or a spare's end, by pid
         self.spares: list[int] = []
+        self.dropped: set[MemoryName] = set()  # since the last turn
         self.controls: dict[Child, int] = {}  # which socket each child is reached through
+
+    @property
+    def supervisor(self) -> Supervisor:
+        """The one that lives now."""
+        return self.instance.supervisor
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -119,8 +132,9 @@ class Storm:
         """The device is lost that some memory is on."""
         if self.current:
             piece = list(self.current)[which % len(self.current)]
-            self.instance["orchestrator"].control.send(DropMemory(memory=piece))
+            self.instance["orchestrator"].control.send(Release(memory=piece))
             del self.current[piece]
+            self.dropped.add(piece)
 
     def clog(self, which: int) -> None:
         """From now on most of what the supervisor sends to this process waits, with copies of its descriptors."""
@@ -143,6 +157,50 @@ class Storm:
         played.control.close()
         self.instance.until(lambda: self.instance[name] is not played)
 
+    def replace_supervisor(self, which: int) -> None:
+        """It dies between two turns; or in the middle of one, before or after it writes the process table."""
+        old = {name: self.instance[name] for name in HELPERS}
+        dropped = set(self.dropped)
+        if which % 4:
+            self._die_in_a_turn(num_writes=which % 4, is_written=which % 2 == 1)
+        else:
+            self.turn()
+            dropped = set()
+        gc.collect()  # what it had in hand and in no table
+        others = set(self._of_others()) | {self.instance.root.table_fd}
+        self.instance.replace_supervisor(left=open_fds() - others)
+        for played in old.values():
+            played.received.clear()
+            played.control.close()
+        self.instance.until(lambda: all(self.instance[name] is not played for name, played in old.items()))
+        for pid in set(self.lifelines) - set(self.supervisor._workers.pids):
+            self.lifelines.pop(pid).close()
+        self.spares = []
+        for piece, fd in self.supervisor._workers._kept.items():  # which it had not heard of, and an orchestrator has
+            if piece in dropped:
+                self.current.setdefault(piece, name_of(fd))
+
+    def _die_in_a_turn(self, num_writes: int, is_written: bool) -> None:
+        file = self.supervisor._file
+        write, left = file.write, count(num_writes - 1, -1)
+
+        def die(table: object) -> None:
+            is_last = next(left) == 0
+            if not is_last or is_written:
+                write(table)
+            if is_last:
+                raise Died
+
+        file.write = die
+        with suppress(Died):
+            self.turn()
+        file.write = write
+
+    def turn(self) -> None:
+        self.instance.signal(signal.SIGCHLD)  # or it would wait for something to happen
+        self.instance.turn()
+        self.dropped.clear()
+
     def _process(self) -> int:
         pid = os.posix_spawnp("sleep", ["sleep", "1000"], os.environ)
         self.instance.workers.append(pid)
@@ -164,7 +222,8 @@ class Storm:
         workers = self.supervisor._workers
         kept = {memory: name_of(fd) for memory, fd in workers._kept.items()}
         assert kept.items() <= self.current.items(), "what was dropped is not kept"
-        there = set(kept.values()) | {name_of(fd) for worker in workers._processes.values() for fd in worker.memory}
+        holders = (*workers._processes.values(), *workers._orders.values())
+        there = set(kept.values()) | {name_of(fd) for holder in holders for fd in holder.memory}
         lost = {name for name in self.current.values() if name in self.started} - there
         assert not lost, "what was not dropped is kept, or has a worker"
 
@@ -172,6 +231,10 @@ class Storm:
         """Each descriptor of the supervisor, and what it must be."""
         supervisor, workers = self.supervisor, self.supervisor._workers
         yield supervisor._selector.fileno(), "anon_inode:[eventpoll]"
+        memory = supervisor._keepers.memory
+        yield memory.listen, "socket:"
+        yield memory.shared, "gateways"
+        yield from ((ledger, "ledger") for ledger in memory.ledgers)
         for child in supervisor._children.values():
             is_new = child not in self.controls
             self.controls.setdefault(child, os.fstat(child.control.fileno()).st_ino)
@@ -180,14 +243,16 @@ class Storm:
             yield from of_held(child.held)
         for order in workers._orders.values():
             yield from zip(order.memory, ("cell", *(memory.name for memory in order.start.memory)), strict=True)
-            for sock in (*order.control, *order.lifeline, *(order.tokens or ())):
+            tokens = (end for pair in order.tokens for end in pair)
+            for sock in (*(order.control or ()), *(order.lifeline or ()), *tokens):
                 yield sock.fileno(), "socket:"
         for worker in workers._processes.values():
             yield from zip(worker.memory, ("cell", *(memory.name for memory in worker.start.memory)), strict=True)
+            yield from ((fd, "socket:") for fd in worker.tokens.values())
             yield from of_held(worker.held)
             yield from of_held(worker.rehearsed) if worker.rehearsed is not None else ()
         yield from ((fd, memory.name) for memory, fd in workers._kept.items())
-        ended = [held for _, held in (*workers._deferred._ended, *supervisor._deferred._ended)]
+        ended = [held for _, held in (*workers._deferred._ended, *supervisor._children.deferred._ended)]
         for held in (*workers._spares.values(), *ended):
             yield from of_held(held)
 
@@ -195,6 +260,7 @@ class Storm:
         """Of the processes that are played, and of this one."""
         yield from self.before
         yield from (self.instance._signals._reader.fileno(), self.instance._signals._writer.fileno())
+        yield from self.instance.root.own_fds
         for played in (one for each in self.instance.played.values() for one in each):
             yield played.process.stdin.fileno()
             yield from (fd for fd, _ in of_channel(played.control))
@@ -226,7 +292,7 @@ def of_channel(channel: Channel) -> Iterator[tuple[int, str]]:
 
 
 def of_held(held: Held) -> Iterator[tuple[int, str]]:
-    yield from of_channel(held._lifeline) if held._lifeline is not None else ()
+    yield from of_channel(held.lifeline) if held.lifeline is not None else ()
     yield from ((fd, "device") for fds in (*held._held, *held._arriving) for fd in fds._fds)
 
 
@@ -267,11 +333,12 @@ def test_each_descriptor_has_one_owner_and_is_what_that_opened(schedule):
             for name, which, has_turn in schedule:
                 if name in HELPERS:
                     storm.end(name)
+                elif name == "supervisor":
+                    storm.replace_supervisor(which)
                 else:
                     getattr(storm, name)(which)
                 if has_turn:
-                    instance.signal(signal.SIGCHLD)  # or it would wait for something to happen
-                    instance.turn()
+                    storm.turn()
                     storm.check()
         finally:
             instance.close()

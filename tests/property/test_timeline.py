@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from everserve.gateway.observe.timeline import Timeline
 from everserve.tables.ids import Role
 from everserve.wire.events import AnyEvent
-from tests.examples import examples
-from tests.unit.gateway_toy import member
+from tests.support.examples import examples
+from tests.support.gateway_toy import member
 
 _FIELDS: dict[type, st.SearchStrategy[object]] = {
     int: st.integers(-11, 3),

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.peers import ExpertPeers
-from everserve.control import events
-from everserve.control.effects import Lost, Probe, Publish
-from everserve.control.machine import Machine, Policy
+from everserve.control.decide.effects import Lost, Probe, Publish
+from everserve.control.decide.inputs import Alive, AnyInput, Said, Silent
+from everserve.control.decide.machine import Machine, Policy
 from everserve.memory.liveness import Cell, PeerState
 from everserve.plan.placement import place_experts
 from everserve.tables.ids import Incarnation, Rank
 from everserve.tables.routes import Routes
-from tests.examples import examples
-from tests.held_slots import goal_of, held
-from tests.in_process_experts import MemoryWarden, new_cell, new_memory
+from everserve.wire.messages import GatewayReport, Hello, Ready, SlotsReported, Suspected
+from tests.support.examples import examples
+from tests.support.held_slots import goal_of, held
+from tests.support.in_process_experts import MemoryWarden, new_cell, new_memory
 
 ATTENTION, EXPERTS = Rank(0), (Rank(1), Rank(2))
 FIRST = Incarnation(1)
@@ -37,19 +38,19 @@ class World:
     def __init__(self, peers: ExpertPeers, warden: MemoryWarden) -> None:
         self.peers, self.warden = peers, warden
         self.seen = dict.fromkeys(EXPERTS, PeerState.ALIVE)  # by the orchestrator's warden
-        self.to_orchestrator: deque[events.AnyEvent] = deque()
+        self.to_orchestrator: deque[AnyInput] = deque()
         self.to_worker: deque[Routes] = deque()
         self.lost: list[Lost] = []
         placement = place_experts(NUM_EXPERTS, [0], EXPERTS, None)
         self.machine = Machine(goal_of([ATTENTION], placement), POLICY)
         self.machine.start(0.0)
         for rank in EXPERTS:
-            self.tell(events.SaidHolds(rank, FIRST, held(placement, rank)))
+            self.tell(Said(rank, FIRST, SlotsReported(slots=held(placement, rank))))
         for rank in (ATTENTION, *EXPERTS):
-            for said in (events.SaidHello, events.SaidReady):
-                self.tell(said(rank, FIRST))
+            for said in (Hello(), Ready()):
+                self.tell(Said(rank, FIRST, said))
 
-    def tell(self, event: events.AnyEvent) -> None:
+    def tell(self, event: AnyInput) -> None:
         undecided = deque([event])
         while undecided:
             for effect in self.machine.handle(undecided.popleft(), 0.0).effects:
@@ -61,10 +62,10 @@ class World:
                 elif isinstance(effect, Lost):
                     self.lost.append(effect)
 
-    def judge(self, rank: Rank) -> events.AnyEvent:
+    def judge(self, rank: Rank) -> AnyInput:
         if self.seen[rank] is PeerState.ALIVE:
-            return events.Answered(rank, FIRST)
-        return events.Silent(rank, FIRST, "R")
+            return Alive(rank, FIRST)
+        return Silent(rank, FIRST, "R")
 
     def see(self, rank: Rank, state: PeerState) -> None:
         """The orchestrator's warden."""
@@ -80,7 +81,9 @@ class World:
     def attend(self) -> None:
         """The attention worker looks up from a layer."""
         for rank, incarnation, reason in self.peers.look():
-            self.to_orchestrator.append(events.Suspected(rank, incarnation, by=ATTENTION, reason=reason))
+            self.to_orchestrator.append(
+                Said(ATTENTION, FIRST, Suspected(rank=rank, incarnation=incarnation, reason=reason))
+            )
 
     def do(self, action: str, rank: Rank) -> None:
         match action:
@@ -105,7 +108,7 @@ class World:
                 if self.to_orchestrator:
                     self.tell(self.to_orchestrator.popleft())
             case "epoch":
-                self.tell(events.GatewayReported(self.machine.epoch, ()))
+                self.tell(GatewayReport(epoch=self.machine.epoch, logs=[], lost=[*()]))
             case "abandons":
                 self.peers.reconsider()
 

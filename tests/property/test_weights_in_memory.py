@@ -8,12 +8,12 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from everserve.memory.weights import copying
+from everserve.memory.weights.backup_filling import BackupFilling
 from everserve.memory.weights.expert_memory import ExpertMemory
-from everserve.tables.slots import Fill, Place
-from everserve.worker.backup_filling import BackupFilling
-from tests.examples import examples
-from tests.experts import NUM_EXPERTS
-from tests.seats import EXPERT_BYTES, IDENTITY, NUM_LAYERS, SeatInMemory, SharedWeights
+from everserve.tables.slots import Fill, Filled, Place
+from tests.support.examples import examples
+from tests.support.experts import NUM_EXPERTS
+from tests.support.seats import EXPERT_BYTES, IDENTITY, NUM_LAYERS, SeatInMemory, SharedWeights
 
 NUM_SLOTS = 3
 PLANNED = ((0, 1), (2, 3), (4, 5))
@@ -71,7 +71,7 @@ class World:
             self.introduce(seat)
         memory = ExpertMemory(self.backup.plan, self.backup.descriptors())
         memory.table.claim(IDENTITY, owner=None)
-        BackupFilling(memory, self.seats[0].slots._copy_to_backup, first_layer=0)._pass(is_held=False)
+        BackupFilling(memory, self.seats[0].memory.copy_out, first_layer=0)._pass(is_held=False)
         memory.close()
 
     def introduce(self, seat: SeatInMemory) -> None:
@@ -100,15 +100,8 @@ class World:
             self.end(seat, Fill(*what[1:]), moment)
 
     def fill(self, seat: SeatInMemory, fill: Fill) -> None:
-        """In this thread, so that a moment of it can be chosen."""
-        held = seat.slots.held.experts[fill.layer_index]
-        if seat.slots._filling is not None or fill.expert in held:
-            return
-        seat.half.clear(seat.half.config.call_layers[fill.layer_index], fill.slot)
-        seat.slots._filling = fill
-        seat.slots._copy(fill)
-        seat.slots._hold(fill)
-        seat.slots._filling = None
+        if not seat.is_filling and fill.expert not in seat.slots.held.experts[fill.call_index]:
+            assert isinstance(seat.fill_in_this_thread(fill), Filled)
 
     def end(self, seat: SeatInMemory, fill: Fill, moment: int) -> None:
         """The process ends in the middle of a fill."""
@@ -116,7 +109,7 @@ class World:
         def die() -> None:
             raise Died
 
-        if fill.expert in seat.slots.held.experts[fill.layer_index]:
+        if fill.expert in seat.slots.held.experts[fill.call_index]:
             return
         try:
             with at_moment(moment, die):

@@ -22,7 +22,13 @@ from schemathesis.specs.openapi.checks import (
 
 from everserve.gateway.http.requests import INT64_MAX, MAX_CHOICES
 
-GENERATES = ("/v1/completions", "/v1/chat/completions")
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+# Of others: [DONE].
+LASTS = {"/v1/responses": ("response.completed", "response.incomplete"), "/v1/messages": ("message_stop",)}
+SELDOM_POSSIBLE = ("stream_options", "best_of", "top_logprobs", "stop_token_ids", "logit_bias", "max_completion_tokens")
+SELDOM_POSSIBLE += ("previous_response_id", "input", "background", "store", "text")
+SELDOM_POSSIBLE += ("tool_choice", "thinking", "output_config", "system")
+SELDOM_POSSIBLE += ("tools", "functions", "truncate_prompt_tokens", "prompt_logprobs", "bad_words")
 CHECKS = [
     status_code_conformance,
     content_type_conformance,
@@ -84,9 +90,14 @@ def check(case: schemathesis.Case) -> int:
     assert "x-request-id" in response.headers
     if response.status_code >= 400:
         error = response.json()["error"]
-        assert set(error) == {"message", "type", "param", "code"} and error["message"]
+        fields = {"message", "type"} if case.path.startswith("/v1/messages") else {"message", "type", "param", "code"}
+        assert set(error) == fields and error["message"]
     if response.status_code == 200 and response.headers["content-type"][0].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
+        last = response.text.rpartition("\n\n")[0].rpartition("\n\n")[2]
+        if case.path in LASTS:
+            assert any(f"event: {name}\n" in last for name in LASTS[case.path]), last
+        else:
+            assert last.endswith("data: [DONE]"), last
     checks = CHECKS
     if "last-event-id" in {name.lower() for name in case.headers}:  # the rest of a stream, whatever the body says
         checks = [check for check in CHECKS if check is not negative_data_rejection]
@@ -99,13 +110,15 @@ def keep_it_short(body: Any) -> None:
     if not isinstance(body, dict):
         return
     tokens, choices = range(4, INT64_MAX + 1), range(3, MAX_CHOICES + 1)  # too much for us, and yet what is allowed
-    for field in ("max_tokens", "max_completion_tokens", "min_tokens"):
+    for field in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
         if isinstance(body.get(field), int) and body[field] in tokens:
             body[field] = 3
     for field in ("n", "best_of"):
         if isinstance(body.get(field), int) and body[field] in choices:
             body[field] = 2
-    if body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
+    if "input" in body:
+        body["max_output_tokens"] = body.get("max_output_tokens") or 3
+    elif body.get("max_tokens") is None and body.get("max_completion_tokens") is None:
         body["max_tokens"] = 3
 
 
@@ -116,11 +129,15 @@ def make_it_possible(case: schemathesis.Case) -> None:
     if len(repr(body)) % 4:  # not always
         for name in [name for name in case.headers if name.lower() == "last-event-id"]:
             del case.headers[name]
-    body["model"] = None
+    body["model"] = "demo" if case.path == "/v1/messages" else None
     body["stream"] = len(repr(body)) % 2 == 0  # half of them, whatever the generator prefers
-    for field in ("stream_options", "best_of", "top_logprobs", "stop_token_ids", "logit_bias", "max_completion_tokens"):
+    for field in SELDOM_POSSIBLE:
         if len(repr(body)) % 3:  # not always
             body.pop(field, None)
+    if case.path == "/v1/messages":
+        body["messages"] = [{"role": "user", "content": "Once"}]
+    if case.path == "/v1/responses":
+        body["input"] = body.get("input", "Once")
     prompt = body.get("prompt")
     if isinstance(prompt, list) and not all(isinstance(item, str) for item in prompt):
         body["prompt"] = [5, 6, 7]

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from everserve.bench.balance import Settings, hot_share, make_asks
-from tests.process import cluster as c
+from everserve_bench.balance import Settings, hot_share, make_asks
+from tests.support import cluster as c
 
 FLAGS = ("--attention-workers", "2", "--expert-workers", "4", "--no-enable-prefix-caching", *c.PATIENT)
 ASKS = make_asks(Settings(num_streams=6, num_prompt=24, max_tokens=120, words=2), vocab_size=4096)

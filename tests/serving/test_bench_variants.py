@@ -1,12 +1,16 @@
 """Variants of a real server, one at a time: as on a GPU, but with the bundled model."""
 
+import dataclasses
+
 import pytest
 
-from everserve.bench import variants
-from everserve.bench.variants import Settings
 from everserve.errors import ConfigError
+from everserve.progress import Progress
+from everserve_bench import variants
+from everserve_bench.subject import subject
+from everserve_bench.variants import Load
 
-SETTINGS = Settings(streams=(2,), prompt=16, max_tokens=48, rounds=1)
+LOAD = Load(streams=(2,), prompt=16, max_tokens=48, rounds=1, one_at_a_time=True)
 
 
 @pytest.mark.long
@@ -14,11 +18,11 @@ def test_one_at_a_time(monkeypatch):
     """Each is started anew; one that does not start says why and stops nobody else."""
     monkeypatch.setattr(variants, "SLICES", 2)
     flags = {"plain": (), "no log": ("--kv-log", "off"), "wrong": ("--kv-log", "nowhere")}
-    (found,) = variants.compare("test", flags, "plain", SETTINGS, at_once=False)
-    assert found.model == "bundled model"
+    with subject() as served:
+        (found,) = variants.compare(flags, "plain", served, LOAD, Progress())
     assert {key: len(slices) for key, slices in found.samples.items()} == {
-        ("plain", 2): SETTINGS.rounds * 2,
-        ("no log", 2): SETTINGS.rounds * 2,
+        ("plain", 2): LOAD.rounds * 2,
+        ("no log", 2): LOAD.rounds * 2,
     }
     assert all(slice_.tokens_per_s > 0 for slices in found.samples.values() for slice_ in slices)
     assert found.num_different == 0 and found.idle_cores == {}
@@ -26,7 +30,9 @@ def test_one_at_a_time(monkeypatch):
     assert found.not_measured["wrong"].startswith("does not start: ") and "nowhere" in found.not_measured["wrong"]
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_reference_that_does_not_start(at_once):
-    with pytest.raises(ConfigError, match=r"variant 'wrong' .* does not start: .*nowhere"):
-        list(variants.compare("test", {"wrong": ("--kv-log", "nowhere")}, "wrong", SETTINGS, at_once=at_once))
+@pytest.mark.parametrize("one_at_a_time", [True, False])
+def test_a_reference_that_does_not_start(one_at_a_time):
+    load = dataclasses.replace(LOAD, one_at_a_time=one_at_a_time)
+    wrong = {"wrong": ("--kv-log", "nowhere")}
+    with subject() as served, pytest.raises(ConfigError, match=r"variant 'wrong' .* does not start: .*nowhere"):
+        list(variants.compare(wrong, "wrong", served, load, Progress()))

@@ -18,8 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
+from everserve.config.events import EventLogConfig
 from everserve.config.gateway import GatewayConfig
+from everserve.ledger.layout import Shape
+from everserve.ledger.ledger import Ledger
+from everserve.ledger.shared import SharedTable
 from everserve.model.bundled import DEMO_MODEL
+from everserve.procs.launching import ENVIRONMENT
+from everserve.procs.process import children_of, state_of
 from everserve.tables.ids import Epoch, Incarnation, Rank, Role
 from everserve.tables.members import Members, Process, Worker, WorkerState
 from everserve.tables.outputs import Output
@@ -28,28 +34,30 @@ from everserve.wire.channel import Channel, ChannelClosed
 from everserve.wire.events import ProcessStarted
 from everserve.wire.messages import (
     AnyMessage,
+    Ask,
     Attach,
     Cancel,
     ClusterChanged,
     EventHappened,
-    FaultInjected,
+    GatewayBegun,
     GatewayReport,
-    InjectFault,
     LogSettled,
     OrchestratorAttached,
     ProcessesChanged,
-    ProcessSignalled,
     Ready,
     Shutdown,
-    SignalProcess,
     StartGateway,
     StepOutput,
+    StreamsReported,
     Submit,
     WorkerLost,
     WorkerReady,
 )
-from tests.readable import num_readable
-from tests.unit.fleet_toy import engine_stats
+from everserve.wire.operators import FaultRequest, FaultView
+from tests.support.cluster import is_alive
+from tests.support.fleet_toy import engine_stats
+from tests.support.gateway_toy import answer_to
+from tests.support.readable import num_readable
 
 TIMEOUT_S = 60.0
 
@@ -57,20 +65,24 @@ TIMEOUT_S = 60.0
 class GatewayUnderTest:
     """One gateway process and the other ends of its channels."""
 
-    def __init__(self, event_log: Path) -> None:
+    def __init__(self, event_log: Path, **config: Any) -> None:
         self.event_log = event_log
         self.http = httpx.Client(timeout=TIMEOUT_S)
         listen = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listen.getsockname()[1]}"
-        control, theirs = Channel.pair()
-        fds = {"--control-fd": theirs, "--listen-fd": listen}
-        arguments = ["--supervisor-pid", str(os.getpid())]
-        arguments += [text for flag, sock in fds.items() for text in (flag, str(sock.fileno()))]
+        control, theirs = Channel.pair(are_packets=True)
+        ledger = Ledger.create(Shape.of(num_connections=256, num_requests=256, num_bytes=64 << 20))
+        fds = {"--control-fd": theirs.detach(), "--listen-fd": listen.detach(), "--ledger-fd": ledger}
+        fds["--table-fd"] = SharedTable.create(num_gateways=1)
+        arguments = ["--root-pid", str(os.getpid())]
+        arguments += [text for flag, fd in fds.items() for text in (flag, str(fd))]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "everserve.gateway", *arguments], pass_fds=[sock.fileno() for sock in fds.values()]
+            [sys.executable, "-m", "everserve.gateway", *arguments],
+            pass_fds=list(fds.values()),
+            env=os.environ | ENVIRONMENT,
         )
-        for sock in fds.values():
-            sock.close()
+        for fd in fds.values():
+            os.close(fd)
         self.control = Channel(control)
         self.control.send(
             StartGateway(
@@ -82,12 +94,14 @@ class GatewayUnderTest:
                     enable_chaos=True,
                     seed=1,
                     max_logprobs=5,
-                    event_log=str(event_log),
+                    event_log=EventLogConfig(directory=str(event_log)),
+                    **config,
                 )
             )
         )
         self.attach_orchestrator()
-        assert isinstance(expect(self.control, Ready), Ready)
+        self.pid = expect(self.control, GatewayBegun).pid  # of the gateway; `process` is its keeper
+        expect(self.control, Ready)
 
     def attach_orchestrator(self) -> None:
         """A new one, as the supervisor does it."""
@@ -158,6 +172,54 @@ def gateway(tmp_path: Path) -> Iterator[GatewayUnderTest]:
     running.process.wait()
 
 
+ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+LARGE = "{{ ('x' * (10 ** 10 * messages|length))|length }}"
+
+
+def test_a_template_that_does_not_end_delays_nothing_else(tmp_path: Path) -> None:
+    """Streams, completions, other chats; and its process ends with the gateway."""
+    template = (
+        f"{{% if endless %}}{ENDLESS}{{% endif %}}{{% if large %}}{LARGE}{{% endif %}}{{{{ messages[0].content }}}}"
+    )
+    gateway = GatewayUnderTest(tmp_path, chat_template=template)
+    worker = gateway.attach(1)
+    gateway.until("/v1/models", lambda answer: answer.status_code == 200)
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "word"}]}
+    connection = http.client.HTTPConnection(gateway.url.removeprefix("http://"), timeout=TIMEOUT_S)
+    endless = json.dumps({**chat, "chat_template_kwargs": {"endless": True}})
+    (busy,) = children_of(gateway.pid)
+    connection.request("POST", "/v1/chat/completions", endless, {"Content-Type": "application/json"})
+    wait_until(lambda: state_of(busy) == "R")
+    plain = gateway.http.post(f"{gateway.url}/tokenize", json={"prompt": "word"}).json()["tokens"]
+    received: list[Any] = []
+    streaming = threading.Thread(target=stream, args=(gateway.url, received))
+    streaming.start()
+    submit = expect(worker, Submit)
+    assert isinstance(submit, Submit)
+    send_tokens(worker, submit.spec.id, {0: 10, 1: 11, 2: 12, 3: 13}, last=3)
+    streaming.join(TIMEOUT_S)
+    assert received == [10, 11, 12, 13, "[DONE]"]
+    assert gateway.http.post(f"{gateway.url}/tokenize", json=chat).json()["tokens"] == plain
+    large = {**chat, "chat_template_kwargs": {"large": True}}
+    answer = gateway.http.post(f"{gateway.url}/v1/chat/completions", json=large)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages")
+    assert error["message"] == "The chat template rejected the messages: it takes too much memory"
+    assert gateway.http.post(f"{gateway.url}/tokenize", json=chat).json()["tokens"] == plain
+    stopped = next(pid for pid in children_of(gateway.pid) if pid != busy)
+    os.kill(stopped, signal.SIGSTOP)
+    gateway.http.close()
+    gateway.process.kill()
+    gateway.process.wait()
+    wait_until(lambda: not is_alive(busy) and not is_alive(stopped))
+    connection.close()
+
+
+def test_a_broken_template_is_told_at_once(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"the chat template is broken: .* \(line 1\)"):
+        GatewayUnderTest(tmp_path, chat_template="{% if %}")
+
+
 def send_tokens(worker: Channel, id: str, tokens: dict[int, int], last: int | None = None) -> None:
     outputs = [
         Output(id=id, index=index, token=token, finish_reason="length" if index == last else None)
@@ -169,7 +231,7 @@ def send_tokens(worker: Channel, id: str, tokens: dict[int, int], last: int | No
 def test_a_stream_survives_two_workers_and_the_orchestrator(gateway: GatewayUnderTest) -> None:
     assert gateway.get("/health").status_code == 503
     assert expect(gateway.orchestrator, GatewayReport) == GatewayReport(epoch=Epoch(0), logs=[])
-    gateway.control.send(ProcessesChanged(processes=(Process(name="gateway", pid=gateway.process.pid),)))
+    gateway.control.send(ProcessesChanged(processes=(Process(name="gateway", pid=gateway.pid),)))
     gateway.control.send(EventHappened(event=ProcessStarted(process="supervisor", child="x", child_pid=1)))
     gateway.publish()
     first = gateway.attach(1)
@@ -222,7 +284,7 @@ def lose_the_orchestrator_and_the_second(gateway: GatewayUnderTest, second: Chan
     thin, orchestrator = gone.json()["degraded"]
     assert gone.json()["violations"] == [] and thin == "thin" and "the orchestrator is gone" in orchestrator
     assert gateway.get("/health").status_code == 200, "requests are served, so no load balancer takes it out"
-    assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.process.pid}]
+    assert gone.json()["processes"] == [{"name": "gateway", "pid": gateway.pid}]
     send_tokens(second, id, {2: 12})
     second.close()
     gateway.until("/metrics", lambda answer: metric(answer, "everserve_failovers_total") == 2)
@@ -263,9 +325,10 @@ def test_faults_go_to_the_orchestrator_and_back(gateway: GatewayUnderTest) -> No
     client = threading.Thread(target=inject)
     client.start()
     expect(gateway.orchestrator, GatewayReport)
-    asked = expect(gateway.orchestrator, InjectFault)
-    assert isinstance(asked, InjectFault) and (asked.rank, asked.signal) == (0, signal.SIGSTOP)
-    gateway.orchestrator.send(FaultInjected(id=asked.id, pid=11, incarnation=1, reason=""))
+    while isinstance(asked := gateway.orchestrator.receive(TIMEOUT_S), StreamsReported):
+        pass  # about once a second, and before what operators ask for
+    assert isinstance(asked, Ask) and asked.request == FaultRequest(rank=0, signal="STOP")
+    gateway.orchestrator.send(answer_to(asked, FaultView(rank=0, incarnation=1, pid=11, signal="STOP")))
     client.join(TIMEOUT_S)
     assert answers[0].json() == {"rank": 0, "incarnation": 1, "pid": 11, "signal": "STOP"}
     worker.close()
@@ -280,9 +343,9 @@ def test_faults_on_other_processes_go_to_the_supervisor_and_back(gateway: Gatewa
 
     client = threading.Thread(target=inject)
     client.start()
-    asked = expect(gateway.control, SignalProcess)
-    assert isinstance(asked, SignalProcess) and (asked.name, asked.signal) == ("orchestrator", signal.SIGKILL)
-    gateway.control.send(ProcessSignalled(id=asked.id, pid=12, reason=""))
+    asked = expect(gateway.control, Ask)
+    assert isinstance(asked, Ask) and asked.request == FaultRequest(process="orchestrator", signal="KILL")
+    gateway.control.send(answer_to(asked, FaultView(process="orchestrator", pid=12, signal="KILL")))
     client.join(TIMEOUT_S)
     assert answers[0].json() == {"process": "orchestrator", "pid": 12, "signal": "KILL"}
 
@@ -349,7 +412,7 @@ def test_clients_leave_descriptors_to_workers(gateway: GatewayUnderTest) -> None
     gateway.until("/health", lambda answer: answer.status_code == 200)
     limit, num_before = 96, num_descriptors(gateway)
     assert num_before < limit // 2
-    resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+    resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (limit, limit))
     address = ("127.0.0.1", int(gateway.url.rsplit(":", 1)[1]))
     crowd = [socket.create_connection(address, timeout=TIMEOUT_S) for _ in range(2 * limit)]
     try:
@@ -376,7 +439,7 @@ def test_clients_leave_descriptors_to_workers(gateway: GatewayUnderTest) -> None
 
 
 def num_descriptors(gateway: GatewayUnderTest) -> int:
-    return len(list(Path(f"/proc/{gateway.process.pid}/fd").iterdir()))
+    return len(list(Path(f"/proc/{gateway.pid}/fd").iterdir()))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -398,7 +461,7 @@ def test_the_end_of_the_supervisor_is_the_end(gateway: GatewayUnderTest) -> None
     gateway.control.close()
     assert gateway.process.wait(TIMEOUT_S) == 1
     with pytest.raises(ProcessLookupError):
-        os.kill(gateway.process.pid, 0)
+        os.kill(gateway.pid, 0)
 
 
 def stream(url: str, received: list[Any]) -> None:
@@ -419,5 +482,5 @@ def metric(answer: httpx.Response, name: str) -> float:
 
 
 def own_events(gateway: GatewayUnderTest) -> list[str]:
-    (path,) = gateway.event_log.glob("gateway-*.jsonl")
+    (path,) = gateway.event_log.glob("gateway.jsonl")
     return [json.loads(line)["event"] for line in path.read_text().splitlines()]

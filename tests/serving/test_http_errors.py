@@ -108,7 +108,7 @@ def test_a_long_prompt_does_not_hold_up_others(http: httpx.Client, server) -> No
 
     num_answered, answer = asyncio.run(run())
     assert answer.startswith(b"HTTP/1.1 200 ") and json.loads(answer.partition(b"\r\n\r\n")[2])["count"] > 100_000
-    assert num_answered, "others are answered too (that none waits: tests/unit/test_gateway_slices.py)"
+    assert num_answered, "others are answered too (that none waits: tests/unit/gateway/test_slices.py)"
 
 
 def test_prompts_that_are_too_long(http: httpx.Client) -> None:

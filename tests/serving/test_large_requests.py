@@ -1,6 +1,6 @@
 """Requests that are a lot of work for the gateway, beside streams: every stream is what it would be alone.
 
-What makes sure that the event loop goes on meanwhile is in tests/unit/test_gateway_slices.py; here the largest gap
+What makes sure that the event loop goes on meanwhile is in tests/unit/gateway/test_slices.py; here the largest gap
 between two tokens of any stream is printed (`pytest -s`).
 """
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from everserve.client import Stream
 from everserve.procs.local_server import LocalServer
-from tests.process.cluster import asks, assert_equal, run_all
+from tests.support.cluster import asks, assert_equal, run_all
 
 STREAMS = asks(4, num_prompt=12, max_tokens=100)
 MESSAGE = {"role": "user", "content": ""}

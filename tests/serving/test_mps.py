@@ -11,7 +11,7 @@ import pytest
 from everserve.errors import ConfigError
 from everserve.procs import process
 from everserve.procs.mps import Mps, environment_of
-from tests.process.cluster import is_alive, wait_until
+from tests.support.cluster import is_alive, wait_until
 
 # As the real one: detaches itself with -d, has a server below itself, and takes commands from its input otherwise.
 DAEMON = f"""#!{sys.executable}

@@ -7,7 +7,7 @@ import httpx
 import openai
 import pytest
 
-from tests.process.cluster import get, metric, wait_until
+from tests.support.cluster import get, metric, wait_until
 
 PROMPT = "It was a bright morning, and"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
@@ -77,10 +77,11 @@ HARMLESS: Any = {
     "prompt_cache_key": "team-a",
     "response_format": {"type": "text"},
     "safety_identifier": "f00d",
+    "reasoning_effort": "low",
     "service_tier": "auto",
     "store": False,
     "tool_choice": "none",
-    "tools": [],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
     "user": "somebody",
     "verbosity": "medium",
 }
@@ -95,29 +96,55 @@ def test_fields_that_change_nothing_are_accepted(client: openai.OpenAI, server) 
     with client.chat.completions.create(**asked, **HARMLESS, stream=True, stream_options=options) as stream:
         deltas = [choice.delta.content or "" for event in stream for choice in event.choices]
     assert "".join(deltas) == plain.choices[0].message.content
-    again: Any = [*MESSAGES, plain.choices[0].message.model_dump(), *MESSAGES]  # as a conversation goes on
-    assert client.chat.completions.create(**(asked | {"messages": again})).choices
 
 
-TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+def test_a_conversation_as_agents_replay_it(client: openai.OpenAI, server) -> None:
+    asked: Any = {"model": server.model, "max_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(messages=MESSAGES, **asked).choices[0].message
+    without_text: Any = {"role": "assistant", "content": None, "refusal": None, "tool_calls": []}
+    cached: Any = {
+        "role": "user",
+        "content": [{"type": "text", "text": PROMPT, "cache_control": {"type": "ephemeral"}}],
+    }
+    plain: Any = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "assistant", "content": ""}]
+    replayed: Any = [cached, answer.model_dump(), without_text]
+    expected = client.chat.completions.create(messages=[*plain, *MESSAGES], **asked)
+    same = client.chat.completions.create(messages=[*replayed, cached], **asked, **HARMLESS)
+    assert same.choices[0].message.content == expected.choices[0].message.content
+    assert same.usage is not None and expected.usage is not None
+    assert same.usage.prompt_tokens == expected.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(messages=[*MESSAGES, without_text | {"role": "user"}], **asked)  # type: ignore[call-overload]
+    assert caught.value.param == "messages[1].content"
+
+
+def test_a_long_prompt_is_cut(client: openai.OpenAI, server) -> None:
+    """The answer is the one that the last tokens alone would get; -1 leaves room for it."""
+    asked: Any = {"model": server.model, "max_tokens": 8, "temperature": 0}
+    long = "word " * 20_000 + PROMPT
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": long}, timeout=None).json()["tokens"]
+    for kept, num_kept in ((20, 20), (-1, 4096 - 8)):
+        cut = client.completions.create(prompt=long, **asked, extra_body={"truncate_prompt_tokens": kept})
+        expected = client.completions.create(prompt=tokens[-num_kept:], **asked)
+        assert cut.choices[0].text == expected.choices[0].text
+        assert cut.usage is not None and cut.usage.prompt_tokens == num_kept
+    message: Any = {"role": "user", "content": long}
+    chat = client.chat.completions.create(messages=[message], **asked, extra_body={"truncate_prompt_tokens": 20})
+    assert chat.usage is not None and chat.usage.prompt_tokens == 20
 
 
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
-        ("tools", {"tools": [TOOL]}),
-        ("tool_choice", {"tool_choice": "required"}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
         ("store", {"store": True}),
         ("service_tier", {"service_tier": "priority"}),
-        ("reasoning_effort", {"reasoning_effort": "high"}),
         ("stream_options", {"stream": True, "stream_options": {"include_obfuscation": True}}),
     ],
 )
 def test_what_would_be_ignored_wrongly_is_refused(client: openai.OpenAI, server, param: str, fields: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="is not supported by this server") as caught:
         client.chat.completions.create(model=server.model, messages=MESSAGES, max_tokens=1, **fields)
-    assert (caught.value.param or "").startswith(param)
+    assert (caught.value.param or "").split(".")[0] == param
 
 
 def test_a_seed_decides(client: openai.OpenAI, server) -> None:
@@ -139,7 +166,7 @@ def test_prompts_in_all_their_forms(client: openai.OpenAI, server) -> None:
         assert [choice.index for choice in answer.choices] == list(range(len(answer.choices)))
         return [choice.text for choice in answer.choices]
 
-    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    tokens = httpx.post(f"{server.url}/tokenize", json={"prompt": PROMPT}, timeout=None).json()["tokens"]
     (expected,) = texts(PROMPT)
     assert texts([PROMPT, "The"])[0] == expected
     assert texts(tokens) == [expected]
@@ -168,6 +195,31 @@ def test_logprobs_of_a_completion_with_echo(client: openai.OpenAI, server) -> No
     scores = only_prompt.choices[0].logprobs
     assert scores is not None and scores.token_logprobs is not None
     assert scores.token_logprobs[1:] == pytest.approx(logprobs.token_logprobs[1 : usage.prompt_tokens], abs=1e-3)
+
+
+def test_what_vllm_adds(client: openai.OpenAI, server) -> None:
+    """Prompt logprobs are those of an echo; bad words do not come; the best choice is the likeliest of those made."""
+    asked: Any = {"model": server.model, "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    echoed = client.completions.create(**asked, logprobs=2, echo=True, extra_body={"prompt_logprobs": 2}).choices[0]
+    scores: Any = getattr(echoed, "prompt_logprobs")  # noqa: B009 (a field that the package does not know)
+    assert echoed.logprobs is not None and echoed.logprobs.token_logprobs is not None
+    own = [next(iter(entry.values())) for entry in scores[1:]]
+    assert scores[0] is None and [entry["logprob"] for entry in own] == echoed.logprobs.token_logprobs[1 : len(scores)]
+    assert [entry["decoded_token"] for entry in own] == (echoed.logprobs.tokens or [])[1 : len(scores)]
+
+    text = client.completions.create(**asked).choices[0].text
+    word = text.split()[1]
+    other = client.completions.create(**asked, extra_body={"bad_words": [word]}).choices[0].text
+    assert word in text.split() and word not in other.split() and other.startswith(text.split()[0], 1)
+
+    sampled: Any = {**asked, "temperature": 1, "seed": 3, "logprobs": 0}
+
+    def mean(choice: Any) -> float:
+        return sum(choice.logprobs.token_logprobs) / len(choice.logprobs.token_logprobs)
+
+    made = sorted(client.completions.create(**sampled, n=4).choices, key=mean, reverse=True)
+    best = client.completions.create(**sampled, n=2, best_of=4).choices
+    assert [choice.text for choice in best] == [choice.text for choice in made[:2]]
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI, server) -> None:
@@ -201,9 +253,9 @@ def test_stop_strings(client: openai.OpenAI, server, stream: bool) -> None:
 
 
 def test_logit_bias_and_stop_tokens(client: openai.OpenAI, server) -> None:
-    (token,) = httpx.post(f"{server.url}/tokenize", json={"prompt": " the"}).json()["tokens"][:1]
+    (token,) = httpx.post(f"{server.url}/tokenize", json={"prompt": " the"}, timeout=None).json()["tokens"][:1]
     forced = client.completions.create(model=server.model, prompt=PROMPT, max_tokens=3, logit_bias={str(token): 100})
-    word = httpx.post(f"{server.url}/detokenize", json={"tokens": [token]}).json()["prompt"]
+    word = httpx.post(f"{server.url}/detokenize", json={"tokens": [token]}, timeout=None).json()["prompt"]
     assert forced.choices[0].text == word * 3
     asked: Any = {"model": server.model, "prompt": PROMPT, "max_tokens": 9, "logit_bias": {str(token): 100}}
     extra = {"stop_token_ids": [token], "return_token_ids": True}
@@ -247,7 +299,7 @@ def test_a_client_that_leaves_stops_the_work(client: openai.OpenAI, server) -> N
     stream = client.completions.create(**asked, n=2, stream=True)
     for _ in range(4):
         next(stream)
-    assert httpx.get(f"{server.url}/load").json() == {"server_load": 1}
+    assert httpx.get(f"{server.url}/load", timeout=None).json() == {"server_load": 1}
     generated = metric(server, "vllm:generation_tokens_total")
     stream.close()
     wait_until(lambda: get(server, "/load").json() == {"server_load": 0})

@@ -73,9 +73,11 @@ def test_who_may_change_the_cluster(guarded: LocalServer) -> None:
         answer = httpx.post(f"{guarded.url}/cluster/fault", json=FAULT, headers=headers, timeout=30)
         assert answer.status_code == status, answer.text
     for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-        answer = httpx.post(f"{guarded.url}/cluster/fault", json=FAULT, headers={**ADMIN, **headers})
+        answer = httpx.post(f"{guarded.url}/cluster/fault", json=FAULT, headers={**ADMIN, **headers}, timeout=None)
         assert answer.status_code == 403
-    untyped = httpx.post(f"{guarded.url}/cluster/fault", content=b'{"rank": 0, "signal": "CONT"}', headers=ADMIN)
+    untyped = httpx.post(
+        f"{guarded.url}/cluster/fault", content=b'{"rank": 0, "signal": "CONT"}', headers=ADMIN, timeout=None
+    )
     assert untyped.status_code == 400
 
 
@@ -86,7 +88,7 @@ def test_the_names_of_the_server(guarded: LocalServer) -> None:
         ("evil.example", 403),
         ("127.0.0.1.evil.example", 403),
     ):
-        answer = httpx.get(f"{guarded.url}/cluster", headers={**A, "Host": host})
+        answer = httpx.get(f"{guarded.url}/cluster", headers={**A, "Host": host}, timeout=None)
         assert answer.status_code == status, host
 
 
@@ -105,7 +107,7 @@ def test_the_command_line_sends_the_admin_key(guarded: LocalServer, keys: dict[s
 
 
 def test_flags_from_a_file(guarded: LocalServer) -> None:
-    models = httpx.get(f"{guarded.url}/v1/models", headers=A).json()["data"]
+    models = httpx.get(f"{guarded.url}/v1/models", headers=A, timeout=None).json()["data"]
     assert [model["id"] for model in models] == ["demo", "yaml-name"]
     assert {model["max_model_len"] for model in models} == {1024}, "the command line wins"
 
@@ -136,6 +138,6 @@ def test_the_official_client_with_a_right_and_with_a_wrong_key(guarded: LocalSer
             client.completions.create(model="demo", prompt="It was")
         assert caught.value.code == "invalid_api_key"
     for path in ("/health", "/ping", "/version", "/metrics"):
-        assert httpx.get(guarded.url + path).status_code == 200
+        assert httpx.get(guarded.url + path, timeout=None).status_code == 200
     for path in ("/tokenize", "/detokenize"):
-        assert httpx.post(guarded.url + path, json={}).status_code == 401
+        assert httpx.post(guarded.url + path, json={}, timeout=None).status_code == 401

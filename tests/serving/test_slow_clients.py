@@ -64,7 +64,7 @@ async def write_all(server) -> list[Stream]:
 
 
 def test_streams_do_not_notice_500_slow_clients(server) -> None:
-    processes = httpx.get(f"{server.url}/cluster").json()["processes"]
+    processes = httpx.get(f"{server.url}/cluster", timeout=None).json()["processes"]
     gateway = next(process["pid"] for process in processes if process["name"] == "gateway")
     url = httpx.URL(server.url)
     clients = [SlowClient(KINDS[i % len(KINDS)]) for i in range(NUM_SLOW)]

@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.readable import is_readable
-from tests.shared_servers import CLUSTER
+from tests.support.readable import is_readable
+from tests.support.shared_servers import CLUSTER
 
 EVERSERVE = (sys.executable, "-m", "everserve.cli")
 _LINES = re.compile(r"(?<!\n)(?<!\x1b\[2K)20\d\d-\d\d-\d\d \S+ \w+.*")  # that begin neither there nor at a line's start
@@ -89,6 +89,14 @@ def test_the_demo_without_a_terminal():
     assert "\x1b" not in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
+def test_a_demo_whose_server_refuses_says_why_in_one_line(tmp_path):
+    """Here C was never compiled, and cannot be."""
+    environment = os.environ | {"CC": "/no/compiler", "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([*EVERSERVE, "demo"], env=environment, capture_output=True, text=True, check=False)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith("everserve: ") and "/no/compiler" in line, done.stderr
+
+
 @pytest.mark.long
 def test_the_demo_on_a_terminal_until_it_is_interrupted():
     """In the background, where a shell has SIGINT ignored."""
@@ -149,7 +157,7 @@ def test_serve_shows_its_workers_until_they_are_ready():
 
 _BARS_AND_A_WRITER = """
 import sys, threading
-from everserve.cli.starting import FollowingBars
+from everserve.cli.starting import bars_beside
 
 def write():
     while not over.wait(1e-4):  # as fast as bars can follow, or all lines are still to be shown in the end
@@ -157,11 +165,10 @@ def write():
 
 for _ in range(3):
     over = threading.Event()
-    with FollowingBars("http://127.0.0.1:9", [], "a server") as bars:
+    with bars_beside("http://127.0.0.1:9", [], "a server"):  # which is not there: the bars end at once
         writer = threading.Thread(target=write)
         writer.start()
-        over.wait(0.02)
-        bars.stop()
+        over.wait(0.1)
         over.set()
         writer.join()
 """

@@ -1,19 +1,19 @@
-"""The supervisor is killed: everything ends with it. (The last user of a server that others share.)"""
+"""Root is killed: everything ends with it. (The last user of a server that others share.)"""
 
 import os
 import signal
 from pathlib import Path
 
-from tests.process import cluster as c
-from tests.shared_servers import CLUSTER
+from tests.support import cluster as c
+from tests.support.shared_servers import CLUSTER
 
 
-def test_nothing_is_left_after_the_supervisor_is_killed(shared_servers):
+def test_nothing_is_left_after_root_is_killed(shared_servers):
     """Not even a stopped worker. Shared memory and sockets have no names, so nothing else could be left."""
     with shared_servers.lend(*CLUSTER) as server:
         now = c.cluster(server)
         pids = [one["pid"] for one in now["processes"] + now["workers"]]
-        assert len(pids) == 5 + 4
+        assert len(pids) == 7 + 4
         assert not named_memory(pids) and not named_sockets(pids)
         os.kill(now["workers"][-1]["pid"], signal.SIGSTOP)
         server.process.kill()
