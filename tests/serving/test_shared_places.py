@@ -19,7 +19,9 @@ FLAGS = (
     *("--api-key", "first", "--api-key", "second", "--key-weight", "1", "--key-weight", "3"),
 )
 NUM_BODIES, BODY_BYTES = 30, 12 << 20
-MAX_GROWTH_BYTES = 160 << 20  # 64 MiB that requests may hold, and what decoding one and Python add to that
+MAX_GROWTH_BYTES = (
+    160 << 20
+)  # 64 MiB that requests may hold, the same in the ledger, and what decoding one adds to that
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ def main() -> int:
     process.set_name("es-keeper")
     logs.configure("gateway")
     process.raise_open_files()
+    process.return_large_blocks()
     control = Channel(socket.socket(fileno=arguments.control_fd), waits_for_room=True)
     listen = socket.socket(fileno=arguments.listen_fd)
     try:

@@ -1,5 +1,5 @@
-"""Calls to the kernel: subreaper, parent-death signal, process name, open-file limit, process states, and who is killed
-when memory is short.
+"""Calls to the kernel: subreaper, parent-death signal, process name, open-file limit, process states, large blocks of
+memory, and who is killed when memory is short.
 
 The first three are Linux's prctl and do nothing elsewhere: children then notice the end of their parent by the end of
 their control channel, which is slower and does not end a stopped process.
@@ -19,6 +19,8 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 LAST_LINES_S = 1.0  # for a process that shows what others have written, when all of these have ended
+_M_MMAP_THRESHOLD = -3
+_LARGE_BLOCK_BYTES = 1 << 18
 _MOST_OPEN_FILES = 1 << 16
 _OOM_STEP = 300  # of 1,000 in all; a step counts as much as 30 % of the memory that is short
 _MOST_OOM_SCORE = 1000
@@ -56,6 +58,17 @@ def raise_open_files() -> None:
     wanted = _MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def return_large_blocks() -> None:
+    """Have glibc map each large block of memory by itself: it grows in place, and is the kernel's again when freed.
+
+    By default the first large block that is freed raises the size from which blocks are mapped, up to 32 MiB. Bodies of
+    requests that grow side by side are then moved about in one heap, and leave holes that stay this process's.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 def die_sooner_than_parent() -> None:
