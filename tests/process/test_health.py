@@ -23,7 +23,8 @@ def source(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def shared(start_server, source):
     source.write_text("")
-    flags = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--health-source", str(source), *c.PATIENT)
+    flags = ("-dp", str(NUM_DEVICES), "--enable-expert-parallel", "--health-source", str(source), "--enable-chaos")
+    flags = (*flags, "--check-rows-s", "0.02", *c.PATIENT)
     with c.unharmed(start_server(*flags)) as running:
         yield running
 
@@ -123,6 +124,27 @@ def test_a_device_that_is_needed_is_used_on_until_it_is_not(whole, expected):
     say(whole, 0, 0)
     c.wait_until(lambda: are_gone(whole, RANKS[1]), what="the drain of the next, when the first is back")
     say(whole, 1, 0)
+
+
+def test_a_worker_that_computes_wrong_is_found_and_its_device_evacuated(whole, expected):
+    c.wait_until(lambda: c.metric(whole, "everserve_rows_checked_total") > 50, what="rows that were computed twice")
+    assert not seen_since(whole, 0, "rows_differ"), "all of them had the same bits"
+    since_s = now_s(whole)
+    rank = NUM_DEVICES + 1
+    assert c.post(whole, "/cluster/fault", {"rank": rank, "signal": "FLIP"}).status_code == 200
+
+    def wait_for_the_end() -> None:
+        c.wait_until(lambda: are_gone(whole, RANKS[1]), what="the evacuation")
+
+    c.run_with(whole, DECODE, c.in_decode, wait_for_the_end)  # with what tokens, is not known
+    found = seen_since(whole, since_s, "rows_differ")
+    assert {(event["rank"], event["device"], event["is_certain"]) for event in found} == {(rank, 1, True)}
+    left = device(whole, 1)
+    assert left["level"] == 4 and f"rank {rank} computes a row of expert" in left["reason"]
+    assert c.run_all(whole, DECODE) == expected, "by the others"
+    say(whole, 1, 0)
+    c.wait_whole(whole)
+    assert c.run_all(whole, DECODE) == expected
 
 
 def test_an_isolated_device_is_gone_at_once(whole, expected):

@@ -11,7 +11,8 @@ from everserve.cli.status import administer
 from everserve.errors import ConfigError
 from everserve.words import agree, plural
 
-_SIGNALS = ("KILL", "STOP", "CONT", "TERM", "HANG")
+_FAULTS = {"HANG": "a hang", "FLIP": "a flipped bit"}  # which are no signals
+_SIGNALS = ("KILL", "STOP", "CONT", "TERM", "HANG", "FLIP")
 
 
 @app.command()
@@ -24,7 +25,13 @@ def kill(
             " also gateway-1, keeper-1 ...",
         ),
     ] = None,
-    signal: Annotated[str, typer.Option(help="KILL, STOP, CONT, TERM; HANG: a worker's main thread hangs.")] = "KILL",
+    signal: Annotated[
+        str,
+        typer.Option(
+            help="KILL, STOP, CONT, TERM; HANG: a worker's main thread hangs; FLIP: an expert worker computes one bit"
+            " of each row wrong."
+        ),
+    ] = "KILL",
     device: Annotated[
         int | None, typer.Option(help="Lose a device instead: its workers, and everything in its memory.", min=0)
     ] = None,
@@ -50,7 +57,7 @@ def kill(
         raise ConfigError(f"--signal {signal}: choose one of {', '.join(_SIGNALS)}")
     if target.isdigit():
         sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"rank": int(target), "signal": name})
-        what = "a hang" if name == "HANG" else f"SIG{name}"
+        what = _FAULTS.get(name, f"SIG{name}")
         typer.echo(f"sent {what} to rank {target} (incarnation {sent['incarnation']}, pid {sent['pid']})")
     else:
         sent = administer(f"{url}/cluster/fault", admin_key, api_key, {"process": target, "signal": name})

@@ -16,4 +16,9 @@ class ComputeConfig(Config, frozen=True, kw_only=True):
         int | None,
         Flag("Compute threads of a worker. Default: the cores, shared by the workers.", name="threads", min=1),
     ] = None
+    check_rows_s: Annotated[
+        float,
+        Flag("On CPUs: every so many seconds an expert worker has one of its rows computed by another one, too. One"
+             " that computes wrong is found so, and its device evacuated. 0: never.", min=0),
+    ] = 1.0  # fmt: skip
     batch_invariant: Annotated[bool, Flag("A row's numbers never depend on the rest of the batch.")] = False

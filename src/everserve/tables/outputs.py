@@ -92,3 +92,4 @@ class ExpertStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_rows: int = 0
     num_replayed_rows: int = 0
     num_stale: int = 0  # requests dropped: their sender is gone, or they were refused
+    num_checked: int = 0  # rows of other workers that it has computed, too

@@ -131,6 +131,18 @@ class WorkerRecovered(Event, frozen=True):
     reason: str
 
 
+class RowsDiffer(Event, frozen=True):
+    """Workers have computed the same row of an expert to different bits (control/decide/row_checks.py). `is_certain`:
+    this one computes wrong; otherwise it is this one or another one."""
+
+    rank: int
+    incarnation: int
+    device: int
+    layer: int
+    expert: int
+    is_certain: bool
+
+
 class WorkerLeaving(Event, frozen=True):
     """A worker was asked to leave: it gives its streams back and exits."""
 

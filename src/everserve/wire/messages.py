@@ -4,10 +4,11 @@
     attention worker -> gateway    WorkerReady (first), StepOutput, Rejected, GivenBack
 
     orchestrator -> worker         PeerJoined, PeerLeft, LanesSent, RoutesChanged, Offer, Withdraw, FillSlots,
-                                   ClearSlots, StopChanges, KvGrouped, Leave, Hang, Fenced, Shutdown
+                                   ClearSlots, StopChanges, KvGrouped, ComputeRow, Leave, Hang, Flip, Fenced,
+                                   Shutdown
     worker -> orchestrator         Hello (first), or Report (first, to an orchestrator that is new), Ready, LanesOpen,
                                    Leaving, Failed, Suspected, ExpertReport, LoadReported, PaceReported, RoutesUsed,
-                                   SlotsReported, EventHappened
+                                   SlotsReported, RowComputed, RowComputedAgain, EventHappened
 
     orchestrator -> gateway        ClusterChanged, ExpertsChanged, WorkerLost, Answered, EventHappened
     gateway -> orchestrator        GatewayReport (first), Ask, StreamsReported, LogSettled
@@ -206,6 +207,33 @@ class SlotsReported(Message, frozen=True):
     num_done: int = 0
 
 
+class RowComputed(Message, frozen=True):
+    """Expert worker to orchestrator, now and then: a row that it was asked for, and what it has answered
+    (control/decide/row_checks.py). Both as they stand in a lane."""
+
+    call_index: int
+    expert: int
+    x: bytes
+    y: bytes
+
+
+class ComputeRow(Message, frozen=True):
+    """Orchestrator to expert worker: compute this row, which another worker has computed. If it does not hold the
+    expert: with the weights in the model's files."""
+
+    id: int
+    call_index: int
+    expert: int
+    x: bytes
+
+
+class RowComputedAgain(Message, frozen=True):
+    """Expert worker to orchestrator: it has. No bits: it cannot."""
+
+    id: int
+    y: bytes
+
+
 class KvGrouped(Message, frozen=True):
     """Orchestrator to expert worker: of these heads it keeps the parity (--kv-shadow parity). By home, then by group:
     (layer, head). Replaces what it was told before."""
@@ -220,6 +248,11 @@ class Leave(Message, frozen=True):
 class Hang(Message, frozen=True):
     """Orchestrator to worker, an injected fault (only with --enable-chaos): the main thread blocks for good; all other
     threads go on."""
+
+
+class Flip(Message, frozen=True):
+    """Orchestrator to expert worker, an injected fault (only with --enable-chaos): one bit is wrong in whatever it
+    computes from now on."""
 
 
 class Fenced(Message, frozen=True):

@@ -104,7 +104,7 @@ class FaultRequest(Request, frozen=True):
 
     rank: _Number | None = None
     process: Annotated[str, Meta(min_length=1, max_length=64)] | None = None
-    signal: Literal["KILL", "STOP", "CONT", "TERM", "HANG"] | None = None  # HANG: of a worker's main thread only
+    signal: Literal["KILL", "STOP", "CONT", "TERM", "HANG", "FLIP"] | None = None  # the last two: of workers only
     device: _Number | None = None
     gone: bool = False
 

@@ -22,9 +22,11 @@ from everserve.wire.events import StaleDropped
 from everserve.wire.messages import (
     AnyMessage,
     ClearSlots,
+    ComputeRow,
     ExpertReport,
     Fenced,
     FillSlots,
+    Flip,
     KvGrouped,
     LanesOpen,
     LanesSent,
@@ -35,6 +37,7 @@ from everserve.wire.messages import (
     PeerLeft,
     Report,
     RoutesChanged,
+    RowComputedAgain,
     Shutdown,
     SlotsReported,
     StartWorker,
@@ -150,6 +153,13 @@ class ExpertService(ABC):
     def _regroup_kv(self, groups: list[list[list[tuple[int, int]]]]) -> None:  # noqa: B027 (only where heads are divided)
         """The parity kept here is that of these heads, by home and group."""
 
+    def _compute_again(self, asked: ComputeRow) -> bytes:
+        """The bits of this row; none where rows are not computed twice."""
+        return b""
+
+    def _flip_bits(self) -> None:  # noqa: B027 (only where rows are computed twice)
+        """An injected fault."""
+
     def report_slots(self) -> None:
         """Report what all slots hold; sent before Ready."""
         self._control.send(SlotsReported(slots=self.slots.held))
@@ -232,6 +242,11 @@ class ExpertService(ABC):
             self._offered.take(message, fds)
         elif isinstance(message, KvGrouped):
             self._regroup_kv(message.groups)
+        elif isinstance(message, ComputeRow):
+            self._control.send(RowComputedAgain(id=message.id, y=self._compute_again(message)))
+        elif isinstance(message, Flip):
+            log.warning("an injected fault: from now on one bit of each row is wrong")
+            self._flip_bits()
         elif isinstance(message, Fenced):
             raise _WasFenced(message.reason)
         elif isinstance(message, Leave):

@@ -4,6 +4,7 @@ import time
 
 from everserve.backends.cpu.lane import LaneShape
 from everserve.backends.cpu.lane_server import LaneServer
+from everserve.backends.cpu.row_checks import RowChecks
 from everserve.memory.kv_pieces import KvPieces
 from everserve.memory.liveness import Cell, PeerState, Warden
 from everserve.memory.pieces.layout import owner_of
@@ -15,7 +16,7 @@ from everserve.tables.block_ranges import NO_BLOCKS, BlockRange, block_range_of
 from everserve.tables.ids import Rank
 from everserve.tables.outputs import ExpertStats
 from everserve.wire.event_log import EventLog
-from everserve.wire.messages import StartWorker
+from everserve.wire.messages import ComputeRow, StartWorker
 from everserve.worker.control import ControlEnd, LeaveRequest
 from everserve.worker.expert_service import ATTEND_EVERY_S, ExpertService
 from everserve.worker.slot_changes import ChangeableSlots
@@ -48,6 +49,9 @@ class ExpertLoop(ExpertService):
         shape = LaneShape.for_engine(experts.config, start.settings.engine)
         calls = experts.config.calls if heads is not None else None
         self._server = LaneServer(cell, warden.alarm_address, shape, experts, spin_us, heads, calls)
+        self._checks = self._server.checks = RowChecks(
+            experts, self._server.layers, start.settings.compute.check_rows_s
+        )
         # Homes share the pool in equal parts: there is one home on each device.
         self._blocks_per_home = len(heads.kv_pool) // (start.capacity.devices or 1) if heads is not None else 0
         self._pending: list[Request] = []  # in order of arrival
@@ -61,6 +65,7 @@ class ExpertLoop(ExpertService):
             num_rows=self._num_rows + num_rows,
             num_replayed_rows=self._num_replayed_rows,
             num_stale=self._num_dropped + self._server.num_refused,
+            num_checked=self._checks.num_computed,
         )
 
     def rows_by_expert(self) -> list[list[int]]:
@@ -81,7 +86,13 @@ class ExpertLoop(ExpertService):
         timeout_s = self._changes.wait_s(self._timeout_s)
         if self._server.fetches or (self._kv is not None and not self._pending and self._kv.has_to_shadow):
             timeout_s = 0.0
-        if self._pending or self._kv is not None or self._changes.is_pending or self._leave_at is not None:
+        if (
+            self._pending
+            or self._kv is not None
+            or self._changes.is_pending
+            or self._leave_at is not None
+            or self._checks.needs_batches
+        ):
             self._pending += self._server.poll(timeout_s, is_holding=bool(self._pending))
         else:
             self._pending += self._server.serve(timeout_s, self._lease.quick_size, self._policy)
@@ -107,9 +118,17 @@ class ExpertLoop(ExpertService):
         self._lease.begin(sum([request.num_rows for request in choice.batch]), time.monotonic())
         self._num_rows += self._server.compute(choice.batch)
         self._lease.end(time.monotonic())
+        if (sample := self._checks.next_sample()) is not None:
+            self._control.send(sample)
         self._num_batches += 1
         self._num_replayed_rows += sum(request.num_rows for request in choice.batch if request.replay)
         self._pending = [request for request in self._pending if request not in choice.batch]
+
+    def _compute_again(self, asked: ComputeRow) -> bytes:
+        return self._checks.compute(asked)
+
+    def _flip_bits(self) -> None:
+        self._checks.is_flipping = True
 
     def _open(self, rank: Rank, cell: Cell, lane_fd: int) -> None:
         self._server.open(rank, cell, lane_fd, self._blocks_of(rank))

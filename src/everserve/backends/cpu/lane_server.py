@@ -24,6 +24,7 @@ import numpy as np
 
 from everserve.backends.cpu.lane import MAX_SLOTS, LaneLayout, LaneRegion, LaneShape, load
 from everserve.backends.cpu.ops import NativeExpertSlots, NativeOps
+from everserve.backends.cpu.row_checks import RowChecks
 from everserve.memory.liveness import Cell
 from everserve.memory.pieces.sources import Got, KvSources, Wanted
 from everserve.memory.tables import Memory
@@ -168,6 +169,7 @@ class LaneServer:
         calls: Sequence[Call] | None = None,
     ) -> None:
         self.changed = False
+        self.checks: RowChecks | None = None  # are told of rows before they are answered
         self.fetches: list[Rank] = []  # attention workers that have asked for KV, in order of arrival
         self._cell = cell
         self._experts = experts
@@ -181,6 +183,7 @@ class LaneServer:
         self._index_addresses = [memory.address for memory in self._indices]
         self._served = _calls_of(experts, heads, calls)
         assert all(len(one.held) <= MAX_SLOTS for one in self._served.values())
+        self._numbers = {call: number if calls is None else call for number, call in enumerate(self._served)}
         self._tables = _Tables(self._served)
         self.rows_of = self._tables.rows_of
         token_R, slot_R, y_R = self._index_addresses
@@ -260,6 +263,12 @@ class LaneServer:
         for rank in [*self._ranks]:
             self.drop(rank)
         self._region.close()
+
+    @property
+    def layers(self) -> list[int | None]:
+        """By index of the call, its layer; None where heads are asked for, or nothing."""
+        found = {self._numbers[call]: one.layer for call, one in self._served.items() if one.pieces is None}
+        return [found.get(number) for number in range(1 + max(self._numbers.values()))]
 
     @property
     def positions(self) -> dict[Rank, int]:
@@ -357,7 +366,10 @@ class LaneServer:
         if num_rows:
             assert self._experts is not None
             token_R, slot_R, y_R = self._index_addresses
-            self._experts.rows_at(layer, self._memory, RowIndices(token_R, slot_R, y_R, num_rows))
+            rows = RowIndices(token_R, slot_R, y_R, num_rows)
+            self._experts.rows_at(layer, self._memory, rows)
+            if self.checks is not None and self.checks.needs_batches:
+                self.checks.note(self._numbers[call], self._memory, rows)
             self._answer(self._address, len(batch))
         return num_rows
 

@@ -14,6 +14,7 @@ from everserve.control.decide.balance import Balancer
 from everserve.control.decide.effects import AnyEffect, Provision, Publish
 from everserve.control.decide.places import LastNamed, dealers, mappings, slots_given_up, what_is_held, without
 from everserve.control.decide.policy import Policy
+from everserve.control.decide.row_checks import RowChecks
 from everserve.control.decide.seats import Seat
 from everserve.control.decide.slowness import Slowness
 from everserve.plan.balance import BalancePolicy
@@ -68,6 +69,7 @@ class ClusterState:
         num_experts = goal.placement.num_experts if goal.placement is not None else 0
         self.balancer = Balancer(len(moe_layers), num_experts, balance)
         self.slowness = Slowness(policy.slow)
+        self.row_checks = RowChecks()
         self.lost_policy = lost_policy or LostExpertPolicy()
         self.loads: Mapping[Rank, AttentionLoad] = {}  # by the gateway's last report
         self.given_up: GivenUp = {}  # slots that routes do not lead to any more

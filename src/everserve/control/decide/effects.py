@@ -13,7 +13,7 @@ from everserve.tables.members import Members
 from everserve.tables.routes import Routes
 from everserve.tables.validity import Conditions
 from everserve.wire.events import AnyEvent
-from everserve.wire.messages import Answered, ClearSlots, FillSlots, KeepGoal, Leave, StopChanges
+from everserve.wire.messages import Answered, ClearSlots, ComputeRow, FillSlots, KeepGoal, Leave, StopChanges
 
 Cause = Literal["crash", "hang", "exit", "left"]  # left: it was asked to leave, and has ended
 
@@ -56,8 +56,8 @@ class Show:
     tables: Publish
 
 
-# A worker answers each: SlotsReported, or Leaving.
-ToWorker = FillSlots | ClearSlots | StopChanges | Leave
+# A worker answers each: SlotsReported, RowComputedAgain, or Leaving.
+ToWorker = FillSlots | ClearSlots | StopChanges | ComputeRow | Leave
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from everserve.wire.messages import (
     Ready,
     Report,
     RoutesUsed,
+    RowComputed,
+    RowComputedAgain,
     Shutdown,
     SlotsReported,
     StreamsReported,
@@ -45,6 +47,13 @@ class Said(SeatInput):
     """A message of this process."""
 
     message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class SaidRow(SeatInput):
+    """Likewise, of a row that is computed twice."""
+
+    message: RowComputed | RowComputedAgain
 
 
 # -- observed from outside -----------------------------------------------------------------------
@@ -97,4 +106,4 @@ class Tick:
 
 
 OfWorker = Said | Started | Alive | Exited | Died | ChannelEnded | Silent
-AnyInput = OfWorker | Ask | Diagnosis | StreamsReported | GatewayReport | Shutdown | Tick
+AnyInput = OfWorker | SaidRow | Ask | Diagnosis | StreamsReported | GatewayReport | Shutdown | Tick

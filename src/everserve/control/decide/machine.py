@@ -9,6 +9,8 @@ ones are messages of that worker:
     Ready                    ready; routes may lead to it
     RoutesUsed               an attention worker's epoch; shown to operators
     LoadReported             counted; with a balance policy, a new goal now and then
+    RowComputed,             compared (wrong_rows.py): the device of a worker that
+      RowComputedAgain       computes wrong is evacuated
     PaceReported             compared (slowness.py): a slow worker is demoted, and
                              then asked to leave
     Report                   as SlotsReported, and Leaving if it is leaving;
@@ -88,7 +90,7 @@ history is kept: neither crash counts nor doubts.
 import math
 from collections.abc import Iterable, Sequence
 
-from everserve.control.decide import health, membership, moving, operations, slow_workers, switching
+from everserve.control.decide import health, membership, moving, operations, slow_workers, switching, wrong_rows
 from everserve.control.decide.balance import Balancer
 from everserve.control.decide.cluster import ClusterState, Step, provision
 from everserve.control.decide.effects import (
@@ -102,7 +104,7 @@ from everserve.control.decide.effects import (
     Show,
     Tell,
 )
-from everserve.control.decide.inputs import AnyInput, Tick
+from everserve.control.decide.inputs import AnyInput, SaidRow, Tick
 from everserve.control.decide.places import holds_all
 from everserve.control.decide.policy import Policy
 from everserve.control.decide.seats import Found
@@ -294,6 +296,8 @@ class Machine:
             case Shutdown():
                 self._cluster.end_for("the instance stops")
                 step = Step("the instance stops: no process is started any more")
+            case SaidRow():
+                step = wrong_rows.handle(self._cluster, given, now)
             case Tick():
                 step = self._tick(now)
             case _:

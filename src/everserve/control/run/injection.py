@@ -1,4 +1,5 @@
-"""Faults that operators inject: a signal to one worker, or its main thread hangs (`--enable-chaos`)."""
+"""Faults that operators inject: a signal to one worker, or its main thread hangs, or it computes wrong
+(`--enable-chaos`)."""
 
 import signal
 
@@ -7,11 +8,13 @@ import msgspec
 from everserve.control.hold.worker_ends import WorkerEnd, WorkerEnds
 from everserve.control.tell.records import Records
 from everserve.control.tell.to_gateway import GatewayEnds
-from everserve.tables.ids import Rank
+from everserve.tables.ids import Rank, Role
 from everserve.wire.channel import Channel
 from everserve.wire.events import FaultInjected
-from everserve.wire.messages import Answered, Hang, Signalled, SignalWorker
+from everserve.wire.messages import Answered, Flip, Hang, Signalled, SignalWorker
 from everserve.wire.operators import FaultRequest, FaultView
+
+_MESSAGES = {"HANG": Hang(), "FLIP": Flip()}
 
 
 class Injection:
@@ -31,9 +34,12 @@ class Injection:
         if end is None:
             self._gateway.send(Answered(id=id, refused=f"worker {fault.rank} has no process at the moment"))
             return
+        if fault.signal == "FLIP" and Role.ATTENTION in end.roles:
+            self._gateway.send(Answered(id=id, refused=f"worker {fault.rank} computes no experts for others"))
+            return
         view = FaultView(rank=end.rank, incarnation=end.incarnation, pid=end.pid, signal=fault.signal)
-        if fault.signal == "HANG":
-            end.send(Hang())
+        if fault.signal in _MESSAGES:
+            end.send(_MESSAGES[fault.signal])
             self._answer(id, view)
         else:
             self._views[id] = view

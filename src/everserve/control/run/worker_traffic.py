@@ -5,7 +5,7 @@ import selectors
 from dataclasses import dataclass
 
 from everserve.control.decide.effects import Publish, ToWorker
-from everserve.control.decide.inputs import ChannelEnded, Exited, FromWorker, Said, Started
+from everserve.control.decide.inputs import ChannelEnded, Exited, FromWorker, Said, SaidRow, Started
 from everserve.control.decide.machine import Machine
 from everserve.control.hold.catalog import Catalog
 from everserve.control.hold.worker_ends import WorkerEnd, WorkerEnds, send_routes
@@ -29,6 +29,8 @@ from everserve.wire.messages import (
     Ready,
     Report,
     RoutesUsed,
+    RowComputed,
+    RowComputedAgain,
     SlotsReported,
     Suspected,
 )
@@ -135,6 +137,8 @@ class WorkerTraffic:
         match message:
             case RoutesUsed() | Leaving() | Failed() | Suspected() | LoadReported() | SlotsReported() | PaceReported():
                 self._pass_on(end, message)
+            case RowComputed() | RowComputedAgain():
+                self.queue.tell(SaidRow(end.rank, end.incarnation, message))
             case Hello():
                 self._connect(end)
                 self._pass_on(end, message)

@@ -319,6 +319,11 @@ class Metrics(Collector):
             value=self._sum.of_fleet("num_diverged", totals.num_diverged),
         )
         yield CounterMetricFamily(
+            "everserve_rows_checked",
+            "Rows that a second worker has computed, to compare their bits.",
+            value=self._gateway.cluster.num_rows_checked,
+        )
+        yield CounterMetricFamily(
             "everserve_replayed_rows",
             "Rows sent to another expert worker because the first did not answer.",
             value=self._engine_total("num_replayed_rows"),

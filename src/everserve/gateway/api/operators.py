@@ -133,8 +133,8 @@ def _check(fault: FaultRequest, num_gateways: int) -> None:
         raise RequestError(message, "rank")
     if (fault.signal is None) == (fault.device is None) or (fault.gone and fault.device is None):
         raise RequestError("A process gets a 'signal'; a 'device' has none, and may be 'gone'.", "signal")
-    if fault.process is not None and fault.signal == "HANG":
-        raise RequestError("Only a worker can be told to hang.", "signal")
+    if fault.process is not None and fault.signal in ("HANG", "FLIP"):
+        raise RequestError("Only a worker can be told to hang, or to compute wrong.", "signal")
     processes = processes_of(num_gateways)
     if fault.process is not None and fault.process not in processes:
         known = ", ".join(processes)

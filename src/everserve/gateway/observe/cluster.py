@@ -56,6 +56,7 @@ class Cluster:
         self.num_survivable_deaths: int | None = None  # None: there are no expert workers
         self._stale_at_orchestrator = RestartingCounter()
         self._stale_at_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
+        self._checked_by_experts: defaultdict[Rank, RestartingCounter] = defaultdict(RestartingCounter)
 
     @property
     def epoch(self) -> int:
@@ -66,19 +67,25 @@ class Cluster:
         counters = (self._stale_at_orchestrator, *self._stale_at_experts.values())
         return sum(counter.total for counter in counters)
 
+    @property
+    def num_rows_checked(self) -> int:
+        return sum(counter.total for counter in self._checked_by_experts.values())
+
     def restarting(self) -> dict[str, tuple[int, int]]:
         """The counters of other processes."""
         return {name: counter.state for name, counter in self._restarting()}
 
     def _restarting(self) -> list[tuple[str, RestartingCounter]]:
-        experts = [(f"stale {rank}", counter) for rank, counter in self._stale_at_experts.items()]
+        by_name = {"stale": self._stale_at_experts, "checked": self._checked_by_experts}
+        experts = [(f"{name} {rank}", one) for name, counters in by_name.items() for rank, one in counters.items()]
         return [("health", self._health_troubles), ("stale", self._stale_at_orchestrator), *experts]
 
     def go_on(self, counted: dict[str, tuple[int, int]]) -> None:
         """Begin with what an earlier gateway has known of them."""
         for name in counted:
-            if name.startswith("stale "):
-                _ = self._stale_at_experts[Rank(int(name.removeprefix("stale ")))]
+            what, _, rank = name.partition(" ")
+            if rank:
+                _ = (self._stale_at_experts if what == "stale" else self._checked_by_experts)[Rank(int(rank))]
         for name, counter in self._restarting():
             counter.state = counted.get(name, (0, 0))
 
@@ -103,6 +110,7 @@ class Cluster:
         self._stale_at_orchestrator.update(change.num_stale)
         for rank, stats in change.expert_stats.items():
             self._stale_at_experts[rank].update(stats.num_stale)
+            self._checked_by_experts[rank].update(stats.num_checked)
 
     def on_processes(self, change: ProcessesChanged) -> None:
         spares = [Process(name=f"spare-{i}", pid=pid) for i, pid in enumerate(change.spares)]

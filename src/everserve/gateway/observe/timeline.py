@@ -56,6 +56,7 @@ class Timeline:
             ev.WorkerBecameReady: self._became_ready,
             ev.WorkerBackedOff: self._backed_off,
             ev.WorkerSlow: self._slow,
+            ev.RowsDiffer: self._differs,
             ev.WorkerRecovered: self._recovered,
             ev.WorkerLeaving: self._leaving,
             ev.WorkerLeft: self._left,
@@ -213,6 +214,11 @@ class Timeline:
         self._note(
             event, f"{self._role(event.rank)} worker {event.rank} is slow: {event.reason}", "trouble"
         ).facts.append(done)
+
+    def _differs(self, event: ev.RowsDiffer) -> None:
+        words = "computes wrong" if event.is_certain else "or another one computes wrong"
+        note = self._note(event, f"{self._role(event.rank)} worker {event.rank} {words}", "trouble")
+        note.facts.append(f"expert {event.expert} of layer {event.layer} had other bits elsewhere")
 
     def _recovered(self, event: ev.WorkerRecovered) -> None:
         self._note(event, f"{self._role(event.rank)} worker {event.rank} is not slow any more: {event.reason}")
