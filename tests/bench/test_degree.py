@@ -53,6 +53,7 @@ def test_what_each_placement_gives(model, size):
         assert power.kv_tokens == contiguous.kv_tokens == cyclic.kv_tokens == hybrid.kv_tokens
 
 
+@pytest.mark.long
 def test_seven_of_eight_devices_as_in_the_paper():
     model = degree_plan.model_of(degree.PAPER["Llama-3.1-70B"])
     found = {variant: plan_paper(model, variant) for variant in VARIANTS}

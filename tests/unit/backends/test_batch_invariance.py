@@ -95,7 +95,14 @@ def content(output: Output) -> tuple:
     )
 
 
-@pytest.mark.parametrize(("kind", "ops"), [("qwen3-moe", "native"), ("mixtral", "native"), ("qwen3-moe", "reference")])
+@pytest.mark.parametrize(
+    ("kind", "ops"),
+    [
+        ("qwen3-moe", "native"),
+        ("mixtral", "native"),
+        pytest.param("qwen3-moe", "reference", marks=pytest.mark.long),
+    ],
+)
 def test_a_stream_is_the_same_alone_and_in_company(kind, ops, monkeypatch):
     crowded = make_engine(kind, ops, monkeypatch)
     num_specs, num_crowds = (9, 1) if ops == "reference" else (20, 3)  # plain PyTorch row by row takes its time

@@ -1,6 +1,5 @@
 """Checkpoint: right slices, only the bytes that were asked for, and one clear line for every broken file."""
 
-import ctypes
 import json
 import os
 import shutil
@@ -27,9 +26,10 @@ from everserve.model.expert_half import ExpertHalf
 from everserve.model.headers import Headers
 from everserve.model.layout import Layout, check_headers
 from everserve.model.weights import Weights
+from tests.support import touch_pages
 from tests.support.models import KINDS, MOE_KINDS, model_directory
 
-PAGE_BYTES = 4096
+PAGE_BYTES = touch_pages.PAGE_BYTES
 
 
 @pytest.fixture
@@ -138,34 +138,8 @@ def test_only_the_selected_pages_are_touched(tmp_path: Path) -> None:
 
 def _in_a_process_of_its_own(directory: Path, name: str) -> subprocess.CompletedProcess[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, __file__, str(directory), name]
+    command = [sys.executable, touch_pages.__file__, str(directory), name]
     return subprocess.run(command, env=environment, check=False, capture_output=True)
-
-
-def _touch_selected_pages(directory: Path, name: str) -> None:
-    """'allowed' reads what is readable, 'forbidden' also an expert that is not."""
-    checkpoint = Checkpoint.open(directory)
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def protect(name: str, rows: slice, readable: bool, plane: int | None = None) -> None:
-        tensor = checkpoint.read(name, rows=rows, plane=plane)
-        size = tensor.numel() * tensor.element_size()
-        assert libc.mprotect(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), 1 if readable else 0) == 0
-
-    for tensor in checkpoint.names():
-        protect(tensor, slice(None), readable=False)
-    protect("expert.2", slice(None), readable=True)
-    for row in (5, 1):
-        protect("expert.1", slice(row, row + 1), readable=True)
-    protect("stack", slice(1, 2), readable=True, plane=4)
-
-    if name == "forbidden":
-        checkpoint.read("expert.3").sum()
-    assert checkpoint.read("expert.2").sum() == 2 * 8 * PAGE_BYTES // 4
-    assert checkpoint.read("expert.1", rows=[5, 1]).shape == (2, PAGE_BYTES // 4)
-    assert checkpoint.read("expert.1", rows=[5, 1], columns=[3, 1000]).tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    assert checkpoint.read("stack", plane=4, rows=slice(1, 2), columns=[7]).tolist() == [[4.0]]
-    assert checkpoint.read("stack", plane=4, rows=[1], columns=slice(7, 9)).tolist() == [[4.0, 4.0]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -350,7 +324,3 @@ def _write(file: Path, tensors: dict[str, Tensor], data_start: int) -> None:
     assert len(text) == data_start - 8
     data = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
     file.write_bytes((data_start - 8).to_bytes(8, "little") + text + data)
-
-
-if __name__ == "__main__":
-    _touch_selected_pages(Path(sys.argv[1]), sys.argv[2])

@@ -35,7 +35,7 @@ ROPE_FIELDS = [
     *("rope_type", "type", "factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor"),
     *("high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 ]
-KINDS = ["llama3", "qwen3-yarn", "qwen3-moe-mixed"]
+KINDS = ["qwen3-moe-mixed", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama3", "qwen3-yarn"))]
 
 
 @pytest.fixture(params=KINDS)
