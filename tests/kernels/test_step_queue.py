@@ -85,7 +85,14 @@ class World:
         self.log: list[str] = []
         self.words, self.experts = Words.on(device), Experts(self.log)
         self.report = StepReport(NUM_SEQS, device, num_places=2 if launches_ahead else 1)
-        self.queue = StepQueue(None, self.words.stop, self.report, self.experts, lambda hidden_TD, rows_L: hidden_TD)
+        self.queue = StepQueue(
+            None,
+            self.words.stop,
+            self.report,
+            self.experts,
+            lambda hidden_TD, rows_L: hidden_TD,
+            lambda hidden_TD, rows: hidden_TD,
+        )
         self.staging = Staging(NUM_SEQS, NUM_SEQS, 2, 16, 1, False, device, launches_ahead)
         chain = Chain(self.staging, self.words, self.report, stop_in, self.log)
         self.bucket = Bucket(self.staging, chain, torch.empty(0), torch.empty(NUM_SEQS, 97))

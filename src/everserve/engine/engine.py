@@ -96,6 +96,7 @@ def _output(
         stop_id=stop_id,
         logprobs=logprobs if token is not None else None,
         prompt_logprobs=sequence.prompt_logprobs if wants_scores else None,
+        pooled=sequence.pooled if is_first else None,
         num_cached=sequence.num_cached if is_first else 0,
         queued_s=sequence.queued_s if is_first else 0.0,
         masked=masked,
@@ -457,6 +458,7 @@ class Engine:
             tokens = step.chosen(read)
             results: list[_Next] = list(zip([chunk[0] for chunk in chunks if chunk[2]], tokens, repeat(None)))
         else:
+            self._pool(step)
             results = self._read_logits(chunks, read)
         if journal is not None:
             journal.finish()
@@ -528,6 +530,18 @@ class Engine:
             return list(zip(sequences, tokens, repeat(None)))
         choices = sample(self._ops, logits_LV, [sequence.sampling_row() for sequence in sequences])
         return [(sequence, *choice) for sequence, choice in zip(sequences, choices, strict=True)]
+
+    def _pool(self, step: Launched) -> None:
+        """Keep what prompts that are complete now say, where that is wanted instead of tokens. From the step's hidden
+        states, which the next one overwrites."""
+        ends = step.rows.query_starts_S
+        wanted = {
+            int(ends[i + 1]) - 1: chunk[0] for i, chunk in enumerate(step.chunks) if chunk[2] and chunk[0].is_pooled
+        }
+        if wanted:
+            pooled_LD = step.pending.pooled(list(wanted)).numpy()
+            for sequence, pooled_D in zip(wanted.values(), pooled_LD, strict=True):
+                sequence.pooled = pooled_D.tobytes()
 
     def _score_prompt(self, chunk: Chunk, logits_LV: torch.Tensor) -> None:
         """Logprobs of the prompt tokens that this chunk's rows predict: row j predicts token j + 1."""

@@ -18,6 +18,10 @@ class Pending(Protocol):
         """Its end: logits_LV of `rows.logits_rows_L`, or the tokens that were chosen from them (`Rows.draws_L`). If it
         raises, the step never happened, nor did a step that was launched behind it."""
 
+    def pooled(self, rows: list[int]) -> Tensor:
+        """Of a step that has ended with logits, until the next one is launched: what these rows' hidden states say
+        (`Decoder.pooled`)."""
+
     @property
     def due_s(self) -> float:
         """When it should end, on the monotonic clock; in the past if that is not known."""
@@ -62,11 +66,14 @@ class EagerForward:
         device: torch.device,
         experts: Experts | None = None,
         use_mask: Callable[[bytes], None] = lambda masked: None,
+        pooled: Callable[[list[int]], Tensor] | None = None,
     ) -> None:
+        """`pooled`: of the last step; without it no stream can want that."""
         self.experts: Experts = experts or NoExperts()
         self._compute = compute
         self._device = device
         self.use_mask = use_mask
+        self.pooled = pooled
 
     def launch(self, rows: Rows) -> "_EagerStep":
         return _EagerStep(self, rows)
@@ -91,3 +98,7 @@ class _EagerStep:
 
     def read(self) -> Tensor:
         return self._forward.run(self._rows)
+
+    def pooled(self, rows: list[int]) -> Tensor:
+        assert self._forward.pooled is not None, "this model has no hidden states"
+        return self._forward.pooled(rows)

@@ -70,6 +70,7 @@ class Sequence:
         self.flow = spec.flow
         self.params: SamplingParams = spec.params
         self.is_plain = is_plain(spec.params)
+        self.is_pooled = spec.params.pooled
         self.needs_logits = needs_logits(spec.params)
         self.added_s = added_s
         self.queued_s = -1.0  # how long it waited before its first step; negative while it waits
@@ -92,6 +93,7 @@ class Sequence:
         self.num_published = 0  # leading blocks that other streams may find; later full ones will follow
         self.status = Status.WAITING
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]
+        self.pooled: bytes | None = None  # what its prompt says, if that is wanted and known
         self.penalties = Penalties.of(spec)
         self.bad_words = BadWords(spec.params.bad_words) if spec.params.bad_words else None
         self.guide = guide  # of its grammar, if it has one

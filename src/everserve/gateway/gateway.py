@@ -29,6 +29,7 @@ from everserve.gateway.text.grammars import Grammars
 from everserve.gateway.text.guiding import Style
 from everserve.gateway.text.sampling import GenerationDefaults, Limits, SeedSource
 from everserve.gateway.text.tokenizer import ModelTokenizer
+from everserve.gateway.text.vectors import Dimensions
 from everserve.ledger.connections import Connection
 from everserve.tables.ids import Rank
 from everserve.tables.requests import Flow
@@ -83,6 +84,7 @@ class Gateway:
         self.store: Store | None = None  # opened by the process
         self.keeper = Keeper(config.resume_window_s, fleet.tell, config.resume_memory_bytes)
         self.grammars = Grammars(config.model)
+        self.dimensions = Dimensions(config.model)
         self.style = Style.of(tokenizer.files.chat_template, config.tool_call_parser, config.reasoning_parser)
         self.seeds = SeedSource(config.seed)
         self.started_unix_s = int(time.time())

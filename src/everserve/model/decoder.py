@@ -6,6 +6,7 @@ all of them are here.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -111,3 +112,28 @@ class Decoder:
         normed_LD = self.ops.norm(hidden_TD, self._final_norm_D, spec.final_norm, rows_L)
         logits_LV = self.ops.head(normed_LD, self._lm_head_VD)
         return logits_LV if spec.logits_softcap is None else self.ops.softcap(logits_LV, spec.logits_softcap)
+
+    def pooled(self, hidden_TD: Tensor, rows: Sequence[int]) -> Tensor:
+        """What stands for the tokens up to each of these rows: the final norm of its hidden state, without a scale that
+        is meant for logits. Float32, in host memory."""
+        rows_L = torch.tensor(rows, dtype=torch.int32 if self.ops.is_captured else torch.int64, device=hidden_TD.device)
+        norm = replace(self.config.spec.final_norm, scale=1.0)
+        return self.ops.norm(hidden_TD, self._final_norm_D, norm, rows_L).float().cpu()
+
+
+class DecoderSteps:
+    """A decoder's steps, computed when they are asked for. The hidden states of the last one stay."""
+
+    def __init__(self, decoder: Decoder, kv: Tensor | Heads) -> None:
+        self.kv = kv
+        self._decoder = decoder
+        self._hidden_TD = torch.empty(0)
+
+    def compute(self, batch: StepBatch, experts: Experts) -> Tensor:
+        """Logits, as `Decoder.forward`."""
+        self._hidden_TD = self._decoder.run(batch, self.kv, experts)
+        return self._decoder.logits(self._hidden_TD, batch.logits_rows_L)
+
+    def pooled(self, rows: Sequence[int]) -> Tensor:
+        """Of the last step: `Decoder.pooled`."""
+        return self._decoder.pooled(self._hidden_TD, rows)

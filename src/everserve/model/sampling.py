@@ -62,7 +62,7 @@ def needs_logits(params: SamplingParams) -> bool:
     has_penalties = bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1.0
     wants_scores = params.logprobs is not None or params.prompt_logprobs is not None
     is_restricted = params.guided is not None or bool(params.bad_words)
-    return wants_scores or is_adjusted or has_penalties or is_restricted
+    return wants_scores or is_adjusted or has_penalties or is_restricted or params.pooled
 
 
 def is_plain(params: SamplingParams) -> bool:

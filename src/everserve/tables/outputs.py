@@ -29,8 +29,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one stream produced in one step.
 
-    `index` counts the stream's output tokens from 0; `token` is None only in the message that carries
-    prompt logprobs for a stream that wants no tokens (max_tokens=0).
+    `index` counts the stream's output tokens from 0; `token` is None only in the message that carries prompt logprobs,
+    or what was pooled, for a stream that wants no tokens (max_tokens=0).
     """
 
     id: str
@@ -40,6 +40,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_id: int | None = None  # the stop id that ended the stream
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first output; first entry None
+    pooled: bytes | None = None  # float32 numbers: all that a stream gives whose params say so
     num_cached: int = 0  # with the first output: prompt tokens found in the prefix cache
     queued_s: float = 0.0  # with the first output: how long the stream waited before it was first scheduled
     masked: Masked | None = None  # this token was sampled under a mask of experts, and so is not exact

@@ -61,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None  # the same for each prompt token (`echo`)
     bad_words: tuple[tuple[int, ...], ...] = ()  # tokens in a row that the output must not contain
     guided: Guided | None = None
+    pooled: bool = False  # no tokens (max_tokens=0): the hidden state after the last token of the prompt
 
 
 class Masked(msgspec.Struct, frozen=True, array_like=True, gc=False):

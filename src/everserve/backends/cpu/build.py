@@ -30,7 +30,7 @@ from everserve.memory.pieces.parity_layout import ParityShape
 from everserve.memory.weights.expert_memory import ExpertMemory
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.decoder import Decoder
+from everserve.model.decoder import Decoder, DecoderSteps
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.fingerprint import check_unchanged, expert_identity
 from everserve.model.head_half import HeadHalf
@@ -226,10 +226,12 @@ class EngineBuilder:
         kv: Tensor | Heads = pool if pool is not None else self._no_heads()
         if self.log is not None:
             self.writer = LogWriter(self.log, pool.data_ptr()) if pool is not None else _kept(self.log, heads)
+        steps = DecoderSteps(decoder, kv)
         forward = EagerForward(
-            lambda batch, experts: decoder.forward(batch, kv, experts),
+            steps.compute,
             ops.device,
             use_mask=decoder.masks.use,
+            pooled=steps.pooled,
         )
         engine = Engine(
             settings.engine,
@@ -248,7 +250,7 @@ class EngineBuilder:
             kv_elsewhere=heads.kv if heads is not None else None,
         )
         warm_up(engine)  # alone: the experts, and heads that are elsewhere, may not be there yet
-        forward.experts, kv = experts, heads if heads is not None else kv
+        forward.experts, steps.kv = experts, heads if heads is not None else kv
         return engine
 
     def _parking(self) -> BlockRange:

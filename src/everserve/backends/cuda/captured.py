@@ -56,7 +56,9 @@ class CapturedForward:
         self._max_blocks = max_blocks
         self._launches_ahead = self.draws = decoder.ops.launches_ahead
         self._report = StepReport(max_num_seqs, self._ops.device, num_places=2 if self._launches_ahead else 1)
-        self._queue = StepQueue(self._stream, self._ops.words.stop, self._report, experts, decoder.logits)
+        self._queue = StepQueue(
+            self._stream, self._ops.words.stop, self._report, experts, decoder.logits, decoder.pooled
+        )
         self._loading, progress = loading, loading.part("graphs")
         sizes = [(rows, False) for rows in _up_to(_DECODING, max_num_seqs)]
         sizes += [(rows, True) for rows in _up_to(_MIXED, max_num_batched_tokens)]

@@ -75,6 +75,9 @@ class LaunchedStep:
     def read(self) -> Tensor | list[int]:
         return self._queue.read(self)
 
+    def pooled(self, rows: list[int]) -> Tensor:
+        return self._queue.pooled(self, rows)
+
     @contextmanager
     def stopped(self) -> Iterator[int]:
         """After a report that says so: the index of the MoE layer in which it stopped. Inside, kernels can be launched
@@ -110,7 +113,8 @@ class CapturedExperts(Experts, Protocol):
 
 
 class StepQueue:
-    """One step, or one and the next. `logits(hidden_TD, rows_L)`: of more rows than a bucket has room for."""
+    """One step, or one and the next. `logits(hidden_TD, rows_L)`: of more rows than a bucket has room for; `pooled`: of
+    the rows that ask for it."""
 
     def __init__(
         self,
@@ -119,12 +123,14 @@ class StepQueue:
         report: StepReport,
         experts: CapturedExperts,
         logits: Callable[[Tensor, Tensor], Tensor],
+        pooled: Callable[[Tensor, list[int]], Tensor],
     ) -> None:
         self.stream = stream
         self.stop = stop
         self.report = report
         self._experts = experts
         self._logits = logits
+        self._pooled = pooled
         self._steps: list[LaunchedStep] = []
         self._ended_ns = 0  # the last one
 
@@ -166,6 +172,11 @@ class StepQueue:
         if not self._steps:
             self._experts.end_step()
         return self._results(step)
+
+    def pooled(self, step: LaunchedStep, rows: list[int]) -> Tensor:
+        """Of a step that was read."""
+        assert not self._steps, "the next step overwrites the hidden states"
+        return self._pooled(step.bucket.hidden_TD, rows)
 
     def _results(self, step: LaunchedStep) -> Tensor | list[int]:
         rows, bucket = step.rows, step.bucket

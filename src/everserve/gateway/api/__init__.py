@@ -7,6 +7,7 @@ chat.py         /v1/chat/completions
 responses/      /v1/responses
 messages/       /v1/messages
 batches/        /v1/files, /v1/batches
+pooling/        /v1/embeddings, /v1/score, /v1/rerank
 models.py       /v1/models
 tokenize.py     /tokenize, /detokenize, /tokenizer_info
 health.py       /livez, /readyz, /health, /ping, /version, /load, /metrics, /cluster, /cluster/live, /events

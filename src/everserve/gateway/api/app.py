@@ -25,6 +25,7 @@ from everserve.gateway.api.batches import files
 from everserve.gateway.api.batches import routes as batches
 from everserve.gateway.api.jobs import Jobs
 from everserve.gateway.api.messages import routes as messages
+from everserve.gateway.api.pooling import routes as pooling
 from everserve.gateway.api.responses import routes as responses
 from everserve.gateway.api.views import Views
 from everserve.gateway.gateway import Gateway
@@ -36,7 +37,8 @@ from everserve.gateway.http.responses import encode
 
 _ROUTERS = (
     *(module.router for module in (completions, chat, models, tokenize, health, operators, pages)),
-    *(responses.router, responses.reading, responses.changing, messages.router, files.router, batches.router),
+    *(responses.router, responses.reading, responses.changing, messages.router, pooling.router),
+    *(files.router, batches.router),
 )
 
 log = logging.getLogger(__name__)

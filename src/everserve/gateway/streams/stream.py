@@ -215,7 +215,8 @@ class StreamTable:
                     gaps.append(now_s - stream.last_s)
                 stream.last_s = now_s
             if output.finish_reason is not None:
-                self._totals.answer_lengths.note(len(tokens))
+                if stream.spec.params.max_tokens:
+                    self._totals.answer_lengths.note(len(tokens))
                 self.remove(stream)
             try:
                 stream.listener.on_output(output, now_s)

@@ -16,4 +16,5 @@ sampling.py         request -> SamplingParams: the checks that need the model, d
 detokenizer.py      exact text, token by token
 stops.py            stop strings, across token boundaries
 logprobs.py         log probabilities in the shapes clients expect
+vectors.py          embeddings as numbers: length 1, fewer dimensions, cosines
 """

@@ -24,5 +24,6 @@ _RUNNING = (
     *("return_dict_in_generate", "output_scores", "begin_suppress_tokens", "suppress_tokens"),
     *("exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "add_cross_attention"),
     *("cross_attention_hidden_size", "tf_legacy_loss", "model_max_length", "max_sequence_length", "seq_length"),
+    *("is_matryoshka", "matryoshka_dimensions"),
 )
 HARMLESS = _ABOUT_FILES + _TOKENS + _TRAINING + _RUNNING
