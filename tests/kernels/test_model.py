@@ -170,6 +170,19 @@ def test_logits_of_more_rows_than_a_graph_has_room_for(device: torch.device) -> 
     assert len(all_LV) == 18 and torch.equal(few_LV, all_LV[:3])
 
 
+def test_what_stands_for_a_prompt_does_not_depend_on_others(device: torch.device) -> None:
+    """The final norm of its last row, in host memory, to the bit the same in any batch."""
+    alone = Model("qwen3-moe", device)
+    alone.fill({0: TOKENS[:7]})
+    hidden_TD = alone.decoder.run(alone.staging.batch, alone.pool, alone.experts)
+    (vector_D,) = alone.decoder.pooled(hidden_TD, [6])
+    assert vector_D.dtype is torch.float32 and vector_D.device.type == "cpu" and vector_D.isfinite().all()
+    beside = Model("qwen3-moe", device)
+    beside.fill({1: TOKENS[7:12], 0: TOKENS[:7], 2: TOKENS[:2]})
+    hidden_TD = beside.decoder.run(beside.staging.batch, beside.pool, beside.experts)
+    assert torch.equal(beside.decoder.pooled(hidden_TD, [4, 11])[1], vector_D)
+
+
 class NothingComputed(TorchDispatchMode):
     """Torch may make tensors and look at them differently; whatever it would compute is noted."""
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from everserve.config.gateway import GatewayConfig
@@ -187,6 +188,8 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
     params = spec.params
     scores = [None, *(_scores(token, params.prompt_logprobs) for token in spec.prompt[1:])]
     prompt_logprobs = scores if params.prompt_logprobs is not None else None
+    if params.pooled:
+        return [Output(id=spec.id, index=0, finish_reason="length", pooled=pooled_of(list(spec.prompt)), num_cached=2)]
     if params.max_tokens == 0:
         return [Output(id=spec.id, index=0, finish_reason="length", prompt_logprobs=prompt_logprobs)]
     outputs: list[Output] = []
@@ -209,6 +212,11 @@ def outputs_of(spec: RequestSpec, tokens: list[int]) -> list[Output]:
         if is_last:
             break
     return outputs
+
+
+def pooled_of(prompt: list[int]) -> bytes:
+    """A vector that depends on every token."""
+    return np.random.default_rng(prompt).normal(size=8).astype("<f4").tobytes()
 
 
 def _scores(token: int, num_top: int | None) -> TokenLogprobs:

@@ -13,6 +13,7 @@ from tests.support import cluster as c
 SHARING: dict[str, tuple[str, ...]] = {
     "cluster": (
         "tests/process/test_control_plane.py",
+        "tests/process/test_embeddings.py",
         "tests/process/test_moves.py",
         "tests/process/test_supervisor_deaths.py",
         "tests/process/test_switching.py",

@@ -51,6 +51,7 @@ class ToyModel:
         shape = (num_blocks, NUM_LAYERS, NUM_PLANES, block_size)
         self.pool = np.full(shape, -1, np.int64) if memory is None else np.frombuffer(memory, np.int64).reshape(shape)
         self.fail_next = False
+        self._last: StepBatch | None = None
         self.mask = 0
         self.on_write: Callable[[], None] = lambda: None  # called again and again while a step writes KV
         self.meanwhile: Callable[[int], None] = lambda layer: None  # called when a layer is written
@@ -58,11 +59,20 @@ class ToyModel:
     def use_mask(self, masked: bytes) -> None:
         self.mask = int.from_bytes(masked, "little")
 
+    def pooled(self, rows: list[int]) -> torch.Tensor:
+        """Of the last step: the logits of these rows, for want of anything else that depends on all tokens."""
+        assert self._last is not None
+        return self._logits(dataclasses.replace(self._last, logits_rows_L=torch.tensor(rows)))
+
     def __call__(self, batch: StepBatch) -> torch.Tensor:
+        self._last = batch
         self._write(batch)
         if self.fail_next:
             self.fail_next = False
             raise StepAbandoned
+        return self._logits(batch)
+
+    def _logits(self, batch: StepBatch) -> torch.Tensor:
         wanted = set(batch.logits_rows_L.tolist())
         starts, rows = batch.query_starts_S.tolist(), []
         for i in range(batch.num_seqs):
@@ -139,7 +149,9 @@ def make_config(num_blocks: int = 24, block_size: int = 4, max_model_len: int = 
 
 
 def eager(model: ToyModel) -> Forward:
-    return EagerForward(lambda batch, experts: model(batch), torch.device("cpu"), use_mask=model.use_mask)
+    return EagerForward(
+        lambda batch, experts: model(batch), torch.device("cpu"), use_mask=model.use_mask, pooled=model.pooled
+    )
 
 
 class LaggingForward:

@@ -19,8 +19,8 @@ class Pending(Protocol):
         raises, the step never happened, nor did a step that was launched behind it."""
 
     def pooled(self, rows: list[int]) -> Tensor:
-        """Of a step that has ended with logits, until the next one is launched: what these rows' hidden states say
-        (`Decoder.pooled`)."""
+        """What these rows' hidden states say (`Decoder.pooled`), in a step that has ended with logits, until the next
+        one is launched."""
 
     @property
     def due_s(self) -> float:

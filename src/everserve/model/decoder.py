@@ -135,5 +135,5 @@ class DecoderSteps:
         return self._decoder.logits(self._hidden_TD, batch.logits_rows_L)
 
     def pooled(self, rows: Sequence[int]) -> Tensor:
-        """Of the last step: `Decoder.pooled`."""
+        """What these rows of the last step say: `Decoder.pooled`."""
         return self._decoder.pooled(self._hidden_TD, rows)

@@ -260,3 +260,21 @@ def test_times_of_steps_are_counted_with_their_work_unless_they_are_abandoned():
     assert work.units == (2, 3 + 1, 1 + 2 + 3 + 4), "steps, rows, and the keys that they attend to"
     assert begun[1:] == [6, 4] and len(ended) == 2
     assert engine.times.take() is None
+
+
+def test_what_prompts_say_instead_of_tokens():
+    """In chunks, beside streams that decode, with a common prefix in the cache and over an abandoned step: each prompt
+    has one output, of its last row."""
+    engine, model = make_engine(max_num_seqs=4, max_num_batched_tokens=8, max_prefill_while_decoding=8)
+    prompts = {"long": list(range(1, 30)), "again": list(range(1, 30)), "short": [5], "other": [*range(1, 9), 50, 51]}
+    engine.add(spec("beside", [3, 4], max_tokens=12))
+    for id, prompt in prompts.items():
+        engine.add(spec(id, prompt, max_tokens=0, pooled=True))
+    abandon(engine, model)
+    outputs = drain(engine)
+    assert [output.token for output in outputs.pop("beside")] == run_alone(spec("beside", [3, 4], max_tokens=12))
+    for id, prompt in prompts.items():
+        (output,) = outputs[id]
+        assert output.token is None and output.finish_reason is not None
+        assert output.pooled == logits_after(prompt).numpy().tobytes()
+    assert outputs["again"][0].num_cached > 0

@@ -21,7 +21,7 @@ from everserve.errors import ConfigError
 from everserve.model.batch import StepBatch
 from everserve.model.checkpoint import Checkpoint
 from everserve.model.config import ModelConfig
-from everserve.model.decoder import Decoder
+from everserve.model.decoder import Decoder, DecoderSteps
 from everserve.model.expert_half import ExpertHalf
 from everserve.model.ops import Ops
 from everserve.model.weights import Weights
@@ -235,3 +235,23 @@ def _one_sequence(sequences: PagedSequences, rows: list[int]) -> StepBatch:
         block_tables_SB=torch.arange(len(TOKENS) // sequences.block_size + 1, dtype=torch.int32)[None],
         logits_rows_L=torch.tensor(rows, dtype=torch.int64),
     )
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+def test_what_stands_for_a_prompt(ops: Ops, family: str) -> None:
+    """As transformers has it; it is the same in one chunk and in several, and beside another sequence."""
+    sequences = PagedSequences(model_directory(family), ops)
+    steps = DecoderSteps(sequences.decoder, sequences.kv_pool)
+
+    def step(chunks: dict[int, list[int]]) -> None:
+        steps.compute(sequences._batch(chunks), sequences.expert_io)
+
+    step({0: TOKENS[:9]})
+    (whole_D,) = steps.pooled([8])
+    with torch.no_grad():
+        states_TD = transformers_model(model_directory(family)).model(torch.tensor([TOKENS[:9]])).last_hidden_state[0]
+    assert torch.allclose(whole_D, states_TD[8], atol=1e-4)
+    step({1: TOKENS[:4]})
+    step({2: TOKENS[3:9], 1: TOKENS[4:9]})
+    if ops.batch_invariant:
+        assert torch.equal(steps.pooled([5, 10])[1], whole_D)

@@ -174,7 +174,7 @@ class StepQueue:
         return self._results(step)
 
     def pooled(self, step: LaunchedStep, rows: list[int]) -> Tensor:
-        """Of a step that was read."""
+        """What these rows of a step that was read say."""
         assert not self._steps, "the next step overwrites the hidden states"
         return self._pooled(step.bucket.hidden_TD, rows)
 

@@ -133,6 +133,7 @@ class Pool:
             pooled.stream.metrics.num_finished["abort"] += 1
             self._gateway.fleet.cancel(pooled.stream)
         self._open.clear()
+        self._held.release()
 
     def outputs(self) -> list[Output]:
         """What came of each prompt, when all have ended."""
