@@ -10,7 +10,7 @@ INSTALL := $(BIN)/python -m tools.install
 # Otherwise every process of every test compiles all of our modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-long check pins bench chaos gpu clean
+.PHONY: demo test test-long clients check pins bench chaos gpu clean
 
 demo: $(STAMP)-run
 	$(BIN)/everserve demo
@@ -29,13 +29,16 @@ test-long: $(STAMP)-dev
 	EVERSERVE_TEST_LONG=1 $(BIN)/python -m pytest --timeout 3600 $(AT_ONCE) tests/property
 AT_ONCE = --durations=40 -n $(NUM_AT_ONCE) --dist loadfile --no-loadscope-reorder
 NUM_AT_ONCE ?= $(shell echo $$(( $$(nproc) * 2 )))
-TESTS := $(addprefix tests/,wheel process chaos serving browser kernels property bench unit)
+TESTS := $(addprefix tests/,wheel process clients chaos serving browser kernels property bench unit)
 
 check: $(STAMP)-check
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+
+# What tests/clients needs besides: without it they are skipped.
+clients: $(STAMP)-clients
 
 # Are the versions in constraints.txt to be had together, from the public index alone, on x86-64 and aarch64?
 pins: $(STAMP)-run
@@ -88,4 +91,8 @@ $(STAMP)-dev: $(STAMP)-run
 
 $(STAMP)-check: $(STAMP)-run
 	$(INSTALL) check
+	@touch $@
+
+$(STAMP)-clients: $(STAMP)-run
+	$(INSTALL) clients
 	@touch $@

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from tools.resolve import CONSTRAINTS, ROOT, CannotBeInstalledError, Package, Target, read_pins, resolve
 
 MACHINES = ("x86_64", "aarch64")
-RUN, ALL = ".", ".[dev,check,otel,nvml,bench]"
+RUN, ALL = ".", ".[dev,check,otel,nvml,bench,clients]"
 # What is all right together is all right in part. So the smaller set-up is only resolved for one Python.
 CASES = [(ALL, "3.11"), (RUN, "3.11"), (ALL, "3.12")]
 

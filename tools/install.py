@@ -1,4 +1,4 @@
-"""Installs one set-up into the environment whose Python runs this: `python -m tools.install run|dev|check`.
+"""Installs one set-up into the environment whose Python runs this: `python -m tools.install run|dev|check|clients`.
 
 The Makefile calls it. Before anything large is downloaded it says what will be and how large that is; versions that do
 not fit together are found then, too. Only the standard library is needed.
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from tools.resolve import CONSTRAINTS, ROOT, CannotBeInstalledError, Package, read_pins, resolve
 
-SETUPS = {"run": ".", "dev": ".[dev]", "check": ".[check]"}
+SETUPS = {"run": ".", "dev": ".[dev]", "check": ".[check]", "clients": ".[clients]"}
 
 _TORCH_INDEX = "TORCH_INDEX"
 _NUM_NAMED = 6  # the largest packages of a download

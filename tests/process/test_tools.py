@@ -4,20 +4,26 @@ import asyncio
 import json
 import re
 import signal
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
 import pydantic
 import pytest
 
+from everserve.procs.local_server import LocalServer
 from tests.support import cluster as c
 from tests.support.cluster import Fault
-from tests.support.shared_servers import CLUSTER
+from tests.support.shared_servers import TOOLS, SharedServers
 
-TEMPLATE = Path(__file__).parents[1] / "support" / "tools.jinja"
-FLAGS = (*CLUSTER, "--chat-template", str(TEMPLATE), "--enable-auto-tool-choice")
 MESSAGES: Any = [{"role": "user", "content": "What is the weather like?"}]
+
+
+@pytest.fixture(scope="module")
+def shared(shared_servers: SharedServers) -> Iterator[LocalServer]:
+    """The one of tests/clients too."""
+    with shared_servers.lend(*TOOLS) as server:
+        yield server
 
 
 def tool(name: str, strict: bool, **properties: Any) -> dict[str, Any]:

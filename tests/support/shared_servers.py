@@ -5,6 +5,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 from everserve.procs.local_server import LocalServer
 from tests.support import cluster as c
@@ -20,10 +21,13 @@ SHARING: dict[str, tuple[str, ...]] = {
         "tests/serving/test_terminal.py::test_a_watcher_sees_a_kill",
         "tests/serving/test_whole_instance_ends.py",
     ),
+    "tools": ("tests/process/test_tools.py", "tests/clients/test_under_kills.py"),
     "wheel": ("tests/wheel/test_cpu_levels.py", "tests/wheel/test_definition.py", "tests/wheel/test_wheel.py"),
     "small steps": ("tests/process/test_failover.py", "tests/process/test_restore.py"),
 }
 CLUSTER = ("--attention-workers", "2", "--expert-workers", "2", "--enable-chaos", *c.PATIENT)
+TEMPLATE = Path(__file__).parent / "tools.jinja"
+TOOLS = (*CLUSTER, "--chat-template", str(TEMPLATE), "--enable-auto-tool-choice")
 CLUSTER_OF_SMALL_STEPS = (*CLUSTER, "--no-enable-prefix-caching", *c.SMALL_STEPS)
 
 
