@@ -76,7 +76,7 @@ def sample(ops: Ops, logits_LV: Tensor, rows: list[SamplingRow]) -> list[Choice]
     """One token per row."""
     adjusted_LV = _adjust(logits_LV, rows)
     tokens = ops.choose(adjusted_LV, [draw(row.params, row.index) for row in rows])
-    for i in forbidden.empty_rows(adjusted_LV, [i for i, row in enumerate(rows) if row.is_restricted]):
+    for i in forbidden.empty_rows(adjusted_LV, {i: tokens[i] for i, row in enumerate(rows) if row.is_restricted}):
         tokens[i] = NONE_ALLOWED
     logprobs = _chosen_logprobs(logits_LV, rows, tokens)
     return [Choice(token, logprobs.get(i)) for i, token in enumerate(tokens)]
@@ -136,8 +136,9 @@ def _adjust(logits_LV: Tensor, rows: list[SamplingRow]) -> Tensor:
 
 def draw(params: SamplingParams, index: int) -> Draw:
     """How output token `index` is chosen."""
-    number = uniform(params.seed, index) if params.temperature > 0 else 0.0
-    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, number)
+    if params.temperature == 0:
+        return GREEDY
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniform(params.seed, index))
 
 
 def _chosen_logprobs(logits_LV: Tensor, rows: list[SamplingRow], tokens: list[int]) -> dict[int, TokenLogprobs]:

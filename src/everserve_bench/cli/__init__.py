@@ -9,6 +9,7 @@ scenarios.py    all that are scenarios: flags are their fields
 degree.py       degree, prefill
 grey.py         grey
 balance.py      balance
+guided.py       guided
 mask.py         mask
 show.py         show, publish: results of earlier runs
 """
@@ -16,5 +17,5 @@ show.py         show, publish: results of earlier runs
 from everserve_bench.cli.app import bench_app as bench_app
 
 # Each module registers its commands, in the order of --help.
-from everserve_bench.cli import scenarios, balance, grey, mask, show, speed  # noqa: F401  isort: skip
+from everserve_bench.cli import scenarios, balance, grey, guided, mask, show, speed  # noqa: F401  isort: skip
 from everserve_bench.cli import decisions, degree, load, start  # noqa: F401  isort: skip

@@ -18,7 +18,7 @@ def test_a_file_is_a_group_unless_it_shares():
 
 @pytest.mark.parametrize("group", SHARING)
 def test_what_is_named_exists_and_runs_in_that_order(group: str) -> None:
-    rooms = ["wheel", "process", "chaos", "serving"]  # as `make test` names them
+    rooms = ["wheel", "process", "clients", "chaos", "serving"]  # as `make test` names them
     files = [name.split("::")[0] for name in SHARING[group]]
     for name in SHARING[group]:
         file, _, test = name.partition("::")
